@@ -118,6 +118,9 @@ class ClientRun:
         else:
             link, manifest = self._join(source, manifest, say)
         try:
+            if link.is_joined and link.proposal.uploads:
+                layers = self.proposal.body(self.info.shape)
+                link.upload(body_share(self.task, self.info, layers, options.dtype))
             self._train(link, source or options.load, manifest, reporter)
         finally:
             link.close()
@@ -134,13 +137,13 @@ class ClientRun:
     def _link(self, step: int, say: Say) -> Link:
         connect = self.options.connect or self._connect
         start = self.task.spec.adapter.adapter_name_or_path
-        if (
-            start is not None and self.task.initial is None and not step
-        ):  # not read for a run that is continued
+        if start is not None and self.task.initial is None and not step:
+            # It was not read for a run that is continued, which goes back to its beginning now.
             self.task.initial = read_adapter(start, self.task.spec.adapter, self.info.shape)
         uploads = self.task.initial is not None and not step
         changes = {"step": step, "incarnation": secrets.token_hex(16), "uploads": uploads}
-        return Link(connect(say), self.proposal.model_copy(update=changes), self.front.shape)
+        proposal = self.proposal.model_copy(update=changes)
+        return Link(connect(say), proposal, self.front.shape, self.options.tally)
 
     def _connect(self, say: Say) -> Any:
         from megatron_mux.split.transport import Transport  # imports grpc
@@ -171,9 +174,6 @@ class ClientRun:
             )
             if source == self.options.save:
                 checkpoint.drop_after(source, manifest.number if manifest else 0, self.name)
-        if link.proposal.uploads:
-            layers = link.proposal.body(self.info.shape)
-            link.upload(body_share(self.task, self.info, layers, self.options.dtype))
         return link, manifest
 
     # -- training

@@ -12,10 +12,14 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_mux.arguments.parser import Parser
 from megatron_mux.arguments.values import at_least, path
 from megatron_mux.errors import UserError, exit_status
+
+if TYPE_CHECKING:
+    from megatron_mux.backbone.registry import BackboneInfo
 
 PROGRAM = "megatron_mux.split.export_client"
 
@@ -48,43 +52,17 @@ def export_client(backbone: Path, cut_front: int, cut_back: int, out: Path) -> i
     Raises:
         UserError: The backbone cannot be read or cut so, or `out` cannot be written.
     """
-    from megatron_mux.backbone.checkpoint import Checkpoint
-    from megatron_mux.files import sync_directory, write
-    from megatron_mux.split.client_files import (
-        EXPORT,
-        ExportedLayers,
-        client_tensors,
-        digest_of,
-        read_client_info,
-    )
-    from megatron_mux.tensor_file import write_tensors
+    from megatron_mux.files import sync_directory
+    from megatron_mux.split.client_files import read_client_info
 
     info = read_client_info(backbone, cut_front, cut_back)
-    names = client_tensors(info.shape, cut_front, cut_back)
-    copied = sorted({file for pattern in _TOKENIZER for file in backbone.glob(pattern) if file.is_file()})
-    if not copied:
-        raise UserError(
-            f"{backbone}: holds no tokenizer (tokenizer.json): put the backbone's tokenizer beside it"
-        )
     partial = out.with_name(f".partial-{out.name}")
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"--out {out}: exists already: choose another directory")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        for file in (backbone / "config.json", *copied):
-            write(partial / file.name, file.read_bytes())
-        with Checkpoint(backbone) as checkpoint:
-            tensors = {
-                info.stored[name]: checkpoint.read(info.stored[name], slice(None)) for name in sorted(names)
-            }
-        write_tensors(partial / _WEIGHTS, tensors, {})
-        with Checkpoint(partial) as checkpoint:
-            digest = digest_of(partial, checkpoint)
-        exported = ExportedLayers(
-            fingerprint=info.fingerprint, cut_front=cut_front, cut_back=cut_back, digest=digest
-        )
-        write(partial / EXPORT, (exported.model_dump_json(indent=2) + "\n").encode())
+        size = _fill(partial, info, cut_front, cut_back)
         sync_directory(partial)
         if out.exists():
             out.rmdir()
@@ -94,6 +72,34 @@ def export_client(backbone: Path, cut_front: int, cut_back: int, out: Path) -> i
         raise UserError(f"--out {out}: cannot be written: {error.strerror or error}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    return size
+
+
+def _fill(directory: Path, info: BackboneInfo, cut_front: int, cut_back: int) -> int:
+    """Write the files of an export; returns the bytes of its weights."""
+    from megatron_mux.backbone.checkpoint import Checkpoint
+    from megatron_mux.files import write
+    from megatron_mux.split.client_files import EXPORT, ExportedLayers, client_tensors, digest_of
+    from megatron_mux.tensor_file import write_tensors
+
+    backbone = info.path
+    copied = sorted({file for pattern in _TOKENIZER for file in backbone.glob(pattern) if file.is_file()})
+    if not copied:
+        raise UserError(
+            f"{backbone}: holds no tokenizer (tokenizer.json): put the backbone's tokenizer beside it"
+        )
+    for file in (backbone / "config.json", *copied):
+        write(directory / file.name, file.read_bytes())
+    names = [info.stored[name] for name in sorted(client_tensors(info.shape, cut_front, cut_back))]
+    with Checkpoint(backbone) as checkpoint:
+        tensors = {name: checkpoint.read(name, slice(None)) for name in names}
+    write_tensors(directory / _WEIGHTS, tensors, {})
+    with Checkpoint(directory) as checkpoint:
+        digest = digest_of(directory, checkpoint)
+    exported = ExportedLayers(
+        fingerprint=info.fingerprint, cut_front=cut_front, cut_back=cut_back, digest=digest
+    )
+    write(directory / EXPORT, (exported.model_dump_json(indent=2) + "\n").encode())
     return sum(tensor.nbytes for tensor in tensors.values())
 
 

@@ -85,17 +85,25 @@ class Link:
         transport: Carries messages; the link closes it.
         proposal: What the client asks for.
         shape: Of the backbone.
+        tally: Counts all requests.
 
     Attributes:
         step: Optimizer steps that the client has done.
-        tally: Of all requests.
+        proposal, tally: The arguments.
+        wire: Dtype of what is sent.
     """
 
-    def __init__(self, transport: ClientTransport, proposal: Proposal, shape: BackboneShape) -> None:
+    def __init__(
+        self,
+        transport: ClientTransport,
+        proposal: Proposal,
+        shape: BackboneShape,
+        tally: Tally | None = None,
+    ) -> None:
         self.proposal = proposal
         self.step = proposal.step
         self.wire = Dtype[proposal.wire.upper()]
-        self.tally = Tally()
+        self.tally = tally or Tally()
         self._transport = transport
         self._shape = shape
         self._operation = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ from megatron_mux.errors import UserError
 from megatron_mux.report import Reporter, TaskHistory
 from megatron_mux.split.agreement import WireDtype
 from megatron_mux.split.client_run import ClientRun
-from megatron_mux.split.link import LOST, ClientTransport
+from megatron_mux.split.link import LOST, ClientTransport, Tally
 from megatron_mux.split.remote import Privacy
 from megatron_mux.split.tls import ClientTls
 from megatron_mux.split.wire import RefusedError
-from megatron_mux.tasks import TaskSpec
+from megatron_mux.tasks import TaskSpec, read_task
 
 _MOST_LOSSES = 8
 """How often the server may lose steps before the client has saved once more."""
@@ -51,6 +51,9 @@ class SplitTrainer:
         progress: Whether to draw a live table on a terminal.
         privacy: Protects what is sent; None: it is sent as it is.
         connect: Makes the connection; None: gRPC.
+
+    Attributes:
+        tally: Of all requests so far.
     """
 
     backbone: str | Path
@@ -71,6 +74,13 @@ class SplitTrainer:
     progress: bool = True
     privacy: Privacy | None = None
     connect: Callable[[Callable[[str], None]], ClientTransport] | None = None
+    tally: Tally = field(default_factory=Tally, init=False)
+
+    def __post_init__(self) -> None:
+        """Take text for paths, too."""
+        self.save, self.load, self.tensorboard_dir = (
+            None if path is None else Path(path) for path in (self.save, self.load, self.tensorboard_dir)
+        )
 
     def train(self) -> TaskHistory:
         """Train until the task is done, or until a signal: then save and leave.
@@ -82,7 +92,7 @@ class SplitTrainer:
             UserError: The input is wrong, or the server cannot be reached, refuses the client, or loses steps again and
                 again.
         """
-        spec = self.task if isinstance(self.task, TaskSpec) else TaskSpec.model_validate(dict(self.task))
+        spec = self.task if isinstance(self.task, TaskSpec) else read_task(self.task, Path.cwd())
         if self.save is not None and self.save != self.load:
             checkpoint.refuse_used(self.save, spec.name)
         reporter = self._reporter(spec.name)

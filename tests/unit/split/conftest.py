@@ -1,12 +1,16 @@
-"""Certificates and an event loop for services, made once."""
+"""Certificates, an event loop for services, and what clients train on, made once."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests import tiny_models
+from tests.end_to_end.workplace import write_tokenizer
+from tests.unit.split.splitting import write_data
 from tests.unit.split.toy_server import Files, Loop, ToyHandler
 
 
@@ -29,3 +33,19 @@ def served(loop: Loop, files: Files) -> Iterator[tuple[int, ToyHandler]]:
         while service.in_flight.free < service.in_flight.most and time.monotonic() < until:
             time.sleep(0.01)  # a client has left just now
         assert service.in_flight.free == service.in_flight.most
+
+
+@pytest.fixture(scope="session")
+def whole_backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny backbone with a tokenizer."""
+    path = tiny_models.make(tmp_path_factory.mktemp("backbone"), "llama")
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the files of `write_data`."""
+    directory = tmp_path_factory.mktemp("data")
+    write_data(directory)
+    return directory

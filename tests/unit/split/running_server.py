@@ -32,6 +32,7 @@ class RunningServer:
         self.capacity = options.pop("capacity", 1 << 30)
         self.together = options.pop("together", 0)
         self.swap_rate = options.pop("swap_rate", 1e12)
+        self.fingerprint = options.pop("fingerprint", "fingerprint")
         self.options = options
         self.port = 0
 
@@ -49,7 +50,7 @@ class RunningServer:
         self.loop, self.stopping = asyncio.get_running_loop(), asyncio.Event()
         self.body = Body(self.backbone, self.parallel)
         dispatcher = Dispatcher(Scheduler(self.capacity, SchedulerOptions()), self.together)
-        options = ServingOptions("fingerprint", self.backbone.layers, **self.options)
+        options = ServingOptions(self.fingerprint, self.backbone.layers, **self.options)
         bodies = Bodies(self.body, options.policy == "vanilla", self.swap_rate)
         log = logging.getLogger("split server in a test")
         self.server = SplitServer(bodies, dispatcher, self.store, options, Metrics(), log)

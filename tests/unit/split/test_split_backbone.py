@@ -1,12 +1,7 @@
-"""A backbone whose body is on a server trains as the whole one does, and its client saves, resumes and goes back."""
+"""A backbone whose body is on a server trains as the whole one does."""
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mux import checkpoint
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_backbone_info
-from megatron_mux.data.dataset import DataFiles
-from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine
-from megatron_mux.errors import UserError
-from megatron_mux.split import client
 from megatron_mux.split.backbone import load_ends
-from megatron_mux.split.wire import Kind, Message
-from megatron_mux.tasks import TaskSpec
-from megatron_mux.training.task_setup import open_tasks
 from tests import tiny_models
 from tests.end_to_end.harness import Case, adapter, assert_close
-from tests.end_to_end.workplace import write_tokenizer
 from tests.unit.split.fake_server import FakeServer
-from tests.unit.split.splitting import ALONE, case, split_engine, task_of, trainer, write_data
+from tests.unit.split.splitting import ALONE, case, split_engine
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"peft_type": "LORA", "r": 4, "lora_dropout": 0.2, "target_modules": ["q_proj", "v_proj", "down_proj"]},
@@ -40,20 +26,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "pruned": {"peft_type": "DIFF_PRUNING", "l0_weight": 0.01},
     "vera": {"peft_type": "VERA", "r": 8},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tiny_models.make(tmp_path_factory.mktemp("backbone"), "llama")
-    write_tokenizer(found)
-    return found
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("data")
-    write_data(directory)
-    return directory
 
 
 def run(engine: Engine, one: Case) -> tuple[list[float], list[float], dict[str, Tensor], Any]:
@@ -66,18 +38,18 @@ def run(engine: Engine, one: Case) -> tuple[list[float], list[float], dict[str, 
     return [r.loss for r in results], [r.grad_norm for r in results], found, evaluated
 
 
-def whole(path: Path, dtype: torch.dtype) -> Engine:
-    return Engine(Backbone.load(path, ALONE, dtype), ALONE)
+def whole(whole_backbone: Path, dtype: torch.dtype) -> Engine:
+    return Engine(Backbone.load(whole_backbone, ALONE, dtype), ALONE)
 
 
 @pytest.mark.parametrize(
     ("kind", "cuts"), [("lora", (1, 0)), ("prefix", (1, 1)), ("bottleneck", (2, 1)), ("ia3", (1, 1)),
                        ("pruned", (1, 1)), ("vera", (1, 0))]
 )  # fmt: skip
-def test_trains_as_the_whole_backbone(path: Path, kind: str, cuts: tuple[int, int]) -> None:
+def test_trains_as_the_whole_backbone(whole_backbone: Path, kind: str, cuts: tuple[int, int]) -> None:
     one = case(KINDS[kind])
-    losses, norms, tensors, evaluated = run(whole(path, torch.float64), one)
-    server = FakeServer(path)
+    losses, norms, tensors, evaluated = run(whole(whole_backbone, torch.float64), one)
+    server = FakeServer(whole_backbone)
     engine = split_engine(server, one.spec, cuts)
     found_losses, found_norms, found, found_evaluated = run(engine, one)
     assert found_losses == pytest.approx(losses, rel=1e-7)  # likelihoods are reported in fp32
@@ -106,293 +78,3 @@ def test_only_the_clients_layers_are_read(tmp_path: Path) -> None:
     layers = [len(stage.model.decoder.layers) for stage in (front, back)]
     embedding = front.model.get_parameter("embedding.word_embeddings.weight")
     assert layers == [1, 2] and back.model.get_parameter("output_layer.weight") is embedding
-
-
-# -- the trainer
-
-
-def adapter_of(save: Path, step: int = 6, name: str = "one") -> Mapping[str, Tensor]:
-    from safetensors.torch import load_file
-
-    loaded: Mapping[str, Tensor] = load_file(save / name / f"checkpoint-{step}" / "adapter_model.safetensors")
-    return loaded
-
-
-def metrics_of(save: Path, name: str = "one") -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (save / name / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "wall_s"} for line in lines]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(path: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FakeServer]:
-    """Where a run has saved, and its server."""
-    save, server = tmp_path_factory.mktemp("undisturbed"), FakeServer(path)
-    history = trainer(server, task_of(data), save).train()
-    assert (history.status, history.step) == ("finished", 6)
-    return save, server
-
-
-def same(save: Path, other: Path) -> None:
-    found, wanted = adapter_of(save), adapter_of(other)
-    assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
-    assert metrics_of(save) == metrics_of(other)
-
-
-def test_a_run_leaves_the_whole_adapter_and_its_own_files(
-    undisturbed: tuple[Path, FakeServer], path: Path, data: Path
-) -> None:
-    save, server = undisturbed
-    assert {file.name for file in save.iterdir()} == {"one"}
-    assert {file.name for file in (save / "one").iterdir()} >= {"manifests", "plan.json", "schedule.svg"}
-    spec = trainer(server, task_of(data), None).task
-    assert len(adapter_of(save)) == 4 * 2 * 2 and isinstance(spec, dict)
-    evaluated = [line["step"] for line in metrics_of(save) if "eval_loss" in line]
-    assert evaluated == [0, 3, 6] and len(metrics_of(save)) == 9
-    assert server.left == [{"finished": True}] and sorted(server.saved) == [2, 4, 6]
-
-
-def test_tasks_share_a_directory(
-    undisturbed: tuple[Path, FakeServer], path: Path, data: Path, tmp_path: Path
-) -> None:
-    trainer(FakeServer(path), task_of(data, "other", r=2), tmp_path).train()
-    before = metrics_of(tmp_path, "other")
-    trainer(FakeServer(path), task_of(data), tmp_path).train()
-    same(tmp_path, undisturbed[0])
-    assert metrics_of(tmp_path, "other") == before
-    with pytest.raises(UserError, match="holds checkpoints of one already"):
-        trainer(FakeServer(path), task_of(data), tmp_path).train()
-    history = trainer(FakeServer(path), task_of(data), tmp_path, load=tmp_path).train()
-    assert history.status == "finished" and metrics_of(tmp_path, "other") == before
-
-
-def test_a_server_that_dies_loses_no_exactness(
-    undisturbed: tuple[Path, FakeServer],
-    path: Path,
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    fatal = [(Kind.BACKWARD, 1), (Kind.BACKWARD, 3), (Kind.STATE, 4), (Kind.FORWARD, 5), (Kind.FORWARD, 5)]
-
-    def dies(message: Message) -> bool:
-        """At the next of these; the first micro-batch of a step has been computed before each forward pass."""
-        later = "previous" not in message.fields and message.flags
-        if (
-            not fatal
-            or (message.kind, message.step) != fatal[0]
-            or (message.kind is Kind.FORWARD and not later)
-        ):
-            return False
-        del fatal[0]
-        return True
-
-    server = FakeServer(path, dies=dies)
-    trainer(server, task_of(data), tmp_path).train()
-    same(tmp_path, undisturbed[0])
-    said = capsys.readouterr().out
-    assert not fatal and [said.count(f"one: going back to step {step}, since") for step in (0, 2, 4)] == [
-        1,
-        2,
-        2,
-    ]
-
-
-def test_a_restart_between_steps_costs_nothing(
-    undisturbed: tuple[Path, FakeServer],
-    path: Path,
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    asked: set[tuple[int, Kind]] = set()
-
-    def dies(message: Message) -> bool:
-        """Before each step's first forward pass and before the last save, once each."""
-        begins = "previous" in message.fields and message.kind in (Kind.FORWARD, Kind.STATE)
-        if not begins or (message.step, message.kind) in asked:
-            return False
-        asked.add((message.step, message.kind))
-        server._settle(message)
-        server.saved[server.step] = server.body.state("one")  # as a server does that is told to stop
-        return True
-
-    server = FakeServer(path)
-    server.dies = dies
-    trainer(server, task_of(data), tmp_path).train()
-    same(tmp_path, undisturbed[0])
-    assert len(asked) == 6 and "going back" not in capsys.readouterr().out
-
-
-def test_a_server_that_loses_everything_again_and_again_ends_the_run(
-    path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatron_mux.split.trainer._MOST_LOSSES", 2)
-    server = FakeServer(path, dies=lambda message: message.kind is Kind.BACKWARD and message.step == 2)
-    with pytest.raises(UserError, match=r"the server has lost steps 3 times after step 0"):
-        trainer(server, task_of(data), None).train()
-
-
-def test_a_client_is_continued(
-    undisturbed: tuple[Path, FakeServer],
-    path: Path,
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    class KilledError(Exception):
-        """Ends a client at once."""
-
-    def kill(message: Message) -> bool:
-        if message.step == 5:
-            raise KilledError
-        return False
-
-    server = FakeServer(path, dies=kill)
-    with pytest.raises(KilledError):
-        trainer(server, task_of(data), tmp_path).train()
-    server.dies = lambda message: False
-    with pytest.raises(UserError, match=r"training.learning_rate"):
-        changed = task_of(data)
-        changed["training"] = {**changed["training"], "learning_rate": 1.0}
-        trainer(server, changed, tmp_path, load=tmp_path).train()
-    del server.saved[4]  # a save that the client could go on with, and the server has lost
-    trainer(server, task_of(data), tmp_path, load=tmp_path).train()
-    same(tmp_path, undisturbed[0])
-    assert "one: the server has nothing of step 4: going back to step 2" in capsys.readouterr().out
-
-
-def test_a_body_that_stays_on_the_server(
-    undisturbed: tuple[Path, FakeServer],
-    path: Path,
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    server = FakeServer(path, returns_body=False)
-    server.dies = lambda message: message.step == 3 and message.kind is Kind.BACKWARD and len(server.saved) == 1 and (
-        server.number == 1
-    )  # fmt: skip
-    trainer(server, task_of(data), tmp_path).train()
-    found, wanted = adapter_of(tmp_path), adapter_of(undisturbed[0])
-    assert len(found) == 2 * 2 * 2 and all(torch.equal(found[key], wanted[key]) for key in found)
-    said = capsys.readouterr().out
-    assert (
-        "going back to step 2" in said
-        and "the body's part of the adapter stays on the server server:1" in said
-    )
-
-
-@pytest.mark.parametrize(
-    "kind", [{}, {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 2}], ids=["lora", "prefix"]
-)
-def test_an_adapter_to_start_from(path: Path, data: Path, tmp_path: Path, kind: dict[str, Any]) -> None:
-    task = task_of(data)
-    task["adapter"] = {**kind} if kind else task["adapter"]
-    trainer(FakeServer(path), task, tmp_path / "first").train()
-    task["adapter"] = {**task["adapter"], "adapter_name_or_path": str(tmp_path / "first/one/checkpoint-6")}
-    server = FakeServer(path)
-    save = tmp_path / "second"
-    fatal = iter([False] * 20 + [True])
-    server.dies = lambda message: next(fatal, False)
-    task["training"] = {**task["training"], "max_steps": 2}
-    trainer(server, task, save, save_interval=None).train()
-    (upload,) = [message for message in server.messages if message.kind is Kind.UPLOAD][:1]
-    sent = sum(tensor.numel() for tensor in upload.tensors.values())
-    assert sent * 2 == sum(
-        tensor.numel() for tensor in adapter_of(tmp_path / "first").values()
-    )  # two layers of four
-    wanted = Engine(Backbone.load(path, ALONE, torch.float64), ALONE)
-    files = DataFiles(load_tokenizer(path), print)
-    wanted.register_tasks(open_tasks([TaskSpec.model_validate(task)], wanted.backbone.info, files, print))
-    for _ in range(2):
-        wanted.step()
-    tensors = adapter(wanted, "one")
-    assert_close(adapter_of(save, 2), tensors, 1e-10, "continued")
-
-
-def test_a_diverging_task_fails_as_everywhere(path: Path, data: Path, tmp_path: Path) -> None:
-    task = task_of(data)
-    task["training"] = {**task["training"], "learning_rate": 1e300, "max_grad_norm": 0}
-    server = FakeServer(path)
-    history = trainer(server, task, tmp_path).train()
-    assert history.status == "failed" and "was" in history.reason
-    assert all(torch.isfinite(m.tensor).all() for m in server.messages if m.tensor is not None)
-    manifest = checkpoint.load(tmp_path, read_backbone_info(path).fingerprint, owner="one")
-    assert manifest is not None and manifest.tasks[0].status == "failed"
-
-
-# -- the command line
-
-
-def words_of(path: Path, data: Path, tmp_path: Path) -> dict[str, str]:
-    tasks = [task_of(data, name) for name in ("one", "two")]
-    (tmp_path / "tasks.yaml").write_text(json.dumps({"tasks": tasks}))
-    for name in ("ca.pem", "me.pem", "me.key"):
-        (tmp_path / name).write_text("")
-    return {
-        "--backbone": str(path),
-        "--tasks": str(tmp_path / "tasks.yaml"),
-        "--task": "one",
-        "--server": "localhost:1",
-        "--tls-ca": str(tmp_path / "ca.pem"),
-        "--tls-cert": str(tmp_path / "me.pem"),
-        "--tls-key": str(tmp_path / "me.key"),
-    }
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"--task": "three"}, "--task three: .*tasks.yaml has one, two"),
-        ({"--task": None}, "has 2 tasks, and a client trains one: add --task NAME"),
-        ({"--tls-key": "gone.key"}, "--tls-key gone.key: no such file: .*certificates makes it"),
-        ({"--cut-front": "0"}, "--cut-front 0: whoever sees embeddings knows every token"),
-        ({"--cut-front": "3"}, "--cut-front 3 and --cut-back 1 leave no layer of 4 for the server"),
-        ({"--server": "localhost"}, "localhost: must be HOST:PORT"),
-        ({"--wire": "f8"}, "--wire: invalid choice: 'f8'"),
-        ({"--backbone": "nowhere"}, "nowhere is not a directory"),
-    ],
-)
-def test_mistakes_are_told_in_one_line(
-    path: Path,
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    changes: dict[str, str | None],
-    said: str,
-) -> None:
-    words = words_of(path, data, tmp_path) | {"--save": str(tmp_path / "run")} | changes
-    assert (
-        client.main([word for flag, value in words.items() if value is not None for word in (flag, value)])
-        == 2
-    )
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("megatron_mux.split.client: ") and re.search(said, line), line
-    assert not (tmp_path / "run").exists()
-
-
-_COLD = """
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name == "megatron" or name.startswith("megatron."):
-            raise ImportError(f"{name} must not be needed")
-sys.meta_path.insert(0, Blocker())
-from pathlib import Path
-import torch.distributed as dist
-from tests.unit.split.fake_server import FakeServer
-from tests.unit.split.splitting import task_of, trainer
-from megatron_mux.split.transport import Transport
-backbone, data, save = map(Path, sys.argv[1:])
-assert trainer(FakeServer(backbone), task_of(data), save).train().status == "finished"
-assert not dist.is_initialized() and "megatron.core" not in sys.modules
-"""
-
-
-def test_a_client_needs_no_megatron_core(
-    undisturbed: tuple[Path, FakeServer], path: Path, data: Path, tmp_path: Path
-) -> None:
-    words = [sys.executable, "-c", _COLD, str(path), str(data), str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    same(tmp_path, undisturbed[0])
