@@ -29,6 +29,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
+from megatron_mux.split.affinity import choose_server, identity_of
 from megatron_mux.split.agreement import NAMING_MODULES, Proposal
 from megatron_mux.split.backbone import SplitBackbone, load_ends
 from megatron_mux.split.body_share import body_share
@@ -148,7 +149,12 @@ class ClientRun:
     def _connect(self, say: Say) -> Any:
         from megatron_mux.split.transport import Transport  # imports grpc
 
-        return Transport(self.options.server, self.options.tls, Limits(), say=say)
+        tls = self.options.tls
+        identity = "local" if tls is None else identity_of(tls.certificate)
+        server, name = choose_server(self.options.server, f"{identity}/{self.name}")
+        if tls is not None and name is not None:
+            tls = replace(tls, server_name=tls.server_name or name)
+        return Transport(server, tls, Limits(), say=say)
 
     def _join(self, source: Path | None, manifest: Manifest | None, say: Say) -> tuple[Link, Manifest | None]:
         """Join at the newest save that the server has its part of; returns that save, None for the beginning."""
