@@ -22,7 +22,9 @@ def resolve(host: str, port: int) -> list[str]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise UserError(f"--server {host}:{port}: the name cannot be resolved: {error.strerror or error}") from None
+        raise UserError(
+            f"--server {host}:{port}: the name cannot be resolved: {error.strerror or error}"
+        ) from None
     return sorted({str(entry[4][0]) for entry in found})
 
 
@@ -79,4 +81,3 @@ def _family(address: str) -> bool:
 
 def _bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address else address
-

@@ -55,7 +55,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--bf16", action="store_true", help="compute them in bfloat16 (default: fp32)")
     add("--device", choices=("cpu", "cuda"), help="where to compute them (default: a GPU if there is one)")
     add = parser.add_argument_group("server").add_argument
-    add("--server", required=True, metavar="HOST:PORT", help="its address")
+    add(
+        "--server",
+        required=True,
+        metavar="HOST:PORT",
+        help="its address; of several, with commas between, or of a name with several addresses, the task's own is chosen",
+    )  # noqa: E501
     add("--tls-ca", type=path, required=True, metavar="FILE", help="CA that signed the server's certificate")
     add("--tls-cert", type=path, required=True, metavar="FILE", help="certificate that names this client")
     add("--tls-key", type=path, required=True, metavar="FILE", help="its private key")
@@ -123,10 +128,9 @@ def train(arguments: argparse.Namespace) -> None:
     set_allocator_options()
     import torch
 
-    from megatron_mux.split.tls import ClientTls, split_address
+    from megatron_mux.split.tls import ClientTls
     from megatron_mux.split.trainer import SplitTrainer
 
-    split_address(arguments.server)
     SplitTrainer(
         backbone=arguments.backbone,
         task=task,
