@@ -163,6 +163,16 @@ def test_half_precision_on_the_wire_changes_little(place: Workplace, server: Ser
     assert losses(place.root / "bf16", "paper")[-1] == pytest.approx(losses(local, "paper")[-1], rel=0.01)
 
 
+def test_noise_is_told_and_its_secret_stays_with_the_client(place: Workplace, server: Server) -> None:
+    noise = ("--clip-activations", "30", "--clip-gradients", "1", "--noise-multiplier", "0.1", "--delta", "1e-3")
+    with deployed(place, server, "--save", "server-5", "--no-co-batching") as own:
+        process = own.client("paper", place.root / "noisy", *noise)
+        output, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0 and "epsilon" in output, output
+        secret = place.root / "noisy/paper/noise.secret"
+        assert secret.stat().st_size == 32 and secret.stat().st_mode & 0o077 == 0
+
+
 def test_kills_leave_no_trace(place: Workplace, server: Server) -> None:
     """Server and client are killed at random moments; the adapter comes out the same to the bit."""
     chosen, save = random.Random(1), place.root / "killed"
@@ -195,6 +205,7 @@ def test_kills_leave_no_trace(place: Workplace, server: Server) -> None:
         (("--task", "nobody"), "alice", "--task nobody"),
         (("--tls-ca", "other/ca.pem"), "alice", "certificate"),
         (("--backbone", "shallow"), "alice", "backbone"),
+        (("--clip-activations", "1", "--delta", "1e-5"), "alice", "--clip-gradients"),
     ],
 )
 def test_mistakes_are_told_in_a_line(
