@@ -26,6 +26,7 @@ that matching it takes a server for ever."""
 WireDtype = Literal["f64", "f32", "bf16", "f16", "i8"]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
 
 
@@ -123,9 +124,9 @@ class Terms(_Document):
     """Optimizer steps that the server's part of the adapter has done."""
     policy: str
     """What the server keeps between a forward pass and its backward."""
-    forward_bytes: Count
+    forward_bytes: Bytes
     """Memory that a forward pass without gradients reserves."""
-    backward_bytes: Count
+    backward_bytes: Bytes
     """Memory that a backward pass reserves, its forward pass included."""
     heartbeat_s: Annotated[float, Field(gt=0)] = 10.0
     """Either end sends something at least so often."""

@@ -26,9 +26,10 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size, reduce_gradients
 from megatron_mux.engine.snapshot import stored_parameters
 from megatron_mux.engine.updates import BucketUpdate, update_of
+from megatron_mux.errors import UserError
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.pieces import Piece, assemble, runs_of
+from megatron_mux.split.pieces import Piece, assemble, check_pieces, runs_of
 from megatron_mux.tasks import TrainingSpec
 
 
@@ -140,17 +141,26 @@ class Body:
         task = SimpleNamespace(name=name, adapter=adapter, training=training)
         values = None
         if initial:
-            tensors = adapter.tensors(self.backbone.shape).items()
-            blank = {key: torch.zeros(()).expand(tensor.shape) for key, tensor in tensors if tensor.stored}
+            tensors = adapter.tensors(self.backbone.shape)
+            check_pieces(initial, {key: tensor.shape for key, tensor in tensors.items()})
+            blank = {key: torch.zeros(()).expand(own.shape) for key, own in tensors.items() if own.stored}
             values = {**blank, **assemble(initial, "value")}
         own = self.adapters.add(task, total_steps, values, layers)
-        optimizer = TaskOptimizer(own, training, total_steps)
-        self._members[name] = member = _Member(adapter, own, optimizer, update_of([optimizer]))
-        first, second = assemble(initial, "exp_avg"), assemble(initial, "exp_avg_sq")
-        if moments := {key: {"exp_avg": first[key], "exp_avg_sq": second[key]} for key in first}:
-            optimizer.load_state(moments)
-        if extra := assemble(initial, "extra"):
-            member.adapter.load_state(extra)
+        try:
+            optimizer = TaskOptimizer(own, training, total_steps)
+            first, second = assemble(initial, "exp_avg"), assemble(initial, "exp_avg_sq")
+            optimizer.load_state({key: {"exp_avg": first[key], "exp_avg_sq": second[key]} for key in first})
+            own.load_state(assemble(initial, "extra"))
+        except BaseException as error:
+            self.adapters.remove(name)
+            if isinstance(error, KeyError):
+                raise UserError(f"the saved optimizer state has no {error}") from None
+            raise
+        self._members[name] = _Member(adapter, own, optimizer, update_of([optimizer]))
+
+    def has(self, name: str) -> bool:
+        """Whether a session's adapter is attached."""
+        return name in self._members
 
     def remove(self, name: str) -> None:
         """Detach a session's adapter."""

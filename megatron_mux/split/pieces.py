@@ -122,6 +122,23 @@ def _local_shape(entry: _Entry) -> tuple[int, ...]:
     return tuple(local)
 
 
+def check_pieces(pieces: Iterable[Piece], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare pieces with an adapter before whole tensors are allocated for them.
+
+    Args:
+        pieces: What another process has sent.
+        shapes: Of the adapter's tensors, by key.
+
+    Raises:
+        UserError: A piece is of another tensor.
+    """
+    for piece in pieces:
+        wanted = shapes.get(piece.key)
+        if wanted is None or tuple(wanted) != piece.shape:
+            needs = "does not have it" if wanted is None else f"needs {list(wanted)}"
+            raise UserError(f"pieces: {piece.key} of shape {list(piece.shape)}: the adapter {needs}")
+
+
 def assemble(pieces: Sequence[Piece], kind: Kind) -> dict[str, Tensor]:
     """Whole tensors of one kind by key; elements that no piece has are zero."""
     full: dict[str, Tensor] = {}
@@ -134,5 +151,5 @@ def assemble(pieces: Sequence[Piece], kind: Kind) -> dict[str, Tensor]:
             continue
         if piece.key not in full:
             full[piece.key] = torch.zeros(piece.shape, dtype=piece.tensor.dtype)
-        full[piece.key].index_copy_(piece.dim, index, piece.tensor)
+        full[piece.key].index_copy_(piece.dim, index, piece.tensor.to(full[piece.key].dtype))
     return full

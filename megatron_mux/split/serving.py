@@ -6,10 +6,10 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from pydantic import ValidationError
@@ -23,6 +23,7 @@ from megatron_mux.split.dispatcher import Dispatcher, Outcome, Work
 from megatron_mux.split.metrics import Metrics, SessionFigures
 from megatron_mux.split.pieces import Piece
 from megatron_mux.split.policies import Circumstances, ForwardPlan, PolicyName, plan_forward
+from megatron_mux.split.rate_limits import RateLimit
 from megatron_mux.split.service import Incoming, Send
 from megatron_mux.split.session import Decision, Pending, Session
 from megatron_mux.split.session_compute import (
@@ -55,6 +56,8 @@ class ServingOptions:
         idle_s: How long a session stays in memory while its client is away.
         heartbeat_s: How often clients are to send something.
         most_sessions: Sessions in memory at once.
+        most_sessions_each: Of these, a client's.
+        joins_each, messages_each: What a client may send a second; see `RateLimit`.
     """
 
     fingerprint: str
@@ -64,6 +67,9 @@ class ServingOptions:
     idle_s: float = 600.0
     heartbeat_s: float = 10.0
     most_sessions: int = 256
+    most_sessions_each: int = 64
+    joins_each: float = 20.0
+    messages_each: float = 2000.0
 
 
 class SplitServer:
@@ -102,6 +108,9 @@ class SplitServer:
         self._numbers = count(
             1 + secrets.randbits(40)
         )  # another one tells clients that their session is lost
+        self._joins = RateLimit("sessions joined", options.joins_each)
+        self._messages = RateLimit("messages", options.messages_each)
+        self._background: set[asyncio.Future[Any]] = set()
         self._joining: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._swapping = Swapping(bodies, dispatcher, self.sessions) if bodies.copies else None
 
@@ -130,6 +139,7 @@ class SplitServer:
                     incoming.limits = session.limits(self.shape)
                     await send(self._welcome(session, message))
                     continue
+                self._messages.count(identity)
                 await send(await session.answer(message))
                 if message.kind is Kind.LEAVE:
                     return
@@ -149,6 +159,7 @@ class SplitServer:
         proposal = _proposal(hello)
         if self.draining:
             raise RefusedError("draining", "the server is about to stop", retry=True)
+        self._joins.count(identity)
         if proposal.fingerprint != self.options.fingerprint:
             raise RefusedError("backbone", "the client's layers are of another backbone than the server's")
         name = f"{identity}/{proposal.task}"
@@ -159,6 +170,8 @@ class SplitServer:
                 if not self._goes_on(session, proposal):
                     await self._drop(session)
                     session = None
+                elif session.proposal.incarnation != proposal.incarnation:
+                    await session.begin_again(proposal)
             if session is None:
                 session = await self._admit(name, identity, proposal)
             session.stream = asyncio.current_task()
@@ -179,15 +192,24 @@ class SplitServer:
             return False
         if session.proposal.incarnation == proposal.incarnation:
             return proposal.step - session.step in (0, 1)  # it may not have told of its last step yet
-        if proposal.step != session.step or session.is_busy or (proposal.uploads and not proposal.step):
-            return False
-        session.begin_again(proposal)
-        return True
+        starts_anew = proposal.uploads and not proposal.step
+        return proposal.step == session.step and not session.is_busy and not starts_anew
 
     async def _admit(self, name: str, identity: str, proposal: Proposal) -> Session:
+        known, most_each = self.metrics.sessions, self.options.most_sessions_each  # those that are joining included
+        if len(known) >= self.options.most_sessions:
+            raise RefusedError("full", f"{len(known)} sessions are the most at once", retry=True)
+        if sum(other.startswith(f"{identity}/") for other in known) >= most_each:
+            raise RefusedError("too_many", f"a client may have {most_each} sessions at once", retry=True)
+        known[name] = SessionFigures(proposal.total_steps, proposal.step)
+        try:
+            return await self._add(name, identity, proposal)
+        finally:
+            if name not in self.sessions:
+                known.pop(name, None)
+
+    async def _add(self, name: str, identity: str, proposal: Proposal) -> Session:
         """Make room for a session and measure what its requests need; restores the step that its client is at."""
-        if len(self.sessions) >= self.options.most_sessions:
-            raise RefusedError("full", f"{len(self.sessions)} sessions are the most at once", retry=True)
         saved: Sequence[Piece] | None = None
         if proposal.step:
             saved = await asyncio.to_thread(self.store.load, name, proposal.step)
@@ -206,7 +228,6 @@ class SplitServer:
         except UserError as error:
             raise RefusedError("proposal", str(error)) from None
         self._check_room(need, proposal.rows)
-        self.metrics.sessions[name] = SessionFigures(proposal.total_steps, proposal.step)
         own = need.lasting + self.bodies.own_parameters
 
         def join(works: Sequence[Work]) -> list[Memory]:
@@ -222,9 +243,11 @@ class SplitServer:
             outcome = await self.dispatcher.compute(work)
         except UserError as error:
             raise RefusedError("proposal", str(error)) from None
-        finally:
-            if name not in self.sessions:
-                self.metrics.sessions.pop(name, None)
+        except asyncio.CancelledError:
+            if work.abandoned:  # it is being computed: what it attaches is removed behind it
+                remove = Work(identity, lambda works: [self.bodies.remove(name)])
+                self._in_background(self.dispatcher.compute(remove))
+            raise
         memory: Memory = outcome.result
         session = Session(
             name=name,
@@ -238,8 +261,7 @@ class SplitServer:
             holds=outcome.reservation,
         )
         self.sessions[name] = session
-        figures = SessionFigures(proposal.total_steps, proposal.step, reserved=work.keeps)
-        self.metrics.sessions[name] = figures
+        self.metrics.sessions[name].reserved = work.keeps
         self.metrics.live.set(len(self.sessions))
         fields = {"session": name, "step": session.step, "waited_s": outcome.waited_s, **memory.fields()}
         self._log.info("joined", extra={"fields": fields})
@@ -388,6 +410,10 @@ class SplitServer:
         result: T = outcome.result
         return result
 
+    async def zero(self, session: Session) -> None:
+        """Forget the gradients of a step that has begun."""
+        await self._on_thread(session, lambda: self.bodies.of(session.name).zero(session.name))
+
     async def update(self, session: Session, decision: Decision) -> None:
         """Take or skip an optimizer step."""
         body = self.bodies.of(session.name)
@@ -448,23 +474,32 @@ class SplitServer:
         session.withdraw()
         if session.name in self.sessions:
             self.metrics.sessions[session.name].state = "away"
+            if session.expiry is not None:
+                session.expiry.cancel()
             session.expiry = asyncio.get_running_loop().call_later(
-                self.options.idle_s, self._expire_soon, session
+                self.options.idle_s, lambda: self._in_background(self._expire(session))
             )
 
-    def _expire_soon(self, session: Session) -> None:
-        self._expiring = asyncio.ensure_future(self._expire(session))
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _expire(self, session: Session) -> None:
         """Save a session whose client has been away for long, and free its memory."""
-        if session.stream is None and self.sessions.get(session.name) is session:
-            await self.save(session, None)
-            await self._drop(session)
-            self._log.info("expired", extra={"fields": {"session": session.name, "step": session.step}})
+        async with self._joining.setdefault(session.name, asyncio.Lock()):
+            if session.stream is None and self.sessions.get(session.name) is session:
+                await self.save(session, None)
+                await self._drop(session)
+                fields = {"session": session.name, "step": session.step}
+                self._log.info("expired", extra={"fields": fields})
 
     async def _drop(self, session: Session) -> None:
+        await session.end_work()
         session.drop_pending()
-        self.sessions.pop(session.name, None)
+        if self.sessions.get(session.name) is not session:
+            return  # its last operation was LEAVE
+        del self.sessions[session.name]
         await self._on_thread(session, lambda: self.bodies.remove(session.name))
         self.dispatcher.release(session.holds)
         self.metrics.sessions.pop(session.name, None)

@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 MOST_PENDING = 2
 """Forward passes of a session that may wait for their backward at once."""
 
+_SECONDS_BETWEEN_LOOKS = 0.05
+"""An operation waits several times: what ends a session looks again so often whether it can be taken back."""
+
+_MOST_KEPT = 16
+"""Saves that a client may have the server keep."""
+
 _REQUESTS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.STATE, Kind.LEAVE})
 
 
@@ -74,7 +80,7 @@ class BackwardFields(_Fields):
 class StateFields(_Fields):
     """JSON of a STATE."""
 
-    keep: list[Annotated[int, Field(ge=0)]] = []
+    keep: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_MOST_KEPT)] = []
     """Steps of other saves that the client needs."""
     previous: Decision | None = None
     """As of a FORWARD."""
@@ -199,10 +205,18 @@ class Session:
         """Whether an operation is being computed or waits."""
         return self.current is not None and not self.current.task.done()
 
-    def begin_again(self, proposal: Proposal) -> None:
-        """Go on with another process of the client, from the same step."""
+    async def begin_again(self, proposal: Proposal) -> None:
+        """Go on with another process of the client, from the beginning of the same step."""
         self.drop_pending()
         self.current, self.proposal = None, proposal
+        await self.server.zero(self)
+
+    async def end_work(self) -> None:
+        """Take back the operation that waits, or wait for the one that is being computed."""
+        while self.is_busy and self.current is not None and self.current.task is not asyncio.current_task():
+            task = self.current.task
+            self.withdraw()
+            await asyncio.wait([task], timeout=_SECONDS_BETWEEN_LOOKS)
 
     # -- operations
 
@@ -333,6 +347,8 @@ class Session:
             pieces = from_wire(message.fields.get("pieces"), message.tensors)
         except UserError as error:
             raise RefusedError("pieces", str(error)) from None
+        if any(piece.kind != "value" for piece in pieces):
+            raise RefusedError("pieces", "an adapter to start from has values only")
         await self.server.start_from(self, pieces)
         return Message(Kind.STORED, self.number, message.step, message.operation)
 

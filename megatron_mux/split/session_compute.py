@@ -166,8 +166,9 @@ class Bodies:
             raise
 
     def remove(self, name: str) -> None:
-        """Detach a session's adapter."""
-        self.of(name).remove(name)
+        """Detach a session's adapter, if it is there."""
+        if self.of(name).has(name):
+            self.of(name).remove(name)
         self._own.pop(name, None)
 
     @property

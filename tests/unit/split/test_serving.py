@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,8 @@ import torch
 from megatron_mux import runtime
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.agreement import Proposal
-from megatron_mux.split.pieces import from_wire
+from megatron_mux.split.agreement import Proposal, Terms
+from megatron_mux.split.pieces import Piece, from_wire, to_wire
 from megatron_mux.split.transport import DeadlineError, Transport
 from megatron_mux.split.wire import Dtype, Flags, Kind, Limits, Message, RefusedError
 from tests import tiny_models
@@ -74,14 +76,16 @@ def proposal(**changes: Any) -> Proposal:
 class Caller:
     """A client that sends what a test wants it to send."""
 
-    def __init__(self, server: RunningServer, **changes: Any) -> None:
+    def __init__(self, server: RunningServer, seconds: float = 20, **changes: Any) -> None:
+        self.seconds = seconds
         self.transport = Transport(server.address, None, REPLIES, retry_seconds=5, say=lambda text: None)
         self.proposal = proposal(**changes)
         self.operation, self.session, self.step = 0, 0, self.proposal.step
         self.previous: dict[str, Any] | None = None
 
-    def join(self) -> dict[str, Any]:
-        reply = self.transport.call(Message(Kind.HELLO, fields=self.proposal.model_dump(mode="json")), 20)
+    def join(self, seconds: float | None = None) -> dict[str, Any]:
+        hello = Message(Kind.HELLO, fields=self.proposal.model_dump(mode="json"))
+        reply = self.transport.call(hello, seconds or self.seconds)
         self.session, self.step = reply.session, int(reply.fields["step"])
         return dict(reply.fields)
 
@@ -113,7 +117,7 @@ class Caller:
         )
 
     def call(self, message: Message) -> Message:
-        return self.transport.call(message, 20)
+        return self.transport.call(message, self.seconds)
 
     def train_step(self) -> list[torch.Tensor]:
         """A whole optimizer step; returns what came back."""
@@ -339,3 +343,138 @@ def test_requests_that_are_refused_change_nothing(server: RunningServer, change:
     fresh = Caller(server, task="fresh")
     fresh.join()
     assert equal(fresh.train_step(), wanted)
+
+
+def test_a_killed_client_begins_its_step_again(server: RunningServer) -> None:
+    """What its earlier process had done of the step counts no more."""
+    caller, fresh = Caller(server), Caller(server, task="fresh")
+    fresh.join()
+    wanted = [*fresh.train_step(), *fresh.train_step()]
+    caller.join()
+    first = caller.train_step()  # the server is not told what became of the step
+    caller.transport.close()
+    again = Caller(server, incarnation="cd" * 8)
+    again.join()
+    assert equal(again.train_step(), first)
+    assert equal([*first, *again.train_step()], wanted)
+
+
+def test_a_client_that_is_killed_while_joining_may_come_again(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies, begun, may_end = server.server.bodies, threading.Event(), threading.Event()
+    join = bodies.join
+
+    def slow(*arguments: Any) -> Any:
+        begun.set()
+        may_end.wait(10)
+        return join(*arguments)
+
+    monkeypatch.setattr(bodies, "join", slow)
+    with pytest.raises(DeadlineError):
+        Caller(server).join(0.5)
+    assert begun.is_set()
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0.2), server.loop).result()  # the server notices
+    may_end.set()
+    caller = Caller(server)
+    caller.join()
+    caller.train_step()
+    assert server.server.dispatcher.scheduler.free == server.capacity - caller_memory(server)
+
+
+def caller_memory(server: RunningServer) -> int:
+    return sum(session.memory.lasting for session in server.server.sessions.values())
+
+
+def test_work_of_a_killed_client_does_not_reach_its_next_session(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward pass still waits, on a stream that nobody has noticed is dead, when the client begins anew."""
+    caller = Caller(server)
+    caller.join()
+    wanted = caller.train_step()
+    caller.call(caller.forward(seed=10))
+    backward = caller.backward(caller.operation)
+    monkeypatch.setattr(server.server, "_gone", lambda session: None)
+    server.server.dispatcher.scheduler.free -= server.capacity  # nothing is admitted
+    with pytest.raises(DeadlineError):
+        caller.transport.call(backward, 0.5)
+    joining = threading.Thread(target=lambda: again.join())
+    again = Caller(server, incarnation="cd" * 8)
+    joining.start()
+    time.sleep(0.5)
+    server.server.dispatcher.scheduler.free += server.capacity
+    server.loop.call_soon_threadsafe(server.server.dispatcher._admit)
+    joining.join(20)
+    assert equal(again.train_step(), wanted)
+
+
+def test_sizes_beyond_two_gibibytes_can_be_told() -> None:
+    terms = Terms(session=1, step=0, policy="on-demand", forward_bytes=1 << 40, backward_bytes=1 << 40)
+    assert terms.backward_bytes == 1 << 40
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda piece: replace(piece, kind="exp_avg"),
+        lambda piece: replace(piece, key="elsewhere"),
+        lambda piece: replace(piece, shape=(2**31 - 1, 2**20), dim=1, runs=(), tensor=piece.tensor.new_empty(2**31 - 1, 0)),
+        lambda piece: replace(piece, tensor=piece.tensor.bool()),
+        lambda piece: replace(piece, shape=(1, *piece.shape), tensor=piece.tensor[None], dim=None, runs=()),
+    ],
+)  # fmt: skip
+def test_uploads_that_do_not_fit_are_refused(server: RunningServer, spoil: Callable[[Piece], Piece]) -> None:
+    """The session stays usable: its client can upload what is right."""
+    source = Caller(server, task="source")
+    source.join()
+    reply = source.call(source.message(Kind.STATE, {"keep": []}))
+    pieces = [piece for piece in from_wire(reply.fields["pieces"], reply.tensors) if piece.kind == "value"]
+    caller = Caller(server, uploads=True)
+    caller.join()
+    index, tensors = to_wire([spoil(pieces[0]), *pieces[1:]])
+    try:
+        caller.call(caller.message(Kind.UPLOAD, {"pieces": index}, tensors=tensors))
+    except RefusedError as error:
+        assert error.code in ("pieces", "index")
+    else:
+        assert tensors["0"].dtype is torch.bool, "numbers of another type are converted"
+    again = Caller(server, uploads=True, incarnation="cd" * 8)
+    again.join()
+    index, tensors = to_wire(pieces)
+    again.call(again.message(Kind.UPLOAD, {"pieces": index}, tensors=tensors))
+    assert again.train_step()
+
+
+def test_a_save_of_another_adapter_is_refused(server: RunningServer) -> None:
+    caller = Caller(server)
+    caller.join()
+    caller.train_step()
+    caller.state()
+    for adapter in ({"peft_type": "LORA", "r": 8}, {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 2}):
+        with pytest.raises(RefusedError) as refused:
+            Caller(server, step=1, incarnation="cd" * 8, adapter=adapter).join()
+        assert refused.value.code == "proposal"
+    again = Caller(server, step=1, incarnation="ef" * 8)
+    again.join()
+    assert again.train_step()
+
+
+@pytest.mark.parametrize(
+    ("options", "act"),
+    [
+        ({"most_sessions_each": 2}, lambda callers: [caller.join() for caller in callers]),
+        ({"joins_each": 2}, lambda callers: [caller.join() for caller in callers]),
+        (
+            {"messages_each": 2},
+            lambda callers: [callers[0].join()] and [callers[0].train_step() for _ in range(3)],
+        ),
+    ],
+)
+def test_one_client_cannot_have_too_much(
+    backbone: Backbone, parallel: Parallel, tmp_path: Path, options: dict[str, Any], act: Any
+) -> None:
+    with running_server(backbone, parallel, tmp_path / "store", **options) as server:
+        callers = [Caller(server, task=f"task-{i}", seconds=0.3) for i in range(4)]
+        with pytest.raises(DeadlineError, match="too_many|a client may have"):
+            act(callers)
