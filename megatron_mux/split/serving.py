@@ -196,7 +196,10 @@ class SplitServer:
         return proposal.step == session.step and not session.is_busy and not starts_anew
 
     async def _admit(self, name: str, identity: str, proposal: Proposal) -> Session:
-        known, most_each = self.metrics.sessions, self.options.most_sessions_each  # those that are joining included
+        known, most_each = (
+            self.metrics.sessions,
+            self.options.most_sessions_each,
+        )  # those that are joining included
         if len(known) >= self.options.most_sessions:
             raise RefusedError("full", f"{len(known)} sessions are the most at once", retry=True)
         if sum(other.startswith(f"{identity}/") for other in known) >= most_each:
@@ -245,8 +248,12 @@ class SplitServer:
             raise RefusedError("proposal", str(error)) from None
         except asyncio.CancelledError:
             if work.abandoned:  # it is being computed: what it attaches is removed behind it
-                remove = Work(identity, lambda works: [self.bodies.remove(name)])
-                self._in_background(self.dispatcher.compute(remove))
+
+                def remove(works: Sequence[Work]) -> list[None]:
+                    self.bodies.remove(name)
+                    return [None]
+
+                self._in_background(self.dispatcher.compute(Work(identity, remove)))
             raise
         memory: Memory = outcome.result
         session = Session(
