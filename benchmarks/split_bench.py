@@ -121,7 +121,7 @@ class Bench:
 
     def _measure(self, policy: str, count: int, sizes: Sizes, limit: int) -> None:
         arguments = self.arguments
-        flags = ["--memory-limit", str(limit)]
+        flags = ["--memory-limit", str(limit), "--no-co-batching"]
         if policy == "vanilla" and count > 1:
             alone = self._case("vanilla", 1)
             assert alone is not None
@@ -163,7 +163,7 @@ class Bench:
         """Persistent memory, and equation 3."""
         if "memory" in self.result and not self.arguments.again:
             return
-        self.result["memory"] = measure_memory(self.arguments.backbone, self.arguments.sessions, 4 * LENGTH, LENGTH)
+        self.result["memory"] = measure_memory(self.arguments.backbone, self.arguments.sessions, 64, 32)
         self.write()
 
     def costs(self) -> None:
