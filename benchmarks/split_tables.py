@@ -42,12 +42,15 @@ def markdown(result: Mapping[str, Any]) -> str:
 def _setup(setup: Mapping[str, Any]) -> list[str]:
     where = (
         f"A server and its clients, each in a network namespace with a link of {setup['bandwidth'] / 1e6:g} MB/s in "
-        f"each direction; mTLS; fp32 on the wire. A random Llama of {setup['layers']} layers (hidden {setup['hidden']}), cut "
-        f"1/0; LoRA r=8 on q and v; {setup['rows']} tokens in a step. One thread for each process; no co-batching. "
-        f"Measured from when all clients had done a step, until each had done {setup['steps']} more or for "
-        f"{setup['most_s']:g} s."
+        f"each direction; mTLS; fp32 on the wire. A random Llama of {setup['layers']} layers "
+        f"(hidden {setup['hidden']}), cut 1/0; LoRA r=8 on q and v; {setup['rows']} tokens in a step. One thread for "
+        "each process; no co-batching. Measured from when all clients had done a step, until each had done "
+        f"{setup['steps']} more or for {setup['most_s']:g} s."
     )
-    limit = f"`--memory-limit` of all policies: {setup['reason']} `vanilla` reserves its copies, not what they are made from."
+    limit = (
+        f"`--memory-limit` of all policies: {setup['reason']} `vanilla` reserves its copies, not what they are made "
+        "from."
+    )
     if "swap_rate" not in setup:
         return [where, "", limit]
     swap = (
@@ -125,8 +128,8 @@ def _memory(found: Mapping[str, Any]) -> list[str]:
     ]
     head = (
         f"**Memory** in MiB: storages of live tensors between requests, each once, and the resident size beside. "
-        f"Equation 3, M + (A + O) x N + I, for requests of {found['rows']} tokens, against the most bytes during one: with "
-        "A, O and I as measured when a client joins, and as predicted before anything is allocated."
+        f"Equation 3, M + (A + O) x N + I, for requests of {found['rows']} tokens, against the most bytes during one: "
+        "with A, O and I as measured when a client joins, and as predicted before anything is allocated."
     )
     names = (
         "clients | vanilla | shared | against | vanilla, resident | shared, resident | shared, with a request"

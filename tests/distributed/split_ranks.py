@@ -73,7 +73,7 @@ def values(body: Body, name: str) -> dict[str, Tensor]:
     pieces = body.state(name)
     return {
         f"{kind} {key}": t for kind in ("value", "exp_avg_sq") for key, t in assemble(pieces, kind).items()
-    }  # type: ignore[arg-type]
+    }
 
 
 def lead(body: LeadingBody, alone: Body, together: bool) -> None:

@@ -164,7 +164,16 @@ def test_half_precision_on_the_wire_changes_little(place: Workplace, server: Ser
 
 
 def test_noise_is_told_and_its_secret_stays_with_the_client(place: Workplace, server: Server) -> None:
-    noise = ("--clip-activations", "30", "--clip-gradients", "1", "--noise-multiplier", "0.1", "--delta", "1e-3")
+    noise = (
+        "--clip-activations",
+        "30",
+        "--clip-gradients",
+        "1",
+        "--noise-multiplier",
+        "0.1",
+        "--delta",
+        "1e-3",
+    )
     with deployed(place, server, "--save", "server-5", "--no-co-batching") as own:
         process = own.client("paper", place.root / "noisy", *noise)
         output, _ = process.communicate(timeout=SECONDS)

@@ -74,7 +74,9 @@ class Stream:
     _outbox: SimpleQueue[bytes | None] = field(default_factory=SimpleQueue)
 
     def __post_init__(self) -> None:
-        self._call = self.channel.stream_stream(METHOD)(iter(self._outbox.get, None), timeout=SECONDS if self.reads else None)
+        self._call = self.channel.stream_stream(METHOD)(
+            iter(self._outbox.get, None), timeout=SECONDS if self.reads else None
+        )
 
     def send(self, *parts: bytes | Message) -> None:
         """Send frames, or the frames of messages."""

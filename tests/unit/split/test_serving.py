@@ -399,8 +399,8 @@ def test_work_of_a_killed_client_does_not_reach_its_next_session(
     server.server.dispatcher.scheduler.free -= server.capacity  # nothing is admitted
     with pytest.raises(DeadlineError):
         caller.transport.call(backward, 0.5)
-    joining = threading.Thread(target=lambda: again.join())
     again = Caller(server, incarnation="cd" * 8)
+    joining = threading.Thread(target=again.join)
     joining.start()
     time.sleep(0.5)
     server.server.dispatcher.scheduler.free += server.capacity
@@ -419,7 +419,9 @@ def test_sizes_beyond_two_gibibytes_can_be_told() -> None:
     [
         lambda piece: replace(piece, kind="exp_avg"),
         lambda piece: replace(piece, key="elsewhere"),
-        lambda piece: replace(piece, shape=(2**31 - 1, 2**20), dim=1, runs=(), tensor=piece.tensor.new_empty(2**31 - 1, 0)),
+        lambda piece: replace(
+            piece, shape=(2**31 - 1, 2**20), dim=1, runs=(), tensor=piece.tensor.new_empty(2**31 - 1, 0)
+        ),
         lambda piece: replace(piece, tensor=piece.tensor.bool()),
         lambda piece: replace(piece, shape=(1, *piece.shape), tensor=piece.tensor[None], dim=None, runs=()),
     ],
