@@ -89,7 +89,7 @@ class Dispatcher:
         self._waiting: dict[int, Work] = {}
         self._ready: deque[Work] = deque()
         self._thread = ThreadPoolExecutor(1, "compute")
-        self._busy = False
+        self._busy = self._closed = False
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -139,6 +139,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """End the compute thread once it has done what it is doing."""
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         self._thread.shutdown(cancel_futures=True)
@@ -171,7 +172,7 @@ class Dispatcher:
 
     def _next(self) -> None:
         """Compute what is ready, unless something is being computed."""
-        if self._busy or not self._ready:
+        if self._busy or self._closed or not self._ready:
             return
         batch = self._batch()
         self._busy = True

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from pydantic import ValidationError
 from torch import Tensor
@@ -110,6 +110,7 @@ class SplitServer:
         )  # another one tells clients that their session is lost
         self._joins = RateLimit("sessions joined", options.joins_each)
         self._messages = RateLimit("messages", options.messages_each)
+        self._replaced: WeakSet[asyncio.Task[Any]] = WeakSet()
         self._background: set[asyncio.Future[Any]] = set()
         self._joining: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._swapping = Swapping(bodies, dispatcher, self.sessions) if bodies.copies else None
@@ -143,6 +144,13 @@ class SplitServer:
                 await send(await session.answer(message))
                 if message.kind is Kind.LEAVE:
                     return
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task not in self._replaced or task.cancelling() > 1:
+                raise
+            task.uncancel()
+            # gRPC tells a client nothing of a stream that is cancelled here.
+            raise RefusedError("replaced", "the client has joined on another stream") from None
         except RefusedError as error:
             self.metrics.refused.labels(error.code).inc()
             self._log.warning(
@@ -166,7 +174,7 @@ class SplitServer:
         async with self._joining.setdefault(name, asyncio.Lock()):
             session = self.sessions.get(name)
             if session is not None:
-                await self._take_over(session)
+                self._take_over(session)
                 if not self._goes_on(session, proposal):
                     await self._drop(session)
                     session = None
@@ -178,12 +186,12 @@ class SplitServer:
         self.metrics.sessions[name].state = "idle"
         return session
 
-    async def _take_over(self, session: Session) -> None:
-        """End the stream of a session whose client has come again: it will not read there any more."""
+    def _take_over(self, session: Session) -> None:
+        """End the stream of a session whose client has come again: nothing is read there any more."""
         stream, session.stream = session.stream, None
-        if stream is not None and stream is not asyncio.current_task():
+        if stream is not None:
+            self._replaced.add(stream)
             stream.cancel()
-            await asyncio.wait([stream])
 
     def _goes_on(self, session: Session, proposal: Proposal) -> bool:
         """Whether a session in memory is what its client wants to go on with."""

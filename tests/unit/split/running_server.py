@@ -23,7 +23,7 @@ from megatron_mux.split.store import SessionStore
 
 
 class RunningServer:
-    """A server that tests can look into; `address` is where it listens."""
+    """A server that tests can look into; `address` is where it listens, `more` are services beside, which it stops."""
 
     def __init__(self, backbone: Backbone, parallel: Parallel, store: Path, **options: Any) -> None:
         self.backbone = backbone
@@ -34,6 +34,7 @@ class RunningServer:
         self.swap_rate = options.pop("swap_rate", 1e12)
         self.fingerprint = options.pop("fingerprint", "fingerprint")
         self.options = options
+        self.more: list[Service] = []
         self.port = 0
 
     @property
@@ -59,7 +60,8 @@ class RunningServer:
         self.port = service.port
         started.set()
         await self.stopping.wait()
-        await service.stop(0)
+        for one in (service, *self.more):
+            await one.stop(0)
         dispatcher.close()
 
     def stop(self) -> None:

@@ -460,21 +460,28 @@ def test_a_save_of_another_adapter_is_refused(server: RunningServer) -> None:
     assert again.train_step()
 
 
-@pytest.mark.parametrize(
-    ("options", "act"),
-    [
-        ({"most_sessions_each": 2}, lambda callers: [caller.join() for caller in callers]),
-        ({"joins_each": 2}, lambda callers: [caller.join() for caller in callers]),
-        (
-            {"messages_each": 2},
-            lambda callers: [callers[0].join()] and [callers[0].train_step() for _ in range(3)],
-        ),
-    ],
-)
+@pytest.mark.parametrize("limit", ["most_sessions_each", "joins_each", "messages_each"])
 def test_one_client_cannot_have_too_much(
-    backbone: Backbone, parallel: Parallel, tmp_path: Path, options: dict[str, Any], act: Any
+    backbone: Backbone, parallel: Parallel, tmp_path: Path, limit: str
 ) -> None:
+    options = {limit: 1 if limit == "most_sessions_each" else 0.001}
     with running_server(backbone, parallel, tmp_path / "store", **options) as server:
-        callers = [Caller(server, task=f"task-{i}", seconds=0.3) for i in range(4)]
-        with pytest.raises(DeadlineError, match="too_many|a client may have"):
-            act(callers)
+        caller = Caller(server)
+        caller.join()
+        refused = server.server.metrics.refused.labels("too_many")
+        with pytest.raises((DeadlineError, RefusedError)):  # it would have to join again
+            if limit == "messages_each":
+                caller.call(caller.forward())
+                caller.transport.call(caller.backward(caller.operation), 1)
+            else:
+                Caller(server, task="two").join(1)
+        assert refused._value.get() > 0
+
+
+def test_a_stream_is_told_that_another_has_taken_its_place(server: RunningServer) -> None:
+    caller, other = Caller(server), Caller(server, incarnation="cd" * 8)
+    caller.join()
+    other.join()
+    with pytest.raises(RefusedError, match="another stream"):
+        caller.call(caller.forward())
+    assert other.train_step()
