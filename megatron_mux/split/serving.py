@@ -204,7 +204,10 @@ class SplitServer:
         return proposal.step == session.step and not session.is_busy and not starts_anew
 
     async def _admit(self, name: str, identity: str, proposal: Proposal) -> Session:
-        known, most_each = self.metrics.sessions, self.options.most_sessions_each  # those that are joining included
+        known, most_each = (
+            self.metrics.sessions,
+            self.options.most_sessions_each,
+        )  # those that are joining included
         if len(known) >= self.options.most_sessions:
             raise RefusedError("full", f"{len(known)} sessions are the most at once", retry=True)
         if sum(other.startswith(f"{identity}/") for other in known) >= most_each:

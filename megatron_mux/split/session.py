@@ -235,6 +235,7 @@ class Session:
             raise RefusedError(
                 "replayed",
                 f"operation {message.operation} comes again, but the last one was {current.operation}",
+                retry=True,
             )
         elif current is not None and not current.task.done():
             raise RefusedError(
@@ -388,7 +389,9 @@ class Session:
         fields: Mapping[str, Any] | None = None,
         tensor: Tensor | None = None,
     ) -> Message:
-        waited_s = time.monotonic() - self._began - outcome.computed_s  # a step before and moving tasks included
+        waited_s = (
+            time.monotonic() - self._began - outcome.computed_s
+        )  # a step before and moving tasks included
         times = {"waited_s": round(max(0.0, waited_s), 6), "computed_s": round(outcome.computed_s, 6)}
         return Message(
             kind,
