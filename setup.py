@@ -18,6 +18,7 @@ TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6"
 LINT = ["ruff>=0.14", "mypy>=1.15", "import-linter>=2.3", "types-PyYAML"]
 DOCS = ["sphinx>=8", "myst-parser>=4", "furo", "sphinx-argparse>=0.5"]
 QUICKSTART = ["gguf>=0.17,<1"]
+PRIVACY = ["dp-accounting>=0.6,<1"]
 
 setup(
     name="megatron-mux",
@@ -64,8 +65,9 @@ setup(
         "te": ["transformer-engine[pytorch]>=2"],  # for models of users' own in the pipeline plug-in
         "test": TEST,
         "quickstart": QUICKSTART,
+        "privacy": PRIVACY,  # epsilon of noise on what leaves a client of split fine-tuning
         "bench": ["matplotlib>=3.8"],
         "docs": DOCS,
-        "dev": [*TEST, *LINT, *DOCS, *QUICKSTART],
+        "dev": [*TEST, *LINT, *DOCS, *QUICKSTART, *PRIVACY],
     },
 )

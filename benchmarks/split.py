@@ -1,8 +1,8 @@
 """Steps, memory and throughput of split fine-tuning, with clients over links of limited bandwidth.
 
-python benchmarks/split.py --output benchmarks/results/split-cpu-2-cores.json                # as root, a quarter of an hour
-python benchmarks/split.py --parts steps --policies on-demand preserve --clients 1 4         # a part of it
-python benchmarks/split.py --parts memory                                                    # needs no namespaces
+python benchmarks/split.py --output benchmarks/results/split-cpu-2-cores.json        # as root, a quarter of an hour
+python benchmarks/split.py --parts steps --policies on-demand preserve --clients 1 4 # a part of it
+python benchmarks/split.py --parts memory                                            # needs no namespaces
 
 steps: a server and clients, each in a network namespace with a link of its own to the server's; per policy and number
 of clients, the time of an optimizer step and what it went to (Menos, Tables 1 to 3). together: throughput of a
@@ -34,7 +34,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    add("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), metavar="NAME", help=", ".join(POLICIES))
+    add(
+        "--policies",
+        nargs="+",
+        choices=POLICIES,
+        default=list(POLICIES),
+        metavar="NAME",
+        help=", ".join(POLICIES),
+    )
     add("--clients", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="N", help="(1 2 4 8 16)")
     add("--bandwidth", type=float, default=0.4, metavar="MB/S", help="of each client's link (0.4)")
     add("--steps", type=int, default=6, help="of each client, after its first (6)")
@@ -65,7 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     needs = {"memory", "costs"} | ({"together"} if not arguments.random else set())
     if needs & set(arguments.parts) and not (arguments.backbone / "config.json").is_file():
-        print(f"--backbone {arguments.backbone}: there is no model: run examples/quickstart first", file=sys.stderr)
+        print(
+            f"--backbone {arguments.backbone}: there is no model: run examples/quickstart first",
+            file=sys.stderr,
+        )
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces are removed
     from split_bench import measure

@@ -14,7 +14,7 @@ from typing import Any
 from engine_bench import cpu_name
 from split_cases import measure_case
 from split_memory import measure_memory
-from split_model import LENGTH, ROWS, Sizes, measure_sizes, memory_limit, write_certificates, write_model
+from split_model import ROWS, Sizes, measure_sizes, memory_limit, write_certificates, write_model
 from split_network import Star, star
 from split_processes import cast
 from split_together import measure_together
@@ -22,13 +22,6 @@ from split_together import measure_together
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 from tests import warm
-
-PAPER_COPY_STEPS = 3.77
-"""One way of the paper's 24 GB between a GPU and its host, in steps of a client alone.
-
-With two clients of Llama 2, a step took 63.1 s and alone 3.7 s (Menos, section 5.2). Two turns are two steps and two
-tasks that go out and come in: 63.1 = 2 x (3.7 + 2 x copy), so that a copy took 13.9 s, 3.77 steps.
-"""
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -121,17 +114,23 @@ class Bench:
 
     def _measure(self, policy: str, count: int, sizes: Sizes, limit: int) -> None:
         arguments = self.arguments
-        flags = ["--memory-limit", str(limit)]
+        flags = ["--memory-limit", str(limit), "--no-co-batching"]
         if policy == "vanilla" and count > 1:
             alone = self._case("vanilla", 1)
             assert alone is not None
             copied = sizes.weights + sizes.memory.lasting
             rate = copied / (arguments.copy_steps * alone["step_s"])
-            self.result["setup"] |= {"swap_rate": rate, "copy_s": copied / rate, "copy_steps": arguments.copy_steps}
+            self.result["setup"] |= {
+                "swap_rate": rate,
+                "copy_s": copied / rate,
+                "copy_steps": arguments.copy_steps,
+            }
             flags += ["--swap-rate", str(int(rate))]
         paths = self.model, self.folder / "tls"
         with cast(self.warm, self.star, self._new_folder()) as processes:
-            case = measure_case(processes, policy, count, arguments.steps, arguments.most_seconds, paths, flags)
+            case = measure_case(
+                processes, policy, count, arguments.steps, arguments.most_seconds, paths, flags
+            )
         others = [own for own in self.result["cases"] if (own["policy"], own["clients"]) != (policy, count)]
         self.result["cases"] = [*others, case]
         self.write()
@@ -163,7 +162,7 @@ class Bench:
         """Persistent memory, and equation 3."""
         if "memory" in self.result and not self.arguments.again:
             return
-        self.result["memory"] = measure_memory(self.arguments.backbone, self.arguments.sessions, 4 * LENGTH, LENGTH)
+        self.result["memory"] = measure_memory(self.arguments.backbone, self.arguments.sessions, 64, 32)
         self.write()
 
     def costs(self) -> None:

@@ -17,7 +17,13 @@ _JOINING_S = 120.0
 
 
 def measure_case(
-    cast: Cast, policy: str, clients: int, steps: int, most_s: float, paths: tuple[Path, Path], flags: Sequence[str]
+    cast: Cast,
+    policy: str,
+    clients: int,
+    steps: int,
+    most_s: float,
+    paths: tuple[Path, Path],
+    flags: Sequence[str],
 ) -> dict[str, Any]:
     """Measure a case.
 
@@ -71,7 +77,9 @@ def steps_of(lines: Sequence[Mapping[str, Any]], began: float) -> list[dict[str,
     return found
 
 
-def case_figures(clients: Sequence[Sequence[Mapping[str, Any]]], began: float, ended: float) -> dict[str, Any]:
+def case_figures(
+    clients: Sequence[Sequence[Mapping[str, Any]]], began: float, ended: float
+) -> dict[str, Any]:
     """The figures of a case.
 
     If some client has not ended two whole steps, the means of those that have ended would leave out the longest: then
@@ -86,7 +94,9 @@ def case_figures(clients: Sequence[Sequence[Mapping[str, Any]]], began: float, e
     flat = [step for steps in every for step in steps if step["ended"] <= ended]
     # Parts other than waiting do not depend on when a step began: all steps that ended count.
     parts = flat or [step for lines in clients for step in steps_of(lines, 0.0)[-1:]]
-    mean = {key: statistics.fmean(one[key] for one in parts) for key in parts[0] if key not in ("waits", "ended")}
+    mean = {
+        key: statistics.fmean(one[key] for one in parts) for key in parts[0] if key not in ("waits", "ended")
+    }
     ends = sorted(line["ended"] for lines in clients for line in lines if began <= line["ended"] <= ended)
     is_whole = all(len(steps) >= 2 for steps in every)
     communication = mean["requests_s"] - mean["waited_s"] - mean["computed_s"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -53,11 +54,11 @@ def grow(backbone: Path, most: int, copies: bool, rows: int, longest: int) -> li
     from megatron_mux.split.session_memory import predict
 
     shape, parallel = read_shape(backbone), runtime.initialize(device="cpu")
-    before = tensor_bytes(), resident_bytes()
+    before = _set_aside()
     split = (1, shape.layers - 1, 0)
     body = Body(Backbone.load(backbone, parallel, split=split, stage=1, ends=False), parallel)
     if copies:
-        before = tensor_bytes(), resident_bytes()
+        before = _set_aside()
     bodies, found, lasting = Bodies(body, copies, 1.0), [], 0
     for count in range(1, most + 1):
         name, asked = f"client-{count}/task", proposal("", rows, longest)
@@ -65,7 +66,7 @@ def grow(backbone: Path, most: int, copies: bool, rows: int, longest: int) -> li
         memory, predicted = bodies.join(name, asked, part, None), predict(shape, asked, 4, "cpu")
         lasting += memory.lasting
         peak = _step(bodies.of(name), name, part, rows, longest)
-        persistent, resident = tensor_bytes() - before[0], resident_bytes() - before[1]
+        persistent, resident = tensor_bytes(), resident_bytes() - before
         weights = body.shared_bytes * (count if copies else 1)
         found.append(
             {
@@ -80,7 +81,17 @@ def grow(backbone: Path, most: int, copies: bool, rows: int, longest: int) -> li
                 "request": peak,
             }
         )
+    gc.unfreeze()
     return found
+
+
+def _set_aside() -> int:
+    """Leave what there is out of what `tensor_bytes` counts; returns the resident size."""
+    from process_memory import resident_bytes
+
+    resident = resident_bytes()  # it collects garbage first
+    gc.freeze()
+    return resident
 
 
 def _step(body: Body, name: str, layers: range, rows: int, longest: int) -> int:

@@ -152,9 +152,10 @@ def memory_limit(sizes: Sizes, clients: int) -> tuple[int, str]:
             f"{clients} clients' adapters leave {left / mib:.1f} MiB: less than one request needs"
         )
     reason = (
-        f"{limit / mib:.1f} MiB: halfway between one whole task and two. A task takes {sizes.whole_task / mib:.1f} MiB: "
-        f"weights {sizes.weights / mib:.1f}, adapter and optimizer {memory.lasting / mib:.2f}, a backward pass "
-        f"{memory.backward / mib:.2f}. With shared weights, {(limit - sizes.weights) / mib:.1f} MiB are left for adapters "
-        f"and requests of all clients: beside {clients} adapters, {left / memory.backward:.1f} backward passes."
+        f"{limit / mib:.1f} MiB: halfway between one whole task and two. A task takes "
+        f"{sizes.whole_task / mib:.1f} MiB: weights {sizes.weights / mib:.1f}, adapter and optimizer "
+        f"{memory.lasting / mib:.2f}, a backward pass {memory.backward / mib:.2f}. With shared weights, "
+        f"{(limit - sizes.weights) / mib:.1f} MiB are left for adapters and requests of all clients: beside {clients} "
+        f"adapters, {left / memory.backward:.1f} backward passes."
     )
     return limit, reason

@@ -46,7 +46,7 @@ def measure_together(
         for i in range(rounds):
             for which in (0, 1) if i % 2 == 0 else (1, 0):
                 rates[_SIDES[which]].append(rows * _pairs_per_second(workers, which, rows, seconds))
-        ratio = statistics.median(b / a for a, b in zip(*rates.values(), strict=True))
+        ratio = statistics.median(b / a for a, b in zip(*rates.values(), strict=True) if a)
         found.append({"rows": rows, "rows_per_s": rates, "speed_up": ratio})
     return {"clients": clients, "most_together": _most_together(servers[1]), "sizes": found}
 

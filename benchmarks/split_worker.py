@@ -1,8 +1,8 @@
 """The processes of `split.py`: forked from a server that has imported everything, each enters its namespace.
 
-    split_worker.py server NAMESPACE FILE FLAGS...           a server that writes its figures to FILE at SIGUSR2
-    split_worker.py client NAMESPACE FILE MODEL TLS NAME ADDRESS    the real client; a line of JSON for each step
-    split_worker.py requests NAMESPACE FILE MODEL TLS NAME ADDRESS... requests without a client's layers, by commands
+split_worker.py server NAMESPACE FILE FLAGS...           a server that writes its figures to FILE at SIGUSR2
+split_worker.py client NAMESPACE FILE MODEL TLS NAME ADDRESS    the real client; a line of JSON for each step
+split_worker.py requests NAMESPACE FILE MODEL TLS NAME ADDRESS... requests without a client's layers, by commands
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO, Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from split_network import enter
+from split_network import enter  # noqa: E402
 
 
 def serve(file: Path, flags: Sequence[str]) -> None:
@@ -121,7 +121,9 @@ def train(file: Path, model: Path, tls: Path, name: str, address: str) -> None:
         ).train()
 
 
-def request(commands: IO[str], answers: IO[str], model: Path, tls: Path, name: str, addresses: Sequence[str]) -> None:
+def request(
+    commands: IO[str], answers: IO[str], model: Path, tls: Path, name: str, addresses: Sequence[str]
+) -> None:
     """Be a client without layers: for each command, send random rows forward and backward to one of the servers.
 
     A command has `server`, `rows` and `seconds`; the answer is a list of when each pair of passes ended.

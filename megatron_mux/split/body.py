@@ -68,12 +68,16 @@ class Kept:
     Attributes:
         batch: The micro-batch.
         inputs: `[T, 1, H]` of each session, leaves of the graph.
-        output: `[all T, 1, H]`.
+        output: `[all T, 1, H]`, of this rank's layers.
+        received: What came from the pipeline stage before.
+        number: Names it to other ranks.
     """
 
     batch: MicroBatch
     inputs: list[Tensor]
     output: Tensor
+    received: Tensor | None = None
+    number: int = 0
 
 
 @dataclass(eq=False)
@@ -98,7 +102,7 @@ class _Member:
 class Body:
     """Computes layers of a backbone for sessions that come and go.
 
-    On several tensor ranks, every rank calls each method with the same arguments.
+    On several ranks, every rank calls each method with the same arguments; see `ranks`.
 
     Args:
         backbone: This rank's part of the layers; it needs no embedding and no output layer.
@@ -198,11 +202,20 @@ class Body:
         for own, leaf in zip(rows, inputs, strict=True):
             leaf.requires_grad_(graph and own.needs_input)
         self.adapters.prepare()
-        with torch.set_grad_enabled(graph), layout.activate(batch):
+        with torch.set_grad_enabled(graph):
             hidden = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-            output = self.backbone.forward(batch, hidden, part=layers)
+            output = self._compute(batch, hidden, layers)
         outputs = list(output.detach().squeeze(1).split([own.count for own in rows]))
         return outputs, Kept(batch, inputs, output) if graph else None
+
+    def _compute(self, batch: MicroBatch, hidden: Tensor, layers: range) -> Tensor:
+        """`[T, 1, H]` to the same, by this rank's part of the layers."""
+        own = self.backbone.layers
+        part = range(max(layers.start, own.start), min(layers.stop, own.stop))
+        if not part:
+            return hidden
+        with layout.activate(batch):
+            return self.backbone.forward(batch, hidden, part=part)
 
     def backward(self, kept: Kept, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Back-propagate to adapters and inputs.
@@ -215,9 +228,7 @@ class Body:
             `[T, H]` gradient of each input that a client needs, else None.
         """
         whole = gradients[0] if len(gradients) == 1 else torch.cat(list(gradients))
-        if kept.output.requires_grad:
-            with layout.activate(kept.batch):
-                torch.autograd.backward((kept.output,), (whole.unsqueeze(1),))
+        self._back(kept, whole.unsqueeze(1))
         made: list[Tensor | None] = []
         for leaf in kept.inputs:
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -225,10 +236,17 @@ class Body:
         kept.inputs, kept.output = [], kept.output.new_empty(0)
         return made
 
+    @staticmethod
+    def _back(kept: Kept, gradient: Tensor) -> None:
+        """Back-propagate `[T, 1, H]` through this rank's part of the layers."""
+        if kept.output.requires_grad:
+            with layout.activate(kept.batch):
+                torch.autograd.backward((kept.output,), (gradient,))
+
     # -- optimizer steps
 
     def squared_norm(self, name: str, step: int) -> float:
-        """Squared norm of a session's gradient in the body, its regulariser included, over all tensor ranks.
+        """Squared norm of a session's gradient in the body, its regulariser included, over all ranks.
 
         Args:
             name: Of the session.
@@ -243,8 +261,8 @@ class Body:
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
             reduce_gradients(arenas, self.parallel, torch.zeros(1, device=device), buffer)
         squares = member.update.squared_norms()
-        if self.parallel.tp_size > 1:
-            dist.all_reduce(squares, group=self.parallel.tp_group)
+        if self.parallel.world_size > 1:
+            dist.all_reduce(squares)
         return float(squares[0])
 
     def update(self, name: str, step: int, norm: float, skip: bool) -> None:

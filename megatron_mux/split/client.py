@@ -20,6 +20,7 @@ from megatron_mux.errors import UserError, tell
 from megatron_mux.gpus import set_allocator_options
 
 if TYPE_CHECKING:
+    from megatron_mux.split.noise import Privacy
     from megatron_mux.tasks import TaskSpec
 
 PROGRAM = "megatron_mux.split.client"
@@ -55,7 +56,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--bf16", action="store_true", help="compute them in bfloat16 (default: fp32)")
     add("--device", choices=("cpu", "cuda"), help="where to compute them (default: a GPU if there is one)")
     add = parser.add_argument_group("server").add_argument
-    add("--server", required=True, metavar="HOST:PORT", help="its address")
+    add(
+        "--server",
+        required=True,
+        metavar="HOST:PORT",
+        help="its address; of several (with commas between, or by a name with several addresses) the task's own",
+    )
     add("--tls-ca", type=path, required=True, metavar="FILE", help="CA that signed the server's certificate")
     add("--tls-cert", type=path, required=True, metavar="FILE", help="certificate that names this client")
     add("--tls-key", type=path, required=True, metavar="FILE", help="its private key")
@@ -65,6 +71,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="name in the server's certificate, if the address has another",
     )
     add("--wire", choices=("f32", "bf16", "f16", "i8"), default="f32", help="dtype of what is sent (f32)")
+    add = parser.add_argument_group("privacy (docs/split-privacy.md)").add_argument
+    norm = "Frobenius norm to which a record's %s are clipped before noise is added"
+    add("--clip-activations", type=float, metavar="C", help=norm % "hidden states")
+    add("--clip-gradients", type=float, metavar="C", help=norm % "gradients")
+    add("--noise-multiplier", type=float, metavar="X", help="standard deviation of the noise, relative to C")
+    add("--target-epsilon", type=float, metavar="E", help="instead: the epsilon that the whole run may spend")
+    add("--delta", type=float, metavar="D", help="delta of (epsilon, delta)")
     add = parser.add_argument_group("results").add_argument
     add(
         "--save",
@@ -108,6 +121,28 @@ def choose_task(file: Path, name: str | None) -> TaskSpec:
     return tasks[name]
 
 
+def privacy_of(arguments: argparse.Namespace) -> Privacy | None:
+    """Clipping and noise as the flags ask for; None without any of them.
+
+    Raises:
+        UserError: A flag is missing, or has no sense.
+    """
+    from pydantic import ValidationError
+
+    from megatron_mux.split.noise import Privacy
+
+    names = ("clip_activations", "clip_gradients", "noise_multiplier", "target_epsilon", "delta")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if not given:
+        return None
+    try:
+        return Privacy.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"--{str(part).replace('_', '-')}: " for part in first["loc"])
+        raise UserError(f"{where or 'privacy: '}{first['msg']}") from None
+
+
 def train(arguments: argparse.Namespace) -> None:
     """Train the task that a parsed command line asks for.
 
@@ -120,13 +155,13 @@ def train(arguments: argparse.Namespace) -> None:
             raise UserError(
                 f"--tls-{flag} {file}: no such file: python -m megatron_mux.split.certificates makes it"
             )
+    privacy = privacy_of(arguments)
     set_allocator_options()
     import torch
 
-    from megatron_mux.split.tls import ClientTls, split_address
+    from megatron_mux.split.tls import ClientTls
     from megatron_mux.split.trainer import SplitTrainer
 
-    split_address(arguments.server)
     SplitTrainer(
         backbone=arguments.backbone,
         task=task,
@@ -140,6 +175,7 @@ def train(arguments: argparse.Namespace) -> None:
         keep_checkpoints=arguments.keep_checkpoints,
         log_interval=arguments.log_interval,
         tensorboard_dir=arguments.tensorboard_dir,
+        privacy=privacy,
         wire=arguments.wire,
         dtype=torch.bfloat16 if arguments.bf16 else torch.float32,
         device=arguments.device,

@@ -29,13 +29,17 @@ from megatron_mux.errors import UserError
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
+from megatron_mux.split.accountant import Releases
+from megatron_mux.split.affinity import choose_server, identity_of
 from megatron_mux.split.agreement import NAMING_MODULES, Proposal
 from megatron_mux.split.backbone import SplitBackbone, load_ends
 from megatron_mux.split.body_share import body_share
 from megatron_mux.split.client_files import read_client_info
 from megatron_mux.split.engine import SplitEngine
 from megatron_mux.split.link import LOST, Link
-from megatron_mux.split.remote import RemoteBody
+from megatron_mux.split.noise import Noise, read_secret
+from megatron_mux.split.noise import Privacy as PrivacySection
+from megatron_mux.split.remote import Privacy, RemoteBody
 from megatron_mux.split.request_sizes import request_sizes
 from megatron_mux.split.wire import Limits, RefusedError
 from megatron_mux.tasks import TaskSpec
@@ -63,6 +67,7 @@ class ClientRun:
         files: Opens data files.
         front, back: The client's layers.
         proposal: What the client asks the server for at step 0.
+        privacy: Protects what is sent.
     """
 
     options: SplitTrainer
@@ -72,6 +77,7 @@ class ClientRun:
     front: Backbone
     back: Backbone
     proposal: Proposal
+    privacy: Privacy | None = None
 
     @classmethod
     def open(cls, options: SplitTrainer, spec: TaskSpec, say: Say) -> ClientRun:
@@ -96,7 +102,7 @@ class ClientRun:
             say("no --save: the adapter will be lost when the run ends")
         elif problem := checkpoint.prepare(options.save):
             raise UserError(problem)
-        return run
+        return replace(run, privacy=_privacy(options, task, say))
 
     @property
     def name(self) -> str:
@@ -148,7 +154,12 @@ class ClientRun:
     def _connect(self, say: Say) -> Any:
         from megatron_mux.split.transport import Transport  # imports grpc
 
-        return Transport(self.options.server, self.options.tls, Limits(), say=say)
+        tls = self.options.tls
+        identity = "local" if tls is None else identity_of(tls.certificate)
+        server, name = choose_server(self.options.server, f"{identity}/{self.name}")
+        if tls is not None and name is not None:
+            tls = replace(tls, server_name=tls.server_name or name)
+        return Transport(server, tls, Limits(), say=say)
 
     def _join(self, source: Path | None, manifest: Manifest | None, say: Say) -> tuple[Link, Manifest | None]:
         """Join at the newest save that the server has its part of; returns that save, None for the beginning."""
@@ -182,7 +193,7 @@ class ClientRun:
         options = self.options
         layers = self.proposal.body(self.info.shape)
         trained = any(module.layer in layers for module in self.task.spec.adapter.modules(self.info.shape))
-        remote = RemoteBody(link, trained, self.front.device, options.privacy)
+        remote = RemoteBody(link, trained, self.front.device, self.privacy)
         engine = SplitEngine(SplitBackbone(self.front, self.back, remote), self._kept)
         arguments = MuxArguments.with_defaults(
             backbone=Path(options.backbone),
@@ -245,6 +256,29 @@ def _step(manifest: Manifest | None) -> int:
     """Steps that a save has done of the task."""
     entry = _entry(manifest)
     return entry.step if entry is not None and entry.checkpoint else 0
+
+
+def _privacy(options: SplitTrainer, task: Task, say: Say) -> Privacy | None:
+    """What protects what is sent, from a section of clipping norms and noise.
+
+    The secret that noise is made from stays beside the client's saves, so that a run that is continued sends the same.
+    """
+    if options.privacy is None or not isinstance(options.privacy, PrivacySection):
+        return options.privacy
+    spec, secret = task.spec, secrets.token_bytes(32)
+    if options.save is not None:
+        folder = options.save / spec.name
+        folder.mkdir(parents=True, exist_ok=True)
+        secret = read_secret(folder / "noise.secret")
+    steps = spec.total_steps(len(task.data))
+    planned = Releases.of_training(len(task.data), spec.sequences_per_step, steps)
+    noise = Noise(options.privacy, secret, planned)
+    say(
+        f"{spec.name}: noise of {noise.noise_multiplier:.3g} times the clipping norms: epsilon "
+        f"{noise.spent(planned):.3g} at delta {options.privacy.delta:g} for a record's own rows, which leave "
+        f"{planned.total} times (docs/split-privacy.md says what that does not cover)"
+    )
+    return noise
 
 
 def _adapter_of(spec: TaskSpec, shape: BackboneShape) -> dict[str, Any]:

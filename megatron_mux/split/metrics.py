@@ -87,6 +87,14 @@ class Metrics:
         except (OSError, ValueError, OverflowError) as error:
             raise UserError(f"--metrics {address}: {error}: give HOST:PORT with a free port") from None
 
+    def exchanged(self, session: str, received: int, sent: int) -> None:
+        """Count the bytes of a request and of its reply."""
+        self.bytes.labels("received").inc(received)
+        self.bytes.labels("sent").inc(sent)
+        if (figures := self.sessions.get(session)) is not None:
+            figures.received += received
+            figures.sent += sent
+
     def computed(
         self, session: str, kind: str, rows: int, waited_s: float, computed_s: float, together: int
     ) -> None:

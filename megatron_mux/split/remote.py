@@ -31,13 +31,24 @@ _SENT_AS = {
 
 
 class Privacy(Protocol):
-    """Clips what leaves the client and adds noise to it."""
+    """Clips what leaves the client and adds noise to it.
+
+    Passes are numbered within their optimizer step, those of its micro-batches and those of evaluations after it apart:
+    a run that is continued counts alike.
+    """
 
     def activations(self, hidden: Tensor, lengths: Sequence[int], step: int, operation: int) -> Tensor:
-        """What is sent instead of hidden states `[T, H]`."""
+        """What is sent instead of hidden states `[T, H]`, differentiable.
+
+        Args:
+            hidden: The rows of all sequences.
+            lengths: Rows of each.
+            step: Optimizer steps done.
+            operation: Number of the pass.
+        """
 
     def gradients(self, gradient: Tensor, lengths: Sequence[int], step: int, operation: int) -> Tensor:
-        """What is sent instead of their gradient `[T, H]`."""
+        """What is sent instead of the gradient `[T, H]` of what came back; arguments as of `activations`."""
 
 
 class RemoteBody:
@@ -62,6 +73,7 @@ class RemoteBody:
         self.squared_norm = 0.0
         self._anchor = torch.zeros(0, device=device, requires_grad=trained)
         self._left: deque[int] = deque()
+        self._passes = {True: 0, False: 0}
 
     def __call__(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
         """Compute the body on a micro-batch.
@@ -76,13 +88,17 @@ class RemoteBody:
         """
         lengths = tuple(segment.length for segment in batch.segments)
         ids = tuple(segment.sequence for segment in batch.segments)
-        run = _Pass(self, lengths, ids)
-        trained = hidden.requires_grad or self._anchor.requires_grad
+        run = _Pass(self, lengths, ids, self._passes[batch.training], hidden.dtype)
+        self._passes[batch.training] += 1
+        rows = hidden.squeeze(1)
+        if self.privacy is not None:
+            rows = self.privacy.activations(rows, lengths, self.link.step, run.number)
+        trained = rows.requires_grad or self._anchor.requires_grad
         if not (batch.training and torch.is_grad_enabled() and trained):
-            return run.forward(hidden, Flags.NONE)
-        flags = Flags.TRAINING | (Flags.NEEDS_INPUT if hidden.requires_grad else Flags.NONE)
-        output: Tensor = _Remote.apply(self._anchor, hidden, run, flags)  # type: ignore[no-untyped-call]
-        return output
+            return run.forward(rows, Flags.NONE).unsqueeze(1)
+        flags = Flags.TRAINING | (Flags.NEEDS_INPUT if rows.requires_grad else Flags.NONE)
+        output: Tensor = _Remote.apply(self._anchor, rows, run, flags)  # type: ignore[no-untyped-call]
+        return output.unsqueeze(1)
 
     # -- optimizer steps
 
@@ -94,6 +110,7 @@ class RemoteBody:
     def settle(self, step: int, norm: float, skip: bool) -> None:
         """End an optimizer step; see `Link.decide`."""
         self._left.popleft()
+        self._passes = {True: 0, False: 0}
         self.squared_norm = 0.0
         self.link.decide(step, norm, skip)
 
@@ -110,36 +127,38 @@ class _Pass:
     Attributes:
         body: Whose.
         lengths, ids: Tokens and number of each sequence.
+        number: See `Privacy`.
+        dtype: Of the client's layers.
         operation: Of the forward pass; 0: nothing was sent.
     """
 
     body: RemoteBody
     lengths: tuple[int, ...]
     ids: tuple[int, ...]
+    number: int
+    dtype: torch.dtype
     operation: int = 0
 
-    def forward(self, hidden: Tensor, flags: Flags) -> Tensor:
-        """`[T, 1, H]` to the same."""
-        link, sent = self.body.link, hidden.detach().squeeze(1)
-        if self.body.privacy is not None:
-            sent = self.body.privacy.activations(sent, self.lengths, link.step, link.next_operation)
-        sent = sent.to("cpu", _SENT_AS[link.wire])
+    def forward(self, rows: Tensor, flags: Flags) -> Tensor:
+        """`[T, H]` to the same, in `dtype`."""
+        link = self.body.link
+        sent = rows.detach().to("cpu", _SENT_AS[link.wire])
         if not _is_finite(sent):
-            return torch.full_like(hidden, math.nan)
+            return torch.full_like(rows, math.nan, dtype=self.dtype)
         self.operation = link.next_operation
         fields = {"lengths": list(self.lengths), "ids": list(self.ids)}
         reply = link.request(Kind.FORWARD, fields, flags, sent)
-        return _received(reply.tensor, hidden)
+        return _received(reply.tensor, rows, self.dtype)
 
     def backward(self, gradient: Tensor, flags: Flags) -> Tensor | None:
-        """`[T, 1, H]` gradient of the output to that of the input, if that is needed."""
+        """`[T, H]` gradient of the output to that of what was sent, if that is needed."""
         body, link = self.body, self.body.link
         if body.count_backward():
             flags |= Flags.LAST
         needed = Flags.NEEDS_INPUT in flags
-        sent = gradient.squeeze(1)
+        sent = gradient
         if body.privacy is not None:
-            sent = body.privacy.gradients(sent, self.lengths, link.step, link.next_operation)
+            sent = body.privacy.gradients(gradient, self.lengths, link.step, self.number)
         sent = sent.to("cpu", _SENT_AS[link.wire])
         if not (self.operation and _is_finite(sent)):
             body.squared_norm = math.nan
@@ -147,32 +166,32 @@ class _Pass:
         reply = link.request(Kind.BACKWARD, {"forward": self.operation}, flags, sent)
         if Flags.LAST in flags:
             body.squared_norm += number(reply.fields.get("squared_norm"))
-        return _received(reply.tensor, gradient) if needed else None
+        return _received(reply.tensor, gradient, self.dtype) if needed else None
 
 
 class _Remote(torch.autograd.Function):
     """A micro-batch's passes on the server; `anchor` requires a gradient, and gets none, if the body has an adapter."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, run: _Pass, flags: Flags) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, rows: Tensor, run: _Pass, flags: Flags) -> Tensor:
         ctx.run, ctx.flags = run, flags
-        return run.forward(hidden, flags)
+        return run.forward(rows, flags)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
         return None, ctx.run.backward(gradient, ctx.flags), None, None
 
 
-def _received(tensor: Tensor | None, like: Tensor) -> Tensor:
-    """A reply's `[T, H]` as `[T, 1, H]` with the dtype and on the device of `like`.
+def _received(tensor: Tensor | None, sent: Tensor, dtype: torch.dtype) -> Tensor:
+    """A reply's `[T, H]` in a dtype, on the device of what was sent.
 
     Raises:
         UserError: It has another shape.
     """
-    if tensor is None or tensor.shape != like.shape[::2]:
+    if tensor is None or tensor.shape != sent.shape:
         got = "nothing" if tensor is None else list(tensor.shape)
-        raise UserError(f"The server's reply must be {list(like.shape[::2])}, got {got}")
-    return tensor.to(like.device, like.dtype).unsqueeze(1)
+        raise UserError(f"The server's reply must be {list(sent.shape)}, got {got}")
+    return tensor.to(sent.device, dtype)
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from megatron_mux import runtime
 from megatron_mux.arguments.model import in_bf16
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_backbone_info, stored_dtype
+from megatron_mux.backbone.split import even_split
 from megatron_mux.console import make_console
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
@@ -26,6 +27,7 @@ from megatron_mux.split.co_batching import measure_co_batching
 from megatron_mux.split.dispatcher import Dispatcher
 from megatron_mux.split.live import sessions_table
 from megatron_mux.split.metrics import Metrics, make_logger
+from megatron_mux.split.ranks import IDLE_MINUTES, LeadingBody, StagedBody, follow
 from megatron_mux.split.scheduler import Scheduler, SchedulerOptions
 from megatron_mux.split.service import ServerTls, Service
 from megatron_mux.split.serving import ServingOptions, SplitServer
@@ -41,7 +43,6 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         UserError: The input is wrong.
     """
-    store = SessionStore(arguments.save)
     info = read_backbone_info(arguments.backbone)
     front, back = arguments.least_cut_front, arguments.least_cut_back
     layers = range(front, info.shape.layers - back)
@@ -49,13 +50,34 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--least-cut-front {front} and --least-cut-back {back} leave no layer of {info.shape.layers}"
         )
-    parallel = runtime.initialize()
+    tensor, pipeline = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
+    info.check_parallel(tensor, pipeline)
+    vanilla = (
+        arguments.policy == "vanilla"
+    )  # its tasks reserve their own copies, and not what these are made from
+    if vanilla and tensor * pipeline > 1:
+        raise UserError(
+            "--policy vanilla: copies of the body are made on one rank only: leave out the parallel sizes"
+        )
+    parallel = runtime.initialize(tensor, pipeline, timeout_minutes=IDLE_MINUTES)
+    if parallel.dp_size > 1:
+        needed = f"torchrun --nproc-per-node {tensor * pipeline}"
+        raise UserError(
+            f"{parallel.world_size} processes were started for a body on {tensor * pipeline}: use {needed}"
+        )
     backbone = _load(arguments, parallel, layers, info.shape.layers)
-    body = Body(backbone, parallel)
-    vanilla = arguments.policy == "vanilla"  # its tasks reserve their own copies, and not what these are made from
-    capacity = _capacity(arguments.memory_limit, parallel, 0 if vanilla else body.shared_bytes)
-    together = measure_co_batching(body, layers) if arguments.co_batching and not vanilla else 0
-    asyncio.run(_serve(arguments, body, store, info.fingerprint, layers, capacity, together))
+    if parallel.rank:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # rank 0 says when to stop
+        follow(StagedBody(backbone, parallel))
+    else:
+        store = SessionStore(arguments.save)
+        body = Body(backbone, parallel) if parallel.world_size == 1 else LeadingBody(backbone, parallel)
+        capacity = _capacity(arguments.memory_limit, parallel, 0 if vanilla else body.shared_bytes)
+        together = measure_co_batching(body, layers) if arguments.co_batching and not vanilla else 0
+        asyncio.run(_serve(arguments, body, store, info.fingerprint, layers, capacity, together))
+        if isinstance(body, LeadingBody):
+            body.stop()
     runtime.shutdown()
 
 
@@ -66,8 +88,8 @@ def _load(arguments: argparse.Namespace, parallel: Parallel, layers: range, coun
         arguments.backbone,
         parallel,
         torch.bfloat16 if bf16 else torch.float32,
-        split=(layers.start, len(layers), count - layers.stop),
-        stage=1,
+        split=(layers.start, *even_split(len(layers), parallel.pp_size), count - layers.stop),
+        stage=1 + parallel.pp_rank,
         ends=False,
     )
 

@@ -38,6 +38,11 @@ def make_parser() -> argparse.ArgumentParser:
         default=1,
         **_count(1, "ranks that share each layer, under torchrun (1)"),
     )
+    add(
+        "--pipeline-model-parallel-size",
+        default=1,
+        **_count(1, "ranks that layers are divided among, likewise (1)"),
+    )
     add = parser.add_argument_group("connections").add_argument
     add("--listen", required=True, help="address to listen on", metavar="HOST:PORT")
     add("--tls-cert", type=Path, required=True, help="the server's certificate", metavar="FILE")

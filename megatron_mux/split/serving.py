@@ -6,36 +6,28 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 from pydantic import ValidationError
-from torch import Tensor
 
 from megatron_mux.errors import UserError
 from megatron_mux.shape import BackboneShape
 from megatron_mux.split.agreement import Proposal, Terms
-from megatron_mux.split.body import Rows
-from megatron_mux.split.dispatcher import Dispatcher, Outcome, Work
+from megatron_mux.split.dispatcher import Dispatcher, Work
 from megatron_mux.split.metrics import Metrics, SessionFigures
 from megatron_mux.split.pieces import Piece
-from megatron_mux.split.policies import Circumstances, ForwardPlan, PolicyName, plan_forward
+from megatron_mux.split.policies import PolicyName
 from megatron_mux.split.rate_limits import RateLimit
+from megatron_mux.split.requests import SessionRequests
 from megatron_mux.split.service import Incoming, Send
-from megatron_mux.split.session import Decision, Pending, Session
-from megatron_mux.split.session_compute import (
-    BackwardCall,
-    Bodies,
-    ForwardCall,
-    backward_together,
-    forward_together,
-)
+from megatron_mux.split.session import Session
+from megatron_mux.split.session_compute import Bodies
 from megatron_mux.split.session_memory import Memory, predict
 from megatron_mux.split.store import SessionStore
-from megatron_mux.split.swapping import Swapping
 from megatron_mux.split.wire import Kind, Limits, Message, RefusedError
 
 _IDENTITY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
@@ -85,6 +77,7 @@ class SplitServer:
 
     Attributes:
         sessions: Those in memory, by name.
+        requests: Does what they ask for.
         draining: Whether the server is about to stop.
     """
 
@@ -113,7 +106,9 @@ class SplitServer:
         self._replaced: WeakSet[asyncio.Task[Any]] = WeakSet()
         self._background: set[asyncio.Future[Any]] = set()
         self._joining: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._swapping = Swapping(bodies, dispatcher, self.sessions) if bodies.copies else None
+        self.requests = SessionRequests(
+            bodies, dispatcher, store, options.policy, metrics, log, self.sessions
+        )
 
     @property
     def shape(self) -> BackboneShape:
@@ -141,7 +136,9 @@ class SplitServer:
                     await send(self._welcome(session, message))
                     continue
                 self._messages.count(identity)
-                await send(await session.answer(message))
+                reply = await session.answer(message)
+                await send(reply)
+                self.metrics.exchanged(session.name, message.wire_bytes, reply.wire_bytes)
                 if message.kind is Kind.LEAVE:
                     return
         except asyncio.CancelledError:
@@ -247,8 +244,8 @@ class SplitServer:
             works[0].keeps = works[0].size if self.bodies.copies else min(works[0].size, lasts)
             return [memory]
 
-        if self._swapping is not None:
-            await self._swapping.make_room(own + need.backward)
+        if self.requests.swapping is not None:
+            await self.requests.swapping.make_room(own + need.backward)
         try:
             work = Work(identity, join, size=own + need.backward, keeps=own)
             outcome = await self.dispatcher.compute(work)
@@ -256,8 +253,12 @@ class SplitServer:
             raise RefusedError("proposal", str(error)) from None
         except asyncio.CancelledError:
             if work.abandoned:  # it is being computed: what it attaches is removed behind it
-                remove = Work(identity, lambda works: [self.bodies.remove(name)])
-                self._in_background(self.dispatcher.compute(remove))
+
+                def remove(works: Sequence[Work]) -> list[None]:
+                    self.bodies.remove(name)
+                    return [None]
+
+                self._in_background(self.dispatcher.compute(Work(identity, remove)))
             raise
         memory: Memory = outcome.result
         session = Session(
@@ -322,162 +323,23 @@ class SplitServer:
         )
         return Message(Kind.WELCOME, session.number, hello.step, hello.operation, fields=terms.model_dump())
 
-    # -- what sessions ask for
-
-    async def forward(self, session: Session, rows: Rows) -> tuple[Tensor, Pending | None, Outcome]:
-        """Compute a forward pass.
-
-        Returns:
-            Its output `[T, H]`; what is kept of it for its backward, if it has one; how long it took.
-        """
-        body, memory = self.bodies.of(session.name), session.memory
-        if not rows.training:
-            call = ForwardCall(body, session.layers, rows)
-            size = memory.scaled(memory.forward + memory.hidden, rows.count)
-            outcome = await self._computed(session, "evaluation", self._work(session, call, size))
-            return outcome.result[0], None, outcome
-        if self._swapping is not None:
-            await self._swapping.bring(session)
-        plan = self._plan(session, rows.count)
-        call = ForwardCall(body, session.layers, rows, plan.graph, plan.keeps)
-        outcome = await self._computed(session, "forward", self._work(session, call, plan.size, plan.kept))
-        output, kept = outcome.result
-        return output, Pending(rows, plan, kept, outcome.reservation), outcome
-
-    def _work(self, session: Session, call: ForwardCall, size: int, keeps: int = 0) -> Work:
-        joins = None if call.graph or self.bodies.copies else ("forward", session.layers, call.rows.training)
-        return Work(
-            session.identity,
-            forward_together,
-            call,
-            size,
-            keeps,
-            call.rows.count,
-            joins,
-            session.seconds_of("forward", call.rows.count),
-        )
-
-    def _plan(self, session: Session, rows: int) -> ForwardPlan:
-        scheduler = self.dispatcher.scheduler
-        others = (one.memory.backward for one in self.sessions.values() if one is not session)
-        now = Circumstances(
-            free=scheduler.free,
-            waiting=self.dispatcher.queued,
-            largest=max(others, default=0),
-            answer_s=session.answer_s,
-            reforward_s=session.seconds_of("forward", rows),
-            host_rate=self.bodies.host_rate,
-        )
-        return plan_forward(self.options.policy, session.memory, rows, now)
-
-    async def backward(
-        self, session: Session, pending: Pending, gradient: Tensor, last: bool
-    ) -> tuple[Tensor | None, float | None, Outcome]:
-        """Compute a backward pass.
-
-        Returns:
-            The gradient of its input `[T, H]`, if the client needs it; after the last one of an optimizer step, the
-            squared norm of the adapter's gradient; how long it took.
-        """
-        body = self.bodies.of(session.name)
-        call = BackwardCall(body, session.layers, pending.rows, gradient, pending.kept, last)
-        joins = None if pending.kept is not None or self.bodies.copies else ("backward", session.layers)
-        rows = pending.rows.count
-        work = Work(
-            session.identity,
-            backward_together,
-            call,
-            pending.plan.backward,
-            0,
-            rows,
-            joins,
-            session.seconds_of("backward", rows),
-        )
-        outcome = await self._computed(session, "backward", work)
-        self.free(pending)
-        if last and self._swapping is not None:
-            session.drop_pending()
-            await self._swapping.finish_iteration(session)
-        made, square = outcome.result
-        return made, square, outcome
-
-    async def _computed(self, session: Session, kind: str, work: Work) -> Outcome:
-        figures = self.metrics.sessions[session.name]
-        session.work, figures.state = work, "waiting"
-        try:
-            outcome = await self.dispatcher.compute(work)
-        finally:
-            session.work, figures.state = None, "idle"
-            self.metrics.queued.set(self.dispatcher.queued)
-        self.metrics.computed(
-            session.name, kind, work.tokens, outcome.waited_s, outcome.computed_s, outcome.together
-        )
-        session.note_seconds("forward" if kind == "evaluation" else kind, outcome.computed_s, work.tokens)
-        return outcome
-
-    async def _on_thread(self, session: Session, run: Callable[[], T]) -> T:
-        """Do something with a session's adapter between computations."""
-        outcome = await self.dispatcher.compute(Work(session.identity, lambda works: [run()]))
-        result: T = outcome.result
-        return result
-
-    async def zero(self, session: Session) -> None:
-        """Forget the gradients of a step that has begun."""
-        await self._on_thread(session, lambda: self.bodies.of(session.name).zero(session.name))
-
-    async def update(self, session: Session, decision: Decision) -> None:
-        """Take or skip an optimizer step."""
-        body = self.bodies.of(session.name)
-        await self._on_thread(
-            session, lambda: body.update(session.name, decision.step, decision.norm, decision.skip)
-        )
-        if not decision.skip:
-            self.metrics.steps.inc()
-            self.metrics.sessions[session.name].step += 1
-
-    async def save(self, session: Session, keep: Collection[int] | None) -> Sequence[Piece]:
-        """Save a session's state durably; returns it."""
-        pieces = await self._on_thread(session, lambda: self.bodies.of(session.name).state(session.name))
-        try:
-            await asyncio.to_thread(self.store.save, session.name, session.step, pieces, keep)
-        except OSError as error:
-            self._log.error("save failed", extra={"fields": {"session": session.name, "why": str(error)}})
-            raise RefusedError("disk", f"the server could not save: {error.strerror or error}") from None
-        return pieces
-
-    async def start_from(self, session: Session, pieces: Sequence[Piece]) -> None:
-        """Give a new session's adapter other values than its seed's."""
-        try:
-            await self._on_thread(
-                session,
-                lambda: self.bodies.start_from(session.name, session.proposal, session.layers, pieces),
-            )
-        except UserError as error:
-            raise RefusedError("pieces", str(error)) from None
+    # -- leaving
 
     async def leave(self, session: Session, finished: bool) -> None:
         """End a session; what a finished one has learned stays under a name of its own."""
         if finished:
-            pieces = await self._on_thread(session, lambda: self.bodies.of(session.name).state(session.name))
+            pieces = await self.requests.on_thread(
+                session, lambda: self.bodies.of(session.name).state(session.name)
+            )
             path = await asyncio.to_thread(self.store.finish, session.name, session.step, pieces)
             self._log.info("finished", extra={"fields": {"session": session.name, "kept": path.name}})
         await self._drop(session)
 
-    def free(self, pending: Pending) -> None:
-        """Free what a forward pass keeps for its backward."""
-        self.dispatcher.release(pending.reservation)
-
-    def is_waiting(self, session: Session) -> bool:
-        """Whether a session's work is not being computed yet."""
-        return session.work is not None and self.dispatcher.is_waiting(session.work)
-
     async def check_draining(self, session: Session) -> None:
         """Ask a client to come again later, at the beginning of a step, if the server is about to stop."""
         if self.draining and not session.pending:
-            await self.save(session, None)
+            await self.requests.save(session, None)
             raise RefusedError("draining", "the server is about to stop", retry=True)
-
-    # -- leaving
 
     def _gone(self, session: Session) -> None:
         """Note that a session's client is away."""
@@ -500,7 +362,7 @@ class SplitServer:
         """Save a session whose client has been away for long, and free its memory."""
         async with self._joining.setdefault(session.name, asyncio.Lock()):
             if session.stream is None and self.sessions.get(session.name) is session:
-                await self.save(session, None)
+                await self.requests.save(session, None)
                 await self._drop(session)
                 fields = {"session": session.name, "step": session.step}
                 self._log.info("expired", extra={"fields": fields})
@@ -510,11 +372,11 @@ class SplitServer:
         session.drop_pending()
         if self.sessions.get(session.name) is not session:
             return  # its last operation was LEAVE
-        del self.sessions[session.name]
-        await self._on_thread(session, lambda: self.bodies.remove(session.name))
-        self.dispatcher.release(session.holds)
+        del self.sessions[session.name]  # from now on, its name may be another's
         self.metrics.sessions.pop(session.name, None)
         self.metrics.live.set(len(self.sessions))
+        await self.requests.on_thread(session, lambda: self.bodies.remove(session.name))
+        self.dispatcher.release(session.holds)
 
     async def drain(self, grace_s: float) -> None:
         """Let sessions come to the end of their steps, and save them all."""
@@ -524,7 +386,7 @@ class SplitServer:
         while loop.time() < until and any(one.pending and one.stream for one in self.sessions.values()):
             await asyncio.sleep(0.05)
         for session in list(self.sessions.values()):
-            await self.save(session, None)
+            await self.requests.save(session, None)
             self._log.info("saved", extra={"fields": {"session": session.name, "step": session.step}})
 
 

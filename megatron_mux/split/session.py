@@ -11,9 +11,8 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from megatron_mux.errors import UserError
@@ -23,6 +22,14 @@ from megatron_mux.split.body import Kept, Rows
 from megatron_mux.split.dispatcher import Outcome, Work
 from megatron_mux.split.pieces import from_wire, to_wire
 from megatron_mux.split.policies import ForwardPlan
+from megatron_mux.split.request_fields import (
+    BackwardFields,
+    Decision,
+    ForwardFields,
+    LeaveFields,
+    StateFields,
+    parse,
+)
 from megatron_mux.split.session_memory import Memory
 from megatron_mux.split.wire import Dtype, Flags, Kind, Limits, Message, RefusedError
 
@@ -35,64 +42,7 @@ MOST_PENDING = 2
 _SECONDS_BETWEEN_LOOKS = 0.05
 """An operation waits several times: what ends a session looks again so often whether it can be taken back."""
 
-_MOST_KEPT = 16
-"""Saves that a client may have the server keep."""
-
 _REQUESTS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.STATE, Kind.LEAVE})
-
-
-class _Fields(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-T = TypeVar("T", bound=_Fields)
-
-
-class Decision(_Fields):
-    """What became of an optimizer step, as the client decides for both ends."""
-
-    step: Annotated[int, Field(ge=0)]
-    """Steps done before it."""
-    norm: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """Norm of the gradient over both ends."""
-    skip: bool = False
-    """Whether neither end steps."""
-
-
-class ForwardFields(_Fields):
-    """JSON of a FORWARD."""
-
-    lengths: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
-    """Tokens of each sequence, in the order of the rows."""
-    ids: list[Annotated[int, Field(ge=0, le=2**31 - 1)]]
-    """Number of each sequence among those of its optimizer step."""
-    previous: Decision | None = None
-    """The step before, if the server has not been told of it."""
-
-
-class BackwardFields(_Fields):
-    """JSON of a BACKWARD."""
-
-    forward: Annotated[int, Field(ge=0)]
-    """The operation of its forward pass."""
-
-
-class StateFields(_Fields):
-    """JSON of a STATE."""
-
-    keep: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_MOST_KEPT)] = []
-    """Steps of other saves that the client needs."""
-    previous: Decision | None = None
-    """As of a FORWARD."""
-
-
-class LeaveFields(_Fields):
-    """JSON of a LEAVE."""
-
-    finished: bool = False
-    """Whether the task is done: what the server keeps of it gets a name."""
-    previous: Decision | None = None
-    """As of a FORWARD."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +159,7 @@ class Session:
         """Go on with another process of the client, from the beginning of the same step."""
         self.drop_pending()
         self.current, self.proposal = None, proposal
-        await self.server.zero(self)
+        await self.server.requests.zero(self)
 
     async def end_work(self) -> None:
         """Take back the operation that waits, or wait for the one that is being computed."""
@@ -252,7 +202,7 @@ class Session:
 
     def withdraw(self) -> None:
         """Take back the operation that waits, since its client is gone; one that is being computed is finished."""
-        if self.current is not None and self.is_busy and self.server.is_waiting(self):
+        if self.current is not None and self.is_busy and self.server.requests.is_waiting(self):
             self.current.task.cancel()
             self.current = None
 
@@ -285,7 +235,7 @@ class Session:
             hidden=self._to_device(message.tensor),
             needs_input=Flags.NEEDS_INPUT in message.flags,
         )
-        output, pending, outcome = await self.server.forward(self, rows)
+        output, pending, outcome = await self.server.requests.forward(self, rows)
         if pending is not None:
             self.pending[message.operation] = pending
         self._answered = time.monotonic()
@@ -318,7 +268,7 @@ class Session:
         taken = time.monotonic() - self._answered
         self.answer_s = taken if not self.answer_s else 0.8 * self.answer_s + 0.2 * taken
         gradient = self._to_device(gradient)
-        made, square, outcome = await self.server.backward(
+        made, square, outcome = await self.server.requests.backward(
             self, pending, gradient, Flags.LAST in message.flags
         )
         self.pending.pop(fields.forward, None)
@@ -330,7 +280,7 @@ class Session:
         await self._settle(fields.previous)
         if message.step != self.step:
             raise RefusedError("step", f"the client is at step {message.step}, the session at {self.step}")
-        pieces = await self.server.save(self, fields.keep)
+        pieces = await self.server.requests.save(self, fields.keep)
         index, tensors = to_wire(pieces if self.server.options.returns_body else [])
         return Message(
             Kind.STATE_REPLY,
@@ -350,7 +300,7 @@ class Session:
             raise RefusedError("pieces", str(error)) from None
         if any(piece.kind != "value" for piece in pieces):
             raise RefusedError("pieces", "an adapter to start from has values only")
-        await self.server.start_from(self, pieces)
+        await self.server.requests.start_from(self, pieces)
         return Message(Kind.STORED, self.number, message.step, message.operation)
 
     async def _leave(self, message: Message) -> Message:
@@ -368,7 +318,7 @@ class Session:
                 "no_state", f"the client has done {decision.step} steps, the session {self.step}"
             )
         self.drop_pending()
-        await self.server.update(self, decision)
+        await self.server.requests.update(self, decision)
         self.step += not decision.skip
 
     def _to_device(self, tensor: Tensor) -> Tensor:
@@ -378,7 +328,7 @@ class Session:
     def drop_pending(self) -> None:
         """Free what forward passes keep whose backward will not come."""
         for pending in self.pending.values():
-            self.server.free(pending)
+            self.server.requests.free(pending)
         self.pending.clear()
 
     def _reply(
@@ -403,17 +353,3 @@ class Session:
             None if tensor is None else tensor.detach().cpu(),
             Dtype.NONE if tensor is None else self.wire,
         )
-
-
-def parse(model: type[T], message: Message) -> T:
-    """The JSON of a message, validated.
-
-    Raises:
-        RefusedError: It is not what the kind of message has.
-    """
-    try:
-        return model.model_validate(dict(message.fields))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise RefusedError("json", f"{message.kind.name}: {where}: {first['msg']}") from None

@@ -231,7 +231,9 @@ class Simulation:
             self._send(client, backward=False)
             return
         key = next(self._keys)
-        self._submit(_Request(client, False, self._now, key, client.memory.lasting, 0.0, False), client.memory.lasting)
+        self._submit(
+            _Request(client, False, self._now, key, client.memory.lasting, 0.0, False), client.memory.lasting
+        )
 
     def _send(self, client: _Client, backward: bool) -> None:
         """The client computes, and sends a request, unless it drops out before."""
@@ -240,7 +242,9 @@ class Simulation:
             away = self._random.exponential(self.fleet.away_s)
         self._sums["client"] += client.compute_s
         self._sums["communication"] += client.transfer_s
-        self._at(self._now + client.compute_s + away + client.transfer_s, lambda: self._arrive(client, backward))
+        self._at(
+            self._now + client.compute_s + away + client.transfer_s, lambda: self._arrive(client, backward)
+        )
 
     def _arrive(self, client: _Client, backward: bool) -> None:
         costs, rows = self.costs, client.rows
@@ -249,7 +253,9 @@ class Simulation:
             assert client.plan is not None
             kept = client.plan.keeps != "input"
             call, row = (
-                (costs.kept_call_s, costs.kept_row_s) if kept else (costs.backward_call_s, costs.backward_row_s)
+                (costs.kept_call_s, costs.kept_row_s)
+                if kept
+                else (costs.backward_call_s, costs.backward_row_s)
             )
             request.joins = not kept
             size = client.plan.backward
@@ -330,7 +336,9 @@ class Simulation:
                     rows += other.client.rows
             for other in batch[1:]:
                 self._ready.remove(other)
-        seconds = max(one.seconds - self._rows_seconds(one) for one in batch) + sum(map(self._rows_seconds, batch))
+        seconds = max(one.seconds - self._rows_seconds(one) for one in batch) + sum(
+            map(self._rows_seconds, batch)
+        )
         self._busy = True
         if first.seconds:
             self._waits += [self._now - one.arrived for one in batch]

@@ -15,6 +15,7 @@ from megatron_mux.report import Reporter, TaskHistory
 from megatron_mux.split.agreement import WireDtype
 from megatron_mux.split.client_run import ClientRun
 from megatron_mux.split.link import LOST, ClientTransport, Tally
+from megatron_mux.split.noise import Privacy as PrivacySection
 from megatron_mux.split.remote import Privacy
 from megatron_mux.split.tls import ClientTls
 from megatron_mux.split.wire import RefusedError
@@ -49,7 +50,7 @@ class SplitTrainer:
         dtype: In which the client's layers compute.
         device: Where; by default a GPU if there is one.
         progress: Whether to draw a live table on a terminal.
-        privacy: Protects what is sent; None: it is sent as it is.
+        privacy: Clipping and noise of what is sent, or an object that does it otherwise; None: it is sent as it is.
         connect: Makes the connection; None: gRPC.
 
     Attributes:
@@ -72,7 +73,7 @@ class SplitTrainer:
     dtype: torch.dtype = torch.float32
     device: torch.device | str | None = None
     progress: bool = True
-    privacy: Privacy | None = None
+    privacy: PrivacySection | Privacy | None = None
     connect: Callable[[Callable[[str], None]], ClientTransport] | None = None
     tally: Tally = field(default_factory=Tally, init=False)
 

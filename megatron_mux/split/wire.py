@@ -299,3 +299,10 @@ class Message:
     tensor: Tensor | None = None
     dtype: Dtype = Dtype.NONE
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes on the wire of its header and tensors; of the JSON, which is small, none are counted."""
+        rows, width = (0, 0) if self.tensor is None else self.tensor.shape
+        named = sum(tensor.nbytes for tensor in self.tensors.values())
+        return HEADER_BYTES + rows * self.dtype.row_bytes(width) + named

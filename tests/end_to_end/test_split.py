@@ -85,6 +85,16 @@ def test_half_precision_on_the_wire_changes_little(place: Workplace, server: Ser
     assert losses(place.root / "bf16", "paper")[-1] == pytest.approx(losses(local, "paper")[-1], rel=0.01)
 
 
+def test_noise_is_told_and_its_secret_stays_with_the_client(place: Workplace, server: Server) -> None:
+    noise = "--clip-activations 30 --clip-gradients 1 --noise-multiplier 0.1 --delta 1e-3".split()
+    with deployed(place, server, "--save", "server-6", "--no-co-batching") as own:
+        process = own.client("paper", place.root / "noisy", *noise)
+        output, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0 and "epsilon" in output, output
+        secret = place.root / "noisy/paper/noise.secret"
+        assert secret.stat().st_size == 32 and secret.stat().st_mode & 0o077 == 0
+
+
 def test_co_batched_clients_learn_the_same(
     place: Workplace, server: Server, together: Path, alone: Path
 ) -> None:

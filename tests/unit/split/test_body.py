@@ -20,7 +20,7 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.body import Body, Rows
+from megatron_mux.split.body import Body, Rows, unique_bytes
 from megatron_mux.tasks import TrainingSpec
 from tests import tiny_models
 
@@ -209,3 +209,27 @@ def test_split_training_equals_that_of_the_whole(
             torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-10, msg=f"{client.name} {key}")
         body.remove(client.name)
     assert not any("forward" in vars(op.info.module) for op in body.adapters.ops)
+
+
+def test_all_sessions_share_one_storage_of_the_parameters(parallel: Parallel, server: Backbone) -> None:
+    body = Body(server, parallel)
+    before = {p.untyped_storage().data_ptr() for p in server.model.parameters()}
+    shared = body.shared_bytes
+    for name in SECTIONS:
+        front, back = CUTS[name]
+        body.add(name, task_of(name).adapter, TRAINING, range(front, LAYERS - back), STEPS)
+    modules: list[Any] = [op.info.module for op in body.adapters.ops]
+    used = {module.weight.untyped_storage().data_ptr() for module in modules}
+    assert used <= before == {p.untyped_storage().data_ptr() for p in server.model.parameters()}
+    assert body.shared_bytes == shared
+    tensors = [*server.model.parameters()]
+    for name in SECTIONS:
+        member = body._members[name]
+        arena = member.adapter.arena
+        tensors += [arena.values, arena.gradients, *member.optimizer.moments.values()]
+        tensors += [record.value for record in member.adapter.fixed]
+    assert unique_bytes(tensors) == shared + sum(map(body.bytes_of, SECTIONS)), (
+        "nothing is held twice, nothing else"
+    )
+    for name in SECTIONS:
+        body.remove(name)
