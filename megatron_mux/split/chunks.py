@@ -98,13 +98,13 @@ class Assembly:
             start = _NUMBER.size
             number = _NUMBER.unpack_from(frame)[0] if len(frame) >= start else -1
             if number != self._frames:
-                raise WireError("frame", f"Frame {self._frames} of {name} was expected, not frame {number}.")
+                text = f"Frame {self._frames} of {name} was expected, not frame {number}."
+                raise WireError("frame", text, retry=True)
         missing = header.json_bytes + header.tensor_bytes - self._received
         expected = min(FRAME_BYTES, start + missing)
         if len(frame) != expected:
-            raise WireError(
-                "frame", f"Frame {self._frames} of {name} has {len(frame)} bytes instead of {expected}."
-            )
+            text = f"Frame {self._frames} of {name} has {len(frame)} bytes instead of {expected}."
+            raise WireError("frame", text, retry=True)
         self._fill(memoryview(frame)[start:])
         self._frames += 1
         return missing == expected - start

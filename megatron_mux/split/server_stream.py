@@ -101,7 +101,7 @@ class ServerStream:
         except TimeoutError:
             raise _slow("sent") from None
         if frame is None:
-            raise WireError("frame", "The stream ended in the middle of a message.")
+            raise WireError("frame", "The stream ended in the middle of a message.", retry=True)
         return frame
 
     async def show_life(self) -> None:

@@ -372,11 +372,11 @@ class SplitServer:
         session.drop_pending()
         if self.sessions.get(session.name) is not session:
             return  # its last operation was LEAVE
-        del self.sessions[session.name]
-        await self.requests.on_thread(session, lambda: self.bodies.remove(session.name))
-        self.dispatcher.release(session.holds)
+        del self.sessions[session.name]  # from now on, its name may be another's
         self.metrics.sessions.pop(session.name, None)
         self.metrics.live.set(len(self.sessions))
+        await self.requests.on_thread(session, lambda: self.bodies.remove(session.name))
+        self.dispatcher.release(session.holds)
 
     async def drain(self, grace_s: float) -> None:
         """Let sessions come to the end of their steps, and save them all."""

@@ -185,6 +185,7 @@ class Session:
             raise RefusedError(
                 "replayed",
                 f"operation {message.operation} comes again, but the last one was {current.operation}",
+                retry=True,
             )
         elif current is not None and not current.task.done():
             raise RefusedError(

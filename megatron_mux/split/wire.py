@@ -130,6 +130,7 @@ class WireError(RefusedError):
     Args:
         code: `header`, `kind`, `dtype`, `size`, `frame`, `json`, `index`, `finite` or `norm`.
         message: What was received, and what was expected.
+        retry: Whether it may be a fault of the connection: the request may be right when it comes again.
     """
 
 
@@ -215,12 +216,11 @@ class Header:
             WireError: It is no header, or its sizes do not fit.
         """
         if len(frame) < HEADER_BYTES:
-            raise WireError(
-                "header", f"A message begins with {HEADER_BYTES} bytes of header, not {len(frame)}."
-            )
+            text = f"A message begins with {HEADER_BYTES} bytes of header, not {len(frame)}."
+            raise WireError("header", text, retry=True)
         magic, kind, dtype, flags, *numbers, reserved = _HEADER.unpack_from(frame)
         if magic != _MAGIC:
-            raise WireError("header", f"A message begins with {_MAGIC!r}, not {magic!r}.")
+            raise WireError("header", f"A message begins with {_MAGIC!r}, not {magic!r}.", retry=True)
         if kind not in _KINDS:
             raise WireError("kind", f"There is no kind {kind} of messages.")
         if dtype not in _DTYPES:

@@ -2,65 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import random
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from safetensors.torch import load_file
-from torch import Tensor
 
-from tests import tiny_models
-from tests.end_to_end.forked import ROOT, Server
+from tests.end_to_end.forked import Server
 from tests.end_to_end.harness import assert_close, assert_same
-from tests.end_to_end.workplace import Workplace, furnish, write_tokenizer
-
-SECONDS = 120
-STEPS = 8
-TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 0.01, "max_steps": STEPS, "seed": 3}
-CLIENTS: dict[str, tuple[tuple[int, int], dict[str, Any], str]] = {
-    "paper": ((1, 0), {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "v_proj"]}, "pairs.jsonl"),
-    "wide": ((1, 1), {"peft_type": "LORA", "target_modules": "all-linear", "lora_dropout": 0.1}, "texts.jsonl"),
-    "prefix": ((2, 1), {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}, "pairs.jsonl"),
-    "bottleneck": ((4, 2), {"peft_type": "BOTTLENECK", "bottleneck_size": 8}, "texts.jsonl"),
-}  # fmt: skip
-
-
-def tasks(names: list[str] | None = None, **training: Any) -> dict[str, dict[str, Any]]:
-    found = {}
-    for name, (_, adapter, data) in CLIENTS.items():
-        if names is None or name in names:
-            found[name] = {
-                "adapter": adapter,
-                "data": {"path": data, "max_length": 24},
-                "training": {**TRAINING, **training},
-            }
-    found.get("paper", {})["eval"] = {"path": "held-out.jsonl", "eval_steps": 4}
-    return found
+from tests.end_to_end.split_deployment import (
+    CLIENTS,
+    SECONDS,
+    STEPS,
+    Deployment,
+    adapter,
+    deployed,
+    furnish_split,
+    losses,
+    train_under_fire,
+)
+from tests.end_to_end.workplace import Workplace
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    """A workplace whose backbone has eight layers, and certificates of alice and bob."""
-    root = tmp_path_factory.mktemp("split")
-    made = furnish(root)
-    deep = tiny_models.make(root / "deep", "llama", num_hidden_layers=8)
-    write_tokenizer(deep)
-    made.backbone.rename(root / "shallow")
-    deep.rename(made.backbone)
-    made.write_tasks("tasks.yaml", tasks())
-    for folder, names in (("tls", ["alice", "bob"]), ("other", ["mallory"])):
-        words = [folder, "--server", "localhost", "--client", *names]
-        command = [sys.executable, "-m", "megatron_mux.split.certificates", *words]
-        subprocess.run(command, cwd=root, check=True, env={"PYTHONPATH": str(ROOT)}, capture_output=True)
-    return made
+    return furnish_split(tmp_path_factory.mktemp("split"))
 
 
 @pytest.fixture(scope="module")
@@ -71,110 +37,57 @@ def local(place: Workplace, server: Server) -> Path:
     return place.root / "local"
 
 
-class Deployment:
-    """Processes of a server and its clients."""
-
-    def __init__(self, place: Workplace, python: str, *flags: str) -> None:
-        self.place, self.python, self.flags = place, python, flags
-        self.port = 0
-        self.running: subprocess.Popen[str] | None = None
-
-    def start(self) -> None:
-        """Start the server, at the same port as before."""
-        command = [
-            self.python, "-m", "megatron_mux.split.server", "--backbone", str(self.place.backbone), "--listen",
-            f"localhost:{self.port}", "--tls-cert", "tls/server.pem", "--tls-key", "tls/server.key", "--client-ca",
-            "tls/ca.pem", "--log-format", "json", *self.flags,
-        ]  # fmt: skip
-        self.running = subprocess.Popen(command, cwd=self.place.root, text=True, stderr=subprocess.PIPE)
-        assert self.running.stderr is not None
-        for line in self.running.stderr:
-            if line.startswith("{") and (said := json.loads(line))["event"] == "serving":
-                self.port = int(said["listen"].rpartition(":")[2])
-                return
-        raise AssertionError("the server did not start")
-
-    def kill(self, number: int = signal.SIGKILL) -> int:
-        assert self.running is not None and self.running.stderr is not None
-        self.running.send_signal(number)
-        self.running.stderr.close()
-        return self.running.wait(SECONDS)
-
-    def client(self, task: str, save: Path, *more: str, identity: str = "alice") -> subprocess.Popen[str]:
-        (front, back), _, _ = CLIENTS[task]
-        folder = "tls" if identity != "mallory" else "other"
-        command = [
-            self.python, "-m", "megatron_mux.split.client", "--backbone", str(self.place.backbone), "--tasks",
-            "tasks.yaml", "--task", task, "--server", f"localhost:{self.port}", "--tls-ca", "tls/ca.pem",
-            "--tls-cert", f"{folder}/{identity}.pem", "--tls-key", f"{folder}/{identity}.key", "--cut-front",
-            str(front), "--cut-back", str(back), "--save", str(save), "--no-progress", *more,
-        ]  # fmt: skip
-        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(command, cwd=self.place.root, text=True, **streams)
-
-    def train(self, names: list[str], save: Path, *more: str) -> None:
-        """Train tasks at once."""
-        running = {name: self.client(name, save, *more) for name in names}
-        for name, process in running.items():
-            output, _ = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0, f"{name}: {output}"
+@pytest.fixture(scope="module")
+def together(place: Workplace, server: Server) -> Path:
+    """All clients at once, whose requests are computed together where that is faster."""
+    with deployed(place, server, "--save", "server-1") as own:
+        own.train(list(CLIENTS), place.root / "together")
+        assert own.kill(signal.SIGTERM) == 0
+    return place.root / "together"
 
 
-@contextmanager
-def deployed(place: Workplace, server: Server, *flags: str) -> Iterator[Deployment]:
-    own = Deployment(place, server.python, *flags)
-    own.start()
-    try:
-        yield own
-    finally:
-        own.kill()
-
-
-def losses(directory: Path, task: str) -> list[float]:
-    lines = map(json.loads, (directory / task / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
-
-
-def adapter(directory: Path, task: str) -> dict[str, Tensor]:
-    return load_file(directory / task / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+@pytest.fixture(scope="module")
+def alone(place: Workplace, server: Server) -> Path:
+    """All clients at once, whose requests are computed one by one."""
+    with deployed(place, server, "--save", "server-2", "--no-co-batching") as own:
+        own.train(list(CLIENTS), place.root / "alone")
+    return place.root / "alone"
 
 
 def test_clients_learn_what_a_run_on_one_machine_learns(
-    place: Workplace, server: Server, local: Path
+    place: Workplace, local: Path, together: Path
 ) -> None:
-    with deployed(place, server, "--save", "server-1") as own:
-        own.train(list(CLIENTS), place.root / "clients")
-        assert own.kill(signal.SIGTERM) == 0
     for name in CLIENTS:
-        assert losses(place.root / "clients", name) == pytest.approx(losses(local, name), rel=1e-4)
-        assert_close(adapter(place.root / "clients", name), adapter(local, name), 2e-3, name)
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(place.backbone)
-    PeftModel.from_pretrained(model, str(place.root / f"clients/wide/checkpoint-{STEPS}"))
+        assert losses(together, name) == pytest.approx(losses(local, name), rel=1e-4)
+        found = adapter(together, name)
+        assert_close(found, adapter(local, name), 2e-3, name)
+        assert all(value.any() for value in found.values()), "all of it was trained"
     kept = sorted(path.parent.name for path in (place.root / "server-1/alice").glob("*/final-1.safetensors"))
     assert kept == sorted(CLIENTS)
 
 
+@pytest.mark.parametrize("name", ["paper", "wide", "prefix"])
+def test_peft_loads_what_clients_save(place: Workplace, together: Path, name: str) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(place.backbone)
+    loaded = PeftModel.from_pretrained(model, str(together / name / f"checkpoint-{STEPS}"))
+    found = [
+        value for key, value in loaded.state_dict().items() if "lora_B" in key or "prompt_encoder" in key
+    ]
+    assert found and all(value.any() for value in found)
+
+
 def test_half_precision_on_the_wire_changes_little(place: Workplace, server: Server, local: Path) -> None:
-    with deployed(place, server, "--save", "server-2", "--no-co-batching") as own:
+    with deployed(place, server, "--save", "server-5", "--no-co-batching") as own:
         own.train(["paper"], place.root / "bf16", "--wire", "bf16")
     assert losses(place.root / "bf16", "paper")[-1] == pytest.approx(losses(local, "paper")[-1], rel=0.01)
 
 
 def test_noise_is_told_and_its_secret_stays_with_the_client(place: Workplace, server: Server) -> None:
-    noise = (
-        "--clip-activations",
-        "30",
-        "--clip-gradients",
-        "1",
-        "--noise-multiplier",
-        "0.1",
-        "--delta",
-        "1e-3",
-    )
-    with deployed(place, server, "--save", "server-5", "--no-co-batching") as own:
+    noise = "--clip-activations 30 --clip-gradients 1 --noise-multiplier 0.1 --delta 1e-3".split()
+    with deployed(place, server, "--save", "server-6", "--no-co-batching") as own:
         process = own.client("paper", place.root / "noisy", *noise)
         output, _ = process.communicate(timeout=SECONDS)
         assert process.returncode == 0 and "epsilon" in output, output
@@ -182,39 +95,33 @@ def test_noise_is_told_and_its_secret_stays_with_the_client(place: Workplace, se
         assert secret.stat().st_size == 32 and secret.stat().st_mode & 0o077 == 0
 
 
-def test_kills_leave_no_trace(place: Workplace, server: Server) -> None:
+def test_co_batched_clients_learn_the_same(
+    place: Workplace, server: Server, together: Path, alone: Path
+) -> None:
+    for name in CLIENTS:
+        assert losses(together, name) == pytest.approx(losses(alone, name), rel=1e-5)
+        assert_close(adapter(together, name), adapter(alone, name), 2e-3, name)
+
+
+def test_kills_leave_no_trace(place: Workplace, server: Server, alone: Path) -> None:
     """Server and client are killed at random moments; the adapter comes out the same to the bit."""
-    chosen, save = random.Random(1), place.root / "killed"
-    more = ("--save-interval", "2", "--log-interval", "1")
+    save = place.root / "killed"
     with deployed(place, server, "--save", "server-3", "--no-co-batching") as own:
-        own.train(["wide"], place.root / "undisturbed", *more)
-        process = own.client("wide", save, *more, identity="bob")
-        for turn in range(6):
-            time.sleep(chosen.uniform(0.3, 1.5))
-            if turn % 2:
-                own.kill()
-                own.start()
-            else:
-                process.kill()
-                process.wait()
-                again = () if not (save / "wide").exists() else ("--load", str(save))
-                process = own.client("wide", save, *more, *again, identity="bob")
-        output, _ = process.communicate(timeout=SECONDS)
-        assert process.returncode == 0, output
-    assert losses(save, "wide") == losses(place.root / "undisturbed", "wide")
-    assert_same(adapter(save, "wide"), adapter(place.root / "undisturbed", "wide"), "wide")
+        train_under_fire(own, ["wide"], save, kills=5, seed=1, most_seconds=1.5)
+    assert losses(save, "wide") == losses(alone, "wide")
+    assert_same(adapter(save, "wide"), adapter(alone, "wide"), "wide")
 
 
 @pytest.mark.parametrize(
     ("more", "identity", "said"),
     [
         ((), "mallory", "certificate"),
+        (("--tls-cert", "nowhere.pem"), "alice", "--tls-cert nowhere.pem: no such file"),
         (("--cut-front", "0"), "alice", "--cut-front 0"),
         (("--cut-front", "5", "--cut-back", "3"), "alice", "leave no layer"),
         (("--task", "nobody"), "alice", "--task nobody"),
         (("--tls-ca", "other/ca.pem"), "alice", "certificate"),
         (("--backbone", "shallow"), "alice", "backbone"),
-        (("--clip-activations", "1", "--delta", "1e-5"), "alice", "--clip-gradients"),
     ],
 )
 def test_mistakes_are_told_in_a_line(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
+from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
@@ -37,6 +38,7 @@ PROPOSAL: dict[str, Any] = {
     "longest": ROWS,
     "incarnation": "ab" * 8,
 }
+_numbers = count()
 TRAINING = Flags.TRAINING | Flags.NEEDS_INPUT
 
 
@@ -74,6 +76,7 @@ class Stream:
     _outbox: SimpleQueue[bytes | None] = field(default_factory=SimpleQueue)
 
     def __post_init__(self) -> None:
+        self.incarnation = f"{next(_numbers):016x}"
         self._call = self.channel.stream_stream(METHOD)(
             iter(self._outbox.get, None), timeout=SECONDS if self.reads else None
         )
@@ -98,7 +101,7 @@ class Stream:
 
     def join(self, **changes: Any) -> None:
         """Join as PROPOSAL says."""
-        self.session = self.ask(hello(**changes)).session
+        self.session = self.ask(hello(**{"incarnation": self.incarnation, **changes})).session
 
     def request(self, kind: Kind, fields: dict[str, Any] | None = None, **others: Any) -> Message:
         """A message with the next number."""

@@ -16,9 +16,9 @@ CASES = 300
 
 
 def test_hostile_clients_change_nothing(tmp_path: Path) -> None:
-    path = tiny_models.make(tmp_path, "llama")
+    path = tiny_models.make(tmp_path, "llama", num_hidden_layers=3)
     parallel = runtime.initialize(device="cpu")
-    backbone = Backbone.load(path, parallel, torch.float32, split=(1, 3, 0), stage=1, ends=False)
+    backbone = Backbone.load(path, parallel, torch.float32, split=(1, 2, 0), stage=1, ends=False)
     with running_server(backbone, parallel, tmp_path / "store", idle_s=2.0) as server:
         report = Battle(server, tmp_path / "tls").fight(CASES, seed=1)
         assert not report.failures
