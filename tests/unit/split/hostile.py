@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -74,7 +74,7 @@ def train(address: str, name: str, steps: int = 4) -> list[Tensor]:
         return transport.call(own, 120)
 
     for step in range(steps):
-        told = {} if previous is None else {"previous": previous}
+        told: dict[str, Any] = {} if previous is None else {"previous": previous}
         output = ask(Kind.FORWARD, step, {"lengths": [5, 7], "ids": [0, 1], **told}, TRAINING)
         gradient = ask(Kind.BACKWARD, step, {"forward": output.operation}, Flags.LAST | Flags.NEEDS_INPUT)
         assert output.tensor is not None and gradient.tensor is not None
@@ -150,7 +150,7 @@ class Battle:
         with ThreadPoolExecutor(_WORKERS + 1) as pool, ExitStack() as held:
             victim = pool.submit(self._train_on, report, over)
             slow = deque[Stream]()
-            held.callback(lambda: [one.cancel() for one in slow])
+            held.callback(_cancel, slow)
             held.callback(over.set)
             outcomes = pool.map(lambda i: self._case(i, seed, slow), range(cases))
             for i, (name, outcome) in enumerate(outcomes):
@@ -213,6 +213,11 @@ class Battle:
     def _victims_session(self) -> int:
         sessions = list(self.running.server.sessions.values())
         return next((one.number for one in sessions if one.identity == "victim"), 1)
+
+
+def _cancel(streams: Iterable[Stream]) -> None:
+    for stream in streams:
+        stream.cancel()
 
 
 def _certificates(folder: Path) -> dict[str, grpc.ChannelCredentials | None]:

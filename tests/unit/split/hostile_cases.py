@@ -50,9 +50,11 @@ _NAMES = (
 )
 _ADAPTERS: Sequence[dict[str, Any]] = (
     {}, {"peft_type": "LORA", "r": 10**9}, {"peft_type": "LORA", "target_modules": "(a+)+$"},
-    {"peft_type": "LORA", "target_modules": ["q_proj"] * 10**4}, {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 10**9},
+    {"peft_type": "LORA", "target_modules": ["q_proj"] * 10**4},
+    {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 10**9},
     {"peft_type": "BOTTLENECK", "bottleneck_size": 2**31}, {"peft_type": "LORA", "adapter_name_or_path": "/etc/passwd"},
-    {"peft_type": "DIFF_PRUNING", "sparsity": 2}, {"peft_type": "VERA", "r": 10**7}, {"peft_type": "IA3", "target_modules": [""]},
+    {"peft_type": "DIFF_PRUNING", "sparsity": 2}, {"peft_type": "VERA", "r": 10**7},
+    {"peft_type": "IA3", "target_modules": [""]},
     {"peft_type": "LORA", "lora_dropout": 1e9}, {"peft_type": "LORA", "lora_alpha": -1e300}, {"peft_type": ["LORA"]},
     {"peft_type": "LORA", "layers_to_transform": [10**9]}, {"peft_type": "__class__"},
 )  # fmt: skip
@@ -75,7 +77,7 @@ def fuzzed_header(rng: Random, stream: Stream, other: int) -> None:
 
 def lying_size(rng: Random, stream: Stream, other: int) -> None:
     text = json.dumps(PROPOSAL).encode()
-    sizes = {
+    sizes: dict[str, Any] = {
         "json_bytes": rng.choice([0, len(text) - 1, len(text) + 1, 1 << 20, rng.getrandbits(32)]),
         "tensor_bytes": rng.choice([0, 0, 1, rng.getrandbits(40), rng.getrandbits(64)]),
     }
@@ -85,7 +87,13 @@ def lying_size(rng: Random, stream: Stream, other: int) -> None:
     stream.join()
     rows = rng.choice([ROWS, 1, LARGE_ROWS, rng.getrandbits(32)])
     sizes["tensor_bytes"] = rng.choice([rows * HIDDEN * 4, rows * HIDDEN * 4 + 1, rng.getrandbits(40)])
-    shape = {"rows": rows, "width": HIDDEN, "dtype": Dtype.F32, "session": stream.session, "operation": 1}
+    shape: dict[str, Any] = {
+        "rows": rows,
+        "width": HIDDEN,
+        "dtype": Dtype.F32,
+        "session": stream.session,
+        "operation": 1,
+    }
     stream.send(
         packed(rng.choice([Kind.FORWARD, Kind.BACKWARD]), **shape, **sizes)
         + rng.randbytes(rng.randrange(5000))
@@ -101,7 +109,9 @@ def giant_shape(rng: Random, stream: Stream, other: int) -> None:
         rng.choice([HIDDEN, 2**32 - 1, rng.getrandbits(32)]),
     )
     named = kind in (Kind.UPLOAD, Kind.STATE)
-    shape = {"rows": 0, "width": 0} if named else {"rows": rows, "width": width, "dtype": Dtype.F32}
+    shape: dict[str, Any] = (
+        {"rows": 0, "width": 0} if named else {"rows": rows, "width": width, "dtype": Dtype.F32}
+    )
     size = rng.choice([1 << 40, 1 << 39, rng.getrandbits(40)]) if named else min(rows * width * 4, 2**64 - 1)
     stream.send(
         packed(kind, session=stream.session, operation=1, tensor_bytes=size, **shape)
@@ -111,7 +121,8 @@ def giant_shape(rng: Random, stream: Stream, other: int) -> None:
 
 def malformed_json(rng: Random, stream: Stream, other: int) -> None:
     text = rng.choice(
-        [b"[" * 10**5, b'{"a":' * 20000, b"nonsense", b"[]", b"1", b'"x"', b"{", b'{"a": NaN}', b'{"a": Infinity}', b"\xff\xfe",
+        [b"[" * 10**5, b'{"a":' * 20000, b"nonsense", b"[]", b"1", b'"x"', b"{", b'{"a": NaN}', b'{"a": Infinity}',
+         b"\xff\xfe",
          rng.randbytes(rng.randrange(1, 2000)), b'{"a": ' + b"9" * 5000 + b"}", b" " * (1 << 20), b"",
          json.dumps(PROPOSAL).encode()[: rng.randrange(1, 200)], b'{"task": "a", "task": "b"}']
     )  # fmt: skip
@@ -130,7 +141,8 @@ def absurd_proposal(rng: Random, stream: Stream, other: int) -> None:
         changes = {"adapter": rng.choice(_ADAPTERS)}
     elif rng.random() < 0.4:
         section = rng.choice(["adapter", "training"])
-        known = ("r", "lora_alpha", "lora_dropout", "target_modules", "bias", "init_lora_weights", "layers_to_transform",
+        known = ("r", "lora_alpha", "lora_dropout", "target_modules", "bias", "init_lora_weights",
+                 "layers_to_transform",
                  "rank_pattern", "modules_to_save") if section == "adapter" else (
                  "max_steps", "learning_rate", "weight_decay", "optim", "lr_scheduler_type", "warmup_steps", "seed",
                  "max_grad_norm", "num_train_epochs", "adam_beta1", "adam_epsilon")  # fmt: skip
@@ -158,7 +170,13 @@ def wrong_dtype(rng: Random, stream: Stream, other: int) -> None:
     dtype, width = rng.choice(list(Dtype)), rng.choice([HIDDEN, HIDDEN + 1, 1, 0])
     size = ROWS * dtype.row_bytes(width) + rng.choice([0, 0, 1])
     text = json.dumps({"lengths": [ROWS], "ids": [0]}).encode()
-    shape = {"dtype": dtype, "rows": ROWS, "width": width, "tensor_bytes": size, "json_bytes": len(text)}
+    shape: dict[str, Any] = {
+        "dtype": dtype,
+        "rows": ROWS,
+        "width": width,
+        "tensor_bytes": size,
+        "json_bytes": len(text),
+    }
     head = packed(
         Kind.FORWARD, session=stream.session, operation=1, flags=rng.choice([0, 1, 5, 8, 0xFFFF]), **shape
     )
