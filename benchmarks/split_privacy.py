@@ -33,8 +33,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--backbone", type=Path, default=Path(".quickstart/backbone"), help="of the quickstart")
     add("--cuts", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="layers in front (1 4 16)")
     add(
-        "--noise", type=float, nargs="+", default=[0.0, 0.01, 0.03, 0.1, 1.0], metavar="X",
-        help="noise multipliers (0 0.01 0.03 0.1 1)",
+        "--noise", type=float, nargs="+", default=[0.0, 0.001, 0.003, 0.01, 0.03], metavar="X",
+        help="noise multipliers (0 0.001 0.003 0.01 0.03)",
     )  # fmt: skip
     add("--steps", type=int, default=24, help="of training, 16 records each; 0: only attack (24)")
     add("--trained-cut", type=int, default=1, metavar="N", help="the cut whose accuracy is measured (1)")
