@@ -98,5 +98,3 @@ def faulty_stream(seed: int, faults: list[str]) -> type[ClientStream]:
                 yield held
 
     return FaultyStream
-
-

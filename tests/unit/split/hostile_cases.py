@@ -50,9 +50,10 @@ _NAMES = (
 )
 _ADAPTERS: Sequence[dict[str, Any]] = (
     {}, {"peft_type": "LORA", "r": 10**9}, {"peft_type": "LORA", "target_modules": "(a+)+$"},
-    {"peft_type": "LORA", "target_modules": ["q_proj"] * 10**4}, {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 10**9},
+    {"peft_type": "LORA", "target_modules": ["q_proj"] * 10**4},
+    {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 10**9}, {"peft_type": "IA3", "target_modules": [""]},
     {"peft_type": "BOTTLENECK", "bottleneck_size": 2**31}, {"peft_type": "LORA", "adapter_name_or_path": "/etc/passwd"},
-    {"peft_type": "DIFF_PRUNING", "sparsity": 2}, {"peft_type": "VERA", "r": 10**7}, {"peft_type": "IA3", "target_modules": [""]},
+    {"peft_type": "DIFF_PRUNING", "sparsity": 2}, {"peft_type": "VERA", "r": 10**7},
     {"peft_type": "LORA", "lora_dropout": 1e9}, {"peft_type": "LORA", "lora_alpha": -1e300}, {"peft_type": ["LORA"]},
     {"peft_type": "LORA", "layers_to_transform": [10**9]}, {"peft_type": "__class__"},
 )  # fmt: skip
@@ -111,8 +112,8 @@ def giant_shape(rng: Random, stream: Stream, other: int) -> None:
 
 def malformed_json(rng: Random, stream: Stream, other: int) -> None:
     text = rng.choice(
-        [b"[" * 10**5, b'{"a":' * 20000, b"nonsense", b"[]", b"1", b'"x"', b"{", b'{"a": NaN}', b'{"a": Infinity}', b"\xff\xfe",
-         rng.randbytes(rng.randrange(1, 2000)), b'{"a": ' + b"9" * 5000 + b"}", b" " * (1 << 20), b"",
+        [b"[" * 10**5, b'{"a":' * 20000, b"nonsense", b"[]", b"1", b'"x"', b"{", b'{"a": NaN}', b'{"a": Infinity}',
+         b"\xff\xfe", rng.randbytes(rng.randrange(1, 2000)), b'{"a": ' + b"9" * 5000 + b"}", b" " * (1 << 20), b"",
          json.dumps(PROPOSAL).encode()[: rng.randrange(1, 200)], b'{"task": "a", "task": "b"}']
     )  # fmt: skip
     content = packed(Kind.HELLO, json_bytes=len(text)) + text
@@ -130,8 +131,8 @@ def absurd_proposal(rng: Random, stream: Stream, other: int) -> None:
         changes = {"adapter": rng.choice(_ADAPTERS)}
     elif rng.random() < 0.4:
         section = rng.choice(["adapter", "training"])
-        known = ("r", "lora_alpha", "lora_dropout", "target_modules", "bias", "init_lora_weights", "layers_to_transform",
-                 "rank_pattern", "modules_to_save") if section == "adapter" else (
+        known = ("r", "lora_alpha", "lora_dropout", "target_modules", "bias", "init_lora_weights",
+                 "layers_to_transform", "rank_pattern", "modules_to_save") if section == "adapter" else (
                  "max_steps", "learning_rate", "weight_decay", "optim", "lr_scheduler_type", "warmup_steps", "seed",
                  "max_grad_norm", "num_train_epochs", "adam_beta1", "adam_epsilon")  # fmt: skip
         changes = {section: {**PROPOSAL[section], rng.choice(known): rng.choice(_ODD)}}

@@ -34,7 +34,14 @@ def server(whole_backbone: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def train(whole_backbone: Path, data: Path, address: str, save: Path) -> dict[str, Tensor]:
     trainer = SplitTrainer(
-        whole_backbone, task_of(data), address, None, save=save, wire="f64", dtype=torch.float64, progress=False
+        whole_backbone,
+        task_of(data),
+        address,
+        None,
+        save=save,
+        wire="f64",
+        dtype=torch.float64,
+        progress=False,
     )
     assert trainer.train().status == "finished"
     return load_file(save / "one" / "checkpoint-6" / "adapter_model.safetensors")
