@@ -120,7 +120,9 @@ def connections(folder: Path, arguments: argparse.Namespace) -> list[dict[str, A
         found = trained(path, folder, proxy.address, "cut")
         proxy.close()
         done = arguments.cuts - proxy.cuts
-        rows.append(compared("connection cut anywhere", done, [found, wanted], True, time.monotonic() - began))
+        rows.append(
+            compared("connection cut anywhere", done, [found, wanted], True, time.monotonic() - began)
+        )
         began = time.monotonic()
         faults = [("double", "swap", "late")[i % 3] for i in range(arguments.faults)]
         transport.ClientStream = faulty_stream(arguments.seed, faults)  # type: ignore[misc]

@@ -74,7 +74,7 @@ def train(address: str, name: str, steps: int = 4) -> list[Tensor]:
         return transport.call(own, 120)
 
     for step in range(steps):
-        told = {} if previous is None else {"previous": previous}
+        told: dict[str, Any] = {} if previous is None else {"previous": previous}
         output = ask(Kind.FORWARD, step, {"lengths": [5, 7], "ids": [0, 1], **told}, TRAINING)
         gradient = ask(Kind.BACKWARD, step, {"forward": output.operation}, Flags.LAST | Flags.NEEDS_INPUT)
         assert output.tensor is not None and gradient.tensor is not None
@@ -150,7 +150,6 @@ class Battle:
         with ThreadPoolExecutor(_WORKERS + 1) as pool, ExitStack() as held:
             victim = pool.submit(self._train_on, report, over)
             slow = deque[Stream]()
-            held.callback(lambda: [one.cancel() for one in slow])
             held.callback(over.set)
             outcomes = pool.map(lambda i: self._case(i, seed, slow), range(cases))
             for i, (name, outcome) in enumerate(outcomes):
@@ -158,6 +157,8 @@ class Battle:
                 report.growth = max(report.growth, process.memory_info().rss - before)
             over.set()
             victim.result()
+        for one in slow:
+            one.cancel()
         report.seconds = time.monotonic() - began
         return report
 
