@@ -107,7 +107,7 @@ def test_kills_leave_no_trace(place: Workplace, server: Server, alone: Path) -> 
     """Server and client are killed at random moments; the adapter comes out the same to the bit."""
     save = place.root / "killed"
     with deployed(place, server, "--save", "server-3", "--no-co-batching") as own:
-        train_under_fire(own, ["wide"], save, kills=5, seed=1, most_seconds=1.5)
+        assert train_under_fire(own, ["wide"], save, kills=5, seed=1, most_seconds=1.5)
     assert losses(save, "wide") == losses(alone, "wide")
     assert_same(adapter(save, "wide"), adapter(alone, "wide"), "wide")
 

@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -150,7 +150,6 @@ class Battle:
         with ThreadPoolExecutor(_WORKERS + 1) as pool, ExitStack() as held:
             victim = pool.submit(self._train_on, report, over)
             slow = deque[Stream]()
-            held.callback(_cancel, slow)
             held.callback(over.set)
             outcomes = pool.map(lambda i: self._case(i, seed, slow), range(cases))
             for i, (name, outcome) in enumerate(outcomes):
@@ -158,6 +157,8 @@ class Battle:
                 report.growth = max(report.growth, process.memory_info().rss - before)
             over.set()
             victim.result()
+        for one in slow:
+            one.cancel()
         report.seconds = time.monotonic() - began
         return report
 
@@ -213,11 +214,6 @@ class Battle:
     def _victims_session(self) -> int:
         sessions = list(self.running.server.sessions.values())
         return next((one.number for one in sessions if one.identity == "victim"), 1)
-
-
-def _cancel(streams: Iterable[Stream]) -> None:
-    for stream in streams:
-        stream.cancel()
 
 
 def _certificates(folder: Path) -> dict[str, grpc.ChannelCredentials | None]:

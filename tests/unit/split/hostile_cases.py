@@ -51,10 +51,9 @@ _NAMES = (
 _ADAPTERS: Sequence[dict[str, Any]] = (
     {}, {"peft_type": "LORA", "r": 10**9}, {"peft_type": "LORA", "target_modules": "(a+)+$"},
     {"peft_type": "LORA", "target_modules": ["q_proj"] * 10**4},
-    {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 10**9},
+    {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 10**9}, {"peft_type": "IA3", "target_modules": [""]},
     {"peft_type": "BOTTLENECK", "bottleneck_size": 2**31}, {"peft_type": "LORA", "adapter_name_or_path": "/etc/passwd"},
     {"peft_type": "DIFF_PRUNING", "sparsity": 2}, {"peft_type": "VERA", "r": 10**7},
-    {"peft_type": "IA3", "target_modules": [""]},
     {"peft_type": "LORA", "lora_dropout": 1e9}, {"peft_type": "LORA", "lora_alpha": -1e300}, {"peft_type": ["LORA"]},
     {"peft_type": "LORA", "layers_to_transform": [10**9]}, {"peft_type": "__class__"},
 )  # fmt: skip
@@ -77,7 +76,7 @@ def fuzzed_header(rng: Random, stream: Stream, other: int) -> None:
 
 def lying_size(rng: Random, stream: Stream, other: int) -> None:
     text = json.dumps(PROPOSAL).encode()
-    sizes: dict[str, Any] = {
+    sizes = {
         "json_bytes": rng.choice([0, len(text) - 1, len(text) + 1, 1 << 20, rng.getrandbits(32)]),
         "tensor_bytes": rng.choice([0, 0, 1, rng.getrandbits(40), rng.getrandbits(64)]),
     }
@@ -87,13 +86,7 @@ def lying_size(rng: Random, stream: Stream, other: int) -> None:
     stream.join()
     rows = rng.choice([ROWS, 1, LARGE_ROWS, rng.getrandbits(32)])
     sizes["tensor_bytes"] = rng.choice([rows * HIDDEN * 4, rows * HIDDEN * 4 + 1, rng.getrandbits(40)])
-    shape: dict[str, Any] = {
-        "rows": rows,
-        "width": HIDDEN,
-        "dtype": Dtype.F32,
-        "session": stream.session,
-        "operation": 1,
-    }
+    shape = {"rows": rows, "width": HIDDEN, "dtype": Dtype.F32, "session": stream.session, "operation": 1}
     stream.send(
         packed(rng.choice([Kind.FORWARD, Kind.BACKWARD]), **shape, **sizes)
         + rng.randbytes(rng.randrange(5000))
@@ -109,9 +102,7 @@ def giant_shape(rng: Random, stream: Stream, other: int) -> None:
         rng.choice([HIDDEN, 2**32 - 1, rng.getrandbits(32)]),
     )
     named = kind in (Kind.UPLOAD, Kind.STATE)
-    shape: dict[str, Any] = (
-        {"rows": 0, "width": 0} if named else {"rows": rows, "width": width, "dtype": Dtype.F32}
-    )
+    shape = {"rows": 0, "width": 0} if named else {"rows": rows, "width": width, "dtype": Dtype.F32}
     size = rng.choice([1 << 40, 1 << 39, rng.getrandbits(40)]) if named else min(rows * width * 4, 2**64 - 1)
     stream.send(
         packed(kind, session=stream.session, operation=1, tensor_bytes=size, **shape)
@@ -122,8 +113,7 @@ def giant_shape(rng: Random, stream: Stream, other: int) -> None:
 def malformed_json(rng: Random, stream: Stream, other: int) -> None:
     text = rng.choice(
         [b"[" * 10**5, b'{"a":' * 20000, b"nonsense", b"[]", b"1", b'"x"', b"{", b'{"a": NaN}', b'{"a": Infinity}',
-         b"\xff\xfe",
-         rng.randbytes(rng.randrange(1, 2000)), b'{"a": ' + b"9" * 5000 + b"}", b" " * (1 << 20), b"",
+         b"\xff\xfe", rng.randbytes(rng.randrange(1, 2000)), b'{"a": ' + b"9" * 5000 + b"}", b" " * (1 << 20), b"",
          json.dumps(PROPOSAL).encode()[: rng.randrange(1, 200)], b'{"task": "a", "task": "b"}']
     )  # fmt: skip
     content = packed(Kind.HELLO, json_bytes=len(text)) + text
@@ -142,8 +132,7 @@ def absurd_proposal(rng: Random, stream: Stream, other: int) -> None:
     elif rng.random() < 0.4:
         section = rng.choice(["adapter", "training"])
         known = ("r", "lora_alpha", "lora_dropout", "target_modules", "bias", "init_lora_weights",
-                 "layers_to_transform",
-                 "rank_pattern", "modules_to_save") if section == "adapter" else (
+                 "layers_to_transform", "rank_pattern", "modules_to_save") if section == "adapter" else (
                  "max_steps", "learning_rate", "weight_decay", "optim", "lr_scheduler_type", "warmup_steps", "seed",
                  "max_grad_norm", "num_train_epochs", "adam_beta1", "adam_epsilon")  # fmt: skip
         changes = {section: {**PROPOSAL[section], rng.choice(known): rng.choice(_ODD)}}
@@ -170,13 +159,7 @@ def wrong_dtype(rng: Random, stream: Stream, other: int) -> None:
     dtype, width = rng.choice(list(Dtype)), rng.choice([HIDDEN, HIDDEN + 1, 1, 0])
     size = ROWS * dtype.row_bytes(width) + rng.choice([0, 0, 1])
     text = json.dumps({"lengths": [ROWS], "ids": [0]}).encode()
-    shape: dict[str, Any] = {
-        "dtype": dtype,
-        "rows": ROWS,
-        "width": width,
-        "tensor_bytes": size,
-        "json_bytes": len(text),
-    }
+    shape = {"dtype": dtype, "rows": ROWS, "width": width, "tensor_bytes": size, "json_bytes": len(text)}
     head = packed(
         Kind.FORWARD, session=stream.session, operation=1, flags=rng.choice([0, 1, 5, 8, 0xFFFF]), **shape
     )

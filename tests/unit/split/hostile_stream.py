@@ -46,10 +46,10 @@ class Ended(Exception):
     """The server ended the stream where a case expected an answer."""
 
 
-def packed(kind: int, *, magic: bytes = b"MXS1", reserved: bytes = bytes(20), **values: int) -> bytes:
+def packed(kind: int, **values: int) -> bytes:
     """A header with any values, which nobody has checked."""
     names = ("dtype", "flags", "session", "step", "operation", "json_bytes", "tensor_bytes", "rows", "width")
-    return _HEADER.pack(magic, kind, *(values.get(name, 0) for name in names), reserved)
+    return _HEADER.pack(b"MXS1", kind, *(values.get(name, 0) for name in names), bytes(20))
 
 
 def hello(**changes: Any) -> Message:

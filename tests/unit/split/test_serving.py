@@ -153,8 +153,9 @@ def test_an_operation_that_comes_again_is_computed_once(server: RunningServer) -
     save = caller.message(Kind.STATE, {"keep": []})
     states = [[*caller.call(save).tensors.values()] for _ in range(2)]
     assert equal(*states), "the step was taken once"
-    with pytest.raises(DeadlineError, match="comes again"):
-        caller.transport.call(forward, 1)
+    with pytest.raises(RefusedError):  # it would have to join again
+        caller.call(forward)
+    assert server.server.metrics.refused.labels("replayed")._value.get() == 1
 
 
 def test_a_session_goes_on_where_its_stream_broke(server: RunningServer) -> None:
