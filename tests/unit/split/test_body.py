@@ -233,3 +233,37 @@ def test_all_sessions_share_one_storage_of_the_parameters(parallel: Parallel, se
     )
     for name in SECTIONS:
         body.remove(name)
+
+
+@pytest.mark.parametrize("kind", ["lora", "prefix"])
+@pytest.mark.parametrize("value", [1e308, -1e200, 0.0])
+def test_a_session_computed_together_with_an_absurd_one_is_as_it_would_be_alone(
+    server: Backbone, parallel: Parallel, kind: str, value: float
+) -> None:
+    """Values that overflow stay within the rows of their own session."""
+    body, layers = Body(server, parallel), range(1, LAYERS - 1)
+    section = task_of(kind).adapter
+    for name in ("victim", "absurd"):
+        body.add(name, section, TRAINING, layers, STEPS)
+    random = torch.Generator().manual_seed(1)
+    hidden, gradient = (
+        torch.randn(12, server.shape.hidden, dtype=torch.float64, generator=random) for _ in range(2)
+    )
+    rows = {
+        "victim": Rows("victim", (5, 7), (0, 1), 0, True, hidden, True),
+        "absurd": Rows("absurd", (5, 7), (0, 1), 0, True, torch.full_like(hidden, value), True),
+    }
+    found = []
+    for names in (["victim"], ["absurd", "victim"]):
+        outputs, kept = body.forward([rows[name] for name in names], layers, graph=True)
+        assert kept is not None
+        gradients = [gradient if name == "victim" else torch.full_like(gradient, 1e308) for name in names]
+        made = body.backward(kept, gradients)[-1]
+        assert made is not None
+        found.append((outputs[-1], made, torch.tensor(body.squared_norm("victim", 0))))
+        for name in names:
+            body.zero(name)
+    for name in ("victim", "absurd"):
+        body.remove(name)
+    for alone, together in zip(*found, strict=True):
+        torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-12)
