@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_mux.backbone.checkpoint import Checkpoint
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.errors import failed_allocation
+from megatron_mux.errors import UserError, failed_allocation
 from megatron_mux.split.agreement import Proposal
 from megatron_mux.split.body import Body, Kept, Rows
 from megatron_mux.split.dispatcher import Work
@@ -142,13 +142,19 @@ class Bodies:
         body.add(name, proposal.adapter_spec(), proposal.training, layers, proposal.total_steps, pieces)
 
     def join(self, name: str, proposal: Proposal, layers: range, pieces: Sequence[Piece] | None) -> Memory:
-        """Add a session and measure what it and its requests take."""
+        """Add a session and measure what it and its requests take.
+
+        Raises:
+            UserError: It does not fit the backbone, or has numbers that cannot be computed with.
+        """
         with refusing_out_of_memory():
             self.add(name, proposal, layers, pieces or ())
             try:
                 memory = profile(self.of(name), name, proposal, layers)
-            except BaseException:
+            except BaseException as error:
                 self.remove(name)
+                if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                    raise UserError(f"the task cannot be computed: {error}") from None
                 raise
         return memory
 

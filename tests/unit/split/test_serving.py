@@ -292,6 +292,7 @@ def test_memory_is_free_when_a_session_has_left(server: RunningServer) -> None:
         ({"cut_front": 3, "cut_back": 1}, "proposal"),
         ({"adapter": {"peft_type": "LORA", "target_modules": ["nowhere"]}}, "proposal"),
         ({"adapter": {"peft_type": "MAGIC"}}, "proposal"),
+        ({"adapter": {"peft_type": "LORA", "lora_alpha": 10**400}}, "proposal"),
         ({"adapter": {"peft_type": "LORA", "adapter_name_or_path": "/etc"}}, "proposal"),
         ({"adapter": {"peft_type": "LORA", "r": 60_000, "target_modules": "all-linear"}}, "too_large"),
         ({"train_rows": 10**8}, "too_large"),
