@@ -137,7 +137,8 @@ class _LinearMap:
         """The map `[H, H]` for hidden states with noise of this standard deviation."""
         penalty = noise**2 + _RIDGE * float(self._gram.diagonal().mean())
         identity = torch.eye(len(self._gram), dtype=torch.float64)
-        return torch.linalg.solve(self._gram + penalty * identity, self._product).float()
+        weight: Tensor = torch.linalg.solve(self._gram + penalty * identity, self._product)
+        return weight.float()
 
 
 class _Scale:
