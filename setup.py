@@ -56,6 +56,9 @@ setup(
         "tensorboard>=2.17",
         "psutil>=5.9",
         "scipy>=1.11",  # linear programs (HiGHS) of the placement of experts
+        "grpcio>=1.60",  # split fine-tuning
+        "cryptography>=42",
+        "prometheus-client>=0.20",
     ],
     extras_require={
         "gpu": [TRITON, "liger-kernel>=0.5"],  # our kernels; the rivals of benchmarks/vs_peft.py

@@ -5,11 +5,12 @@ python benchmarks/expert_placement.py --cases zipf-0.8 --slack 1 --rounds 2     
 python benchmarks/expert_placement.py --work DIR --parts prepare                           # needs no idle machine
 python benchmarks/expert_placement.py --work DIR --parts measure --output FILE --cases movie --slack 1    # does
 python benchmarks/expert_placement.py --work DIR --parts trace --output FILE               # does not
+python benchmarks/expert_placement.py --work DIR --parts predict --output FILE             # does not
 
 Three network namespaces are nodes, with two workers each; what crosses between them goes over links that are a
 sixteenth as fast as those within. The links are measured, the tasks' data is profiled, experts are placed by every
-method, and methods take turns, some steps at a time. The output is written after each case; what it has already is not
-measured again.
+method, and methods take turns, some steps at a time. Beside them stands the fewest bytes that any placement with a
+master could send. The output is written after each case; what it has already is not measured again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ZIPF = {f"zipf-{skew}": skew for skew in (0.0, 0.4, 0.8, 1.2)}
 TEXTS = ("movie", "austen")
 CASES = (*TEXTS, *ZIPF)
-PARTS = ("prepare", "measure", "trace")
+PARTS = ("prepare", "measure", "trace", "predict")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

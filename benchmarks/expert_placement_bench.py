@@ -17,8 +17,9 @@ import torch
 from engine_bench import cpu_name
 from expert_placement import CASES, ROOT, ZIPF
 from expert_placement_cluster import Team, started
-from expert_placement_methods import Placed, gradient_seconds, place, team_of, topology_of
+from expert_placement_methods import NODES, Placed, gradient_seconds, place, team_of, topology_of
 from expert_placement_models import entropy, random_records, text_records, write_random_mixtral
+from expert_placement_predicted import predict_cases
 from expert_placement_results import Results, title
 from expert_placement_tables import short
 from node_namespaces import connected_nodes
@@ -28,9 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 from megatron_mux.moe.access_profile import AccessProfile
 from megatron_mux.moe.topology import Topology
 from tests import warm
-
-NODES = ("a", "a", "b", "b", "c", "c")
-"""The node of each worker."""
 
 MEMBERS = {"ep": range(len(NODES)), "broker": [len(NODES), *range(len(NODES))]}
 """Indices of the processes that train together; the last one is the master."""
@@ -43,17 +41,20 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     wanted = [(name, slack) for name in arguments.cases for slack in arguments.slack]
     missing = [key for key in wanted if arguments.again or results.case(*key) is None]
     with ExitStack() as cleanup:
-        network = cleanup.enter_context(connected_nodes([*NODES, NODES[0]]))
-        server = cleanup.enter_context(warm.Server())
         work = arguments.work or Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="experts-")))
         work.mkdir(parents=True, exist_ok=True)
-        bench = Bench(arguments, network, server, work, results)
+        if arguments.parts != ["predict"]:
+            network = cleanup.enter_context(connected_nodes([*NODES, NODES[0]]))
+            server = cleanup.enter_context(warm.Server())
+            bench = Bench(arguments, network, server, work, results)
         if "prepare" in arguments.parts:
             bench.prepare(arguments.cases)
         if "measure" in arguments.parts and missing:
             bench.measure(missing)
         if "trace" in arguments.parts and arguments.trace:
             bench.trace(wanted)
+        if "predict" in arguments.parts:
+            predict_cases(results, wanted, work)
     results.content["minutes"] += (time.monotonic() - began) / 60
     results.write()
     return results.content

@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 from megatron_mux.moe.access_profile import AccessProfile
 from megatron_mux.moe.links import Traffic, bytes_beside
 from megatron_mux.moe.placement import Placement
-from megatron_mux.moe.solvers.solve import solve
+from megatron_mux.moe.placement_cost import PlacementProblem
+from megatron_mux.moe.solvers.solve import Comparison, solve
 from megatron_mux.moe.topology import Topology
 
 METHODS = {
@@ -27,6 +28,17 @@ METHODS = {
     "ours": "broker, ours",
 }
 """What each method is; all but the first two have a master that sends all tokens."""
+
+PREDICTED = {
+    "least": "broker, least possible",
+    "paper-lp": METHODS["paper-lp"],
+    "concentrated": "broker, each layer on one distant manager",
+    "ours": METHODS["ours"],
+}
+"""What is predicted without being measured, with the solver as it is now."""
+
+NODES = ("a", "a", "b", "b", "c", "c")
+"""The node of each worker."""
 
 SEARCH_SECONDS = 5.0
 
@@ -85,27 +97,33 @@ def place(
         tokens: Of a step.
         slack: Slots of all workers together, over the number of experts.
     """
+    placed = {}
+    for team, topology in topologies.items():
+        found = solved(profile, topology, tokens, slack)
+        if team == "ep":
+            experts, workers = range(profile.model.experts), len(topology.workers)
+            around = tuple(tuple((e % workers,) for e in experts) for _ in range(profile.model.layers))
+            own = {"ep": around, "ep ours": found.solution.placement}
+        else:
+            own = {name: found.baselines[name] for name in METHODS if name in found.baselines}
+            own["ours"] = found.solution.placement
+        for name, placement in own.items():
+            placed[name] = predict(found.problem, placement, tokens)
+    return placed
+
+
+def solved(profile: AccessProfile, topology: Topology, tokens: int, slack: float) -> Comparison:
+    """Place experts on a team's workers; see `place`."""
     model = profile.model
     assert model.hidden_size is not None
     traffic = Traffic(tokens, 2.0 * model.hidden_size, bytes_beside(profile.top_k))
-    placed = {}
-    for team, topology in topologies.items():
-        workers = len(topology.workers)
-        slots = math.ceil(slack * model.layers * model.experts / workers)
-        found = solve(profile, topology.with_slots(slots), traffic, "full", seconds=SEARCH_SECONDS)
-        if team == "ep":
-            around = tuple(tuple((e % workers,) for e in range(model.experts)) for _ in range(model.layers))
-            own = {"ep": around, "ep ours": found.solution.placement}
-        else:
-            own = {**{name: found.baselines[name] for name in METHODS if name in found.baselines}}
-            own["ours"] = found.solution.placement
-        for name, placement in own.items():
-            placed[name] = Placed(
-                placement,
-                tokens * found.problem.cross_node_bytes(placement),
-                found.problem.placement_cost(placement),
-            )
-    return placed
+    slots = math.ceil(slack * model.layers * model.experts / len(topology.workers))
+    return solve(profile, topology.with_slots(slots), traffic, "full", seconds=SEARCH_SECONDS)
+
+
+def predict(problem: PlacementProblem, placement: Placement, tokens: int) -> Placed:
+    """Predict the bytes and seconds of a step with so many tokens."""
+    return Placed(placement, tokens * problem.cross_node_bytes(placement), problem.placement_cost(placement))
 
 
 def gradient_seconds(summed: int, topology: Topology) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from expert_placement_methods import METHODS, team_of
+from expert_placement_methods import METHODS, PREDICTED, team_of
 from script import table
 
 
@@ -25,7 +25,9 @@ def markdown(result: Mapping[str, Any]) -> str:
         "worker e mod N. Bytes are those between nodes, rows and "
         "results, by the exchange's counters. Compute: seconds of a step over links without limits, over those of a "
         "step. Interface: bytes without packets' headers that the nodes' uplinks counted, over what was sent and the "
-        "adapters' gradients."
+        "adapters' gradients. Least possible: no placement with a master and without replicas sends fewer bytes. One "
+        "distant manager: of each layer the hottest experts are near the master, the others on one manager where there "
+        "is room. Predictions are those of the solver as it is now, against expert parallelism's."
     )
     lines = [setup, "", *_summary(result["cases"]), columns]
     for case in result["cases"]:
@@ -59,7 +61,7 @@ def _turns(cases: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _summary(cases: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Bytes and seconds of all methods against expert parallelism, a table for each number of slots."""
+    """Bytes and seconds of all methods against expert parallelism, measured and predicted, for each number of slots."""
     lines: list[str] = []
     for slack in sorted({case["slack"] for case in cases}):
         own = [case for case in cases if case["slack"] == slack and "ep" in case["methods"]]
@@ -76,7 +78,16 @@ def _summary(cases: Sequence[Mapping[str, Any]]) -> list[str]:
         ]
         headings = [f"{_slots(slack)}: bytes, seconds against EP", *(_named(case) for case in own)]
         lines += [*table(" | ".join(headings), rows), ""]
+        if own := [case for case in own if "predicted" in case]:
+            headings = [f"predicted, {_slots(slack)}", *(_named(case) for case in own)]
+            rows = [(label, *(_predicted(case, name) for case in own)) for name, label in PREDICTED.items()]
+            lines += [*table(" | ".join(headings), rows), ""]
     return lines
+
+
+def _predicted(case: Mapping[str, Any], name: str) -> str:
+    ep = case["methods"]["ep"]
+    return ", ".join(_less(value, ep[f"predicted_{key}"]) for key, value in case["predicted"][name].items())
 
 
 _MEASURED = ("mean_bytes", "median_s")

@@ -1,7 +1,8 @@
 """Saves of a run: per-task checkpoints that `peft` loads, and one atomic manifest that names them.
 
 A checkpoint is written beside its final name, flushed to disk and renamed; the manifest that names it comes last.
-So whatever kills the run, the newest manifest names complete checkpoints only, and `load` finds it.
+So whatever kills the run, the newest manifest names complete checkpoints only, and `load` finds it. Runs of a task each
+may share a directory: each is then the `owner` of its manifests, which are in the task's directory.
 
 Whether a checkpoint is good shows one step later: the loss of step s + 1 is the first that is measured with the adapter
 that update s left, and `checkpoint-s` holds that adapter. It is good once that loss and its gradient were finite and
@@ -16,12 +17,11 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_mux.adapters.peft_format import CONFIG as ADAPTER_CONFIG
@@ -30,6 +30,7 @@ from megatron_mux.engine import LossHealth, Snapshot
 from megatron_mux.errors import UserError
 from megatron_mux.files import Pace, sync_directory, write, write_atomically
 from megatron_mux.fusion.plan import Plan
+from megatron_mux.tensor_file import write_tensors
 
 TRAINING_STATE = "training_state.safetensors"
 _MANIFESTS = "manifests"
@@ -123,6 +124,7 @@ def save(
     keep: int | None = None,
     pace: Pace | None = None,
     precision: str = "",
+    owner: str = "",
 ) -> Manifest:
     """Write checkpoints and then the manifest that names them. Called on rank 0 only.
 
@@ -134,6 +136,7 @@ def save(
         keep: Manifests to keep with the checkpoints they name; None keeps all.
         pace: How fast to write.
         precision: See `Manifest`.
+        owner: The one task of the run, if other runs share the directory.
 
     Returns:
         The manifest.
@@ -142,18 +145,18 @@ def save(
         UserError: The disk is full or not writable; everything saved before stays as it was.
     """
     try:
-        previous, _ = _newest(directory)
+        previous, _ = _newest(directory, owner)
         for state in states:
             if state.snapshot is not None:
                 state.entry.checkpoint = _write_checkpoint(directory, state, previous, pace)
-        number = 1 + max((m for m, _ in _manifests(directory)), default=0)
+        number = 1 + max((m for m, _ in _manifests(directory / owner)), default=0)
         entries = [state.entry for state in states]
         manifest = Manifest(number, backbone, entries, plan.to_json(), precision=precision)
         text = json.dumps(asdict(manifest), indent=1)
-        write_atomically(directory / _MANIFESTS / _manifest_name(number), text)
-        write_atomically(directory / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
+        write_atomically(directory / owner / _MANIFESTS / _manifest_name(number), text)
+        write_atomically(directory / owner / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
         if keep is not None:
-            _prune(directory, keep)
+            _prune(directory, keep, owner)
     except OSError as error:
         raise UserError(
             f"--save {directory}: could not save: {error.strerror or error} ({error.filename or directory}). What was "
@@ -177,12 +180,12 @@ def _write_checkpoint(
     partial.mkdir(parents=True)
     try:
         write(partial / ADAPTER_CONFIG, (json.dumps(state.config, indent=2, sort_keys=True) + "\n").encode())
-        _write_tensors(partial / ADAPTER_WEIGHTS, snapshot.adapter, {}, pace)
+        write_tensors(partial / ADAPTER_WEIGHTS, snapshot.adapter, {}, pace)
         training = {
             f"{name}.{key}": t for key, named in snapshot.moments.items() for name, t in named.items()
         }
         training |= {f"extra.{key}": t for key, t in snapshot.extra.items()}
-        _write_tensors(partial / TRAINING_STATE, training, {"step": str(snapshot.step)}, pace)
+        write_tensors(partial / TRAINING_STATE, training, {"step": str(snapshot.step)}, pace)
         sync_directory(partial)
         # Left by a run that was killed between renaming and writing its manifest.
         shutil.rmtree(final, ignore_errors=True)
@@ -194,46 +197,21 @@ def _write_checkpoint(
     return relative
 
 
-def _write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], pace: Pace | None
-) -> None:
-    """Write a safetensors file piece by piece.
-
-    `safetensors` itself copies everything first and writes it in one call, during which no other thread may run.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    pieces, end = [], 0
-    # The widest values first, as in the library: so each is aligned.
-    for key, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
-        start, end = end, end + tensor.nbytes
-        header[key] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-        pieces.append(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    write(path, len(text).to_bytes(8, "little"), text, *pieces, pace=pace)
-
-
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-}
-"""Names in the format of safetensors of what adapters and optimizers keep."""
-
-
-def load(directory: Path, backbone: str, say: Callable[[str], None] = lambda text: None) -> Manifest | None:
+def load(
+    directory: Path,
+    backbone: str,
+    say: Callable[[str], None] = lambda text: None,
+    owner: str = "",
+    before: int | None = None,
+) -> Manifest | None:
     """The newest complete manifest of a run.
 
     Args:
         directory: The run's directory; may be empty or missing.
         backbone: Fingerprint of the backbone that is to continue it.
         say: Told of newer saves that are passed over, and why.
+        owner: See `save`.
+        before: Pass over saves of this number and later ones.
 
     Returns:
         The manifest; None if nothing was saved there.
@@ -242,7 +220,7 @@ def load(directory: Path, backbone: str, say: Callable[[str], None] = lambda tex
         UserError: The run was made on another backbone, by an unknown format, or none of its saves is complete.
     """
     try:
-        manifest, problems = _newest(directory)
+        manifest, problems = _newest(directory, owner, before)
     except OSError as error:
         raise UserError(f"--load {directory}: cannot be read: {error.strerror or error}") from error
     if manifest is None and problems:
@@ -266,10 +244,12 @@ class _IncompleteError(Exception):
     """A manifest that cannot be continued; says its file and what is wrong."""
 
 
-def _newest(directory: Path) -> tuple[Manifest | None, list[str]]:
+def _newest(directory: Path, owner: str, before: int | None = None) -> tuple[Manifest | None, list[str]]:
     """The newest manifest whose checkpoints are all there, and what is wrong with each newer one."""
     problems: list[str] = []
-    for _, path in sorted(_manifests(directory), reverse=True):
+    for number, path in sorted(_manifests(directory / owner), reverse=True):
+        if before is not None and number >= before:
+            continue
         try:
             return _read_manifest(directory, path), problems
         except _IncompleteError as error:
@@ -338,16 +318,16 @@ def load_task(directory: Path, entry: SavedTask) -> Snapshot:
     return Snapshot(entry.step, adapter, moments, extra)
 
 
-def refuse_used(directory: Path) -> None:
-    """Refuse to save into a run's directory that is not being continued.
+def refuse_used(directory: Path, owner: str = "") -> None:
+    """Refuse to save into a run's directory that is not being continued; `owner` as for `save`.
 
     Raises:
         UserError: `directory` holds checkpoints already.
     """
-    if next(iter(_manifests(directory)), None) is not None:
+    if next(iter(_manifests(directory / owner)), None) is not None:
         raise UserError(
-            f"--save {directory}: holds checkpoints of a run already: continue it with --load {directory}, or choose "
-            "another directory."
+            f"--save {directory}: holds checkpoints of {owner or 'a run'} already: continue it with "
+            f"--load {directory}, or choose another directory."
         )
 
 
@@ -375,10 +355,29 @@ def _manifest_name(number: int) -> str:
     return f"manifest-{number:08d}.json"
 
 
-def _prune(directory: Path, keep: int) -> None:
+def newest_steps(directory: Path, name: str, count: int, owner: str = "") -> list[int]:
+    """Steps of a task's checkpoints that the newest `count` saves name; damaged ones are passed over."""
+    steps: list[int] = []
+    for _, path in sorted(_manifests(directory / owner), reverse=True):
+        try:
+            tasks = json.loads(path.read_text())["tasks"]
+            steps += [task["step"] for task in tasks if task["name"] == name and task["checkpoint"]]
+        except (ValueError, KeyError, TypeError):
+            continue
+    return steps[:count]
+
+
+def drop_after(directory: Path, number: int, owner: str = "") -> None:
+    """Forget the saves after a number: what was done after it will be done again. Their checkpoints stay."""
+    for found, path in _manifests(directory / owner):
+        if found > number:
+            path.unlink()
+
+
+def _prune(directory: Path, keep: int, owner: str) -> None:
     """Drop all but the newest `keep` manifests, and the checkpoints that only the dropped ones name."""
     named: dict[Path, set[str]] = {}
-    for _, path in sorted(_manifests(directory), reverse=True):
+    for _, path in sorted(_manifests(directory / owner), reverse=True):
         try:
             tasks = json.loads(path.read_text())["tasks"]
             named[path] = {checkpoint for task in tasks for checkpoint in (task["checkpoint"], task["good"])}

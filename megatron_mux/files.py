@@ -46,11 +46,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write to a temporary file, flush to disk, rename: a reader sees either the old file or the new one."""
+def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write to a temporary file, flush to disk, rename: a reader sees either the old file or the new one.
+
+    Args:
+        path: The file.
+        text: Its content.
+        mode: Its permissions, from the first moment on, less the process's umask.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".partial-{path.name}")
     try:
+        partial.unlink(missing_ok=True)
+        partial.touch(mode)
         write(partial, text.encode())
         os.replace(partial, path)
     except BaseException:

@@ -66,11 +66,19 @@ class Reporter:
         log_interval: A task's own steps between its printed lines; files get every step.
         live: Draw a live table where the output is a terminal; else a line per task and interval.
         silent: Print and write nothing (ranks other than 0).
+        owner: The one task of the run, if other runs share the directory: pictures go to the task's directory.
     """
 
     def __init__(
-        self, directory: Path | None, tensorboard: Path | None, log_interval: int, live: bool, silent: bool
+        self,
+        directory: Path | None,
+        tensorboard: Path | None,
+        log_interval: int,
+        live: bool,
+        silent: bool,
+        owner: str = "",
     ) -> None:
+        self.owner = owner
         self.directory = None if silent else directory
         self.log_interval = log_interval
         self.silent = silent
@@ -165,8 +173,9 @@ class Reporter:
         if self.directory is None or not actions:
             return
         try:
-            write_atomically(self.directory / "schedule.svg", to_svg(actions, title, ranks=ranks))
-            write_atomically(self.directory / "schedule.json", to_trace(actions, ranks, plan))
+            directory = self.directory / self.owner
+            write_atomically(directory / "schedule.svg", to_svg(actions, title, ranks=ranks))
+            write_atomically(directory / "schedule.json", to_trace(actions, ranks, plan))
         except OSError as error:  # a picture is not worth a run
             self.say(f"could not draw the schedule in {self.directory}: {error.strerror or error}")
 
@@ -182,7 +191,7 @@ class Reporter:
         elif self.history:
             self.console.print(self._table())
         if self.directory is not None and self.history:
-            self.say(f"adapters: {self.directory / 'TASK' / 'checkpoint-STEP'}")
+            self.say(f"adapters: {self.directory / (self.owner or 'TASK') / 'checkpoint-STEP'}")
         self.release()
         if self.problem:
             raise UserError(self.problem)
@@ -320,17 +329,18 @@ class EventFile:
         self._records.flush()
 
 
-def cut_metrics(directory: Path, manifest: Manifest | None) -> None:
+def cut_metrics(directory: Path, manifest: Manifest | None, owner: str = "") -> None:
     """Drop the metrics lines beyond what was saved, so that a continued run writes each step once.
 
     Args:
         directory: The run's directory.
         manifest: What it continues from; None when it was killed before its first save.
+        owner: The one task of the run, if other runs share the directory.
     """
     entries = manifest.tasks if manifest is not None else []
     # A failed task is not run again: what it wrote after its last good checkpoint stays.
     saved = {entry.name: float("inf") if entry.status == "failed" else entry.step for entry in entries}
-    for path in (*directory.glob("*/metrics.jsonl"), *directory.glob(EXPERT_ACCESS)):
+    for path in (*directory.glob(f"{owner or '*'}/metrics.jsonl"), *directory.glob(EXPERT_ACCESS)):
         try:
             lines = path.read_text().splitlines()
             if path.name == EXPERT_ACCESS:

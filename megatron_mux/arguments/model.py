@@ -209,6 +209,12 @@ class MuxArguments(ExpertFlags):
     mux_no_progress: bool = flag("mux", "no live display", False, action="store_true")
     shape: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def with_defaults(cls, **given: Any) -> MuxArguments:
+        """The given arguments, and the default of every other one."""
+        ours = [one for one in fields(cls) if "options" in one.metadata]
+        return cls(**{one.name: one.metadata["options"]["default"] for one in ours} | given)
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the backbone computes; before `on_device` has chosen one, that of a CPU."""

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +80,7 @@ class Backbone:
         self.layers = layers
         self.first, self.last = ends and layers.start == 0, ends and layers.stop == shape.layers
         self.placement = placement_or_default(shape, parallel, placement)
-        self.model = self._build(recompute == "selective")
+        self.model: Any = self._build(recompute == "selective")
         self.residence = Residence(residence, parallel)
         part = dataclasses.replace(weights.Part.of(parallel, self.placement), ends=ends)
         weights.load(self.model, shape, layers, source, info.stored, self.residence, part, dtype, embedding)
@@ -97,10 +97,12 @@ class Backbone:
             if rope is not None
         }
 
-    def _build(self, recompute_attention: bool) -> nn.Module:
+    def _build(self, recompute_attention: bool) -> Any:
         """This stage's model on the meta device: Megatron's, or plain modules in a process without its groups."""
         if self.parallel.is_alone:
-            return plain.build(self.shape, self.dtype, self.layers, recompute_attention, (self.first, self.last))
+            return plain.build(
+                self.shape, self.dtype, self.layers, recompute_attention, (self.first, self.last)
+            )
         from megatron_mux.backbone import spec  # imports Megatron-Core, which takes seconds
 
         return spec.build(

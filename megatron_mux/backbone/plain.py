@@ -43,7 +43,9 @@ def build(
     """
     if shape.experts is not None or shape.latent is not None:
         what = "experts" if shape.experts is not None else "latent attention"
-        raise UserError(f"The layers of a {shape.family} have {what}: without Megatron-Core they cannot be computed.")
+        raise UserError(
+            f"The layers of a {shape.family} have {what}: without Megatron-Core they cannot be computed."
+        )
     with torch.device("meta"):
         model = nn.Module()
         model.decoder = nn.Module()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 import torch
 
@@ -56,8 +57,15 @@ def _expected_experts(shape: BackboneShape, experts: Experts, prefix: str) -> di
     return found
 
 
-def resolve(shape: BackboneShape, checkpoint: Checkpoint) -> dict[str, str]:
+def resolve(
+    shape: BackboneShape, checkpoint: Checkpoint, wanted: Collection[str] | None = None
+) -> dict[str, str]:
     """Match the tensors that the shape needs with those that the checkpoint stores.
+
+    Args:
+        shape: Of the backbone.
+        checkpoint: Its files.
+        wanted: Full Hugging Face names of the tensors that these files have to hold; None: all.
 
     Returns:
         Full Hugging Face name to stored name (checkpoints of the bare model lack its prefix).
@@ -70,7 +78,9 @@ def resolve(shape: BackboneShape, checkpoint: Checkpoint) -> dict[str, str]:
     missing: list[str] = []
     problems: list[str] = []
     misshapen: list[str] = []
-    for name, size in expected(shape).items():
+    needed = expected(shape)
+    for name in needed if wanted is None else [name for name in needed if name in wanted]:
+        size = needed[name]
         stored = next((n for n in (name, name.removeprefix(names.base)) if n in checkpoint.tensors), None)
         if stored is None:
             missing.append(name)

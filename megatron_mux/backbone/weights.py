@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -226,7 +227,7 @@ class Reading:
 
 
 def load(
-    model: nn.Module,
+    model: Any,
     shape: BackboneShape,
     layers: range,
     source: Checkpoint | NoWeights,
@@ -278,7 +279,7 @@ def load(
 
 
 def _fill(
-    model: nn.Module,
+    model: Any,
     filled: Plan,
     stored: dict[str, str],
     source: Checkpoint | NoWeights,

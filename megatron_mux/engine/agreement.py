@@ -5,11 +5,14 @@ Objects are pickled: not for a step's hot path.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
-from megatron_mux.errors import SharedError
+from megatron_mux.errors import SharedError, UserError, failed_allocation
 from megatron_mux.runtime import Parallel
 
 T = TypeVar("T")
@@ -29,6 +32,25 @@ def from_first(value: T, parallel: Parallel) -> T:
     if parallel.world_size > 1:
         dist.broadcast_object_list(shared, src=0)
     return shared[0]
+
+
+def computed_by_first(compute: Callable[[], T], parallel: Parallel) -> T:
+    """Compute a value on the first rank; returns it on every rank. Every rank calls it.
+
+    Raises:
+        SharedError: The first rank's computation raised an exception, which is raised there as it is.
+    """
+    values: list[T] = []
+    if parallel.rank == 0:
+        try:
+            values.append(compute())
+        except Exception as error:
+            from_first((values, str(error) if isinstance(error, UserError) else repr(error)), parallel)
+            raise
+    values, problem = from_first((values, ""), parallel)
+    if problem:
+        raise SharedError(problem)
+    return values[0]
 
 
 def first_problem(problem: str, parallel: Parallel) -> str:
@@ -61,3 +83,22 @@ def raise_on_every_rank(problem: str, parallel: Parallel) -> None:
     """
     if parallel.total([bool(problem)])[0]:
         raise SharedError(first_problem(problem, parallel))
+
+
+@contextmanager
+def out_of_memory_on_every_rank(what: str, parallel: Parallel) -> Iterator[None]:
+    """Context without collectives that every rank enters.
+
+    Args:
+        what: What there is no memory for.
+        parallel: Where this rank stands.
+
+    Raises:
+        SharedError: Some rank ran out of memory.
+    """
+    problem = ""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        problem = f"{what} ({failed_allocation(error)})"
+    raise_on_every_rank(problem, parallel)

@@ -19,7 +19,7 @@ from megatron_mux.backbone.communication import GroupExchange
 from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.sampler import Sampler
-from megatron_mux.engine.agreement import first_problem
+from megatron_mux.engine.agreement import first_problem, out_of_memory_on_every_rank
 from megatron_mux.engine.evaluate import EvalResult, Evaluator, Records
 from megatron_mux.engine.hand_over import HandOver
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size
@@ -28,6 +28,7 @@ from megatron_mux.engine.snapshot import HostMemory, LocalState, Snapshot, copy_
 from megatron_mux.engine.step_runner import Results, StepRunner
 from megatron_mux.engine.task_state import Status, StepResult, Task, TaskState
 from megatron_mux.engine.trial import Trials
+from megatron_mux.engine.updates import MakeUpdate
 from megatron_mux.errors import UserError, failed_allocation
 from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.load import TaskLoad
@@ -49,6 +50,7 @@ class Engine:
             can run out: on a GPU.
         exchange: Carries messages of tensor ranks that computation hides (see `make_exchange`); by default collectives
             of their group.
+        make_update: Makes what ends the optimizer steps of a bucket's tasks; by default `updates.update_of`.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Engine:
         planning: Planning | None = None,
         tries_plans: bool | None = None,
         exchange: Exchange | None = None,
+        make_update: MakeUpdate | None = None,
     ) -> None:
         own = [backbone] if isinstance(backbone, Backbone) else list(backbone)
         self.backbone = own[0]
@@ -74,7 +77,7 @@ class Engine:
         self._trials = Trials(self.stages, parallel, self.communicator) if tries_plans else None
         exchange = exchange or GroupExchange(parallel.tp_group)
         self._runner = StepRunner(
-            self.stages, parallel, self.planning, self.communicator, exchange, self._trials
+            self.stages, parallel, self.planning, self.communicator, exchange, self._trials, make_update
         )
         self._tasks: dict[str, TaskState] = {}
         if parallel.experts.is_manager:
@@ -176,7 +179,7 @@ class Engine:
             Bytes that this rank received.
 
         Raises:
-            UserError: Weights are not resident.
+            UserError: Weights are not resident, or some rank has no memory for an adapter: then the run cannot go on.
         """
         before, divided = self.backbone.placement, self.parallel.experts.broker is not None
         states: dict[str, LocalState] = {}
@@ -191,10 +194,12 @@ class Engine:
         self.adapters.renew_experts()
         if divided:
             assert before is not None
-            hand_over = HandOver(self.parallel.experts, before, placement)
+            hand_over = HandOver(self.parallel, before, placement)
             for name, task in self._tasks.items():
                 received += hand_over.attach(task, self.adapters, states[name])
-            self._reserve_gradient_buffer()
+            what = "experts have moved, and there is no memory for the gradients of their adapters"
+            with out_of_memory_on_every_rank(what, self.parallel):
+                self._reserve_gradient_buffer()
         if self._trials is not None:
             self._trials.forget()
         return received

@@ -17,10 +17,11 @@ from torch import Tensor
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.adapters.kind import AdapterTensor
+from megatron_mux.engine.agreement import out_of_memory_on_every_rank
 from megatron_mux.engine.snapshot import Array, HostCopy, LocalState, stored_parameters
 from megatron_mux.engine.task_state import TaskState
-from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.expert_shape import Placement
+from megatron_mux.runtime import Parallel
 
 
 class _Part(NamedTuple):
@@ -29,26 +30,43 @@ class _Part(NamedTuple):
     Attributes:
         key: Of the adapter's tensor.
         kind: `value`, or the name of an optimizer moment.
-        held: Global positions, along the dimension that has all experts' ranks, of what is held here.
+        positions: Global positions, along the dimension that has all experts' ranks, of what is held here.
         value: The tensor.
     """
 
     key: str
     kind: str
-    held: Array | Tensor | None
+    positions: Array | Tensor | None
     value: Tensor
+
+
+class _Message(NamedTuple):
+    """What this rank exchanges with the others for a task, rank by rank.
+
+    Attributes:
+        sent, came: Values; the latter are received.
+        outgoing, incoming: [ranks] number of values.
+        arriving: What comes: the tensor, its places along `expert_dim`, its values in `came`.
+    """
+
+    sent: Tensor
+    came: Tensor
+    outgoing: list[int]
+    incoming: list[int]
+    arriving: list[tuple[_Part, Tensor, Tensor]]
 
 
 class HandOver:
     """Sends the parts of tasks' states that belong to experts after them. Every expert rank makes one.
 
     Args:
-        ranks: The master and its expert managers.
+        parallel: Where this rank stands: a master or one of its expert managers.
         before, after: Where experts were, and where they are by now; each is on one rank.
     """
 
-    def __init__(self, ranks: ExpertRanks, before: Placement, after: Placement) -> None:
-        self._ranks, self._before, self._after = ranks, before, after
+    def __init__(self, parallel: Parallel, before: Placement, after: Placement) -> None:
+        self._parallel, self._ranks = parallel, parallel.experts
+        self._before, self._after = before, after
 
     def attach(self, task: TaskState, adapters: AdapterSet, old: LocalState) -> int:
         """Attach a task anew, in the state that it had before experts moved. A collective.
@@ -60,17 +78,30 @@ class HandOver:
 
         Returns:
             Bytes that this rank received.
+
+        Raises:
+            SharedError: Some rank ran out of memory: the run cannot go on.
         """
         old.memory.wait()
         values = {key: c.tensor() for (key, _, _, _, kind), c in _zip(old) if kind == "value"}
         # What an adapter computes from tensors as it is made, it must have; no expert's part is among them.
         whole = {key: v for key, v in values.items() if v.shape == task.adapter.tensors[key].shape}
-        task.attach(adapters, whole)
-        with torch.no_grad():
-            return self._fill(task, old)
+        what = f"task {task.task.spec.name!r}: experts have moved, and there is no memory for their adapters"
+        with out_of_memory_on_every_rank(what, self._parallel):
+            task.attach(adapters, whole)
+            message = self._fill(task, old)
+        if any(tensor.expert_dim is not None for tensor in task.adapter.tensors.values()):
+            came, sent, incoming, outgoing = message.came, message.sent, message.incoming, message.outgoing
+            dist.all_to_all_single(came, sent, incoming, outgoing, group=self._ranks.group)
+        with out_of_memory_on_every_rank(what, self._parallel), torch.no_grad():
+            for part, places, value in message.arriving:
+                _put(part, task.adapter.tensors[part.key], places, value)
+            task.adapter.arena.refresh()
+        return message.came.nbytes
 
-    def _fill(self, task: TaskState, old: LocalState) -> int:
-        """Give a task that was made anew its old state; returns the bytes that this rank received."""
+    @torch.no_grad()
+    def _fill(self, task: TaskState, old: LocalState) -> _Message:
+        """Give a task that was made anew what this rank has of its old state; returns what is to be exchanged."""
         adapter, extra = task.adapter, dict[str, Tensor]()
         new = {(part.key, part.kind): part for part in _parts_of(task)}
         leaving: list[list[Tensor]] = [[] for _ in range(self._ranks.size)]
@@ -88,17 +119,13 @@ class HandOver:
                         _put(new[key, kind], tensor, places, taken.to(new[key, kind].value.device))
                     else:
                         leaving[target].append(taken.flatten())
-        received = 0
-        if any(tensor.expert_dim is not None for tensor in adapter.tensors.values()):
-            received = self._exchange(adapter, new, leaving)
         adapter.load_state(extra)
-        adapter.arena.refresh()
-        return received
+        return self._message(adapter, new, leaving)
 
-    def _exchange(
+    def _message(
         self, adapter: TaskAdapter, new: Mapping[tuple[str, str], _Part], leaving: list[list[Tensor]]
-    ) -> int:
-        """Send what leaves this rank, and put what comes in its place."""
+    ) -> _Message:
+        """Lay out what leaves this rank, and allocate what comes."""
         own, host = self._ranks.rank, adapter.host
         coming: list[list[tuple[_Part, Tensor]]] = [[] for _ in range(self._ranks.size)]
         for part in new.values():
@@ -112,11 +139,10 @@ class HandOver:
         nothing = torch.empty(0, dtype=host.parameter_dtype)
         sent = torch.cat([nothing, *(value for one in leaving for value in one)]).to(host.device)
         came = sent.new_empty(sum(incoming))
-        dist.all_to_all_single(came, sent, incoming, outgoing, group=self._ranks.group)
         values = came.split([size for one in sizes for size in one])
-        for (part, places), value in zip((one for ones in coming for one in ones), values, strict=True):
-            _put(part, adapter.tensors[part.key], places, value)
-        return came.nbytes
+        parts = (one for ones in coming for one in ones)
+        arriving = [(part, places, value) for (part, places), value in zip(parts, values, strict=True)]
+        return _Message(sent, came, outgoing, incoming, arriving)
 
     def _moving(
         self, adapter: TaskAdapter, tensor: AdapterTensor, source: int | None, target: int | None
@@ -145,8 +171,8 @@ def _parts_of(task: TaskState) -> Iterator[_Part]:
 
 def _here(part: _Part, tensor: AdapterTensor, places: Tensor) -> Tensor:
     """Where this rank's part of a tensor has global places."""
-    assert part.held is not None and tensor.expert_dim is not None
-    index = torch.as_tensor(np.asarray(part.held))
+    assert part.positions is not None and tensor.expert_dim is not None
+    index = torch.as_tensor(np.asarray(part.positions))
     found = torch.full((tensor.shape[tensor.expert_dim],), -1, dtype=torch.int64)
     found[index] = torch.arange(len(index))
     return found[places].to(part.value.device)

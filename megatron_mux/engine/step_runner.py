@@ -21,7 +21,7 @@ from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.prepared import PreparedStep, ReadAhead, checked_template, sizes_of
 from megatron_mux.engine.task_state import StepResult, TaskState
 from megatron_mux.engine.trial import Trials
-from megatron_mux.engine.updates import BucketUpdate, update_of
+from megatron_mux.engine.updates import BucketUpdate, MakeUpdate, update_of
 from megatron_mux.fusion.plan import ROLLING, Plan, keep_tasks, shrink_bucket
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import Timer, execute
@@ -43,6 +43,7 @@ class StepRunner:
         communicator: This rank's transfers.
         exchange: Carries messages of tensor ranks that computation hides.
         trials: Tries plans first; None: memory cannot run out, or only where a pass recovers from it.
+        make_update: Makes the update of a bucket's tasks; None: `update_of`.
 
     Attributes:
         last_plan: The plan of the last steps.
@@ -58,6 +59,7 @@ class StepRunner:
     communicator: Communicator
     exchange: Exchange
     trials: Trials | None
+    make_update: MakeUpdate | None = None
     last_plan: Plan | None = None
     copied: torch.cuda.Event | None = None
     buffer: Tensor = field(init=False)
@@ -131,6 +133,8 @@ class StepRunner:
 
         def compute(failed: FailedBuckets, batches: StepBatches) -> TrainingCompute:
             updates = self._updates_of(plan, tasks)
+            for index, update in enumerate(updates):
+                update.expect([sum(step.grid.sizes[index]) for step in steps])
             finalizer = BucketFinalizer(
                 tasks, plan.buckets, tokens, self.parallel, failed, self.buffer, updates
             )
@@ -157,8 +161,9 @@ class StepRunner:
 
     def _updates_of(self, plan: Plan, tasks: Mapping[str, TaskState]) -> list[BucketUpdate]:
         """The update of each bucket, made anew for other tasks than in the steps before."""
+        make = self.make_update or update_of
         keys = [tuple(tasks[name].optimizer for name in bucket.tasks) for bucket in plan.buckets]
-        self.updates = {key: self.updates.get(key) or update_of(key) for key in keys}
+        self.updates = {key: self.updates.get(key) or make(key) for key in keys}
         return [self.updates[key] for key in keys]
 
     def _make_smaller(

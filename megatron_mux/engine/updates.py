@@ -7,7 +7,7 @@ the other. A task that skips its step is left out by selection, so its values st
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ class BucketUpdate(ABC):
             count: How many steps will come.
         """
 
+    def expect(self, passes: Sequence[int]) -> None:
+        """Note how many backward passes the bucket has in each of the next steps."""
+
     @abstractmethod
     def squared_norms(self) -> Tensor:
         """`[tasks]` fp64, this rank's share of the squared norm of each task's gradient: of its own elements."""
@@ -52,6 +55,10 @@ class BucketUpdate(ABC):
             norms: `[tasks]` fp64, over all ranks.
             stopped: `[tasks]` bool, who skips its step.
         """
+
+
+MakeUpdate = Callable[[Sequence[TaskOptimizer]], BucketUpdate]
+"""Makes the update of tasks, in the bucket's order."""
 
 
 class LoopUpdate(BucketUpdate):

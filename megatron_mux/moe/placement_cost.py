@@ -20,7 +20,7 @@ from megatron_mux.moe.placement import Placement, has_replicas, to_owners
 from megatron_mux.moe.routed_sets import RoutedSets, sets_of
 from megatron_mux.moe.topology import Topology
 
-_TRANSFERS = 4
+TRANSFERS = 4
 """Transfers of a layer and step: tokens out and back, gradients out and back."""
 
 
@@ -164,7 +164,7 @@ class PlacementProblem:
         total = sum(
             float((self.visits_by_sender(layer, row) * away).sum()) for layer, row in enumerate(placement)
         )
-        return _TRANSFERS * self.row_bytes * total
+        return TRANSFERS * self.row_bytes * total
 
 
 def make_problem(

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
+from megatron_mux.adapters.targets import ALL_LINEAR
 from megatron_mux.errors import UserError
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TrainingSpec
@@ -18,9 +19,14 @@ from megatron_mux.tasks import TrainingSpec
 PROTOCOL = 1
 """Version of the protocol; ends of different versions refuse each other."""
 
+NAMING_MODULES = ("target_modules", "feedforward_modules")
+"""Fields of adapters that may be regular expressions in a task file. Clients send lists: an expression can be made so
+that matching it takes a server for ever."""
+
 WireDtype = Literal["f64", "f32", "bf16", "f16", "i8"]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
 
 
@@ -85,6 +91,10 @@ class Proposal(_Document):
             raise UserError(f"adapter.peft_type: must be one of {', '.join(KINDS)}")
         if self.adapter.get("adapter_name_or_path") is not None:
             raise UserError("adapter.adapter_name_or_path: is a path of the client's; tensors are uploaded")
+        for name in NAMING_MODULES:
+            targets = self.adapter.get(name)
+            if isinstance(targets, str) and targets.lower() != ALL_LINEAR:
+                raise UserError(f"adapter.{name}: a server matches no regular expressions: list the modules")
         try:
             return kind.model_validate(self.adapter)
         except ValidationError as error:
@@ -114,9 +124,9 @@ class Terms(_Document):
     """Optimizer steps that the server's part of the adapter has done."""
     policy: str
     """What the server keeps between a forward pass and its backward."""
-    forward_bytes: Count
+    forward_bytes: Bytes
     """Memory that a forward pass without gradients reserves."""
-    backward_bytes: Count
+    backward_bytes: Bytes
     """Memory that a backward pass reserves, its forward pass included."""
     heartbeat_s: Annotated[float, Field(gt=0)] = 10.0
     """Either end sends something at least so often."""

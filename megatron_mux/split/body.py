@@ -26,9 +26,10 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size, reduce_gradients
 from megatron_mux.engine.snapshot import stored_parameters
 from megatron_mux.engine.updates import BucketUpdate, update_of
+from megatron_mux.errors import UserError
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.pieces import Kind, Piece, assemble, runs_of
+from megatron_mux.split.pieces import Piece, assemble, check_pieces, runs_of
 from megatron_mux.tasks import TrainingSpec
 
 
@@ -67,12 +68,16 @@ class Kept:
     Attributes:
         batch: The micro-batch.
         inputs: `[T, 1, H]` of each session, leaves of the graph.
-        output: `[all T, 1, H]`.
+        output: `[all T, 1, H]`, of this rank's layers.
+        received: What came from the pipeline stage before.
+        number: Names it to other ranks.
     """
 
     batch: MicroBatch
     inputs: list[Tensor]
     output: Tensor
+    received: Tensor | None = None
+    number: int = 0
 
 
 @dataclass(eq=False)
@@ -97,7 +102,7 @@ class _Member:
 class Body:
     """Computes layers of a backbone for sessions that come and go.
 
-    On several tensor ranks, every rank calls each method with the same arguments.
+    On several ranks, every rank calls each method with the same arguments; see `ranks`.
 
     Args:
         backbone: This rank's part of the layers; it needs no embedding and no output layer.
@@ -136,18 +141,26 @@ class Body:
         task = SimpleNamespace(name=name, adapter=adapter, training=training)
         values = None
         if initial:
-            tensors = adapter.tensors(self.backbone.shape).items()
-            blank = {key: torch.zeros(()).expand(tensor.shape) for key, tensor in tensors if tensor.stored}
+            tensors = adapter.tensors(self.backbone.shape)
+            check_pieces(initial, {key: tensor.shape for key, tensor in tensors.items()})
+            blank = {key: torch.zeros(()).expand(own.shape) for key, own in tensors.items() if own.stored}
             values = {**blank, **assemble(initial, "value")}
         own = self.adapters.add(task, total_steps, values, layers)
-        optimizer = TaskOptimizer(own, training, total_steps)
-        self._members[name] = member = _Member(adapter, own, optimizer, update_of([optimizer]))
-        kinds: dict[Kind, dict[str, Tensor]] = {kind: assemble(initial, kind) for kind in ("exp_avg", "exp_avg_sq")}
-        moments = {key: {kind: kinds[kind][key] for kind in kinds} for key in kinds["exp_avg"]}
-        if moments:
-            optimizer.load_state(moments)
-        if extra := assemble(initial, "extra"):
-            member.adapter.load_state(extra)
+        try:
+            optimizer = TaskOptimizer(own, training, total_steps)
+            first, second = assemble(initial, "exp_avg"), assemble(initial, "exp_avg_sq")
+            optimizer.load_state({key: {"exp_avg": first[key], "exp_avg_sq": second[key]} for key in first})
+            own.load_state(assemble(initial, "extra"))
+        except BaseException as error:
+            self.adapters.remove(name)
+            if isinstance(error, KeyError):
+                raise UserError(f"the saved optimizer state has no {error}") from None
+            raise
+        self._members[name] = _Member(adapter, own, optimizer, update_of([optimizer]))
+
+    def has(self, name: str) -> bool:
+        """Whether a session's adapter is attached."""
+        return name in self._members
 
     def remove(self, name: str) -> None:
         """Detach a session's adapter."""
@@ -189,11 +202,20 @@ class Body:
         for own, leaf in zip(rows, inputs, strict=True):
             leaf.requires_grad_(graph and own.needs_input)
         self.adapters.prepare()
-        with torch.set_grad_enabled(graph), layout.activate(batch):
+        with torch.set_grad_enabled(graph):
             hidden = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-            output = self.backbone.forward(batch, hidden, part=layers)
+            output = self._compute(batch, hidden, layers)
         outputs = list(output.detach().squeeze(1).split([own.count for own in rows]))
         return outputs, Kept(batch, inputs, output) if graph else None
+
+    def _compute(self, batch: MicroBatch, hidden: Tensor, layers: range) -> Tensor:
+        """`[T, 1, H]` to the same, by this rank's part of the layers."""
+        own = self.backbone.layers
+        part = range(max(layers.start, own.start), min(layers.stop, own.stop))
+        if not part:
+            return hidden
+        with layout.activate(batch):
+            return self.backbone.forward(batch, hidden, part=part)
 
     def backward(self, kept: Kept, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Back-propagate to adapters and inputs.
@@ -206,9 +228,7 @@ class Body:
             `[T, H]` gradient of each input that a client needs, else None.
         """
         whole = gradients[0] if len(gradients) == 1 else torch.cat(list(gradients))
-        if kept.output.requires_grad:
-            with layout.activate(kept.batch):
-                torch.autograd.backward((kept.output,), (whole.unsqueeze(1),))
+        self._back(kept, whole.unsqueeze(1))
         made: list[Tensor | None] = []
         for leaf in kept.inputs:
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -216,10 +236,17 @@ class Body:
         kept.inputs, kept.output = [], kept.output.new_empty(0)
         return made
 
+    @staticmethod
+    def _back(kept: Kept, gradient: Tensor) -> None:
+        """Back-propagate `[T, 1, H]` through this rank's part of the layers."""
+        if kept.output.requires_grad:
+            with layout.activate(kept.batch):
+                torch.autograd.backward((kept.output,), (gradient,))
+
     # -- optimizer steps
 
     def squared_norm(self, name: str, step: int) -> float:
-        """Squared norm of a session's gradient in the body, its regulariser included, over all tensor ranks.
+        """Squared norm of a session's gradient in the body, its regulariser included, over all ranks.
 
         Args:
             name: Of the session.
@@ -234,8 +261,8 @@ class Body:
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
             reduce_gradients(arenas, self.parallel, torch.zeros(1, device=device), buffer)
         squares = member.update.squared_norms()
-        if self.parallel.tp_size > 1:
-            dist.all_reduce(squares, group=self.parallel.tp_group)
+        if self.parallel.world_size > 1:
+            dist.all_reduce(squares)
         return float(squares[0])
 
     def update(self, name: str, step: int, norm: float, skip: bool) -> None:
@@ -273,8 +300,8 @@ class Body:
         moments, extra = member.optimizer.state(), member.adapter.state()
         found = []
         for record in stored_parameters(member.adapter):
-            if not record.owner:
-                continue
+            if not record.owner and record not in member.adapter.fixed:
+                continue  # fixed ones that the client owns are needed here to go on
             named: Mapping[str, Tensor] = {"value": record.value, **moments.get(record.key, {})}
             if record.key in extra:
                 named = {**named, "extra": extra[record.key]}

@@ -73,14 +73,14 @@ class Dispatcher:
     Args:
         scheduler: Decides whose work is admitted.
         most_together: Most rows that are computed together; 0: work is computed one by one.
-        observe: Called with each work and its outcome, for metrics.
+        observe: Called with the seconds of each of the scheduler's decisions.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         most_together: int = 0,
-        observe: Callable[[Work, Outcome], None] = lambda work, outcome: None,
+        observe: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.scheduler = scheduler
         self.most_together = most_together
@@ -89,13 +89,18 @@ class Dispatcher:
         self._waiting: dict[int, Work] = {}
         self._ready: deque[Work] = deque()
         self._thread = ThreadPoolExecutor(1, "compute")
-        self._busy = False
+        self._busy = self._closed = False
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def queued(self) -> int:
         """Work that waits for memory or for its turn."""
         return len(self._waiting) + len(self._ready)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether some work waits for memory."""
+        return bool(self._waiting)
 
     async def compute(self, work: Work) -> Outcome:
         """Wait for memory and for its turn, and compute it.
@@ -122,6 +127,10 @@ class Dispatcher:
             self._take_back(work)
             raise
 
+    def is_waiting(self, work: Work) -> bool:
+        """Whether work is not being computed yet."""
+        return work.key in self._waiting or work in self._ready
+
     def release(self, reservation: int) -> None:
         """End a reservation that outlasted its work; 0 is none."""
         if reservation:
@@ -130,6 +139,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """End the compute thread once it has done what it is doing."""
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         self._thread.shutdown(cancel_futures=True)
@@ -148,7 +158,9 @@ class Dispatcher:
     def _admit(self) -> None:
         """Let the scheduler decide, and come back when it could decide otherwise without further events."""
         now = time.monotonic()
-        for demand in self.scheduler.grant(now):
+        granted = self.scheduler.grant(now)
+        self._observe(time.monotonic() - now)
+        for demand in granted:
             self._ready.append(self._waiting.pop(demand.key))
         if self._timer is not None:
             self._timer.cancel()
@@ -160,7 +172,7 @@ class Dispatcher:
 
     def _next(self) -> None:
         """Compute what is ready, unless something is being computed."""
-        if self._busy or not self._ready:
+        if self._busy or self._closed or not self._ready:
             return
         batch = self._batch()
         self._busy = True
@@ -187,7 +199,9 @@ class Dispatcher:
         results = batch[0].run(batch)
         return began, time.monotonic() - began, results
 
-    def _finish(self, batch: Sequence[Work], done: asyncio.Future[tuple[float, float, Sequence[Any]]]) -> None:
+    def _finish(
+        self, batch: Sequence[Work], done: asyncio.Future[tuple[float, float, Sequence[Any]]]
+    ) -> None:
         self._busy = False
         error = done.exception()
         for i, work in enumerate(batch):
@@ -204,6 +218,5 @@ class Dispatcher:
             outcome = Outcome(
                 results[i], began - work.submitted, seconds, len(batch), work.key if keeps else 0
             )
-            self._observe(work, outcome)
             work.future.set_result(outcome)
         self._admit()

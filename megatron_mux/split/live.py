@@ -15,10 +15,23 @@ _MIB = 1 << 20
 def sessions_table(metrics: Metrics, scheduler: Scheduler, queued: int) -> Table:
     """The sessions, a row each, under the server's memory and queue."""
     reserved = (scheduler.capacity - scheduler.free) / _MIB
-    title = f"{len(metrics.sessions)} sessions, {queued} requests wait, {reserved:.0f} of {scheduler.capacity / _MIB:.0f} MiB reserved"
+    memory = f"{reserved:.0f} of {scheduler.capacity / _MIB:.0f} MiB reserved"
+    title = f"{len(metrics.sessions)} sessions, {queued} requests wait, {memory}"
     table = Table(title=title, title_justify="left")
-    for heading in ("session", "step", "state", "requests", "rows/s", "waited", "computed", "MB in", "MB out"):
-        table.add_column(heading, justify="left" if heading in ("session", "state") else "right", no_wrap=True)
+    for heading in (
+        "session",
+        "step",
+        "state",
+        "requests",
+        "rows/s",
+        "waited",
+        "computed",
+        "MB in",
+        "MB out",
+    ):
+        table.add_column(
+            heading, justify="left" if heading in ("session", "state") else "right", no_wrap=True
+        )
     now = time.monotonic()
     for name, own in metrics.sessions.items():
         seconds = max(now - own.since, 1e-9)

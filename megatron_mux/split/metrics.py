@@ -55,7 +55,9 @@ class Metrics:
         self.registry = own = CollectorRegistry()
         prefix = "megatron_mux_split_"
         self.live = Gauge(f"{prefix}sessions", "Sessions that hold memory", registry=own)
-        self.queued = Gauge(f"{prefix}queued_requests", "Requests that wait for memory or their turn", registry=own)
+        self.queued = Gauge(
+            f"{prefix}queued_requests", "Requests that wait for memory or their turn", registry=own
+        )
         self.memory = Gauge(f"{prefix}memory_bytes", "Memory by kind", ["kind"], registry=own)
         self.requests = Counter(f"{prefix}requests", "Requests computed", ["kind"], registry=own)
         self.rows = Counter(f"{prefix}rows", "Rows computed", ["kind"], registry=own)
@@ -85,7 +87,17 @@ class Metrics:
         except (OSError, ValueError, OverflowError) as error:
             raise UserError(f"--metrics {address}: {error}: give HOST:PORT with a free port") from None
 
-    def computed(self, session: str, kind: str, rows: int, waited_s: float, computed_s: float, together: int) -> None:
+    def exchanged(self, session: str, received: int, sent: int) -> None:
+        """Count the bytes of a request and of its reply."""
+        self.bytes.labels("received").inc(received)
+        self.bytes.labels("sent").inc(sent)
+        if (figures := self.sessions.get(session)) is not None:
+            figures.received += received
+            figures.sent += sent
+
+    def computed(
+        self, session: str, kind: str, rows: int, waited_s: float, computed_s: float, together: int
+    ) -> None:
         """Count a request that was computed."""
         self.requests.labels(kind).inc()
         self.rows.labels(kind).inc(rows)

@@ -1,4 +1,4 @@
-"""Parts of a task's adapter and optimizer as tensors with a JSON index: what travels at joining and saving, and is stored.
+"""Parts of a task's adapter and optimizer as tensors with a JSON index, as they travel and are stored.
 
 A piece says where in the whole tensor its values belong, so that the client joins its own and the server's to the
 adapter that a run on one machine would have saved.
@@ -49,7 +49,7 @@ class Piece:
 
 
 def runs_of(index: Tensor) -> tuple[tuple[int, int], ...]:
-    """Runs of consecutive numbers of `[n]` int64 ascending indices, as first and one past the last."""
+    """Runs of consecutive numbers of `[n]` int64 indices in their order, as first and one past the last."""
     values: list[int] = index.tolist()
     found: list[tuple[int, int]] = []
     for value in values:
@@ -101,7 +101,9 @@ def from_wire(index: Any, tensors: Mapping[str, Tensor]) -> list[Piece]:
         tensor = tensors.get(str(i))
         if tensor is None or tuple(tensor.shape) != _local_shape(entry):
             got = "nothing" if tensor is None else list(tensor.shape)
-            raise UserError(f"pieces: {entry.key} ({entry.kind}) must be {list(_local_shape(entry))}, got {got}")
+            raise UserError(
+                f"pieces: {entry.key} ({entry.kind}) must be {list(_local_shape(entry))}, got {got}"
+            )
         found.append(Piece(entry.key, entry.kind, entry.shape, tensor, entry.dim, entry.runs))
     return found
 
@@ -110,12 +112,31 @@ def _local_shape(entry: _Entry) -> tuple[int, ...]:
     if entry.dim is None:
         return entry.shape
     size = entry.shape[entry.dim] if entry.dim < len(entry.shape) else -1
-    ordered = [edge for run in entry.runs for edge in run]
-    if size < 0 or any(a > b for a, b in zip(ordered, ordered[1:], strict=False)) or not 0 <= max(ordered, default=0) <= size:
-        raise UserError(f"pieces: {entry.key}: runs {list(entry.runs)[:3]} do not lie within dimension {entry.dim}")
+    edges = [0, *(edge for run in sorted(entry.runs) for edge in run), size]
+    if any(a > b for a, b in zip(edges, edges[1:], strict=False)):
+        raise UserError(
+            f"pieces: {entry.key}: runs {list(entry.runs)[:3]} do not lie within dimension {entry.dim}"
+        )
     local = list(entry.shape)
     local[entry.dim] = sum(last - first for first, last in entry.runs)
     return tuple(local)
+
+
+def check_pieces(pieces: Iterable[Piece], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare pieces with an adapter before whole tensors are allocated for them.
+
+    Args:
+        pieces: What another process has sent.
+        shapes: Of the adapter's tensors, by key.
+
+    Raises:
+        UserError: A piece is of another tensor.
+    """
+    for piece in pieces:
+        wanted = shapes.get(piece.key)
+        if wanted is None or tuple(wanted) != piece.shape:
+            needs = "does not have it" if wanted is None else f"needs {list(wanted)}"
+            raise UserError(f"pieces: {piece.key} of shape {list(piece.shape)}: the adapter {needs}")
 
 
 def assemble(pieces: Sequence[Piece], kind: Kind) -> dict[str, Tensor]:
@@ -130,5 +151,5 @@ def assemble(pieces: Sequence[Piece], kind: Kind) -> dict[str, Tensor]:
             continue
         if piece.key not in full:
             full[piece.key] = torch.zeros(piece.shape, dtype=piece.tensor.dtype)
-        full[piece.key].index_copy_(piece.dim, index, piece.tensor)
+        full[piece.key].index_copy_(piece.dim, index, piece.tensor.to(full[piece.key].dtype))
     return full

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_mux.arguments.values import at_least, size
 from megatron_mux.errors import UserError, tell
@@ -25,10 +26,23 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument_group("backbone").add_argument
     add("--backbone", type=Path, required=True, help="Hugging Face directory", metavar="DIR")
-    add("--bf16", action="store_true", help="compute in bfloat16 (default: fp32 on a CPU, the checkpoint's on a GPU)")
+    add(
+        "--bf16",
+        action="store_true",
+        help="compute in bfloat16 (default: fp32 on a CPU, the checkpoint's on a GPU)",
+    )
     add("--least-cut-front", default=1, **_count(1, "first layers that every client has itself (1)"))
     add("--least-cut-back", default=0, **_count(0, "last layers that every client has itself (0)"))
-    add("--tensor-model-parallel-size", default=1, **_count(1, "ranks that share each layer, under torchrun (1)"))
+    add(
+        "--tensor-model-parallel-size",
+        default=1,
+        **_count(1, "ranks that share each layer, under torchrun (1)"),
+    )
+    add(
+        "--pipeline-model-parallel-size",
+        default=1,
+        **_count(1, "ranks that layers are divided among, likewise (1)"),
+    )
     add = parser.add_argument_group("connections").add_argument
     add("--listen", required=True, help="address to listen on", metavar="HOST:PORT")
     add("--tls-cert", type=Path, required=True, help="the server's certificate", metavar="FILE")
@@ -40,15 +54,15 @@ def make_parser() -> argparse.ArgumentParser:
         help="save a session and free its memory when its client has been away so long (600)")  # fmt: skip
     add = parser.add_argument_group("memory and order").add_argument
     add("--memory-limit", type=size, metavar="SIZE",
-        help="memory for weights, adapters and requests (default: a GPU's memory minus 10%%; on a CPU 80%% of what is free)")  # fmt: skip
+        help="of weights, adapters and requests (default: 90%% of a GPU; on a CPU 80%% of what is free)")  # fmt: skip
     add("--policy", choices=POLICIES, default="on-demand",
         help="what is kept between a forward pass and its backward (on-demand: nothing but its input)")  # fmt: skip
     add("--swap-rate", type=size, default=8 << 30, metavar="SIZE",
-        help="bytes a second at which policy vanilla swaps tasks; on a CPU it waits as long as that takes (8GiB)")  # fmt: skip
+        help="bytes a second at which vanilla swaps tasks; on a CPU it waits as long as that takes (8GiB)")  # fmt: skip
     add("--reservations", choices=("menos", "easy"), default="menos",
         help="menos: the paper's backfilling; easy: it may not delay the first in the queue")  # fmt: skip
     add("--ageing", type=float, default=0.0, metavar="X", help="see docs/split.md (0: strictly by arrival)")
-    add("--weights", type=Path, metavar="FILE", help="JSON of each client's share: {\"NAME\": 2.0, ...}")
+    add("--weights", type=Path, metavar="FILE", help='JSON of each client\'s share: {"NAME": 2.0, ...}')
     add("--rate-limit", type=float, metavar="N", help="most tokens a second of each client (none)")
     add("--co-batching", action=argparse.BooleanOptionalAction, default=True,
         help="compute requests of several clients as one micro-batch where that is faster (default)")  # fmt: skip
@@ -64,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(least: int, text: str) -> dict[str, object]:
+def _count(least: int, text: str) -> dict[str, Any]:
     return {"type": at_least(least), "metavar": "N", "help": text}
 
 
@@ -79,7 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for flag, path in (("--tls-cert", arguments.tls_cert), ("--tls-key", arguments.tls_key),
                            ("--client-ca", arguments.client_ca)):  # fmt: skip
             if not path.is_file():
-                raise UserError(f"{flag} {path}: no such file: python -m megatron_mux.split.certificates makes them")
+                raise UserError(
+                    f"{flag} {path}: no such file: python -m megatron_mux.split.certificates makes them"
+                )
         from megatron_mux.split.run_server import run  # imports torch: seconds
 
         run(arguments)

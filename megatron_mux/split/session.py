@@ -7,80 +7,59 @@ refused, and an optimizer step is taken once however often the client says that 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from megatron_mux.errors import UserError
+from megatron_mux.shape import BackboneShape
 from megatron_mux.split.agreement import Proposal
-from megatron_mux.split.body import Rows
+from megatron_mux.split.body import Kept, Rows
 from megatron_mux.split.dispatcher import Outcome, Work
 from megatron_mux.split.pieces import from_wire, to_wire
-from megatron_mux.split.policies import Memory, Policy, Pending
-from megatron_mux.split.wire import DTYPES, Dtype, Flags, Kind, Limits, Message, RefusedError
+from megatron_mux.split.policies import ForwardPlan
+from megatron_mux.split.request_fields import (
+    BackwardFields,
+    Decision,
+    ForwardFields,
+    LeaveFields,
+    StateFields,
+    parse,
+)
+from megatron_mux.split.session_memory import Memory
+from megatron_mux.split.wire import Dtype, Flags, Kind, Limits, Message, RefusedError
+
+if TYPE_CHECKING:
+    from megatron_mux.split.serving import SplitServer
 
 MOST_PENDING = 2
 """Forward passes of a session that may wait for their backward at once."""
 
-_REQUESTS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.STATE, Kind.LEAVE, Kind.PING})
+_SECONDS_BETWEEN_LOOKS = 0.05
+"""An operation waits several times: what ends a session looks again so often whether it can be taken back."""
+
+_REQUESTS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.STATE, Kind.LEAVE})
 
 
-class _Fields(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """A forward pass that waits for its gradients.
 
+    Attributes:
+        rows: What the client has sent.
+        plan: How it was computed.
+        kept: Its graph, if that is kept.
+        reservation: Of what is kept.
+    """
 
-T = TypeVar("T", bound=_Fields)
-
-
-class Decision(_Fields):
-    """What became of an optimizer step, as the client decides for both ends."""
-
-    step: Annotated[int, Field(ge=0)]
-    """Steps done before it."""
-    norm: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """Norm of the gradient over both ends."""
-    skip: bool = False
-    """Whether neither end steps."""
-
-
-class ForwardFields(_Fields):
-    """JSON of a FORWARD."""
-
-    lengths: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
-    """Tokens of each sequence, in the order of the rows."""
-    ids: list[Annotated[int, Field(ge=0, le=2**31 - 1)]]
-    """Number of each sequence among those of its optimizer step."""
-    previous: Decision | None = None
-    """The step before, if the server has not been told of it."""
-
-
-class BackwardFields(_Fields):
-    """JSON of a BACKWARD."""
-
-    forward: Annotated[int, Field(ge=0)]
-    """The operation of its forward pass."""
-
-
-class StateFields(_Fields):
-    """JSON of a STATE."""
-
-    keep: list[Annotated[int, Field(ge=0)]] = []
-    """Steps of other saves that the client needs."""
-    previous: Decision | None = None
-    """As of a FORWARD."""
-
-
-class LeaveFields(_Fields):
-    """JSON of a LEAVE."""
-
-    finished: bool = False
-    """Whether the task is done: what the server keeps of it gets a name."""
-    previous: Decision | None = None
-    """As of a FORWARD."""
+    rows: Rows
+    plan: ForwardPlan
+    kept: Kept | None
+    reservation: int
 
 
 @dataclass(eq=False)
@@ -109,10 +88,14 @@ class Session:
         proposal: What the client asked for.
         layers: Of its body.
         memory: What its requests reserve.
-        policy: What is kept between a forward pass and its backward.
         step: Optimizer steps done.
         holds: The reservation of what lasts while the session is there.
         server: Does what sessions have in common.
+        stream: Reads the client's messages; None: the client is away.
+        current: The last operation.
+        pending: Forward passes that wait for their gradients, by their operation.
+        work: What waits for memory or its turn, or is being computed.
+        answer_s: How long the client takes from a forward pass's output to its gradient, lately.
     """
 
     name: str
@@ -121,27 +104,69 @@ class Session:
     proposal: Proposal
     layers: range
     memory: Memory
-    policy: Policy
-    server: Any
+    server: SplitServer
     step: int = 0
     holds: int = 0
     stream: asyncio.Task[Any] | None = None
     current: Current | None = None
     pending: dict[int, Pending] = field(default_factory=dict)
+    work: Work | None = None
+    expiry: asyncio.TimerHandle | None = None
     answer_s: float = 0.0
+    _began: float = 0.0
+    _answered: float = 0.0
+    _seconds: dict[str, float] = field(default_factory=dict)
 
     # -- what it may send
 
-    def limits(self, width: int, named_bytes: int) -> Limits:
+    def limits(self, shape: BackboneShape) -> Limits:
         """What the client may send.
 
         Args:
-            width: H of the backbone.
-            named_bytes: Most bytes of an adapter that it starts from.
+            shape: Of the backbone.
         """
-        kinds = _REQUESTS | ({Kind.UPLOAD} if self.proposal.uploads else frozenset())
-        dtype = Dtype[self.proposal.wire.upper()]
-        return Limits(kinds, self.proposal.rows, width, dtype, named_bytes)
+        kinds, named_bytes = _REQUESTS, 0
+        if self.proposal.uploads:
+            tensors = self.proposal.adapter_spec().tensors(shape).values()
+            kinds, named_bytes = kinds | {Kind.UPLOAD}, 8 * sum(math.prod(one.shape) for one in tensors)
+        return Limits(kinds, self.proposal.rows, shape.hidden, self.wire, named_bytes)
+
+    @property
+    def wire(self) -> Dtype:
+        """Dtype of hidden states and gradients on the wire."""
+        return Dtype[self.proposal.wire.upper()]
+
+    # -- what is known of its requests
+
+    def note_seconds(self, kind: str, seconds: float, rows: int) -> None:
+        """Note how long rows were computed, `forward` or `backward`."""
+        before = self._seconds.get(kind)
+        own = seconds / max(rows, 1)
+        self._seconds[kind] = own if before is None else 0.8 * before + 0.2 * own
+
+    def seconds_of(self, kind: str, rows: int) -> float:
+        """How long rows will probably be computed; 0 if nothing is known yet."""
+        return self._seconds.get(kind, 0.0) * rows
+
+    # -- the client's process
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an operation is being computed or waits."""
+        return self.current is not None and not self.current.task.done()
+
+    async def begin_again(self, proposal: Proposal) -> None:
+        """Go on with another process of the client, from the beginning of the same step."""
+        self.drop_pending()
+        self.current, self.proposal = None, proposal
+        await self.server.requests.zero(self)
+
+    async def end_work(self) -> None:
+        """Take back the operation that waits, or wait for the one that is being computed."""
+        while self.is_busy and self.current is not None and self.current.task is not asyncio.current_task():
+            task = self.current.task
+            self.withdraw()
+            await asyncio.wait([task], timeout=_SECONDS_BETWEEN_LOOKS)
 
     # -- operations
 
@@ -155,14 +180,17 @@ class Session:
             raise RefusedError("session", f"session {message.session} is not this stream's ({self.number})")
         current = self.current
         if current is not None and message.operation == current.operation and message.kind == current.kind:
-            if not (current.task.done() and current.task.cancelled()):
-                return await asyncio.shield(current.task)
+            return await asyncio.shield(current.task)
         elif current is not None and message.operation <= current.operation:
             raise RefusedError(
-                "replayed", f"operation {message.operation} comes again, but the last one was {current.operation}"
+                "replayed",
+                f"operation {message.operation} comes again, but the last one was {current.operation}",
+                retry=True,
             )
         elif current is not None and not current.task.done():
-            raise RefusedError("order", f"operation {message.operation} comes before the last one was answered")
+            raise RefusedError(
+                "order", f"operation {message.operation} comes before the last one was answered"
+            )
         task = asyncio.ensure_future(self._serve(message))
         self.current = Current(message.operation, message.kind, task)
         try:
@@ -174,10 +202,12 @@ class Session:
 
     def withdraw(self) -> None:
         """Take back the operation that waits, since its client is gone; one that is being computed is finished."""
-        if self.current is not None and not self.current.task.done():
-            self.server.withdraw(self)
+        if self.current is not None and self.is_busy and self.server.requests.is_waiting(self):
+            self.current.task.cancel()
+            self.current = None
 
     async def _serve(self, message: Message) -> Message:
+        self._began = time.monotonic()
         handlers: Mapping[Kind, Callable[[Message], Awaitable[Message]]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -202,12 +232,13 @@ class Session:
             ids=tuple(fields.ids),
             step=self.step,
             training=training,
-            hidden=self.server.to_device(message.tensor),
+            hidden=self._to_device(message.tensor),
             needs_input=Flags.NEEDS_INPUT in message.flags,
         )
-        output, pending, outcome = await self.server.forward(self, rows)
-        if training:
+        output, pending, outcome = await self.server.requests.forward(self, rows)
+        if pending is not None:
             self.pending[message.operation] = pending
+        self._answered = time.monotonic()
         return self._reply(message, Kind.OUTPUT, outcome, tensor=output)
 
     def _check_rows(self, message: Message, fields: ForwardFields, training: bool) -> None:
@@ -217,10 +248,14 @@ class Session:
         if message.step != self.step:
             raise RefusedError("step", f"the client is at step {message.step}, the session at {self.step}")
         if sum(lengths) != rows or len(fields.ids) != len(lengths):
-            raise RefusedError("rows", f"{len(lengths)} sequences of {sum(lengths)} tokens, but {rows} rows were sent")
+            raise RefusedError(
+                "rows", f"{len(lengths)} sequences of {sum(lengths)} tokens, but {rows} rows were sent"
+            )
         if len(lengths) > own.sequences or max(lengths) > own.longest or (training and rows > own.train_rows):
             agreed = f"{own.train_rows} rows with a backward pass, {own.sequences} sequences of {own.longest} tokens"
-            raise RefusedError("rows", f"{rows} rows in {len(lengths)} sequences: agreed were at most {agreed}")
+            raise RefusedError(
+                "rows", f"{rows} rows in {len(lengths)} sequences: agreed were at most {agreed}"
+            )
 
     async def _backward(self, message: Message) -> Message:
         fields = parse(BackwardFields, message)
@@ -230,10 +265,14 @@ class Session:
         gradient = message.tensor
         if gradient is None or gradient.shape != pending.rows.hidden.shape:
             raise RefusedError("rows", "the gradient does not have the shape of the forward pass's rows")
-        del self.pending[fields.forward]
-        gradient = self.server.to_device(gradient)
-        made, square, outcome = await self.server.backward(self, pending, gradient, Flags.LAST in message.flags)
-        fields_out = {} if square is None else {"squared_norm": square}
+        taken = time.monotonic() - self._answered
+        self.answer_s = taken if not self.answer_s else 0.8 * self.answer_s + 0.2 * taken
+        gradient = self._to_device(gradient)
+        made, square, outcome = await self.server.requests.backward(
+            self, pending, gradient, Flags.LAST in message.flags
+        )
+        self.pending.pop(fields.forward, None)
+        fields_out = {} if square is None else {"squared_norm": square if math.isfinite(square) else None}
         return self._reply(message, Kind.GRADIENT, outcome, fields_out, made)
 
     async def _state(self, message: Message) -> Message:
@@ -241,10 +280,15 @@ class Session:
         await self._settle(fields.previous)
         if message.step != self.step:
             raise RefusedError("step", f"the client is at step {message.step}, the session at {self.step}")
-        pieces = await self.server.save(self, fields.keep)
-        index, tensors = to_wire(pieces if self.server.returns_body else [])
+        pieces = await self.server.requests.save(self, fields.keep)
+        index, tensors = to_wire(pieces if self.server.options.returns_body else [])
         return Message(
-            Kind.STATE_REPLY, self.number, self.step, message.operation, fields={"pieces": index}, tensors=tensors
+            Kind.STATE_REPLY,
+            self.number,
+            message.step,
+            message.operation,
+            fields={"pieces": index},
+            tensors=tensors,
         )
 
     async def _upload(self, message: Message) -> Message:
@@ -254,29 +298,37 @@ class Session:
             pieces = from_wire(message.fields.get("pieces"), message.tensors)
         except UserError as error:
             raise RefusedError("pieces", str(error)) from None
-        await self.server.start_from(self, pieces)
-        return Message(Kind.STORED, self.number, self.step, message.operation)
+        if any(piece.kind != "value" for piece in pieces):
+            raise RefusedError("pieces", "an adapter to start from has values only")
+        await self.server.requests.start_from(self, pieces)
+        return Message(Kind.STORED, self.number, message.step, message.operation)
 
     async def _leave(self, message: Message) -> Message:
         fields = parse(LeaveFields, message)
         await self._settle(fields.previous)
         await self.server.leave(self, fields.finished)
-        return Message(Kind.BYE, self.number, self.step, message.operation)
+        return Message(Kind.BYE, self.number, message.step, message.operation)
 
     async def _settle(self, decision: Decision | None) -> None:
         """Take the optimizer step that the client has decided on, unless it was taken already."""
         if decision is None or decision.step < self.step:
             return
         if decision.step > self.step:
-            raise RefusedError("no_state", f"the client has done {decision.step} steps, the session {self.step}")
+            raise RefusedError(
+                "no_state", f"the client has done {decision.step} steps, the session {self.step}"
+            )
         self.drop_pending()
-        await self.server.update(self, decision)
+        await self.server.requests.update(self, decision)
         self.step += not decision.skip
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        backbone = self.server.bodies.shared.backbone
+        return tensor.to(backbone.device, backbone.dtype)
 
     def drop_pending(self) -> None:
         """Free what forward passes keep whose backward will not come."""
         for pending in self.pending.values():
-            self.server.free(pending)
+            self.server.requests.free(pending)
         self.pending.clear()
 
     def _reply(
@@ -287,29 +339,17 @@ class Session:
         fields: Mapping[str, Any] | None = None,
         tensor: Tensor | None = None,
     ) -> Message:
-        times = {"waited_s": round(outcome.waited_s, 6), "computed_s": round(outcome.computed_s, 6)}
-        wire = Dtype[self.proposal.wire.upper()]
+        waited_s = (
+            time.monotonic() - self._began - outcome.computed_s
+        )  # a step before and moving tasks included
+        times = {"waited_s": round(max(0.0, waited_s), 6), "computed_s": round(outcome.computed_s, 6)}
         return Message(
             kind,
             self.number,
-            self.step,
+            message.step,
             message.operation,
             message.flags,
             {**times, **(fields or {})},
             None if tensor is None else tensor.detach().cpu(),
-            Dtype.NONE if tensor is None else wire,
+            Dtype.NONE if tensor is None else self.wire,
         )
-
-
-def parse(model: type[T], message: Message) -> T:
-    """The JSON of a message, validated.
-
-    Raises:
-        RefusedError: It is not what the kind of message has.
-    """
-    try:
-        return model.model_validate(dict(message.fields))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise RefusedError("json", f"{message.kind.name}: {where}: {first['msg']}") from None

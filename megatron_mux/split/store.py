@@ -43,7 +43,9 @@ class SessionStore:
         """Steps that a session's saves hold, ascending."""
         return sorted(self._numbers(session, _STEP))
 
-    def save(self, session: str, step: int, pieces: Sequence[Piece], keep: Collection[int] | None = None) -> None:
+    def save(
+        self, session: str, step: int, pieces: Sequence[Piece], keep: Collection[int] | None = None
+    ) -> None:
         """Write a save and flush it to disk, then remove those that the client needs no more.
 
         Args:

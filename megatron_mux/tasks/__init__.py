@@ -4,7 +4,7 @@ A file can be checked before anything heavy is loaded: importing this room loads
 Megatron-Core.
 """
 
-from megatron_mux.tasks.files import load_task_file
+from megatron_mux.tasks.files import load_task_file, read_task
 from megatron_mux.tasks.spec import TaskSpec
 from megatron_mux.tasks.training import DataSpec, EvalSpec, TrainingSpec
 
@@ -14,4 +14,5 @@ __all__ = [
     "TaskSpec",
     "TrainingSpec",
     "load_task_file",
+    "read_task",
 ]

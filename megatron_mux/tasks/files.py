@@ -64,6 +64,22 @@ def load_task_file(path: str | os.PathLike[str], *, data_later: bool = False) ->
     return tasks
 
 
+def read_task(value: Mapping[str, Any], base: Path) -> TaskSpec:
+    """Check a task that is given as plain data, as a task file holds it.
+
+    Args:
+        value: The task.
+        base: Directory that relative paths start from.
+
+    Raises:
+        UserError: With one problem per mistake; missing data files are found when they are opened.
+    """
+    task, problems, _ = _task(dict(value), base)
+    if task is None or problems:
+        raise UserError(*(f"task: {text}" for text in problems))
+    return task
+
+
 def _items(value: Any, path: Path, problems: list[str]) -> tuple[list[Any], bool]:
     """Return the tasks in a file's value, and whether it is one task by itself."""
     if isinstance(value, dict) and "tasks" not in value and value.keys() & TaskSpec.model_fields.keys():

@@ -15,8 +15,7 @@ import numpy as np
 
 from megatron_mux.backbone.experts.moving import trial_seconds
 from megatron_mux.engine import Engine
-from megatron_mux.engine.agreement import everyones, from_first, raise_on_every_rank
-from megatron_mux.errors import UserError
+from megatron_mux.engine.agreement import computed_by_first, everyones
 from megatron_mux.moe.access_counts import Access
 from megatron_mux.moe.access_profile import AccessProfile
 from megatron_mux.moe.entries import Floats
@@ -134,16 +133,10 @@ class ExpertPlacer:
         return found
 
     def _look(self, access: Access, tokens: int, steps: int, anew: bool) -> Decision | None:
-        found: Decision | None = None
-        problem = ""
-        if self.parallel.rank == 0:
-            traffic = Traffic(tokens, self._row_bytes, bytes_beside(self.model.top_k))
-            try:
-                found = self._improve(access.profile(self.model), traffic, steps, anew)
-            except UserError as error:
-                problem = str(error)
-        raise_on_every_rank(problem, self.parallel)
-        return from_first(found, self.parallel)
+        traffic = Traffic(tokens, self._row_bytes, bytes_beside(self.model.top_k))
+        return computed_by_first(
+            lambda: self._improve(access.profile(self.model), traffic, steps, anew), self.parallel
+        )
 
     def _improve(self, profile: AccessProfile, traffic: Traffic, steps: int, anew: bool) -> Decision | None:
         rows = list(self.rows)

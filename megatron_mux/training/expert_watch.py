@@ -89,7 +89,7 @@ class ExpertWatch:
         self._recent: Access | None = None
         self._recent_steps = 0
         self._first: Floats | None = None
-        self._has_moved = kept
+        self._keeps_placement = kept
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -136,7 +136,7 @@ class ExpertWatch:
             f"{decision.before * 1e3:.4g} ms where they were ({less:.1%} less); {count} moved, {size} bytes in "
             f"{seconds:.2f} s, {left} step(s) to come"
         )
-        self._has_moved = True
+        self._keeps_placement = True
         self.save()
 
     def _steps_left(self) -> int:
@@ -238,7 +238,7 @@ class ExpertWatch:
     def _move(self, placer: ExpertPlacer, decision: Decision, left: int) -> None:
         moves = moved(placer.rows, decision.rows, placer.layers)
         size, seconds = placer.move(decision)
-        self._has_moved = True
+        self._keeps_placement = True
         gain = decision.before - decision.after
         self.reporter.say(
             f"{len(moves)} expert(s) moved, {size} bytes in {seconds:.3f} s: transfers of a step are predicted to take "
@@ -253,7 +253,7 @@ class ExpertWatch:
 
     def save(self) -> None:
         """Write where experts are, once that is not where they were asked to be."""
-        if not self._has_moved or self._directory is None or self._placer is None or self.parallel.rank:
+        if not self._keeps_placement or self._directory is None or self._placer is None or self.parallel.rank:
             return
         nodes = [worker.node for worker in self._placer.topology.workers]
         details = {"nodes": nodes, "workers_are": self._placer.workers_are}

@@ -72,6 +72,7 @@ class Loop:
                 arguments.mux_save_rate,
                 self.parallel,
                 arguments.precision,
+                self.reporter.owner,
             )
         self._is_frozen = False
         self._step_loop = StepLoop(self.arguments.mux_rolling, self.arguments.mux_watch is not None)
@@ -80,7 +81,7 @@ class Loop:
             return
         if directory == self.arguments.save and self.parallel.rank == 0:
             # Not before the tasks are accepted: a refused run leaves everything as it is.
-            self.registry.accepted = partial(cut_metrics, directory, self.manifest)
+            self.registry.accepted = partial(cut_metrics, directory, self.manifest, self.reporter.owner)
         if self.manifest is None:
             return
         self.registry.continue_from(self.manifest, directory, self.arguments.save)

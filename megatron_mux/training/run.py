@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -39,6 +37,7 @@ from megatron_mux.training.expert_topology import check_topology
 from megatron_mux.training.expert_watch import watch_experts
 from megatron_mux.training.loop import Loop
 from megatron_mux.training.plan_setup import make_planning
+from megatron_mux.training.signals import stop_on_signals
 from megatron_mux.training.task_setup import merge_saved, open_tasks
 
 
@@ -94,7 +93,7 @@ def run(arguments: MuxArguments) -> None:
             loop = Loop(arguments, engine, parallel, reporter, info, files, manifest, watch=watch)
             with closing(loop):
                 loop.registry.register(tasks)
-                with _stop_on_signals(loop):
+                with stop_on_signals(loop):
                     loop.run()
         reporter.close()
     finally:
@@ -208,21 +207,6 @@ def _make_exchange(arguments: MuxArguments, parallel: Parallel, reporter: Report
     exchange, said = make_exchange(parallel, arguments.mux_communication_ctas or CTAS)
     reporter.say(said)
     return exchange
-
-
-@contextmanager
-def _stop_on_signals(loop: Loop) -> Iterator[None]:
-    """SIGTERM and SIGINT let the step finish, save and leave: what a preempting scheduler and a person want."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        loop.stopping = True
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ class Saver:
         rate: Bytes to write a second while steps run; None: no limit.
         parallel: Where this rank stands.
         precision: See `checkpoint.Manifest`.
+        owner: See `checkpoint.save`.
 
     Attributes:
         memory: Host memory of the save that is being written.
@@ -43,6 +44,7 @@ class Saver:
     rate: int | None
     parallel: Parallel
     precision: str = ""
+    owner: str = ""
     memory: HostMemory = field(init=False)
     _group: dist.ProcessGroup | None = None
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "saver"))
@@ -78,7 +80,9 @@ class Saver:
                 state.snapshot = copies[state.entry.name].gather(self.parallel, self._group)
         if self.parallel.rank == 0:
             assert plan is not None
-            checkpoint.save(self.directory, states, plan, self.backbone, self.keep, pace, self.precision)
+            checkpoint.save(
+                self.directory, states, plan, self.backbone, self.keep, pace, self.precision, self.owner
+            )
 
     @property
     def is_done(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from megatron_mux.backbone.model import load_stages
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.engine import Engine, Planning
+from megatron_mux.errors import SharedError
 from megatron_mux.expert_shape import Placement
 from megatron_mux.moe.access_counts import Access, AccessCounts
 from megatron_mux.moe.topology import Topology
@@ -134,6 +135,21 @@ def test_experts_move_when_that_pays(checkpoint: Path, joined: Joined) -> None:
     one = 3 * shape.hidden * shape.experts.ffn * 8
     assert size == 4 * one and seconds > 0 and placer.rows == decision.rows
     assert placer.decide(skewed, 1000, 1000) is None
+
+
+def test_a_search_that_fails_keeps_no_rank_waiting(
+    checkpoint: Path, joined: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank, which searches, raises what went wrong as it is."""
+    engine = engine_of(joined, checkpoint, Layout(1, 1, 4), cases_of(96)[:1])
+    placer = ExpertPlacer(engine, engine.parallel, topology(1e12), assumed=True)
+
+    def fail(*_: object) -> None:
+        raise KeyError("made to fail")
+
+    monkeypatch.setattr(placer, "_improve", fail)
+    with pytest.raises(SharedError if engine.parallel.rank else KeyError, match="made to fail"):
+        placer.decide(selecting(4, 0.9), 1000, 1000)
 
 
 def test_a_given_topology_is_measured(checkpoint: Path, joined: Joined) -> None:

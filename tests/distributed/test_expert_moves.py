@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_mux.adapters.arena import Arena
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.engine import Engine
+from megatron_mux.engine.task_state import TaskState
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
@@ -118,6 +120,28 @@ def test_adapters_go_straight_to_the_new_manager(checkpoint: Path, joined: Joine
     own = sum(move.target == parallel.experts.rank for move in moves)
     assert engine.place_experts(after) == own * (weights + 3 * inner) * 8
     assert not parallel.experts.is_manager or own
+
+
+@pytest.mark.parametrize(
+    "short", [(TaskState, "attach"), (Arena, "refresh"), (Engine, "_reserve_gradient_buffer")]
+)
+def test_a_rank_without_memory_for_adapters_keeps_no_other_waiting(
+    checkpoint: Path, joined: Joined, monkeypatch: pytest.MonkeyPatch, short: tuple[type, str]
+) -> None:
+    shape = read_shape(checkpoint)
+    assert shape.experts is not None
+    parallel = joined(1, 1, False, 1, 1, 3)
+    start = Placement.among_managers(shape.experts.count, 3, range(shape.layers))
+    engine = Engine(Backbone.load(checkpoint, parallel, torch.float64, placement=start), parallel)
+    engine.register_tasks([case.task for case in cases_of(96) if case.name in ("lora", "experts")])
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("made to fail. Tried to allocate 2 GiB")
+
+    if parallel.rank == 2:
+        monkeypatch.setattr(*short, fail)
+    with pytest.raises(UserError, match=r"rank 2: .*experts have moved, and there is no memory.*2 GiB"):
+        engine.place_experts(others(shape, Layout(1, 1, 1, managers=3))[0])
 
 
 def test_weights_arrive_where_they_would_be_read(checkpoint: Path, joined: Joined) -> None:

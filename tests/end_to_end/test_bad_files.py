@@ -202,7 +202,7 @@ def test_a_checkpoint_that_cannot_be_read_on_resume(
 ) -> None:
     directory = tmp_path / "interrupted"
     # Three tasks have two files each: it is killed in its second save.
-    fault = Fault("megatron_mux.checkpoint:_write_tensors", 7, "kill before")
+    fault = Fault("megatron_mux.checkpoint:write_tensors", 7, "kill before")
     server.run(workplace.arguments("--save", directory, "--save-interval", "3"), fault=fault)
     cut(directory / "lora" / "checkpoint-3" / "training_state.safetensors", 0.5)
     run = server.run(workplace.arguments("--save", directory, "--load", directory))
@@ -216,7 +216,7 @@ def test_a_checkpoint_that_is_cut_off_with_an_older_save(
     file: str, workplace: Workplace, server: Server, finished: Path, tmp_path: Path
 ) -> None:
     directory = tmp_path / "interrupted"
-    fault = Fault("megatron_mux.checkpoint:_write_tensors", 13, "kill before")  # in its third save
+    fault = Fault("megatron_mux.checkpoint:write_tensors", 13, "kill before")  # in its third save
     flags: list[str | Path] = ["--save", directory, "--save-interval", "3"]
     server.run(workplace.arguments(*flags), fault=fault)
     newest = max((directory / "manifests").iterdir()).name
@@ -248,7 +248,7 @@ def test_a_stranger_among_the_manifests(
 
 
 FULL_DISKS: dict[str, tuple[Fault | None, int | None]] = {
-    "while an adapter is written": (Fault("megatron_mux.checkpoint:_write_tensors", 3, "no space"), None),
+    "while an adapter is written": (Fault("megatron_mux.checkpoint:write_tensors", 3, "no space"), None),
     "while a manifest is written": (Fault("megatron_mux.files:os.replace", 3, "no space"), None),
     "while a checkpoint is renamed": (Fault("os:rename", 4, "no space"), None),
     # A real refusal by the operating system, in the middle of a write.

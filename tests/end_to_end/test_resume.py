@@ -23,7 +23,7 @@ MOMENTS = [(steps, random.Random(2024 + steps).randrange(40)) for steps in (0, 2
 TRIES = 5
 # And at exact places of a save: a file half written, before and after a checkpoint or a manifest gets its name.
 PLACES = {
-    "adapter half written": Fault("megatron_mux.checkpoint:_write_tensors", 3, "kill halfway"),
+    "adapter half written": Fault("megatron_mux.checkpoint:write_tensors", 3, "kill halfway"),
     "before a checkpoint is renamed": Fault("os:rename", 5, "kill before"),
     "after a checkpoint is renamed": Fault("os:rename", 4, "kill after"),
     "before a manifest is renamed": Fault("megatron_mux.files:os.replace", 3, "kill before"),

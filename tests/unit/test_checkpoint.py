@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux import checkpoint, files
+from megatron_mux import checkpoint, files, tensor_file
 from megatron_mux.checkpoint import SavedTask, TaskToSave
 from megatron_mux.engine import Planning, Snapshot
 from megatron_mux.errors import UserError
@@ -62,7 +62,7 @@ def test_a_full_disk_leaves_what_was_saved_before(tmp_path: Path, monkeypatch: p
                 raise OSError(errno.ENOSPC, "No space left on device", str(path))
             real(path, *content, **options)
 
-        for module in (checkpoint, files):
+        for module in (checkpoint, files, tensor_file):
             monkeypatch.setattr(module, "write", full)
         with pytest.raises(UserError, match=r"could not save: No space left.*--load"):
             checkpoint.save(tmp_path, [_state(2 + failing)], PLAN, "backbone")

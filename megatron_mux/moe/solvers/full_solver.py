@@ -7,12 +7,13 @@ from collections.abc import Mapping
 
 from megatron_mux.moe.placement import Placement, from_owners, has_replicas, held, to_owners
 from megatron_mux.moe.placement_cost import PlacementProblem
+from megatron_mux.moe.solvers.concentrated import concentrated
 from megatron_mux.moe.solvers.full_bounds import full_bound
 from megatron_mux.moe.solvers.local_search import improve_small
 from megatron_mux.moe.solvers.replicate import add_replicas
 
 _STARTS = 2
-"""Placements that local search starts from: the best of those given."""
+"""Placements that local search starts from: the best of those given, and with a master a concentrated one."""
 
 _BOUND_SHARE = 0.25
 """Share of the time that the lower bound may take."""
@@ -37,6 +38,8 @@ def solve_full(
     ranked = sorted(starts.values(), key=problem.placement_cost)
     found = [ranked[0]]
     single = [start for start in ranked if not has_replicas(start)][:_STARTS]
+    if not problem.allows_replicas:
+        single.append(from_owners(concentrated(problem)))
     spare = problem.allows_replicas and bool((problem.capacities - held(found[0], problem.workers)).any())
     search_share = 0.5 if spare else 1.0
     all_finished = True

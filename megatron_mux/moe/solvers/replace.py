@@ -30,25 +30,26 @@ def replace_experts(
         problem: What the step is predicted from.
         placement: [L][E] the placement in force; it need not fit the capacities, but no worker gets beyond them.
         prices: [L][E][N] seconds of a step that it costs to have an expert on a worker; 0 where it is.
-        seconds: Time limit of the search.
+        seconds: Time limit of the search, shared by the layers.
 
     Returns:
         The placement, the same one if nothing is worth its price.
     """
     deadline = time.perf_counter() + seconds
-    single = [all(len(workers) == 1 for workers in row) for row in placement]
     owners = np.array([[workers[0] for workers in row] for row in placement], dtype=np.int64)
     state = SearchState(problem, owners)
     state.counts = held(placement, problem.workers)
-    for layer in np.flatnonzero(single):
-        while time.perf_counter() < deadline and _change(state, int(layer), prices[layer]):
+    rows = []
+    for layer, row in enumerate(placement):
+        now = time.perf_counter()
+        until = now + (deadline - now) / (problem.layers - layer)  # an equal share of what is left
+        if any(len(workers) > 1 for workers in row):
+            rows.append(replace_replicas(problem, layer, row, prices[layer], state.counts, until))
+            continue
+        while time.perf_counter() < until and _change(state, layer, prices[layer]):
             pass
-    return tuple(
-        tuple((int(worker),) for worker in state.owners[layer])
-        if single[layer]
-        else replace_replicas(problem, layer, row, prices[layer], state.counts, deadline)
-        for layer, row in enumerate(placement)
-    )
+        rows.append(tuple((int(worker),) for worker in state.owners[layer]))
+    return tuple(rows)
 
 
 def _change(state: SearchState, layer: int, prices: Floats) -> bool:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+
+from megatron_mux.moe.links import Traffic
+from megatron_mux.moe.placement import from_owners
+from megatron_mux.moe.placement_cost import make_problem
+from tests.unit.moe.instances import make_profile, make_topology
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
@@ -52,6 +59,50 @@ def test_bytes_on_a_ring() -> None:
     # Of six processes on three nodes, three pass on to another node, each ten sixths of what is summed.
     assert _ring_bytes(600, "aabbcc") == pytest.approx(3 * 1000)
     assert _ring_bytes(600, "aaa") == 0
+
+
+@pytest.mark.parametrize("nodes", [[1, 1], [1, 1, 1]])
+def test_no_placement_sends_fewer_bytes_than_the_bound(nodes: list[int]) -> None:
+    """With one distant worker the bound is reached."""
+    from expert_placement_predicted import least_bytes
+
+    for seed in range(3):
+        profile, topology = make_profile(2, 3, seed=seed), make_topology(nodes, 6 - len(nodes))
+        problem = make_problem(profile, topology, Traffic(100, 128.0, 8.0), "full")
+        every = (np.reshape(owners, (2, 3)) for owners in product(range(len(nodes)), repeat=6))
+        least = min(
+            problem.cross_node_bytes(from_owners(owners))
+            for owners in every
+            if (np.bincount(owners.ravel(), minlength=len(nodes)) <= problem.capacities).all()
+        )
+        assert least_bytes(problem) <= least * (1 + 1e-9)
+        if len(nodes) == 2:
+            assert least_bytes(problem) == pytest.approx(least)
+
+
+def test_measured_cases_are_predicted_without_measuring(tmp_path: Path) -> None:
+    from expert_placement_predicted import predict_cases
+    from expert_placement_results import Results
+    from expert_placement_tables import markdown
+
+    results = Results("a machine", ["movie"], None)
+    links = {"bandwidth": [[1e6] * 7] * 7, "up": dict.fromkeys("abc", 1e6), "down": dict.fromkeys("abc", 1e6)}
+    results.links(1, 16)["broker"] = links
+    figures = dict.fromkeys(
+        ["mean_bytes", "median_s", "predicted_bytes", "predicted_s", "interface_payload", "rest_s"], 1e5
+    )
+    figures |= {"gradient_bytes": 0.0, "compute_share": 0.1, "routed_equals_sent": True}
+    results.add_case(
+        {"case": "movie", "slack": 1.25, "between_mb_s": 1, "local_mb_s": 16, "tokens": 100, "rounds": 1}
+        | {"steps": 1, "entropy": 0.5, "methods": {"ep": figures, "ours": figures}}
+    )
+    (tmp_path / "movie.profile.json").write_text(make_profile(2, 6).model_dump_json())
+    predict_cases(results, [("movie", 1.25), ("movie", 1.0), ("austen", 1.0)], tmp_path)
+    found = results.content["cases"][0]["predicted"]
+    assert 0 < found["least"]["bytes"] <= min(found["concentrated"]["bytes"], found["ours"]["bytes"])
+    assert found["ours"]["s"] <= min(found["concentrated"]["s"], found["paper-lp"]["s"])
+    lines = markdown(results.content).splitlines()
+    assert f"| broker, least possible | {found['least']['bytes'] / 1e5 - 1:+.1%} |" in lines
 
 
 def test_cases_are_added_to_those_that_the_file_has(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import count, product
 
 import numpy as np
+import pytest
 
 from megatron_mux.moe.links import Traffic
-from megatron_mux.moe.placement import check_placement, held
+from megatron_mux.moe.placement import check_placement, from_owners, held
 from megatron_mux.moe.placement_cost import PlacementProblem, make_problem
 from megatron_mux.moe.solvers.replace import prices_of, replace_experts
 from megatron_mux.moe.solvers.solve import solve
@@ -70,6 +71,15 @@ def test_replicas_follow_the_skew() -> None:
             assert new == old
         else:
             assert before - problem.placement_cost(new) > 0.5 * (before - best) > 0
+
+
+def test_a_search_that_is_late_improves_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count()
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    problem = make_problem(make_profile(4, 8), make_topology([2, 2], 32), TRAFFIC, "full")
+    old = from_owners(np.tile(np.arange(8) % 4, (4, 1)))
+    new = replace_experts(problem, old, np.zeros((4, 8, 4)), 19)
+    assert all(moves(*rows) for rows in zip(old, new, strict=True))
 
 
 def test_layers_with_and_without_replicas_get_better() -> None:

@@ -11,9 +11,10 @@ import pytest
 from megatron_mux.errors import UserError
 from megatron_mux.moe.access_profile import AccessProfile
 from megatron_mux.moe.links import Traffic
-from megatron_mux.moe.placement import check_placement, from_owners, has_replicas
+from megatron_mux.moe.placement import check_placement, from_owners, has_replicas, to_owners
 from megatron_mux.moe.placement_cost import PlacementProblem, make_problem
 from megatron_mux.moe.solvers.baselines import contiguous, eplb, sequential, shuffled
+from megatron_mux.moe.solvers.concentrated import concentrated
 from megatron_mux.moe.solvers.layer_counts import Kinds, SetTable, choose_counts, least_seconds
 from megatron_mux.moe.solvers.local_search import improve
 from megatron_mux.moe.solvers.paper_lp import relax, round_shares
@@ -194,6 +195,25 @@ def test_replicas_fill_spare_slots_where_that_helps() -> None:
     ]
     assert has_replicas(found[1].placement)
     assert found[1].objective < found[0].objective
+
+
+def test_a_layers_distant_experts_share_a_worker_as_far_as_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatron_mux.moe.routed_sets.SAMPLE", 128)
+    for seed in range(40):
+        problem = make_problem(*random_instance(seed), TRAFFIC, "full")
+        placement = from_owners(concentrated(problem))
+        check_placement(placement, problem.layers, problem.experts, problem.workers, problem.capacities)
+    problem = make_problem(make_profile(4, 6), make_topology([1, 1, 1], 12), TRAFFIC, "full")
+    assert all(len({*row} - {0}) <= 1 for row in concentrated(problem).tolist())
+
+
+def test_evenly_used_experts_get_placed_better_than_by_local_search_from_baselines() -> None:
+    profile, topology = make_profile(8, 12, skew=0.0), make_topology([2, 1, 1], 30)
+    found = solve(profile, topology, TRAFFIC, "full", seconds=10)
+    spread = improve(found.problem, to_owners(found.baselines["paper-lp"]), time.perf_counter() + 10)[0]
+    assert found.solution.objective < 0.95 * found.problem.cost(spread)
 
 
 def test_a_search_that_is_late_says_so_and_keeps_its_start() -> None:

@@ -1,4 +1,4 @@
-"""The body with client's ends computes what the whole backbone computes, for many sessions over one set of parameters."""
+"""The body and a client's ends compute what the whole backbone does, for many sessions over one set of parameters."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.body import Body, Rows
-from megatron_mux.split.pieces import assemble
+from megatron_mux.split.body import Body, Rows, unique_bytes
 from megatron_mux.tasks import TrainingSpec
 from tests import tiny_models
 
-LAYERS = 6
-TRAINING = TrainingSpec(learning_rate=0.02, max_steps=5, max_grad_norm=0.5, weight_decay=0.1, seed=3)
+LAYERS, STEPS = 6, 5
+TRAINING = TrainingSpec(learning_rate=0.02, max_steps=STEPS, max_grad_norm=0.5, weight_decay=0.1, seed=3)
 SECTIONS: dict[str, dict[str, Any]] = {
     "lora": {"peft_type": "LORA", "r": 4, "lora_dropout": 0.2, "target_modules": "all-linear"},
     "prefix": {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3},
@@ -80,14 +79,14 @@ class Whole:
     def __post_init__(self) -> None:
         own = self.backbone
         self.adapters = AdapterSet(own.base_ops(), own.parallel, own.dtype, own.shape)
-        self.adapter = self.adapters.add(task_of(self.name), TRAINING.max_steps)
-        self.optimizer = TaskOptimizer(self.adapter, TRAINING, TRAINING.max_steps)
+        self.adapter = self.adapters.add(task_of(self.name), STEPS)
+        self.optimizer = TaskOptimizer(self.adapter, TRAINING, STEPS)
 
     def step(self, step: int) -> None:
         batch = batch_of(self.name, step)
         with layout.activate(batch):
             loss, _ = self.backbone.loss(self.backbone.forward(batch, labelled_only=True), batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         self.losses.append(float(loss.detach()))
         self.adapter.penalty(step)
         norm = torch.stack([g.square().sum() for g in self.optimizer.owned]).sum().sqrt()
@@ -120,9 +119,9 @@ class Client:
         ops = [*self.front.base_ops(), *self.back.base_ops()]
         self.adapters = AdapterSet(ops, alone, torch.float64, self.front.shape)
         task = task_of(self.name)
-        self.adapter = self.adapters.add(task, TRAINING.max_steps)
-        self.optimizer = TaskOptimizer(self.adapter, TRAINING, TRAINING.max_steps)
-        self.body.add(self.name, task.adapter, TRAINING, self.layers, TRAINING.max_steps)
+        self.adapter = self.adapters.add(task, STEPS)
+        self.optimizer = TaskOptimizer(self.adapter, TRAINING, STEPS)
+        self.body.add(self.name, task.adapter, TRAINING, self.layers, STEPS)
 
     def rows(self, step: int) -> Rows:
         self.batch = batch_of(self.name, step)
@@ -137,7 +136,7 @@ class Client:
         with layout.activate(self.batch):
             made = self.back.forward(self.batch, self.output, labelled_only=True)
             loss, _ = self.back.loss(made, self.batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         self.losses.append(float(loss.detach()))
         assert self.output.grad is not None
         return self.output.grad.squeeze(1)
@@ -145,7 +144,7 @@ class Client:
     def finish(self, step: int, gradient: Tensor | None) -> None:
         if gradient is not None:
             with layout.activate(self.batch):
-                self.hidden.backward(gradient.unsqueeze(1))  # type: ignore[no-untyped-call]
+                self.hidden.backward(gradient.unsqueeze(1))
         self.adapter.penalty(step)
         squares = [g.square().sum() for g in self.optimizer.owned]
         norm = (sum(map(float, squares)) + self.body.squared_norm(self.name, step)) ** 0.5
@@ -157,7 +156,9 @@ class Client:
         self.body.update(self.name, step, norm, skip=False)
 
     def values(self) -> dict[str, Tensor]:
-        theirs = {p.key: p for p in self.body.state(self.name) if p.kind == "value"}
+        state = self.body.state(self.name)
+        fixed = {record.key for record in self.adapter.fixed}
+        theirs = {p.key: p for p in state if p.kind == "value" and p.key not in fixed}
         found = {}
         for p in self.adapter.parameters:
             found[p.key] = p.value.detach()
@@ -165,7 +166,9 @@ class Client:
                 other = theirs.pop(p.key)
                 whole = torch.zeros(p.full_shape, dtype=torch.float64)
                 assert p.index is not None and other.index is not None
-                found[p.key] = whole.index_copy(1, p.index, p.value.detach()).index_copy(1, other.index, other.tensor)
+                found[p.key] = whole.index_copy(1, p.index, p.value.detach()).index_copy(
+                    1, other.index, other.tensor
+                )
         return found | {key: piece.tensor for key, piece in theirs.items() if key not in found}
 
 
@@ -206,3 +209,61 @@ def test_split_training_equals_that_of_the_whole(
             torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-10, msg=f"{client.name} {key}")
         body.remove(client.name)
     assert not any("forward" in vars(op.info.module) for op in body.adapters.ops)
+
+
+def test_all_sessions_share_one_storage_of_the_parameters(parallel: Parallel, server: Backbone) -> None:
+    body = Body(server, parallel)
+    before = {p.untyped_storage().data_ptr() for p in server.model.parameters()}
+    shared = body.shared_bytes
+    for name in SECTIONS:
+        front, back = CUTS[name]
+        body.add(name, task_of(name).adapter, TRAINING, range(front, LAYERS - back), STEPS)
+    modules: list[Any] = [op.info.module for op in body.adapters.ops]
+    used = {module.weight.untyped_storage().data_ptr() for module in modules}
+    assert used <= before == {p.untyped_storage().data_ptr() for p in server.model.parameters()}
+    assert body.shared_bytes == shared
+    tensors = [*server.model.parameters()]
+    for name in SECTIONS:
+        member = body._members[name]
+        arena = member.adapter.arena
+        tensors += [arena.values, arena.gradients, *member.optimizer.moments.values()]
+        tensors += [record.value for record in member.adapter.fixed]
+    assert unique_bytes(tensors) == shared + sum(map(body.bytes_of, SECTIONS)), (
+        "nothing is held twice, nothing else"
+    )
+    for name in SECTIONS:
+        body.remove(name)
+
+
+@pytest.mark.parametrize("kind", ["lora", "prefix"])
+@pytest.mark.parametrize("value", [1e308, -1e200, 0.0])
+def test_a_session_computed_together_with_an_absurd_one_is_as_it_would_be_alone(
+    server: Backbone, parallel: Parallel, kind: str, value: float
+) -> None:
+    """Values that overflow stay within the rows of their own session."""
+    body, layers = Body(server, parallel), range(1, LAYERS - 1)
+    section = task_of(kind).adapter
+    for name in ("victim", "absurd"):
+        body.add(name, section, TRAINING, layers, STEPS)
+    random = torch.Generator().manual_seed(1)
+    hidden, gradient = (
+        torch.randn(12, server.shape.hidden, dtype=torch.float64, generator=random) for _ in range(2)
+    )
+    rows = {
+        "victim": Rows("victim", (5, 7), (0, 1), 0, True, hidden, True),
+        "absurd": Rows("absurd", (5, 7), (0, 1), 0, True, torch.full_like(hidden, value), True),
+    }
+    found = []
+    for names in (["victim"], ["absurd", "victim"]):
+        outputs, kept = body.forward([rows[name] for name in names], layers, graph=True)
+        assert kept is not None
+        gradients = [gradient if name == "victim" else torch.full_like(gradient, 1e308) for name in names]
+        made = body.backward(kept, gradients)[-1]
+        assert made is not None
+        found.append((outputs[-1], made, torch.tensor(body.squared_norm("victim", 0))))
+        for name in names:
+            body.zero(name)
+    for name in ("victim", "absurd"):
+        body.remove(name)
+    for alone, together in zip(*found, strict=True):
+        torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-12)

@@ -26,7 +26,7 @@ def model() -> Any:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        initializer_range=0.2,
+        initializer_range=0.1,
     )
     return LlamaForCausalLM(config).eval()
 

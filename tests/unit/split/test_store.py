@@ -67,7 +67,7 @@ def test_a_damaged_save_is_refused_by_name(tmp_path: Path) -> None:
     store.save("me/task", 3, some_pieces())
     path = tmp_path / "me/task/step-3.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(UserError, match="step-3.safetensors is damaged"):
+    with pytest.raises(UserError, match=r"step-3\.safetensors is damaged"):
         store.load("me/task", 3)
 
 

@@ -1,0 +1,116 @@
+"""Persistent memory of a server with shared parameters and of `vanilla`, and equation 3 against measured bytes."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
+
+if TYPE_CHECKING:
+    from megatron_mux.split.body import Body
+
+
+def measure_memory(backbone: Path, most: int, rows: int, longest: int) -> dict[str, Any]:
+    """Measure both in processes of their own, for their resident sizes.
+
+    Args:
+        backbone: Hugging Face directory.
+        most: Clients, from one to so many.
+        rows, longest: Of a request, and of a sequence.
+    """
+    found: dict[str, Any] = {"rows": rows}
+    for name, copies in (("shared", False), ("vanilla", True)):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            found[name] = pool.submit(grow, backbone, most, copies, rows, longest).result()
+    return found
+
+
+def grow(backbone: Path, most: int, copies: bool, rows: int, longest: int) -> list[dict[str, Any]]:
+    """Let clients join a server one after the other, each of which takes a step; measure after each.
+
+    Persistent bytes are the storages of all live tensors of the process, each counted once by its address. They and the
+    resident size are beyond what there was before the body was read; with copies, beyond what there was when the body
+    had been read that copies are made from.
+
+    Args:
+        backbone: Hugging Face directory.
+        most: Clients.
+        copies: Whether each has the parameters for itself.
+        rows, longest: Of a request, and of a sequence.
+    """
+    from process_memory import resident_bytes, tensor_bytes
+    from split_model import proposal
+
+    from megatron_mux import runtime
+    from megatron_mux.backbone.model import Backbone
+    from megatron_mux.backbone.registry import read_shape
+    from megatron_mux.split.body import Body
+    from megatron_mux.split.session_compute import Bodies
+    from megatron_mux.split.session_memory import predict
+
+    shape, parallel = read_shape(backbone), runtime.initialize(device="cpu")
+    before = _set_aside()
+    split = (1, shape.layers - 1, 0)
+    body = Body(Backbone.load(backbone, parallel, split=split, stage=1, ends=False), parallel)
+    if copies:
+        before = _set_aside()
+    bodies, found, lasting = Bodies(body, copies, 1.0), [], 0
+    for count in range(1, most + 1):
+        name, asked = f"client-{count}/task", proposal("", rows, longest)
+        part = asked.body(shape)
+        memory, predicted = bodies.join(name, asked, part, None), predict(shape, asked, 4, "cpu")
+        lasting += memory.lasting
+        peak = _step(bodies.of(name), name, part, rows, longest)
+        persistent, resident = tensor_bytes(), resident_bytes() - before
+        weights = body.shared_bytes * (count if copies else 1)
+        found.append(
+            {
+                "clients": count,
+                "persistent": persistent,
+                "resident": resident,
+                "measured": persistent + peak,
+                "equation_3": weights + lasting + memory.backward,
+                "closed_forms": weights + count * predicted.lasting + predicted.backward,
+                "weights": weights,
+                "lasting": lasting,
+                "request": peak,
+            }
+        )
+    gc.unfreeze()
+    return found
+
+
+def _set_aside() -> int:
+    """Leave what there is out of what `tensor_bytes` counts; returns the resident size."""
+    from process_memory import resident_bytes
+
+    resident = resident_bytes()  # it collects garbage first
+    gc.freeze()
+    return resident
+
+
+def _step(body: Body, name: str, layers: range, rows: int, longest: int) -> int:
+    """Take an optimizer step as with `on-demand`; returns the most bytes that its requests made beyond their input."""
+    import torch
+
+    from megatron_mux.split.body import Rows
+    from megatron_mux.split.meter import measure
+
+    lengths = (longest,) * (rows // longest)
+    hidden = torch.randn(rows, body.backbone.shape.hidden)
+    request = Rows(name, lengths, tuple(range(len(lengths))), 0, True, hidden, True)
+
+    def passes() -> None:
+        body.forward([request], layers, graph=False)
+        _, kept = body.forward([request], layers, graph=True)
+        assert kept is not None
+        body.backward(kept, [hidden])
+
+    _, peak = measure(torch.device("cpu"), passes)
+    body.update(name, 0, body.squared_norm(name, 0) ** 0.5, False)
+    return peak.peak

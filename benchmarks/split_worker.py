@@ -1,0 +1,177 @@
+"""The processes of `split.py`: forked from a server that has imported everything, each enters its namespace.
+
+split_worker.py server NAMESPACE FILE FLAGS...           a server that writes its figures to FILE at SIGUSR2
+split_worker.py client NAMESPACE FILE MODEL TLS NAME ADDRESS    the real client; a line of JSON for each step
+split_worker.py requests NAMESPACE FILE MODEL TLS NAME ADDRESS... requests without a client's layers, by commands
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from split_network import enter  # noqa: E402
+
+
+def serve(file: Path, flags: Sequence[str]) -> None:
+    """Be a server. SIGUSR1: what is measured begins, and swapping takes time from now on. SIGUSR2: write figures."""
+    from megatron_mux.split import run_server
+    from megatron_mux.split.scheduler import Demand, Scheduler
+    from megatron_mux.split.server import make_parser
+    from megatron_mux.split.session_compute import Bodies
+
+    most, has_begun, schedulers = 0, False, []
+
+    class RecordingScheduler(Scheduler):
+        """Notes the most that was reserved at once."""
+
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            schedulers.append(self)
+
+        def grant(self, now: float) -> list[Demand]:
+            nonlocal most
+            granted = super().grant(now)
+            most = max(most, self.capacity - self.free)
+            return granted
+
+    class LaterBodies(Bodies):
+        """Swaps tasks in no time until the measurement begins: else joining alone would take minutes."""
+
+        def swap(self, size: int) -> None:
+            if has_begun:
+                super().swap(size)
+
+    def begin(number: int, frame: object) -> None:
+        nonlocal most, has_begun
+        most, has_begun = schedulers[0].capacity - schedulers[0].free, True
+
+    def write(number: int, frame: object) -> None:
+        whole = {"most_reserved": most, "capacity": schedulers[0].capacity, "cpu_s": time.process_time()}
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(whole))
+        partial.replace(file)
+
+    run_server.Scheduler = RecordingScheduler  # type: ignore[misc]
+    run_server.Bodies = LaterBodies  # type: ignore[misc]
+    signal.signal(signal.SIGUSR1, begin)
+    signal.signal(signal.SIGUSR2, write)
+    run_server.run(make_parser().parse_args([*flags]))
+
+
+def train(file: Path, model: Path, tls: Path, name: str, address: str) -> None:
+    """Be a client: train, and write for each step when it ended and what its requests took."""
+    from split_model import SERVER_NAME, task
+
+    from megatron_mux.split import link
+    from megatron_mux.split.tls import ClientTls
+    from megatron_mux.split.trainer import SplitTrainer
+    from megatron_mux.split.wire import Message
+
+    waits: list[float] = []
+
+    def add(self: link.Tally, seconds: float, reply: Message) -> None:
+        count(self, seconds, reply)
+        waits.append(link.number(reply.fields.get("waited_s"), 0.0))
+
+    count, link.Tally.add = link.Tally.add, add  # type: ignore[method-assign]
+
+    class RecordingLink(link.Link):
+        """Writes a line at the end of each step."""
+
+        def decide(self, step: int, norm: float, skip: bool) -> None:
+            super().decide(step, norm, skip)
+            own = self.tally
+            line = {
+                "ended": time.monotonic(),
+                "cpu_s": time.process_time(),
+                "requests_s": own.seconds,
+                "waited_s": own.waited_s,
+                "computed_s": own.computed_s,
+                "waits": waits[:],
+            }
+            waits.clear()
+            lines.write(json.dumps(line) + "\n")
+
+    from megatron_mux.split import client_run
+
+    client_run.Link = RecordingLink  # type: ignore[misc]
+    with file.open("w", buffering=1) as lines:
+        SplitTrainer(
+            backbone=model,
+            task=task(model),
+            server=address,
+            tls=ClientTls(tls / "ca.pem", tls / f"{name}.pem", tls / f"{name}.key", SERVER_NAME),
+            cut_front=1,
+            cut_back=0,
+            log_interval=10_000,
+            device="cpu",
+            progress=False,
+        ).train()
+
+
+def request(
+    commands: IO[str], answers: IO[str], model: Path, tls: Path, name: str, addresses: Sequence[str]
+) -> None:
+    """Be a client without layers: for each command, send random rows forward and backward to one of the servers.
+
+    A command has `server`, `rows` and `seconds`; the answer is a list of when each pair of passes ended.
+    """
+    import torch
+    from split_model import SERVER_NAME, proposal
+
+    from megatron_mux.backbone.registry import read_backbone_info
+    from megatron_mux.split.link import Link
+    from megatron_mux.split.tls import ClientTls
+    from megatron_mux.split.transport import Transport
+    from megatron_mux.split.wire import Flags, Kind, Limits
+
+    info = read_backbone_info(model)
+    files = ClientTls(tls / "ca.pem", tls / f"{name}.pem", tls / f"{name}.key", SERVER_NAME)
+    links = []
+    for address in addresses:
+        transport = Transport(address, files, Limits(), say=lambda text: None)
+        links.append(Link(transport, proposal(info.fingerprint, 256, 256, name), info.shape))
+        links[-1].join()
+    answers.write("[]\n")
+    answers.flush()
+    for line in commands:
+        asked = json.loads(line)
+        link, ended = links[asked["server"]], []
+        rows = torch.randn(asked["rows"], info.shape.hidden, generator=torch.Generator().manual_seed(0))
+        until = time.monotonic() + asked["seconds"]
+        while time.monotonic() < until:
+            training, operation = Flags.TRAINING | Flags.NEEDS_INPUT, link.next_operation
+            link.request(Kind.FORWARD, {"lengths": [len(rows)], "ids": [0]}, training, rows)
+            last = Flags.LAST | Flags.NEEDS_INPUT
+            link.request(Kind.BACKWARD, {"forward": operation}, last, rows / len(rows))
+            link.decide(link.step, 1.0, False)
+            ended.append(time.monotonic())
+        answers.write(json.dumps(ended) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    """Enter the namespace and be what the command line says."""
+    role, namespace, file, *rest = sys.argv[1:]
+    enter(namespace)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if role == "server":
+        serve(Path(file), rest)
+    elif role == "client":
+        train(Path(file), Path(rest[0]), Path(rest[1]), rest[2], rest[3])
+    else:
+        request(sys.stdin, sys.stdout, Path(rest[0]), Path(rest[1]), rest[2], rest[3:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""A client's run of its task: files are read once; each attempt joins the server and goes on from the newest save.
+
+An attempt ends when the task is done, or when the server has lost steps: the next one begins at an earlier save, as a
+process does that is started again.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_mux import checkpoint
+from megatron_mux.adapters.peft_format import read_adapter
+from megatron_mux.adapters.targets import ALL_LINEAR, match_targets
+from megatron_mux.arguments import MuxArguments
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.backbone.registry import BackboneInfo
+from megatron_mux.checkpoint import Manifest, SavedTask
+from megatron_mux.data.dataset import DataFiles
+from megatron_mux.data.tokenizer import load_tokenizer
+from megatron_mux.engine import Task
+from megatron_mux.errors import UserError
+from megatron_mux.report import Reporter, cut_metrics
+from megatron_mux.runtime import Parallel
+from megatron_mux.shape import BackboneShape
+from megatron_mux.split.accountant import Releases
+from megatron_mux.split.affinity import choose_server, identity_of
+from megatron_mux.split.agreement import NAMING_MODULES, Proposal
+from megatron_mux.split.backbone import SplitBackbone, load_ends
+from megatron_mux.split.body_share import body_share
+from megatron_mux.split.client_files import read_client_info
+from megatron_mux.split.engine import SplitEngine
+from megatron_mux.split.link import LOST, Link
+from megatron_mux.split.noise import Noise, read_secret
+from megatron_mux.split.noise import Privacy as PrivacySection
+from megatron_mux.split.remote import Privacy, RemoteBody
+from megatron_mux.split.request_sizes import request_sizes
+from megatron_mux.split.wire import Limits, RefusedError
+from megatron_mux.tasks import TaskSpec
+from megatron_mux.training.loop import Loop
+from megatron_mux.training.signals import stop_on_signals
+from megatron_mux.training.task_setup import merge_saved, open_tasks
+
+if TYPE_CHECKING:
+    from megatron_mux.split.trainer import SplitTrainer
+
+_SAVES_TO_RETURN_TO = 3
+"""The server keeps its part of so many of the client's newest saves."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ClientRun:
+    """What a client's attempts have in common.
+
+    Attributes:
+        options: What the user asked for.
+        info: The backbone, with the whole one's fingerprint.
+        task: The task.
+        files: Opens data files.
+        front, back: The client's layers.
+        proposal: What the client asks the server for at step 0.
+        privacy: Protects what is sent.
+    """
+
+    options: SplitTrainer
+    info: BackboneInfo
+    task: Task
+    files: DataFiles
+    front: Backbone
+    back: Backbone
+    proposal: Proposal
+    privacy: Privacy | None = None
+
+    @classmethod
+    def open(cls, options: SplitTrainer, spec: TaskSpec, say: Say) -> ClientRun:
+        """Read and check everything; nothing is written but the directory to save to.
+
+        Raises:
+            UserError: Something is wrong with it.
+        """
+        info = read_client_info(options.backbone, options.cut_front, options.cut_back)
+        files = DataFiles(load_tokenizer(options.backbone), say)
+        source, manifest = _newest(options, info, spec.name, say)
+        if options.load is not None and source is None:
+            say(f"--load {options.load}: no checkpoint there yet, starting anew")
+        (spec,) = merge_saved([spec], manifest)
+        entry = _entry(manifest)
+        (task,) = open_tasks([spec], info, files, say, [spec.name] if entry and entry.checkpoint else [])
+        device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        alone = Parallel.alone(device)
+        front, back = load_ends(info, alone, options.cut_front, options.cut_back, options.dtype)
+        run = cls(options, info, task, files, front, back, _propose(options, info, task))
+        if options.save is None:
+            say("no --save: the adapter will be lost when the run ends")
+        elif problem := checkpoint.prepare(options.save):
+            raise UserError(problem)
+        return replace(run, privacy=_privacy(options, task, say))
+
+    @property
+    def name(self) -> str:
+        """The task's."""
+        return self.task.spec.name
+
+    def attempt(self, reporter: Reporter) -> None:
+        """Join the server, train from the newest save to the end, and leave.
+
+        Raises:
+            RefusedError: The server does not go on; its code is `LOST` if it has lost steps.
+            UserError: Something else is wrong.
+        """
+        options, say = self.options, reporter.say
+        source, manifest = _newest(options, self.info, self.name, say)
+        entry = _entry(manifest)
+        if entry is not None and entry.status in ("finished", "failed"):
+            link = self._link(entry.step, say)  # never joined: there is nothing to compute
+        else:
+            link, manifest = self._join(source, manifest, say)
+        try:
+            if link.is_joined and link.proposal.uploads:
+                layers = self.proposal.body(self.info.shape)
+                link.upload(body_share(self.task, self.info, layers, options.dtype))
+            self._train(link, source or options.load, manifest, reporter)
+        finally:
+            link.close()
+
+    def go_back(self) -> int:
+        """Cut the metrics to the newest save; returns its step, 0 if there is none."""
+        _, manifest = _newest(self.options, self.info, self.name, lambda text: None)
+        if self.options.save is not None:
+            cut_metrics(self.options.save, manifest, self.name)
+        return _step(manifest)
+
+    # -- joining
+
+    def _link(self, step: int, say: Say) -> Link:
+        connect = self.options.connect or self._connect
+        start = self.task.spec.adapter.adapter_name_or_path
+        if start is not None and self.task.initial is None and not step:
+            # It was not read for a run that is continued, which goes back to its beginning now.
+            self.task.initial = read_adapter(start, self.task.spec.adapter, self.info.shape)
+        uploads = self.task.initial is not None and not step
+        changes = {"step": step, "incarnation": secrets.token_hex(16), "uploads": uploads}
+        proposal = self.proposal.model_copy(update=changes)
+        return Link(connect(say), proposal, self.front.shape, self.options.tally)
+
+    def _connect(self, say: Say) -> Any:
+        from megatron_mux.split.transport import Transport  # imports grpc
+
+        tls = self.options.tls
+        identity = "local" if tls is None else identity_of(tls.certificate)
+        server, name = choose_server(self.options.server, f"{identity}/{self.name}")
+        if tls is not None and name is not None:
+            tls = replace(tls, server_name=tls.server_name or name)
+        return Transport(server, tls, Limits(), say=say)
+
+    def _join(self, source: Path | None, manifest: Manifest | None, say: Say) -> tuple[Link, Manifest | None]:
+        """Join at the newest save that the server has its part of; returns that save, None for the beginning."""
+        newest, tries = manifest, 0
+        while True:
+            link = self._link(_step(manifest), say)
+            try:
+                link.join()
+                break
+            except RefusedError as error:
+                link.close()
+                if error.code != LOST or manifest is None or source is None:
+                    raise
+            except BaseException:
+                link.close()
+                raise
+            tries += 1
+            older = checkpoint.load(source, self.info.fingerprint, say, self.name, before=manifest.number)
+            manifest = older if tries < _SAVES_TO_RETURN_TO else None
+        if manifest is not newest and source is not None:
+            say(
+                f"{self.name}: the server has nothing of step {_step(newest)}: going back to step {_step(manifest)}"
+            )
+            if source == self.options.save:
+                checkpoint.drop_after(source, manifest.number if manifest else 0, self.name)
+        return link, manifest
+
+    # -- training
+
+    def _train(self, link: Link, load: Path | None, manifest: Manifest | None, reporter: Reporter) -> None:
+        options = self.options
+        layers = self.proposal.body(self.info.shape)
+        trained = any(module.layer in layers for module in self.task.spec.adapter.modules(self.info.shape))
+        remote = RemoteBody(link, trained, self.front.device, self.privacy)
+        engine = SplitEngine(SplitBackbone(self.front, self.back, remote), self._kept)
+        arguments = MuxArguments.with_defaults(
+            backbone=Path(options.backbone),
+            save=options.save,
+            load=load,
+            save_interval=options.save_interval,
+            mux_keep_checkpoints=options.keep_checkpoints,
+            mux_rolling=False,  # a step takes so long that there is nothing to gain
+            bf16=options.dtype == torch.bfloat16,
+        )
+        loop = Loop(arguments, engine, engine.parallel, reporter, self.info, self.files, manifest)
+        with closing(loop):
+            try:
+                loop.registry.register([replace(self.task, resume=None)])
+                with stop_on_signals(loop):
+                    loop.run()
+            finally:
+                for name in engine.tasks:  # the next attempt attaches it to the same layers
+                    engine.remove_task(name)
+        if link.is_joined:
+            self._leave(link, loop.registry.entries[self.name], reporter.say)
+        reporter.close()
+
+    def _kept(self) -> list[int]:
+        """Steps that an attempt may begin at."""
+        for directory in (self.options.save, self.options.load):
+            if directory is not None:
+                steps = checkpoint.newest_steps(directory, self.name, _SAVES_TO_RETURN_TO, self.name)
+                if steps:
+                    return steps
+        return []
+
+    def _leave(self, link: Link, entry: SavedTask, say: Say) -> None:
+        """Tell the server that the client leaves; by then everything is saved."""
+        try:
+            link.leave(entry.status == "finished")
+        except UserError as error:
+            say(f"{self.name}: could not take leave of the server: {error}")
+        if not link.terms.returns_body:
+            say(f"{self.name}: the body's part of the adapter stays on the server {self.options.server}")
+
+
+def _newest(
+    options: SplitTrainer, info: BackboneInfo, name: str, say: Say
+) -> tuple[Path | None, Manifest | None]:
+    """The newest save of the run, or of the one that it continues, and its directory."""
+    for directory in dict.fromkeys((options.save, options.load)):
+        if directory is not None:
+            manifest = checkpoint.load(directory, info.fingerprint, say, name)
+            if manifest is not None:
+                return directory, manifest
+    return None, None
+
+
+def _entry(manifest: Manifest | None) -> SavedTask | None:
+    return None if manifest is None else manifest.tasks[0]
+
+
+def _step(manifest: Manifest | None) -> int:
+    """Steps that a save has done of the task."""
+    entry = _entry(manifest)
+    return entry.step if entry is not None and entry.checkpoint else 0
+
+
+def _privacy(options: SplitTrainer, task: Task, say: Say) -> Privacy | None:
+    """What protects what is sent, from a section of clipping norms and noise.
+
+    The secret that noise is made from stays beside the client's saves, so that a run that is continued sends the same.
+    """
+    if options.privacy is None or not isinstance(options.privacy, PrivacySection):
+        return options.privacy
+    spec, secret = task.spec, secrets.token_bytes(32)
+    if options.save is not None:
+        folder = options.save / spec.name
+        folder.mkdir(parents=True, exist_ok=True)
+        secret = read_secret(folder / "noise.secret")
+    steps = spec.total_steps(len(task.data))
+    planned = Releases.of_training(len(task.data), spec.sequences_per_step, steps)
+    noise = Noise(options.privacy, secret, planned)
+    say(
+        f"{spec.name}: noise of {noise.noise_multiplier:.3g} times the clipping norms: epsilon "
+        f"{noise.spent(planned):.3g} at delta {options.privacy.delta:g} for a record's own rows, which leave "
+        f"{planned.total} times (docs/split-privacy.md says what that does not cover)"
+    )
+    return noise
+
+
+def _adapter_of(spec: TaskSpec, shape: BackboneShape) -> dict[str, Any]:
+    """The task's `adapter` section as servers take it: modules listed, not matched; no path of this machine."""
+    adapter: dict[str, Any] = {**spec.plain()["adapter"], "adapter_name_or_path": None}
+    for name in NAMING_MODULES:
+        given = adapter.get(name)
+        if isinstance(given, str) and given.lower() != ALL_LINEAR:
+            adapter[name] = [module.path for module in match_targets(given, shape.modules)]
+    return adapter
+
+
+def _propose(options: SplitTrainer, info: BackboneInfo, task: Task) -> Proposal:
+    spec, sizes = task.spec, request_sizes(task)
+    return Proposal(
+        task=spec.name,
+        fingerprint=info.fingerprint,
+        cut_front=options.cut_front,
+        cut_back=options.cut_back,
+        wire=options.wire,
+        adapter=_adapter_of(spec, info.shape),
+        training=spec.training,
+        total_steps=spec.total_steps(len(task.data)),
+        train_rows=sizes.train_rows,
+        rows=sizes.rows,
+        sequences=sizes.sequences,
+        longest=sizes.longest,
+        incarnation=secrets.token_hex(16),
+    )

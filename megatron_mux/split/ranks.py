@@ -1,0 +1,269 @@
+"""A body on several ranks: rank 0 decides, and tells the others what to compute with it.
+
+Tensor ranks share each layer and compute all rows; pipeline ranks have some layers each, and hand hidden states and
+gradients on. One call is computed at a time. Commands are JSON and raw tensors, sent to all ranks.
+
+Shapes: T rows, H hidden.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mux.adapters.kind import AdapterSpec
+from megatron_mux.adapters.registry import KINDS
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.engine.agreement import everyones, raise_on_every_rank
+from megatron_mux.errors import UserError
+from megatron_mux.layout import MicroBatch
+from megatron_mux.runtime import Parallel
+from megatron_mux.split.body import Body, Kept, Rows
+from megatron_mux.split.pieces import Piece, from_wire, to_wire
+from megatron_mux.tasks import TrainingSpec
+
+IDLE_MINUTES = 60 * 24 * 365
+"""How long ranks wait for the next command: clients may be away for days. torchrun ends all ranks if one dies."""
+
+_DTYPES = {
+    str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool)
+}
+
+
+class StagedBody(Body):
+    """A rank's part of a body that is divided among pipeline ranks (and tensor ranks, which `Body` knows)."""
+
+    def __init__(self, backbone: Backbone, parallel: Parallel) -> None:
+        super().__init__(backbone, parallel)
+        own, ring = parallel.pp_rank, parallel.pipeline_ranks
+        self._before = ring[own - 1] if own else None
+        self._behind = ring[own + 1] if own + 1 < len(ring) else None
+        self._first, self._last = ring[0], ring[-1]
+        self._leaf: Tensor | None = None
+
+    def _compute(self, batch: MicroBatch, hidden: Tensor, layers: range) -> Tensor:
+        """See `Body._compute`: hidden states come from the stage before, and go on to the next one."""
+        self._leaf = None
+        if self._before is not None:
+            self._leaf = hidden = self._receive(hidden, self._before).requires_grad_(torch.is_grad_enabled())
+        output = super()._compute(batch, hidden, layers)
+        if self._behind is not None:
+            self._send(output, self._behind)
+        return output
+
+    def forward(self, rows: Sequence[Rows], layers: range, graph: bool) -> tuple[list[Tensor], Kept | None]:
+        """See `Body.forward`; the first stage returns what the last one has made."""
+        outputs, kept = super().forward(rows, layers, graph)
+        if kept is not None and self._leaf is not None:
+            kept.received = self._leaf
+        if self._first == self._last:
+            return outputs, kept
+        sizes = [own.count for own in rows]
+        if self._behind is None:
+            self._send(torch.cat(outputs), self._first)
+        elif self._before is None:
+            whole = self._receive(torch.cat(outputs), self._last)
+            outputs = list(whole.split(sizes))
+        return outputs, kept
+
+    def backward(self, kept: Kept, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """See `Body.backward`; gradients go back from stage to stage."""
+        if self._behind is not None:
+            whole = self._receive(torch.cat(list(gradients)), self._behind)
+            gradients = whole.split([one.shape[0] for one in gradients])
+        received = kept.received
+        made = super().backward(kept, gradients)
+        if self._before is not None:
+            assert received is not None
+            gradient = torch.zeros_like(received) if received.grad is None else received.grad
+            self._send(gradient.squeeze(1), self._before)
+        return made
+
+    def _send(self, tensor: Tensor, rank: int) -> None:
+        dist.send(tensor.detach().contiguous(), rank, group=self.parallel.pp_group)
+
+    def _receive(self, like: Tensor, rank: int) -> Tensor:
+        tensor = torch.empty_like(like, requires_grad=False)
+        dist.recv(tensor, rank, group=self.parallel.pp_group)
+        return tensor
+
+    def state(self, name: str) -> list[Piece]:
+        """See `Body.state`; on rank 0 of all ranks."""
+        found = everyones([_plain(piece) for piece in super().state(name)], self.parallel)
+        return [Piece(**piece) for pieces in found for piece in pieces]
+
+
+class LeadingBody(StagedBody):
+    """Rank 0's: every call is told to the other ranks first."""
+
+    def __init__(self, backbone: Backbone, parallel: Parallel) -> None:
+        super().__init__(backbone, parallel)
+        self._numbers = count()
+        self._forgotten: list[int] = []
+
+    def add(
+        self,
+        name: str,
+        adapter: AdapterSpec,
+        training: TrainingSpec,
+        layers: range,
+        total_steps: int,
+        initial: Sequence[Piece] = (),
+    ) -> None:
+        """See `Body.add`."""
+        index, tensors = to_wire(initial)
+        told = {
+            "name": name,
+            "adapter": adapter.model_dump(mode="json"),
+            "training": training.model_dump(mode="json"),
+            "layers": [layers.start, layers.stop],
+            "total_steps": total_steps,
+            "pieces": index,
+        }
+        self._tell("add", told, list(tensors.values()))
+        _together(
+            self,
+            lambda: super(LeadingBody, self).add(name, adapter, training, layers, total_steps, initial),
+            name,
+        )
+
+    def remove(self, name: str) -> None:
+        """See `Body.remove`."""
+        self._tell("remove", {"name": name})
+        super().remove(name)
+
+    def forward(self, rows: Sequence[Rows], layers: range, graph: bool) -> tuple[list[Tensor], Kept | None]:
+        """See `Body.forward`."""
+        number = next(self._numbers)
+        told = [{k: v for k, v in vars(own).items() if k != "hidden"} for own in rows]
+        fields = {"rows": told, "layers": [layers.start, layers.stop], "graph": graph, "number": number}
+        self._tell("forward", fields, [own.hidden for own in rows])
+        outputs, kept = super().forward(rows, layers, graph)
+        if kept is not None:
+            kept.number = number
+            weakref.finalize(kept, self._forgotten.append, number)
+        return outputs, kept
+
+    def backward(self, kept: Kept, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """See `Body.backward`."""
+        self._tell("backward", {"number": kept.number}, gradients)
+        return super().backward(kept, gradients)
+
+    def squared_norm(self, name: str, step: int) -> float:
+        """See `Body.squared_norm`."""
+        self._tell("squared_norm", {"name": name, "step": step})
+        return super().squared_norm(name, step)
+
+    def update(self, name: str, step: int, norm: float, skip: bool) -> None:
+        """See `Body.update`."""
+        self._tell("update", {"name": name, "step": step, "norm": norm, "skip": skip})
+        super().update(name, step, norm, skip)
+
+    def zero(self, name: str) -> None:
+        """See `Body.zero`."""
+        self._tell("zero", {"name": name})
+        super().zero(name)
+
+    def state(self, name: str) -> list[Piece]:
+        """See `Body.state`."""
+        self._tell("state", {"name": name})
+        return super().state(name)
+
+    def stop(self) -> None:
+        """End `follow` on the other ranks."""
+        self._tell("stop", {})
+
+    def _tell(self, what: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:
+        forgotten, self._forgotten[:] = list(self._forgotten), []
+        shapes = [[str(tensor.dtype), list(tensor.shape)] for tensor in tensors]
+        command = {"what": what, "tensors": shapes, "forgotten": forgotten, **fields}
+        content = torch.frombuffer(bytearray(json.dumps(command).encode()), dtype=torch.uint8)
+        device = self.parallel.device
+        dist.broadcast(torch.tensor([len(content)], device=device), 0)
+        dist.broadcast(content.to(device), 0)
+        for tensor in tensors:
+            dist.broadcast(tensor.detach().to(device).contiguous(), 0)
+
+
+def follow(body: StagedBody) -> None:
+    """Do on this rank what rank 0 does, until it stops."""
+    device, kept = body.parallel.device, dict[int, Kept]()
+    while True:
+        length = torch.zeros(1, dtype=torch.int64, device=device)
+        dist.broadcast(length, 0)
+        content = torch.empty(int(length), dtype=torch.uint8, device=device)
+        dist.broadcast(content, 0)
+        command = json.loads(bytes(content.cpu().numpy()))
+        tensors = []
+        for dtype, shape in command.pop("tensors"):
+            tensor = torch.empty(shape, dtype=_DTYPES[dtype], device=device)
+            dist.broadcast(tensor, 0)
+            tensors.append(tensor)
+        for number in command.pop("forgotten"):
+            kept.pop(number, None)
+        what = command.pop("what")
+        if what == "stop":
+            return
+        if what == "forward":
+            layers, rows = range(*command["layers"]), zip(command["rows"], tensors, strict=True)
+            own = [_rows(fields, hidden) for fields, hidden in rows]
+            _, made = body.forward(own, layers, command["graph"])
+            if made is not None:
+                kept[command["number"]] = made
+        elif what == "backward":
+            body.backward(kept.pop(command["number"]), tensors)
+        elif what == "add":
+            _add(body, command, tensors)
+        else:
+            getattr(body, what)(**command)
+
+
+def _add(body: StagedBody, command: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+    """Add a session; if that fails, rank 0 says why."""
+    adapter = KINDS[command["adapter"]["peft_type"]].model_validate(command["adapter"])
+    training = TrainingSpec.model_validate(command["training"])
+    pieces = from_wire(command["pieces"], {str(i): tensor.cpu() for i, tensor in enumerate(tensors)})
+    name, layers = command["name"], range(*command["layers"])
+    try:
+        _together(
+            body,
+            lambda: Body.add(body, name, adapter, training, layers, command["total_steps"], pieces),
+            name,
+        )
+    except UserError:
+        pass
+
+
+def _together(body: Body, add: Any, name: str) -> None:
+    """Add a session on every rank, or on none.
+
+    Raises:
+        UserError: With the problem of the first rank that has one.
+    """
+    problem = ""
+    try:
+        add()
+    except (UserError, torch.OutOfMemoryError) as error:
+        problem = str(error)
+    try:
+        raise_on_every_rank(problem, body.parallel)
+    except UserError:
+        if not problem:
+            Body.remove(body, name)
+        raise
+
+
+def _rows(fields: dict[str, Any], hidden: Tensor) -> Rows:
+    lists = {"lengths": tuple(fields["lengths"]), "ids": tuple(fields["ids"])}
+    return Rows(**{**fields, **lists}, hidden=hidden)
+
+
+def _plain(piece: Piece) -> dict[str, Any]:
+    return {**vars(piece)}

@@ -1,0 +1,209 @@
+"""Running the server: the body is read, the service started, and everything ended in order."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import torch
+from rich.live import Live
+
+from megatron_mux import runtime
+from megatron_mux.arguments.model import in_bf16
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.backbone.registry import read_backbone_info, stored_dtype
+from megatron_mux.backbone.split import even_split
+from megatron_mux.console import make_console
+from megatron_mux.errors import UserError
+from megatron_mux.runtime import Parallel
+from megatron_mux.split.body import Body
+from megatron_mux.split.co_batching import measure_co_batching
+from megatron_mux.split.dispatcher import Dispatcher
+from megatron_mux.split.live import sessions_table
+from megatron_mux.split.metrics import Metrics, make_logger
+from megatron_mux.split.ranks import IDLE_MINUTES, LeadingBody, StagedBody, follow
+from megatron_mux.split.scheduler import Scheduler, SchedulerOptions
+from megatron_mux.split.service import ServerTls, Service
+from megatron_mux.split.serving import ServingOptions, SplitServer
+from megatron_mux.split.session_compute import Bodies
+from megatron_mux.split.store import SessionStore
+
+_MIB = 1 << 20
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        UserError: The input is wrong.
+    """
+    info = read_backbone_info(arguments.backbone)
+    front, back = arguments.least_cut_front, arguments.least_cut_back
+    layers = range(front, info.shape.layers - back)
+    if not layers:
+        raise UserError(
+            f"--least-cut-front {front} and --least-cut-back {back} leave no layer of {info.shape.layers}"
+        )
+    tensor, pipeline = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
+    info.check_parallel(tensor, pipeline)
+    vanilla = (
+        arguments.policy == "vanilla"
+    )  # its tasks reserve their own copies, and not what these are made from
+    if vanilla and tensor * pipeline > 1:
+        raise UserError(
+            "--policy vanilla: copies of the body are made on one rank only: leave out the parallel sizes"
+        )
+    parallel = runtime.initialize(tensor, pipeline, timeout_minutes=IDLE_MINUTES)
+    if parallel.dp_size > 1:
+        needed = f"torchrun --nproc-per-node {tensor * pipeline}"
+        raise UserError(
+            f"{parallel.world_size} processes were started for a body on {tensor * pipeline}: use {needed}"
+        )
+    backbone = _load(arguments, parallel, layers, info.shape.layers)
+    if parallel.rank:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # rank 0 says when to stop
+        follow(StagedBody(backbone, parallel))
+    else:
+        store = SessionStore(arguments.save)
+        body = Body(backbone, parallel) if parallel.world_size == 1 else LeadingBody(backbone, parallel)
+        capacity = _capacity(arguments.memory_limit, parallel, 0 if vanilla else body.shared_bytes)
+        together = measure_co_batching(body, layers) if arguments.co_batching and not vanilla else 0
+        asyncio.run(_serve(arguments, body, store, info.fingerprint, layers, capacity, together))
+        if isinstance(body, LeadingBody):
+            body.stop()
+    runtime.shutdown()
+
+
+def _load(arguments: argparse.Namespace, parallel: Parallel, layers: range, count: int) -> Backbone:
+    on_gpu = parallel.device.type == "cuda" and runtime.has_bf16(parallel.device)
+    bf16 = in_bf16(True if arguments.bf16 else None, stored_dtype(arguments.backbone), on_gpu)
+    return Backbone.load(
+        arguments.backbone,
+        parallel,
+        torch.bfloat16 if bf16 else torch.float32,
+        split=(layers.start, *even_split(len(layers), parallel.pp_size), count - layers.stop),
+        stage=1 + parallel.pp_rank,
+        ends=False,
+    )
+
+
+def _capacity(limit: int | None, parallel: Parallel, weights: int) -> int:
+    """Bytes for adapters and requests: the limit less the weights.
+
+    Raises:
+        UserError: The weights alone are more.
+    """
+    if limit is None:
+        memory = runtime.device_memory(parallel.device)
+        limit = (
+            memory * 9 // 10 if memory is not None else psutil.virtual_memory().available * 8 // 10 + weights
+        )
+    if limit <= weights:
+        raise UserError(
+            f"--memory-limit {limit / _MIB:.0f} MiB: the weights of the body alone take {weights / _MIB:.0f} MiB"
+        )
+    return limit - weights
+
+
+def _scheduler_options(arguments: argparse.Namespace) -> SchedulerOptions:
+    weights = {}
+    if arguments.weights is not None:
+        try:
+            weights = {
+                str(name): float(share)
+                for name, share in json.loads(Path(arguments.weights).read_text()).items()
+            }
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise UserError(
+                f"--weights {arguments.weights}: must be a JSON object of names and shares: {error}"
+            ) from None
+    return SchedulerOptions(
+        easy=arguments.reservations == "easy",
+        ageing=arguments.ageing,
+        weights=weights,
+        rate=arguments.rate_limit,
+    )
+
+
+async def _serve(
+    arguments: argparse.Namespace,
+    body: Body,
+    store: SessionStore,
+    fingerprint: str,
+    layers: range,
+    capacity: int,
+    together: int,
+) -> None:
+    log, metrics = make_logger(arguments.log_format), Metrics()
+    scheduler = Scheduler(capacity, _scheduler_options(arguments))
+    dispatcher = Dispatcher(scheduler, together, metrics.decision.observe)
+    bodies = Bodies(body, arguments.policy == "vanilla", float(arguments.swap_rate))
+    options = ServingOptions(
+        fingerprint, layers, arguments.policy, not arguments.keep_body, idle_s=arguments.idle_seconds
+    )
+    server = SplitServer(bodies, dispatcher, store, options, metrics, log)
+    tls = ServerTls(arguments.tls_cert, arguments.tls_key, arguments.client_ca)
+    service = Service(server, arguments.listen, tls, arguments.max_bytes_in_flight)
+    metrics.memory.labels("weights").set(body.shared_bytes)
+    metrics.memory.labels("capacity").set(capacity)
+    metrics.memory.labels("reserved").set_function(lambda: capacity - scheduler.free)
+    metrics.memory.labels("resident").set_function(lambda: psutil.Process().memory_info().rss)
+    if arguments.metrics is not None:
+        metrics.serve(arguments.metrics)
+    await service.start()
+    fields = {
+        "listen": f"{arguments.listen.rpartition(':')[0]}:{service.port}",
+        "layers": f"{layers.start} to {layers.stop - 1}",
+        "weights_mib": body.shared_bytes // _MIB,
+        "capacity_mib": capacity // _MIB,
+        "policy": arguments.policy,
+        "computed_together_rows": together,
+    }
+    log.info("serving", extra={"fields": fields})
+    async with _shown(server, not arguments.no_progress):
+        await _stopped()
+    log.info("draining", extra={"fields": {"sessions": len(server.sessions)}})
+    await server.drain(arguments.grace_seconds)
+    await service.stop(1.0)
+    dispatcher.close()
+
+
+async def _stopped() -> None:
+    """Return at SIGTERM or SIGINT; a second one ends the process at once."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await stop.wait()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)
+
+
+@asynccontextmanager
+async def _shown(server: SplitServer, wanted: bool) -> AsyncIterator[None]:
+    """Context with the live table, where the output is a terminal."""
+    console = make_console()
+    if not (wanted and console.is_terminal):
+        yield
+        return
+
+    async def refresh(live: Live) -> None:
+        while True:
+            live.update(
+                sessions_table(server.metrics, server.dispatcher.scheduler, server.dispatcher.queued),
+                refresh=True,
+            )
+            await asyncio.sleep(0.5)
+
+    with Live(console=console, auto_refresh=False) as live:
+        task = asyncio.ensure_future(refresh(live))
+        try:
+            yield
+        finally:
+            task.cancel()

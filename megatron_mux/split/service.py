@@ -1,0 +1,184 @@
+"""The server's end of the wire: a gRPC service that hands each client's messages to a handler."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import grpc
+import grpc.aio
+
+from megatron_mux.errors import UserError
+from megatron_mux.split.bytes_in_flight import BytesInFlight
+from megatron_mux.split.chunks import FRAME_BYTES
+from megatron_mux.split.server_stream import ServerStream
+from megatron_mux.split.tls import IDENTITY, read_files, split_address
+from megatron_mux.split.tls import ServerTls as ServerTls
+from megatron_mux.split.wire import METHOD, Kind, Limits, Message, RefusedError
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_LOCAL = "local"
+"""Identity of every client without TLS."""
+
+_LONGEST_TEXT = 2000
+_MOST_STREAMS = 4096
+_OPTIONS = [
+    ("grpc.max_receive_message_length", FRAME_BYTES),
+    ("grpc.max_concurrent_streams", 64),  # on one connection
+    ("grpc.so_reuseport", 0),  # a second server at the same port is a mistake
+    # Clients that are gone without a word, or stopped, are found by pings of the connection.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+]
+
+_log = logging.getLogger(__name__)
+
+
+Send = Callable[[Message], Awaitable[None]]
+
+
+class Incoming(Protocol):
+    """A client's messages, in order. PING is answered before it gets here.
+
+    Attributes:
+        limits: What the client may send from now on; set it when a session's sizes are agreed.
+    """
+
+    limits: Limits
+
+    def __aiter__(self) -> Incoming: ...
+
+    async def __anext__(self) -> Message: ...
+
+
+class Handler(Protocol):
+    """What a server does with its clients' messages."""
+
+    def limits(self, identity: str) -> Limits:
+        """What a client may send before it has joined.
+
+        Args:
+            identity: Common name of the client's verified certificate.
+        """
+        ...
+
+    async def session(self, identity: str, incoming: Incoming, send: Send) -> None:
+        """Serve one stream until its client ends it; the stream ends when this returns.
+
+        A `RefusedError` is sent to the client as ERROR and ends the stream.
+
+        Args:
+            identity: Common name of the client's verified certificate.
+            incoming: The client's messages.
+            send: Sends a message to the client; waits while the client is slow to read.
+
+        Raises:
+            asyncio.CancelledError: The client is gone or broke the protocol, or the service stops.
+        """
+        ...
+
+
+class Service:
+    """Serves streams of clients.
+
+    Args:
+        handler: Serves each stream.
+        address: `HOST:PORT` to listen on; port 0 takes a free one.
+        tls: Files of the server; None (tests only, on 127.0.0.1): no encryption, and every client is called `local`.
+        max_bytes_in_flight: Most bytes of all clients' messages that are being received or handled. Beyond, reading
+            pauses; a message that is larger is refused.
+
+    Attributes:
+        port: The port, once started.
+        in_flight: Bytes that are taken and free, and counts of those received and sent.
+    """
+
+    port: int
+
+    def __init__(
+        self, handler: Handler, address: str, tls: ServerTls | None, max_bytes_in_flight: int = 1 << 30
+    ) -> None:
+        self._handler = handler
+        self._address = address
+        self._tls = tls
+        self.in_flight = BytesInFlight(max_bytes_in_flight)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            UserError: The address cannot be listened on, or files are unusable.
+        """
+        name = METHOD.strip("/").split("/")
+        method = grpc.stream_stream_rpc_method_handler(self._serve)
+        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MOST_STREAMS)
+        self._server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(name[0], {name[1]: method})]
+        )
+        host, _ = split_address(self._address)
+        try:
+            if self._tls is not None:
+                ca, certificate, key = read_files(self._tls.client_ca, self._tls.certificate, self._tls.key)
+                credentials = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
+                self.port = self._server.add_secure_port(self._address, credentials)
+            elif host in _LOOPBACK:
+                self.port = self._server.add_insecure_port(self._address)
+            else:
+                raise UserError(f"--listen {self._address}: without TLS, a server listens on 127.0.0.1 only")
+        except RuntimeError:
+            raise UserError(
+                f"--listen {self._address}: the port is taken, or the address is not this machine's"
+            ) from None
+        await self._server.start()
+
+    async def stop(self, grace: float) -> None:
+        """Accept no more streams, and cancel those that have not ended after `grace` seconds."""
+        await self._server.stop(grace)
+
+    async def _serve(self, requests: object, context: Any) -> None:
+        """Serve one stream."""
+        identity = _LOCAL if self._tls is None else _identity(context)
+        if identity is None:
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "The certificate's common name is no identity."
+            )
+            return
+        turn = self._turns.setdefault(identity, asyncio.Lock())
+        stream = ServerStream(context, self._handler.limits(identity), self.in_flight, turn)
+        error: RefusedError | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(stream.receive_all()), group.create_task(stream.show_life())]
+                await self._handler.session(identity, stream, stream.send)
+                for task in tasks:
+                    task.cancel()
+        except* RefusedError as found:
+            error = _first(found)
+        except* Exception as found:
+            _log.error("a stream of %s failed", identity, exc_info=found)
+            error = RefusedError("internal", "The server failed; its log says why.")
+        finally:
+            stream.release()
+        if error is not None:
+            fields = {"code": error.code, "message": str(error)[:_LONGEST_TEXT], "retry": error.retry}
+            await stream.send(Message(Kind.ERROR, fields=fields))
+
+
+def _identity(context: Any) -> str | None:
+    """The common name of the client's verified certificate, if it is one usable name."""
+    names = [name.decode(errors="replace") for name in context.auth_context().get("x509_common_name", ())]
+    return names[0] if len(names) == 1 and IDENTITY.fullmatch(names[0]) else None
+
+
+def _first(group: ExceptionGroup[RefusedError]) -> RefusedError:
+    found: Exception = group
+    while isinstance(found, ExceptionGroup):
+        found = found.exceptions[0]
+    assert isinstance(found, RefusedError)
+    return found

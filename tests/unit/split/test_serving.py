@@ -1,0 +1,489 @@
+"""What the server answers: every operation once, steps once, only to whom they belong, and after it was killed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mux import runtime
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.runtime import Parallel
+from megatron_mux.split.agreement import Proposal, Terms
+from megatron_mux.split.pieces import Piece, from_wire, to_wire
+from megatron_mux.split.transport import DeadlineError, Transport
+from megatron_mux.split.wire import Dtype, Flags, Kind, Limits, Message, RefusedError
+from tests import tiny_models
+from tests.unit.split.running_server import RunningServer, running_server
+
+LAYERS, HIDDEN, ROWS = 4, 32, 12
+REPLIES = Limits(
+    frozenset({Kind.WELCOME, Kind.OUTPUT, Kind.GRADIENT, Kind.STATE_REPLY, Kind.STORED, Kind.BYE}),
+    64,
+    HIDDEN,
+    Dtype.F64,
+    1 << 20,
+)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make(tmp_path_factory.mktemp("backbone"), "llama", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def parallel() -> Parallel:
+    return runtime.initialize(device="cpu")
+
+
+@pytest.fixture
+def backbone(path: Path, parallel: Parallel) -> Backbone:
+    return Backbone.load(path, parallel, torch.float64, split=(1, LAYERS - 1, 0), stage=1, ends=False)
+
+
+@pytest.fixture
+def server(backbone: Backbone, parallel: Parallel, tmp_path: Path) -> Iterator[RunningServer]:
+    with running_server(backbone, parallel, tmp_path / "store") as running:
+        yield running
+
+
+def proposal(**changes: Any) -> Proposal:
+    values: dict[str, Any] = {
+        "task": "one",
+        "fingerprint": "fingerprint",
+        "cut_front": 1,
+        "cut_back": 1,
+        "wire": "f64",
+        "adapter": {"peft_type": "LORA", "r": 4, "lora_dropout": 0.3},
+        "training": {"max_steps": 9, "learning_rate": 0.05},
+        "total_steps": 9,
+        "train_rows": ROWS,
+        "rows": 2 * ROWS,
+        "sequences": 4,
+        "longest": ROWS,
+        "incarnation": "ab" * 8,
+    }
+    return Proposal.model_validate({**values, **changes})
+
+
+class Caller:
+    """A client that sends what a test wants it to send."""
+
+    def __init__(self, server: RunningServer, seconds: float = 20, **changes: Any) -> None:
+        self.seconds = seconds
+        self.transport = Transport(server.address, None, REPLIES, retry_seconds=5, say=lambda text: None)
+        self.proposal = proposal(**changes)
+        self.operation, self.session, self.step = 0, 0, self.proposal.step
+        self.previous: dict[str, Any] | None = None
+
+    def join(self, seconds: float | None = None) -> dict[str, Any]:
+        hello = Message(Kind.HELLO, fields=self.proposal.model_dump(mode="json"))
+        reply = self.transport.call(hello, seconds or self.seconds)
+        self.session, self.step = reply.session, int(reply.fields["step"])
+        return dict(reply.fields)
+
+    def message(self, kind: Kind, fields: dict[str, Any], **others: Any) -> Message:
+        self.operation += 1
+        if self.previous is not None:
+            fields, self.previous = {**fields, "previous": self.previous}, None
+        return Message(kind, self.session, self.step, self.operation, fields=fields, **others)
+
+    def forward(
+        self,
+        seed: int = 0,
+        lengths: tuple[int, ...] = (5, 7),
+        flags: Flags = Flags.TRAINING | Flags.NEEDS_INPUT,
+    ) -> Message:
+        hidden = torch.randn(
+            sum(lengths), HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        )
+        fields = {"lengths": list(lengths), "ids": list(range(len(lengths)))}
+        return self.message(Kind.FORWARD, fields, flags=flags, tensor=hidden, dtype=Dtype.F64)
+
+    def backward(self, forward: int, seed: int = 1) -> Message:
+        gradient = torch.randn(
+            ROWS, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        )
+        flags = Flags.LAST | Flags.NEEDS_INPUT
+        return self.message(
+            Kind.BACKWARD, {"forward": forward}, flags=flags, tensor=gradient, dtype=Dtype.F64
+        )
+
+    def call(self, message: Message) -> Message:
+        return self.transport.call(message, self.seconds)
+
+    def train_step(self) -> list[torch.Tensor]:
+        """A whole optimizer step; returns what came back."""
+        output = self.call(self.forward(seed=10 * self.step))
+        reply = self.call(self.backward(self.operation, seed=10 * self.step + 1))
+        norm = float(reply.fields["squared_norm"]) ** 0.5
+        assert norm > 0
+        self.previous = {"step": self.step, "norm": norm, "skip": False}
+        self.step += 1
+        assert output.tensor is not None and reply.tensor is not None
+        return [output.tensor, reply.tensor]
+
+    def state(self, keep: tuple[int, ...] = ()) -> list[torch.Tensor]:
+        reply = self.call(self.message(Kind.STATE, {"keep": list(keep)}))
+        return [piece.tensor for piece in from_wire(reply.fields["pieces"], reply.tensors)]
+
+
+def equal(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(ones) == len(others) > 0 and all(map(torch.equal, ones, others))
+
+
+def test_an_operation_that_comes_again_is_computed_once(server: RunningServer) -> None:
+    caller = Caller(server)
+    caller.join()
+    forward = caller.forward()
+    first, again = caller.call(forward), caller.call(forward)
+    assert first.tensor is not None and again.tensor is not None and torch.equal(first.tensor, again.tensor)
+    backward = caller.backward(forward.operation)
+    squares = [caller.call(backward).fields["squared_norm"] for _ in range(3)]
+    assert len(set(squares)) == 1, "gradients were added once"
+    caller.previous = {"step": 0, "norm": 1.0, "skip": False}
+    caller.step = 1
+    save = caller.message(Kind.STATE, {"keep": []})
+    states = [[*caller.call(save).tensors.values()] for _ in range(2)]
+    assert equal(*states), "the step was taken once"
+    with pytest.raises(RefusedError):  # it would have to join again
+        caller.call(forward)
+    assert server.server.metrics.refused.labels("replayed")._value.get() == 1
+
+
+def test_a_session_goes_on_where_its_stream_broke(server: RunningServer) -> None:
+    caller, other = Caller(server), Caller(server)
+    caller.join()
+    forward = caller.forward()
+    output = caller.call(forward).tensor
+    caller.transport.close()
+    assert other.join()["step"] == 0
+    other.session, other.operation = caller.session, caller.operation
+    again = other.call(forward).tensor
+    assert output is not None and again is not None and torch.equal(output, again)
+    assert other.call(other.backward(forward.operation)).fields["squared_norm"] > 0
+
+
+def test_a_client_that_was_killed_goes_on_from_its_save(server: RunningServer) -> None:
+    caller = Caller(server)
+    caller.join()
+    caller.train_step()
+    state = caller.state()
+    wanted = [*caller.train_step(), *caller.train_step()]
+    caller.transport.close()
+    again = Caller(server, step=1, incarnation="cd" * 8)
+    assert again.join()["step"] == 1
+    assert equal(again.state(), state)
+    assert equal([*again.train_step(), *again.train_step()], wanted)
+
+
+def test_a_server_that_was_killed_goes_on_from_the_clients_save(server: RunningServer) -> None:
+    caller = Caller(server)
+    caller.join()
+    caller.train_step()
+    caller.state()
+    wanted = caller.train_step()
+    server.restart()
+    caller.transport.close()
+    with pytest.raises(RefusedError) as refused:
+        Caller(server, step=2).join()
+    assert refused.value.code == "no_state"
+    again = Caller(server, step=1)
+    again.join()
+    assert equal(again.train_step(), wanted)
+
+
+def test_a_server_that_is_told_to_stop_lets_steps_finish_and_saves(server: RunningServer) -> None:
+    caller, other = Caller(server), Caller(server, task="idle")
+    caller.join()
+    other.join()
+    other.train_step()
+    caller.call(caller.forward(seed=0))
+    draining = asyncio.run_coroutine_threadsafe(server.server.drain(20), server.loop)
+    reply = caller.call(caller.backward(caller.operation, seed=1))
+    draining.result(20)
+    assert server.store.steps("local/one") == [0] and server.store.steps("local/idle") == [0]
+    caller.previous = {"step": 0, "norm": float(reply.fields["squared_norm"]) ** 0.5, "skip": False}
+    caller.step = 1
+    with pytest.raises((RefusedError, DeadlineError)):
+        caller.transport.call(caller.forward(seed=10), 0.5)
+    assert 1 in server.store.steps("local/one"), "its step was taken, then it was saved"
+    wanted = Caller(server, task="wanted")
+    server.restart()
+    wanted.join()
+    wanted.train_step()
+    again = Caller(server, step=1)
+    again.join()
+    assert equal(again.train_step(), wanted.train_step())
+
+
+def test_a_skipped_step_leaves_the_adapter_as_it_was(server: RunningServer) -> None:
+    caller = Caller(server)
+    caller.join()
+    before = caller.state()
+    caller.train_step()
+    caller.step = 0
+    caller.previous = {"step": 0, "norm": 0.0, "skip": True}
+    assert equal(caller.state(), before)
+    wanted = caller.train_step()
+    fresh = Caller(server, task="two")
+    fresh.join()
+    assert equal(fresh.train_step(), wanted), "gradients of the skipped step are gone"
+
+
+@pytest.mark.parametrize("policy", ["preserve", "reforward-with-gradients", "auto", "vanilla"])
+def test_policies_compute_the_same(
+    backbone: Backbone, parallel: Parallel, server: RunningServer, tmp_path: Path, policy: str
+) -> None:
+    caller = Caller(server)
+    caller.join()
+    wanted = [*caller.train_step(), *caller.train_step()]
+    with running_server(backbone, parallel, tmp_path / "other", policy=policy) as running:
+        other = Caller(running)
+        assert other.join()["policy"] == policy
+        assert equal([*other.train_step(), *other.train_step()], wanted)
+        scheduler, session = running.server.dispatcher.scheduler, running.server.sessions["local/one"]
+        if policy == "vanilla":
+            assert (
+                running.capacity - scheduler.free
+                > running.server.bodies.own_parameters + session.memory.graph
+            )
+        else:
+            assert scheduler.free == running.capacity - session.memory.lasting, "nothing else stays reserved"
+
+
+def test_waiting_includes_moving_tasks(backbone: Backbone, parallel: Parallel, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"policy": "vanilla", "swap_rate": 1e12}
+    with running_server(backbone, parallel, tmp_path / "other", **options) as running:
+        first, second = Caller(running, task="one"), Caller(running, task="two")
+        first.join()
+        first.train_step()
+        running.server.dispatcher.scheduler.free = 0  # the second task takes the place of the first
+        second.join()
+        second.train_step()
+        own, bodies = running.server.sessions["local/one"], running.server.bodies
+        bodies.swap_rate = (bodies.own_parameters + own.memory.lasting) / 0.1
+        waited = first.call(first.forward()).fields["waited_s"]
+        assert waited >= 0.2, "one task goes out, another comes in"
+
+
+def test_memory_is_free_when_a_session_has_left(server: RunningServer) -> None:
+    caller = Caller(server)
+    caller.join()
+    assert server.server.dispatcher.scheduler.free < server.capacity
+    caller.train_step()
+    caller.call(caller.message(Kind.LEAVE, {"finished": True}))
+    assert server.server.dispatcher.scheduler.free == server.capacity
+    assert not server.server.sessions
+    assert len(list(server.store.directory.glob("local/one/final-1.safetensors"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"fingerprint": "another"}, "backbone"),
+        ({"cut_front": 3, "cut_back": 1}, "proposal"),
+        ({"adapter": {"peft_type": "LORA", "target_modules": ["nowhere"]}}, "proposal"),
+        ({"adapter": {"peft_type": "MAGIC"}}, "proposal"),
+        ({"adapter": {"peft_type": "LORA", "adapter_name_or_path": "/etc"}}, "proposal"),
+        ({"adapter": {"peft_type": "LORA", "r": 60_000, "target_modules": "all-linear"}}, "too_large"),
+        ({"train_rows": 10**8}, "too_large"),
+        ({"rows": 10**8}, "too_large"),
+        ({"adapter": {"peft_type": "LORA", "target_modules": "(.*)*q_proj"}}, "proposal"),
+        ({"step": 3}, "no_state"),
+    ],
+)
+def test_proposals_that_are_refused(server: RunningServer, changes: dict[str, Any], code: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        Caller(server, **changes).join()
+    assert refused.value.code == code
+    assert server.server.dispatcher.scheduler.free == server.capacity
+    assert not server.server.metrics.sessions
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda m: replace(m, session=m.session + 1), "session"),
+        (lambda m: replace(m, step=3), "step"),
+        (lambda m: replace(m, fields={"lengths": [5, 8], "ids": [0, 1]}), "rows"),
+        (lambda m: replace(m, fields={"lengths": [5, 7], "ids": [0]}), "rows"),
+        (lambda m: replace(m, fields={"lengths": [0, 12], "ids": [0, 1]}), "json"),
+        (lambda m: replace(m, fields={"lengths": [1] * 12, "ids": list(range(12))}), "rows"),
+        (lambda m: replace(m, fields={"lengths": [5, 7], "ids": [0, 1], "more": 1}), "json"),
+        (lambda m: replace(m, fields={"lengths": [5, 7], "ids": [0, -1]}), "json"),
+        (lambda m: replace(m, kind=Kind.BACKWARD, fields={"forward": 77}), "no_state"),
+        (lambda m: replace(m, kind=Kind.UPLOAD, tensor=None, dtype=Dtype.NONE, flags=Flags.NONE), "kind"),
+        (
+            lambda m: replace(m, fields={**m.fields, "previous": {"step": 5, "norm": 1.0, "skip": False}}),
+            "no_state",
+        ),
+        (
+            lambda m: replace(m, fields={**m.fields, "previous": {"step": 0, "norm": -1.0, "skip": False}}),
+            "json",
+        ),
+        (lambda m: replace(m, tensor=m.tensor * float("nan")), "finite"),
+    ],
+)
+def test_requests_that_are_refused_change_nothing(server: RunningServer, change: Any, code: str) -> None:
+    victim, hostile = Caller(server, task="victim"), Caller(server)
+    victim.join()
+    wanted = victim.train_step()
+    hostile.join()
+    with pytest.raises(RefusedError) as refused:
+        hostile.call(change(hostile.forward()))
+    assert refused.value.code == code
+    fresh = Caller(server, task="fresh")
+    fresh.join()
+    assert equal(fresh.train_step(), wanted)
+
+
+def test_a_killed_client_begins_its_step_again(server: RunningServer) -> None:
+    """What its earlier process had done of the step counts no more."""
+    caller, fresh = Caller(server), Caller(server, task="fresh")
+    fresh.join()
+    wanted = [*fresh.train_step(), *fresh.train_step()]
+    caller.join()
+    first = caller.train_step()  # the server is not told what became of the step
+    caller.transport.close()
+    again = Caller(server, incarnation="cd" * 8)
+    again.join()
+    assert equal(again.train_step(), first)
+    assert equal([*first, *again.train_step()], wanted)
+
+
+def test_a_client_that_is_killed_while_joining_may_come_again(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies, begun, may_end = server.server.bodies, threading.Event(), threading.Event()
+    join = bodies.join
+
+    def slow(*arguments: Any) -> Any:
+        begun.set()
+        may_end.wait(10)
+        return join(*arguments)
+
+    monkeypatch.setattr(bodies, "join", slow)
+    with pytest.raises(DeadlineError):
+        Caller(server).join(0.5)
+    assert begun.is_set()
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0.2), server.loop).result()  # the server notices
+    may_end.set()
+    caller = Caller(server)
+    caller.join()
+    caller.train_step()
+    assert server.server.dispatcher.scheduler.free == server.capacity - caller_memory(server)
+
+
+def caller_memory(server: RunningServer) -> int:
+    return sum(session.memory.lasting for session in server.server.sessions.values())
+
+
+def test_work_of_a_killed_client_does_not_reach_its_next_session(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward pass still waits, on a stream that nobody has noticed is dead, when the client begins anew."""
+    caller = Caller(server)
+    caller.join()
+    wanted = caller.train_step()
+    caller.call(caller.forward(seed=10))
+    backward = caller.backward(caller.operation)
+    monkeypatch.setattr(server.server, "_gone", lambda session: None)
+    server.server.dispatcher.scheduler.free -= server.capacity  # nothing is admitted
+    with pytest.raises(DeadlineError):
+        caller.transport.call(backward, 0.5)
+    again = Caller(server, incarnation="cd" * 8)
+    joining = threading.Thread(target=again.join)
+    joining.start()
+    time.sleep(0.5)
+    server.server.dispatcher.scheduler.free += server.capacity
+    server.loop.call_soon_threadsafe(server.server.dispatcher._admit)
+    joining.join(20)
+    assert equal(again.train_step(), wanted)
+
+
+def test_sizes_beyond_two_gibibytes_can_be_told() -> None:
+    terms = Terms(session=1, step=0, policy="on-demand", forward_bytes=1 << 40, backward_bytes=1 << 40)
+    assert terms.backward_bytes == 1 << 40
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda piece: replace(piece, kind="exp_avg"),
+        lambda piece: replace(piece, key="elsewhere"),
+        lambda piece: replace(
+            piece, shape=(2**31 - 1, 2**20), dim=1, runs=(), tensor=piece.tensor.new_empty(2**31 - 1, 0)
+        ),
+        lambda piece: replace(piece, tensor=piece.tensor.bool()),
+        lambda piece: replace(piece, shape=(1, *piece.shape), tensor=piece.tensor[None], dim=None, runs=()),
+    ],
+)  # fmt: skip
+def test_uploads_that_do_not_fit_are_refused(server: RunningServer, spoil: Callable[[Piece], Piece]) -> None:
+    """The session stays usable: its client can upload what is right."""
+    source = Caller(server, task="source")
+    source.join()
+    reply = source.call(source.message(Kind.STATE, {"keep": []}))
+    pieces = [piece for piece in from_wire(reply.fields["pieces"], reply.tensors) if piece.kind == "value"]
+    caller = Caller(server, uploads=True)
+    caller.join()
+    index, tensors = to_wire([spoil(pieces[0]), *pieces[1:]])
+    try:
+        caller.call(caller.message(Kind.UPLOAD, {"pieces": index}, tensors=tensors))
+    except RefusedError as error:
+        assert error.code in ("pieces", "index")
+    else:
+        assert tensors["0"].dtype is torch.bool, "numbers of another type are converted"
+    again = Caller(server, uploads=True, incarnation="cd" * 8)
+    again.join()
+    index, tensors = to_wire(pieces)
+    again.call(again.message(Kind.UPLOAD, {"pieces": index}, tensors=tensors))
+    assert again.train_step()
+
+
+def test_a_save_of_another_adapter_is_refused(server: RunningServer) -> None:
+    caller = Caller(server)
+    caller.join()
+    caller.train_step()
+    caller.state()
+    for adapter in ({"peft_type": "LORA", "r": 8}, {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 2}):
+        with pytest.raises(RefusedError) as refused:
+            Caller(server, step=1, incarnation="cd" * 8, adapter=adapter).join()
+        assert refused.value.code == "proposal"
+    again = Caller(server, step=1, incarnation="ef" * 8)
+    again.join()
+    assert again.train_step()
+
+
+@pytest.mark.parametrize("limit", ["most_sessions_each", "joins_each", "messages_each"])
+def test_one_client_cannot_have_too_much(
+    backbone: Backbone, parallel: Parallel, tmp_path: Path, limit: str
+) -> None:
+    options = {limit: 1 if limit == "most_sessions_each" else 0.001}
+    with running_server(backbone, parallel, tmp_path / "store", **options) as server:
+        caller = Caller(server)
+        caller.join()
+        refused = server.server.metrics.refused.labels("too_many")
+        with pytest.raises((DeadlineError, RefusedError)):  # it would have to join again
+            if limit == "messages_each":
+                caller.call(caller.forward())
+                caller.transport.call(caller.backward(caller.operation), 1)
+            else:
+                Caller(server, task="two").join(1)
+        assert refused._value.get() > 0
+
+
+def test_a_stream_is_told_that_another_has_taken_its_place(server: RunningServer) -> None:
+    caller, other = Caller(server), Caller(server, incarnation="cd" * 8)
+    caller.join()
+    other.join()
+    with pytest.raises(RefusedError, match="another stream"):
+        caller.call(caller.forward())
+    assert other.train_step()
