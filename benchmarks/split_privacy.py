@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))  # run by file path, from a checkout
 
 DELTA = 1e-5
 LONGEST = 24
-ADAPTED = 4
+ADAPTED = 12
 """Last layers with LoRA."""
 PUBLIC_TOKENS = 4000
 """Of each of the two public texts."""
@@ -47,9 +47,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--prepared", type=Path, default=ROOT / ".quickstart", help="what `make prepare` wrote"
     )
     parser.add_argument("--cuts", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--multipliers", type=float, nargs="+", default=[0, 0.003, 0.03, 2.0])
-    parser.add_argument("--steps", type=int, default=20, help="of each training, with 16 reviews each")
-    parser.add_argument("--attacked", type=int, default=8, help="reviews whose tokens are to be recovered")
+    parser.add_argument("--multipliers", type=float, nargs="+", default=[0, 0.001, 0.01, 0.03, 2.0])
+    parser.add_argument("--steps", type=int, default=24, help="of each training, with 16 reviews each")
+    parser.add_argument("--attacked", type=int, default=12, help="reviews whose tokens are to be recovered")
     parser.add_argument("--labelled", type=int, default=48, help="reviews whose labels are to be recovered")
     add_machine(parser, device=False)
     add_output(parser)
@@ -61,13 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     with tempfile.TemporaryDirectory() as directory:
         about = {key: value for key, value in vars(arguments).items() if key not in ("prepared", "output")}
-        kept = Kept(
-            arguments.output or Path(directory, "kept.json"),
-            about | {"hardware": hardware(arguments.threads)},
-            {"clip": {}, "cells": {}, "front": {}, "cpu_s": 0.0},
-        )
+        about |= {"delta": DELTA, "hardware": hardware(arguments.threads)}
+        empty = {"cpu_s": 0.0, "before": {}, "clip": {}, "cells": {}, "front": {}}
+        kept = Kept(arguments.output or Path(directory, "kept.json"), about, empty)
         Study(arguments, kept).run()
-    result = {"about": about | {"hardware": hardware(arguments.threads)}, **kept.found}
+    result = {"about": about, **kept.found}
     publish(result, markdown(result), arguments.output)
     return 0
 
@@ -90,6 +88,7 @@ class Study:
         self.labels = torch.tensor([tokenizer(word)["input_ids"][0] for word in (" negative", " positive")])
         self.model = AutoModelForCausalLM.from_pretrained(self.backbone, dtype=torch.float32).eval()
         self.layers = range(self.model.config.num_hidden_layers)
+        self._counted = time.process_time()
 
     def run(self) -> None:
         """Do what is left, cut by cut."""
@@ -98,6 +97,8 @@ class Study:
         found, front = self.kept.found, None
         if not found["clip"]:
             found["clip"] = self._norms()
+            accuracy = self._split(self.arguments.cuts[0], None).accuracy(self.held_out, self.labels)
+            found["before"] = {"accuracy": accuracy, "held_out": len(self.held_out)}
         for cut in self.arguments.cuts:
             names = [f"{cut} {multiplier:g}" for multiplier in self.arguments.multipliers]
             if str(cut) in found["front"] and all(name in found["cells"] for name in names):
@@ -112,7 +113,8 @@ class Study:
 
     def _keep(self, part: str, name: str, value: dict[str, Any]) -> None:
         self.kept.found[part][name] = value
-        self.kept.found["cpu_s"] += value["cpu_s"]
+        self.kept.found["cpu_s"] += time.process_time() - self._counted
+        self._counted = time.process_time()
         self.kept.keep()
         print(part, name, value, file=sys.stderr, flush=True)
 
@@ -144,7 +146,6 @@ class Study:
         from megatron_mux.split.accountant import Releases, epsilon_of
         from megatron_mux.split.noise import Noise, Privacy
 
-        began = time.process_time()
         clip = self.kept.found["clip"]
         releases = Releases.of_training(len(self.reviews), 16, self.arguments.steps)
         noise = None
@@ -161,8 +162,8 @@ class Study:
             attack, split, multiplier * clip[str(cut)], multiplier * clip["gradients"]
         )
         cell = {"epsilon": epsilon_of(multiplier, releases, DELTA) if multiplier else None, "tokens": tokens}
-        cell |= {"labels": labels[0], "labels_of_two": labels[1], "accuracy": self._accuracy(split, cut)}
-        return cell | {"cpu_s": time.process_time() - began}
+        cell |= {"labels": labels[0], "labels_of_two": labels[1], "accuracy": self._accuracy(split)}
+        return cell
 
     def _attack(
         self, attack: TokenAttack, split: SplitModel, noise: float, gradient_noise: float
@@ -195,7 +196,7 @@ class Study:
                     hits.append(bool(found == review.tokens[review.prompt]))
         return statistics.mean(tokens), statistics.mean(right[0]), statistics.mean(right[1])
 
-    def _accuracy(self, split: SplitModel, cut: int) -> float:
+    def _accuracy(self, split: SplitModel) -> float:
         """Of a training. Without noise, the cut does not matter to it."""
         first = f"{self.arguments.cuts[0]} 0"
         if split.noise is None and first in self.kept.found["cells"]:
@@ -216,7 +217,6 @@ class Study:
         """Attack hidden states of layers with an adapter that the server does not know."""
         import torch
 
-        began = time.process_time()
         tokens, changes = [], []
         for review in self.reviews[: self.arguments.attacked]:
             with torch.no_grad():
@@ -226,11 +226,7 @@ class Study:
                 )
             tokens += _recovered(attack, review, sent, 0.0)
             changes.append(float(((sent - plain).norm(dim=1) / plain.norm(dim=1)).mean()))
-        return {
-            "tokens": statistics.mean(tokens),
-            "change": statistics.mean(changes),
-            "cpu_s": time.process_time() - began,
-        }
+        return {"tokens": statistics.mean(tokens), "change": statistics.mean(changes)}
 
 
 def _recovered(attack: TokenAttack, review: Record, sent: Any, noise: float) -> list[bool]:
@@ -251,7 +247,7 @@ def hardware(threads: int) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     """Render both tables."""
-    rows = []
+    rows, before = [], result["before"]
     for name, cell in result["cells"].items():
         cut, multiplier = name.split()
         shares = (cell[key] for key in ("tokens", "labels", "labels_of_two", "accuracy"))
@@ -263,7 +259,8 @@ def markdown(result: dict[str, Any]) -> str:
     front = [(cut, f"{cell['change']:.1%}", f"{cell['tokens']:.1%}") for cut, cell in result["front"].items()]
     return "\n".join(
         [
-            f"{result['about']['hardware']}; {result['cpu_s'] / 60:.0f} minutes of processor time.",
+            f"{result['about']['hardware']}; {result['cpu_s'] / 60:.0f} minutes of processor time. Epsilon at delta "
+            f"{DELTA:g}. Accuracy of {before['held_out']} reviews, {before['accuracy']:.1%} before training.",
             "",
             *table(headings, rows),
             "",
