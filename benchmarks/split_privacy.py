@@ -179,18 +179,12 @@ class Study:
         for step, start in enumerate(range(0, len(reviews), BATCH)):
             batch = reviews[start : start + BATCH]
             split.loss(batch, step).backward()
-            parts = zip(
-                batch,
-                *(
-                    rows.detach().split([len(r.tokens) for r in batch])
-                    for rows in (split.sent, split.last, split.returned)
-                ),
-                strict=True,
-            )
-            for number, (review, sent, last, returned) in enumerate(parts, start):
+            lengths = [len(review.tokens) for review in batch]
+            parts = (rows.detach().split(lengths) for rows in (split.sent, split.last, split.returned))
+            for number, (review, sent, last, returned) in enumerate(zip(batch, *parts, strict=True), start):
                 if number < self.arguments.attacked:
                     tokens += _recovered(attack, review, sent, noise)
-                row = slice(review.prompt - 1, review.prompt)
+                row = slice(review.prompt - 1, review.prompt)  # where the label is predicted
                 for among, hits in zip((None, self.labels), right, strict=True):
                     found = recover_labels(self.model, last[row], returned[row], gradient_noise, among)
                     hits.append(bool(found == review.tokens[review.prompt]))
@@ -257,18 +251,21 @@ def markdown(result: dict[str, Any]) -> str:
         "layers before the cut | noise multiplier | epsilon | tokens | labels | labels of two | accuracy"
     )
     front = [(cut, f"{cell['change']:.1%}", f"{cell['tokens']:.1%}") for cut, cell in result["front"].items()]
-    return "\n".join(
-        [
-            f"{result['about']['hardware']}; {result['cpu_s'] / 60:.0f} minutes of processor time. Epsilon at delta "
-            f"{DELTA:g}. Accuracy of {before['held_out']} reviews, {before['accuracy']:.1%} before training.",
-            "",
-            *table(headings, rows),
-            "",
-            "A LoRA on the client's layers, unknown to the server, no noise:",
-            "",
-            *table("layers before the cut | change of hidden states | tokens", front),
-        ]
+    about = (
+        f"{result['about']['hardware']}; {result['cpu_s'] / 60:.0f} minutes of processor time. "
+        f"Epsilon at delta {DELTA:g}. "
+        f"Accuracy of {before['held_out']} reviews, {before['accuracy']:.1%} before training."
     )
+    lines = [
+        about,
+        "",
+        *table(headings, rows),
+        "",
+        "A LoRA on the client's layers, which the server does not know; no noise:",
+        "",
+        *table("layers before the cut | change of hidden states | tokens", front),
+    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
