@@ -130,11 +130,8 @@ class SplitModel:
             hidden = self._hidden([record.tokens[: record.prompt] for record in some], (10**6, start))
             last = hidden[torch.arange(len(some)), [record.prompt - 1 for record in some]]
             found = labels[self.model.lm_head(last)[:, labels].argmax(dim=1)]
-            right += [
-                int(each) == int(record.tokens[record.prompt])
-                for each, record in zip(found, some, strict=True)
-            ]
-        return sum(right) / len(right)
+            right.append(found == torch.stack([record.tokens[record.prompt] for record in some]))
+        return float(torch.cat(right).float().mean())
 
     def _hidden(self, texts: Sequence[Tensor], place: tuple[int, int]) -> Tensor:
         # Attention is causal, so what stands behind a text does not matter to it.

@@ -72,69 +72,73 @@ class Front:
 
 
 class TokenAttack:
-    """Recovers a record's tokens from its hidden states at a cut.
+    """Recovers records' tokens from their hidden states at a cut.
 
     Args:
         model: The public backbone, in fp32.
         cut: Layers before the cut.
         public: `[T]` tokens of public texts.
-        noise: Standard deviation of the noise on each coordinate.
-        shortlist: Candidates of each position.
+        shortlist: Candidates of each position; under noise as many more.
     """
 
-    def __init__(
-        self, model: nn.Module, cut: int, public: Sequence[Tensor], noise: float = 0.0, shortlist: int = 64
-    ) -> None:
+    def __init__(self, model: nn.Module, cut: int, public: Sequence[Tensor], shortlist: int = 64) -> None:
         self._model: Any = model
         self._front = Front(model, cut)
-        self._noise = noise
-        self._embeddings: Tensor = model.get_input_embeddings().weight.detach()  # type: ignore[operator]
-        self._directions = nn.functional.normalize(self._embeddings, dim=1)
-        vocabulary = len(self._embeddings)
+        embeddings: Tensor = model.get_input_embeddings().weight.detach()  # type: ignore[operator]
+        self._directions = nn.functional.normalize(embeddings, dim=1)
+        vocabulary = len(embeddings)
         self._shortlist = min(shortlist, vocabulary)
         single = torch.arange(0, vocabulary, -(-vocabulary // _SINGLE_TOKENS))
-        self._first = _LinearMap(self._front.hidden(single[:, None])[:, 0], self._embeddings[single], noise)
+        self._first = _LinearMap(self._front.hidden(single[:, None])[:, 0], embeddings[single])
         generator = torch.Generator().manual_seed(0)
         texts = [*public, *torch.randint(vocabulary, (_RANDOM_TEXTS, _RANDOM_LENGTH), generator=generator)]
         later = torch.cat([self._front.hidden(text[None])[0, 1:] for text in texts])
-        tokens = torch.cat([text[1:] for text in texts])
-        self._later = _LinearMap(later, self._embeddings[tokens], noise)
+        self._later = _LinearMap(later, embeddings[torch.cat([text[1:] for text in texts])])
 
-    def recover(self, observed: Tensor) -> Tensor:
-        """The `[T]` tokens that explain the hidden states `[T, H]` best."""
+    def recover(self, observed: Tensor, noise: float = 0.0) -> Tensor:
+        """The tokens that explain a record's hidden states best.
+
+        Args:
+            observed: `[T, H]`, clipped and noisy.
+            noise: Standard deviation of the noise on each coordinate.
+
+        Returns:
+            `[T]` tokens.
+        """
         found = torch.empty(0, dtype=torch.long)
-        prior = _NextToken(self._model) if self._noise else None
-        scale = _Scale()
+        scale, prior = _Scale(), _NextToken(self._model)
+        first, later = self._first.weight(noise), self._later.weight(noise)
         for row in observed:
-            linear = self._later if len(found) else self._first
-            ranks = linear(row, scale.factor) @ self._directions.T
-            likely = prior.log_probabilities(found) if prior is not None and len(found) else None
+            mean, weight = (self._later.mean, later) if len(found) else (self._first.mean, first)
+            ranks = self._directions @ ((row - scale.factor * mean) @ weight)
             tokens = ranks.topk(self._shortlist).indices
-            if likely is not None:
+            likely = torch.zeros_like(ranks)
+            if noise and len(found):
+                likely = prior.log_probabilities(found)
                 tokens = torch.cat([tokens, likely.topk(self._shortlist).indices]).unique()
-            residual = scale.residuals(row, states := self._front.candidates(found, tokens))
-            score = -residual if not self._noise else -residual / (2 * self._noise**2)
-            best = int((score if likely is None else score + likely[tokens]).argmax())
+            states = self._front.candidates(found, tokens)
+            residuals = scale.residuals(row, states)
+            best = int((residuals - 2 * noise**2 * likely[tokens]).argmin())
             scale.add(row, states[best])
             found = torch.cat([found, tokens[best : best + 1]])
         return found
 
 
 class _LinearMap:
-    """Ridge regression from hidden states `[n, H]` that noise will be added to, to embeddings `[n, H]`."""
+    """Ridge regression from hidden states `[n, H]` to embeddings `[n, H]`, both less their means."""
 
-    def __init__(self, hidden: Tensor, embeddings: Tensor, noise: float) -> None:
-        self._mean = hidden.mean(dim=0)
-        centred = (hidden - self._mean).double()
-        penalty = noise**2 + _RIDGE * float(centred.square().mean())
-        gram = centred.T @ centred + penalty * len(hidden) * torch.eye(hidden.shape[1], dtype=torch.float64)
-        product = centred.T @ (embeddings - embeddings.mean(dim=0)).double()
-        self._weight = torch.linalg.solve(gram, product).float()
+    def __init__(self, hidden: Tensor, embeddings: Tensor) -> None:
+        self.mean = hidden.mean(dim=0)
+        centred = (hidden - self.mean).double()
+        self._gram = centred.T @ centred / len(centred)
+        self._product = centred.T @ (embeddings - embeddings.mean(dim=0)).double() / len(centred)
 
-    def __call__(self, row: Tensor, factor: float) -> Tensor:
-        """The direction `[H]` of a row's embedding, if clipping scaled the row by `factor`."""
-        direction: Tensor = (row - factor * self._mean) @ self._weight
-        return direction
+    def weight(self, noise: float) -> Tensor:
+        """The map `[H, H]` for hidden states with noise of this standard deviation."""
+        penalty = noise**2 + _RIDGE * float(self._gram.diagonal().mean())
+        identity = torch.eye(len(self._gram), dtype=torch.float64)
+        weight: Tensor = torch.linalg.solve(self._gram + penalty * identity, self._product)
+        return weight.float()
 
 
 class _Scale:
