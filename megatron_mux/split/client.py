@@ -159,9 +159,11 @@ def train(arguments: argparse.Namespace) -> None:
     set_allocator_options()
     import torch
 
-    from megatron_mux.split.tls import ClientTls
+    from megatron_mux.split.tls import ClientTls, split_address
     from megatron_mux.split.trainer import SplitTrainer
 
+    for address in arguments.server.split(","):
+        split_address(address.strip())  # before the run leaves anything behind
     SplitTrainer(
         backbone=arguments.backbone,
         task=task,

@@ -313,6 +313,7 @@ def _parallel(run: Run, pipeline: int, rank: int, tensor_rank: int) -> Any:
         dp_size=run.pipelines,
         tp_size=run.tensor,
         pp_group=SimpleNamespace(ranks=tuple(ranks)),
+        pipeline_ranks=ranks,
         device=torch.device("cuda"),
         heartbeat=SimpleNamespace(at=lambda action: None),
     )

@@ -232,7 +232,12 @@ def test_sent_tensors_are_kept_until_a_fixed_number_follows(monkeypatch: pytest.
     def host(rank: int) -> None:
         nonlocal most
         parallel: Any = SimpleNamespace(
-            pp_rank=rank, pp_size=2, pp_group=Group((0, 1)), device=torch.device("cuda"), heartbeat=None
+            pp_rank=rank,
+            pp_size=2,
+            pp_group=Group((0, 1)),
+            pipeline_ranks=[0, 1],
+            device=torch.device("cuda"),
+            heartbeat=None,
         )
         communicator = communicate.Communicator(parallel)
         for _ in range(100):

@@ -66,7 +66,6 @@ async def _in_order(own: Bench) -> None:
     outcomes = await asyncio.gather(*tasks)
     assert own.computed == [["a"], ["b"], ["c"]]
     assert [one.result for one in outcomes] == ["a!", "b!", "c!"]
-    assert outcomes[2].waited_s >= outcomes[0].waited_s
 
 
 @bench(together=100)
