@@ -271,14 +271,28 @@ def _privacy(options: SplitTrainer, task: Task, say: Say) -> Privacy | None:
         folder.mkdir(parents=True, exist_ok=True)
         secret = read_secret(folder / "noise.secret")
     steps = spec.total_steps(len(task.data))
-    planned = Releases.of_training(len(task.data), spec.sequences_per_step, steps)
+    evaluated = _evaluations(task, steps)
+    same = spec.eval is not None and spec.eval.path.samefile(spec.data.path)
+    planned = Releases.of_training(
+        len(task.data), spec.sequences_per_step, steps, evaluated.activations if same else 0
+    )
     noise = Noise(options.privacy, secret, planned)
+    others = f", {noise.spent(evaluated):.3g} for an evaluated one's, {evaluated.total} times"
     say(
         f"{spec.name}: noise of {noise.noise_multiplier:.3g} times the clipping norms: epsilon "
         f"{noise.spent(planned):.3g} at delta {options.privacy.delta:g} for a record's own rows, which leave "
-        f"{planned.total} times (docs/split-privacy.md says what that does not cover)"
+        f"{planned.total} times{others if evaluated.total and not same else ''} (docs/split-privacy.md says what that "
+        "does not cover)"
     )
     return noise
+
+
+def _evaluations(task: Task, steps: int) -> Releases:
+    """How often evaluations release one of their records: each time, with every completion that is scored."""
+    if task.evaluation is None or task.spec.eval is None:
+        return Releases(0, 0)
+    rounds = 2 + (steps - 1) // task.spec.eval.eval_steps  # before the first step and at the end, too
+    return Releases(rounds * len(task.evaluation.distinct_completions or "1"), 0)
 
 
 def _adapter_of(spec: TaskSpec, shape: BackboneShape) -> dict[str, Any]:
