@@ -113,7 +113,7 @@ def _capacity(limit: int | None, parallel: Parallel, weights: int) -> int:
 
 
 def _scheduler_options(arguments: argparse.Namespace) -> SchedulerOptions:
-    weights = {}
+    weights = None  # without shares, the order of arrival
     if arguments.weights is not None:
         try:
             weights = {
