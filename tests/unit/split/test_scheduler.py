@@ -27,7 +27,7 @@ Script = list[tuple[str, int, str, int]]
 scripts = st.lists(
     st.tuples(
         st.sampled_from(["submit", "submit", "release", "shrink", "cancel", "wait"]),
-        st.integers(0, CAPACITY),
+        st.integers(0, 10).map(lambda tenths: tenths * CAPACITY // 10),
         st.sampled_from("abc"),
         st.integers(0, 7),
     ),
@@ -284,6 +284,20 @@ def test_weights_are_shares_of_a_saturated_server(easy: bool) -> None:
         scheduler.submit(Demand(key, client, 10, 5, expected_s=1.0), now)
     for client, weight in weights.items():
         assert done[client] / done.total() == pytest.approx(weight / 6, rel=0.02)
+
+
+def test_a_client_that_was_away_has_saved_up_nothing() -> None:
+    scheduler = Scheduler(10, SchedulerOptions(weights={}))
+    for key in range(40):
+        scheduler.submit(Demand(key, "a", 10, tokens=5), 0.0)
+    for key in range(40):
+        if key == 10:
+            for late in range(40, 44):
+                scheduler.submit(Demand(late, "b", 10, tokens=5), 1.0)
+        (demand,) = scheduler.grant(1.0)
+        scheduler.release(demand.key, 1.0)
+        if 10 <= key < 14:
+            assert demand.client == "ab"[(key + (key >= 10)) % 2]
 
 
 def test_ageing_leads_back_to_the_order_of_arrival() -> None:
