@@ -112,6 +112,9 @@ def test_vanilla_swaps_whole_tasks() -> None:
     fleet = replace(ONE, clients=2, steps=50)
     found = simulate(fleet, WHOLE + WHOLE // 2, "vanilla")
     assert found.seconds == pytest.approx(100 * (2 * swap + held), rel=0.03)
+    slow = replace(fleet, client_row_s=0.1, arrivals_s=7.0)
+    waits = simulate(slow, WHOLE + WHOLE // 2, "vanilla").steps[:, Part.SCHEDULING]
+    assert waits.max() < held - CLIENT + 10.0 + 4 * swap, "a task between two steps makes room at once"
     both = simulate(fleet, 2 * WHOLE, "vanilla")
     assert both.steps[:, Part.SCHEDULING].max() < 2 * (FORWARD + BACKWARD), (
         "nothing is swapped where both fit"
