@@ -44,6 +44,7 @@ def draw(
     labels: tuple[str, str],
     marked: Sequence[float] = (),
     level: float | None = None,
+    log_y: bool = False,
 ) -> None:
     """Plot curves, if matplotlib is installed.
 
@@ -53,6 +54,7 @@ def draw(
         labels: Of the two axes.
         marked: Values of x with a vertical line.
         level: Value of y with a horizontal line.
+        log_y: Whether y has a logarithmic scale; else it begins at 0.
     """
     try:
         import matplotlib
@@ -76,7 +78,10 @@ def draw(
     axes.set_xscale("log", base=2)
     ticks = sorted({x for curve in curves for x, _ in curve.points})
     axes.set_xticks(ticks, [str(x) for x in ticks])
-    axes.set_ylim(bottom=0)
+    if log_y:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
     axes.legend()

@@ -1,7 +1,9 @@
 """Simulates a split server with up to 10,000 clients, by costs measured on this machine.
 
 python benchmarks/split_simulation.py --measure           # costs of a server's requests, a minute on an idle machine
-python benchmarks/split_simulation.py --output benchmarks/results/split-simulation.json
+python benchmarks/split_simulation.py --output benchmarks/results/split-simulation.json    # and .md, .svg
+
+Every policy, `on-demand` also with co-batching, for each number of clients. The same seed gives the same figures.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ from script import add_output, command_line, publish, table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 if TYPE_CHECKING:
-    from megatron_mux.split.simulation import Costs, Figures
+    from megatron_mux.split.simulated_fleet import Costs, Figures
 
 ROOT = Path(__file__).resolve().parents[1]
 COSTS = ROOT / "benchmarks/results/split-costs-cpu-2-cores.json"
@@ -97,75 +99,95 @@ def simulate(costs: Costs, clients: Sequence[int], scale: float, seed: int) -> l
         scale: How many times as fast as the measured machine the server is.
         seed: Of the fleet.
     """
-    from dataclasses import replace
-
     from megatron_mux.split.policies import POLICIES
-    from megatron_mux.split.simulation import Fleet, ServerOptions, Simulation
+    from megatron_mux.split.simulated_fleet import Fleet, ServerOptions
+    from megatron_mux.split.simulation import Simulation
 
     timed = {name: getattr(costs, name) / scale for name in asdict(costs) if name.endswith("_s")}
     costs = replace(costs, **timed)
     found = []
     for count in clients:
         fleet = Fleet(count, arrivals_s=600 / count, steps=20, rows=(64, 512), drops=0.002, seed=seed)
-        # Of the cards of one size: room for adapters, and for the requests of 32 clients at once.
-        capacity = int(costs.lasting_bytes * count + 32 * costs.backward_row_bytes * fleet.rows[1])
-        for policy in POLICIES:
-            for together in (0, 2048) if policy == "on-demand" else (0,):
-                room = max(
-                    capacity, int(2.5 * (costs.weights_bytes + costs.backward_row_bytes * fleet.rows[1]))
-                )
-                options = ServerOptions(room, policy, most_together=together)
-                began = time.perf_counter()
-                figures = Simulation(costs, fleet, options).run()
-                row = {"clients": count, "policy": policy, "together": together, "capacity": room}
-                found.append({**row, **summary(figures), "simulated_in_s": time.perf_counter() - began})
+        # Of the cards of one size: room for what sessions hold, and for the backward passes of 32 clients at once.
+        most = costs.memory(fleet.rows[1])
+        capacity = (most.lasting + most.hidden) * count + 32 * most.backward
+        for policy, together in [*((policy, 0) for policy in POLICIES), ("on-demand", 2048)]:
+            room = max(capacity, int(2.5 * (costs.weights_bytes + most.backward)))
+            began = time.perf_counter()
+            figures = Simulation(costs, fleet, ServerOptions(room, policy, most_together=together)).run()
+            seconds = time.perf_counter() - began
+            row = {"clients": count, "policy": policy, "together": together, "capacity": room}
+            found.append({**row, **summary(figures), "simulated_in_s": seconds})
+            print(f"{count} clients, {policy}: {seconds:.0f} s", file=sys.stderr, flush=True)
     return found
 
 
-def summary(figures: Figures) -> dict[str, float]:
-    """What is published of a run."""
+def summary(figures: Figures) -> dict[str, Any]:
+    """What is published of a run; seconds of a step are those while its client was connected."""
     import numpy as np
 
-    waits = figures.waiting_s
+    from megatron_mux.split.simulated_fleet import Part
+
+    parts = {part.name.lower(): figures.steps[:, part] for part in Part}
+    parts["step"] = figures.steps.sum(axis=1) - parts.pop("away")
+    seconds = {
+        f"{name}_s": {"mean": float(own.mean())} | {f"p{q}": float(np.percentile(own, q)) for q in (50, 99)}
+        for name, own in parts.items()
+    }
     return {
-        "step_s": float(np.mean(figures.step_s)),
-        "communication_s": figures.communication_s,
-        "computation_s": figures.computation_s,
-        "waiting_s": 2 * float(waits.mean()),
-        "p99_waiting_s": float(np.percentile(waits, 99)),
-        "steps_per_s": figures.steps / figures.seconds,
+        **seconds,
+        "joining_s": float(figures.joining_s.mean()),
+        "steps_per_s": figures.steps_per_s,
+        "busy": figures.busy_s / figures.seconds,
         "jain": figures.jain,
         "most_reserved": figures.most_reserved,
         "requests_together": figures.together,
     }
 
 
+def label(run: dict[str, Any]) -> str:
+    """The name of a run's policy."""
+    return str(run["policy"]) + (", co-batching" if run["together"] else "")
+
+
 def tables(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     rows = [
         (
-            one["clients"],
-            one["policy"] + (", co-batching" if one["together"] else ""),
-            f"{one['step_s']:.2f}",
-            f"{one['communication_s']:.2f}",
-            f"{one['computation_s']:.3f}",
-            f"{one['waiting_s']:.2f}",
-            f"{one['p99_waiting_s']:.2f}",
-            f"{one['steps_per_s']:.1f}",
-            f"{one['jain']:.2f}",
-            f"{one['most_reserved'] / _GIB:.1f} of {one['capacity'] / _GIB:.1f}",
+            run["clients"],
+            label(run),
+            *(f"{run[name]['mean']:.3g}" for name in ("step_s", "communication_s", "computation_s")),
+            *(f"{run['scheduling_s'][which]:.3g}" for which in ("mean", "p50", "p99")),
+            f"{run['steps_per_s']:.1f}",
+            f"{run['jain']:.2f}",
+            f"{run['most_reserved'] / _GIB:.1f} of {run['capacity'] / _GIB:.1f}",
         )
-        for one in result["runs"]
+        for run in result["runs"]
     ]
-    headings = "clients | policy | s a step | communication | computation | waiting | p99 of a wait"
+    headings = "clients | policy | s a step | communication | computation | scheduling | its p50 | its p99"
     headings += " | steps/s | Jain | GiB reserved"
     head = (
         f"Simulated by costs measured on {result['hardware']}, with a server {result['scale']:g} times as fast. "
-        "Clients arrive over ten minutes, take 20 steps of 64 to 512 rows, have links of 10 MB/s in the median, and "
-        "drop out before 0.2% of their requests, for half a minute. Jain's index is over all clients, whose rows and "
-        "links differ."
+        "Clients arrive over ten minutes and take 20 steps of 64 to 512 rows; in the median they have 10 MB/s, 20 ms "
+        "of latency and 0.1 ms of computation a row; before 0.2% of their requests they are away for half a minute. "
+        "Seconds are those of a client's optimizer step while it is connected; scheduling is all that a request waits "
+        "on the server. Jain's index is over each client's speed relative to having the server for itself."
     )
     return "\n".join([head, "", *table(headings, rows)])
+
+
+def draw_steps(result: dict[str, Any], file: Path) -> None:
+    """Plot the time of a step by the number of clients."""
+    from plot import Curve, draw
+
+    runs: dict[str, list[tuple[int, float]]] = {}
+    for run in result["runs"]:
+        runs.setdefault(label(run), []).append((run["clients"], run["step_s"]["mean"]))
+    colours = ("tab:blue", "tab:green", "tab:red", "tab:purple", "black", "tab:orange")
+    curves = [
+        Curve(name, sorted(points), own) for (name, points), own in zip(runs.items(), colours, strict=False)
+    ]
+    draw(file, curves, ("clients", "seconds of an optimizer step"), log_y=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -173,15 +195,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__doc__)
     add = parser.add_argument
     add("--measure", action="store_true", help="measure costs and write them to --costs")
-    add(
-        "--costs", type=Path, default=COSTS, metavar="FILE", help="costs (benchmarks/results/split-costs-...)"
-    )
+    add("--costs", type=Path, default=COSTS, metavar="FILE", help=f"of requests ({COSTS.relative_to(ROOT)})")
     add("--backbone", type=Path, default=ROOT / ".quickstart/backbone", metavar="DIR", help="for --measure")
-    add("--clients", type=int, nargs="+", default=[100, 1000, 10_000], metavar="N")
+    add("--clients", type=int, nargs="+", default=[100, 1000, 10_000], metavar="N", help="(100 1000 10000)")
     add(
-        "--scale", type=float, default=200.0, help="times as fast as the measured machine the server is (200)"
+        "--scale",
+        type=float,
+        default=200.0,
+        metavar="X",
+        help="times as fast as measured the server is (200)",
     )
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of all random numbers (0)")
     add_output(parser)
     arguments = parser.parse_args(argv)
     if arguments.measure:
@@ -192,14 +216,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(costs, indent=1))
         return 0
     if not arguments.costs.is_file():
-        print(f"--costs {arguments.costs}: no such file: add --measure first", file=sys.stderr)
+        print(f"--costs {arguments.costs}: no such file: measure it first, with --measure", file=sys.stderr)
         return 2
-    from megatron_mux.split.simulation import Costs
+    from megatron_mux.split.simulated_fleet import Costs
 
     read = json.loads(arguments.costs.read_text())
     hardware = read.pop("hardware")
     runs = simulate(Costs(**read), arguments.clients, arguments.scale, arguments.seed)
-    result = {"hardware": hardware, "scale": arguments.scale, "runs": runs}
+    result = {"hardware": hardware, "scale": arguments.scale, "seed": arguments.seed, "runs": runs}
+    if arguments.output is not None:
+        draw_steps(result, arguments.output.with_suffix(".svg"))
     publish(result, tables(result), arguments.output)
     return 0
 

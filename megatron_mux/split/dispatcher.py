@@ -114,7 +114,9 @@ class Dispatcher:
         work.key, work.submitted = next(self._keys), time.monotonic()
         work.future = asyncio.get_running_loop().create_future()
         if work.size:
-            demand = Demand(work.key, work.client, work.size, work.tokens, work.joins, work.expected_s)
+            demand = Demand(
+                work.key, work.client, work.size, work.tokens, work.joins, work.expected_s, work.keeps
+            )
             self.scheduler.submit(demand, work.submitted)
             self._waiting[work.key] = work
             self._admit()

@@ -114,22 +114,21 @@ def _capacity(limit: int | None, parallel: Parallel, weights: int) -> int:
 
 def _scheduler_options(arguments: argparse.Namespace) -> SchedulerOptions:
     weights = None  # without shares, the order of arrival
-    if arguments.weights is not None:
-        try:
-            weights = {
-                str(name): float(share)
-                for name, share in json.loads(Path(arguments.weights).read_text()).items()
-            }
-        except (OSError, ValueError, AttributeError, TypeError) as error:
-            raise UserError(
-                f"--weights {arguments.weights}: must be a JSON object of names and shares: {error}"
-            ) from None
-    return SchedulerOptions(
-        easy=arguments.reservations == "easy",
-        ageing=arguments.ageing,
-        weights=weights,
-        rate=arguments.rate_limit,
-    )
+    try:
+        if arguments.weights is not None:
+            read = json.loads(Path(arguments.weights).read_text())
+            weights = {str(name): float(share) for name, share in read.items()}
+        return SchedulerOptions(
+            easy=arguments.reservations == "easy",
+            ageing=arguments.ageing,
+            weights=weights,
+            rate=arguments.rate_limit,
+        )
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"--weights must be a JSON file with an object of names and shares above 0, --rate-limit above 0 and "
+            f"--ageing at least 0: {error}"
+        ) from None
 
 
 async def _serve(

@@ -1,13 +1,14 @@
 """Simulates a split server with thousands of clients, by measured costs and the server's own scheduler and policies.
 
 What is simulated is time and memory: sessions arrive, send requests over links of their own, wait, are computed on one
-thread, drop out and come back. Nothing is computed for real.
+thread, drop out and come back. Nothing is computed for real. The server's own link is taken to be fast enough for all.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,392 +16,345 @@ from itertools import count
 
 import numpy as np
 
-from megatron_mux.split.policies import Circumstances, ForwardPlan, PolicyName, plan_forward
-from megatron_mux.split.scheduler import Demand, Scheduler, SchedulerOptions
-from megatron_mux.split.session_memory import Memory
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What a server's requests cost, as measured.
-
-    Attributes:
-        forward_call_s, forward_row_s: Seconds of a forward pass, and of each of its rows.
-        backward_call_s, backward_row_s: Of a backward pass that computes its forward pass again.
-        kept_call_s, kept_row_s: Of a backward pass whose graph was kept.
-        forward_row_bytes, backward_row_bytes, graph_row_bytes: Bytes of a row, see `Memory`.
-        hidden_row_bytes: Of its hidden states, in memory and on the wire.
-        lasting_bytes: Of a session's adapter and optimizer.
-        weights_bytes: Of the body.
-    """
-
-    forward_call_s: float
-    forward_row_s: float
-    backward_call_s: float
-    backward_row_s: float
-    kept_call_s: float
-    kept_row_s: float
-    forward_row_bytes: float
-    backward_row_bytes: float
-    graph_row_bytes: float
-    hidden_row_bytes: float
-    lasting_bytes: float
-    weights_bytes: float
-
-
-@dataclass(frozen=True)
-class Fleet:
-    """The clients.
-
-    Attributes:
-        clients: How many come.
-        arrivals_s: Mean seconds between two arrivals; 0: all at once.
-        steps: Optimizer steps of each.
-        rows: Least and most rows of a request, the same in all steps of a client.
-        bandwidth: Median bytes a second of a client's link, each way; log-normal with `spread`.
-        spread: Standard deviation of the bandwidth's logarithm.
-        latency_s: One way.
-        client_row_s: Seconds of a row on the client in each of its three parts of a step.
-        drops: Probability that a client drops out before a request.
-        away_s: Mean seconds until it is back.
-        seed: Of all random numbers.
-    """
-
-    clients: int
-    arrivals_s: float = 0.0
-    steps: int = 10
-    rows: tuple[int, int] = (64, 512)
-    bandwidth: float = 10e6
-    spread: float = 0.8
-    latency_s: float = 0.02
-    client_row_s: float = 1e-4
-    drops: float = 0.0
-    away_s: float = 30.0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """The server.
-
-    Attributes:
-        capacity: Bytes for adapters and requests; of `vanilla` also for copies of the body.
-        policy: What is kept between a forward pass and its backward.
-        scheduler: How requests are ordered.
-        most_together: Most rows that are computed as one micro-batch; 0: each by itself.
-        swap_rate: Bytes a second at which `vanilla` moves tasks.
-    """
-
-    capacity: int
-    policy: PolicyName = "on-demand"
-    scheduler: SchedulerOptions = SchedulerOptions()  # noqa: RUF009 (frozen)
-    most_together: int = 0
-    swap_rate: float = 8e9
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What a simulation found.
-
-    Attributes:
-        steps: Optimizer steps that were done.
-        seconds: From the first arrival to the last end.
-        communication_s, computation_s, client_s: Mean of a step.
-        waiting_s: `[requests]` seconds that each request waited for memory and its turn.
-        step_s: `[clients]` mean seconds of a client's steps.
-        most_reserved: Bytes at once.
-        together: Mean number of requests in a micro-batch.
-    """
-
-    steps: int
-    seconds: float
-    communication_s: float
-    computation_s: float
-    client_s: float
-    waiting_s: np.ndarray
-    step_s: np.ndarray
-    most_reserved: int
-    together: float
-
-    @property
-    def jain(self) -> float:
-        """Jain's index of fairness over clients' steps per second."""
-        rates = 1.0 / self.step_s
-        return float(rates.sum() ** 2 / (len(rates) * (rates**2).sum()))
+from megatron_mux.split.policies import Circumstances, ForwardPlan, plan_forward
+from megatron_mux.split.scheduler import Demand, Scheduler
+from megatron_mux.split.simulated_fleet import (
+    Client,
+    Costs,
+    Figures,
+    Fleet,
+    Part,
+    ServerOptions,
+    make_clients,
+)
 
 
 @dataclass(eq=False)
-class _Client:
-    name: str
-    rows: int
-    transfer_s: float
-    compute_s: float
-    steps_left: int
-    memory: Memory
-    began: float = 0.0
-    lasting: int = 0
-    held: int = 0
-    plan: ForwardPlan | None = None
-    answer_s: float = 0.0
-    sent: float = 0.0
+class _Job:
+    """Something for the compute thread.
 
+    Attributes:
+        client: Whose it is.
+        call_s, rows_s: Its seconds: those that a micro-batch pays once, and those of its rows.
+        then: Called with its reservation when it is done.
+        joins: Jobs with equal values can be computed together; None: by itself.
+        keeps: Bytes of its reservation that stay.
+        part: Of the client's step, what its seconds count as; None: it belongs to no step.
+        key: Its reservation; 0: none.
+        since: When it was submitted.
+    """
 
-@dataclass(eq=False)
-class _Request:
-    client: _Client
-    backward: bool
-    arrived: float
-    key: int = 0
+    client: Client
+    call_s: float
+    rows_s: float
+    then: Callable[[int], None]
+    joins: str | None = None
     keeps: int = 0
-    seconds: float = 0.0
-    joins: bool = True
+    part: Part | None = Part.COMPUTATION
+    key: int = field(default=0, init=False)
+    since: float = field(default=0.0, init=False)
 
 
-@dataclass(eq=False)
 class Simulation:
     """One run.
+
+    Sessions are let in, in the order in which they come, while the largest request of any client fits beside what all
+    sessions inside may hold: else they could wait for each other's memory for ever.
 
     Args:
         costs: Of the server's requests.
         fleet: The clients.
         options: The server.
+
+    Raises:
+        ValueError: A client does not fit into memory.
     """
 
-    costs: Costs
-    fleet: Fleet
-    options: ServerOptions
-    _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list, init=False)
-    _ready: deque[_Request] = field(default_factory=deque, init=False)
-    _waiting: dict[int, _Request] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        self._random = np.random.default_rng(self.fleet.seed)
-        self._scheduler = Scheduler(self.options.capacity, self.options.scheduler)
+    def __init__(self, costs: Costs, fleet: Fleet, options: ServerOptions) -> None:
+        self.costs, self.fleet, self.options = costs, fleet, options
+        self._random = np.random.default_rng(fleet.seed)
+        self._clients = make_clients(fleet, costs, self._random)
+        self._scheduler = Scheduler(options.capacity, options.scheduler)
+        self._copies = options.policy == "vanilla"
+        self._largest = max(client.most for client in self._clients)
+        needed = max(map(self._whole, self._clients)) if self._copies else self._largest
+        if not self._copies:
+            needed += max(client.standing for client in self._clients)
+        if needed > options.capacity:
+            raise ValueError(f"a client needs {needed} bytes, and the server has {options.capacity}")
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order, self._keys = count(), count(1)
-        self._now, self._busy, self._most, self._wakes = 0.0, False, 0, math.inf
-        self._idle: dict[str, _Client] = {}  # of vanilla: in memory, between two steps
-        self._waits: list[float] = []
-        self._sums = {"communication": 0.0, "computation": 0.0, "client": 0.0}
-        self._done: list[float] = []
-        self._batches = self._requests = self._steps = 0
+        self._now, self._wakes = 0.0, math.inf
+        self._outside: deque[Client] = deque()
+        self._standing = 0  # bytes that the sessions inside may hold
+        self._idle: dict[str, Client] = {}  # of vanilla: tasks in memory, between two steps
+        self._leaving = 0  # of vanilla: bytes of tasks that are on their way to host memory
+        self._waiting: dict[int, _Job] = {}
+        self._ready: dict[str | None, deque[tuple[int, _Job]]] = {
+            joins: deque() for joins in (None, "forward", "backward")
+        }
+        self._busy, self._busy_s, self._batches, self._requests, self._most = False, 0.0, 0, 0, 0
+        self._steps = array("d")
+        self._joining: list[float] = []
+        self._progress: list[float] = []
 
     def run(self) -> Figures:
         """Simulate until every client has done its steps."""
-        fleet, at = self.fleet, 0.0
-        for number in range(fleet.clients):
-            at += self._random.exponential(fleet.arrivals_s) if fleet.arrivals_s else 0.0
-            client = self._client(number)
-            self._at(at, lambda client=client: self._join(client))  # type: ignore[misc]
+        for client in self._clients:
+            self._at(client.arrives, client, self._come)
         while self._events:
             self._now, _, happen = heapq.heappop(self._events)
             happen()
-        each = max(1, self._steps)
+        assert len(self._progress) == len(self._clients), "every client ends"
         return Figures(
-            self._steps,
-            self._now,
-            self._sums["communication"] / each,
-            self._sums["computation"] / each,
-            self._sums["client"] / each,
-            np.array(self._waits),
-            np.array(self._done),
-            self._most,
-            self._requests / max(1, self._batches),
+            steps=np.array(self._steps).reshape(-1, len(Part)),
+            seconds=self._now - self._clients[0].arrives,
+            busy_s=self._busy_s,
+            joining_s=np.array(self._joining),
+            progress=np.array(self._progress),
+            most_reserved=self._most,
+            together=self._requests / self._batches,
         )
 
-    def _client(self, number: int) -> _Client:
-        fleet, costs = self.fleet, self.costs
-        rows = int(self._random.integers(fleet.rows[0], fleet.rows[1] + 1))
-        bandwidth = fleet.bandwidth * math.exp(self._random.normal(0.0, fleet.spread))
-        memory = Memory(
-            rows,
-            int(costs.forward_row_bytes * rows),
-            int(costs.graph_row_bytes * rows),
-            int(costs.backward_row_bytes * rows),
-            int(costs.hidden_row_bytes * rows),
-            int(costs.lasting_bytes),
+    def _at(self, time: float, client: Client, then: Callable[[Client], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._order), lambda: then(client)))
+
+    # -- sessions
+
+    def _come(self, client: Client) -> None:
+        if self._copies:
+            self._bring(client, self._profile_s(client), None, self._joined)
+        else:
+            self._outside.append(client)
+            self._let_in()
+
+    def _let_in(self) -> None:
+        room = self.options.capacity - self._largest
+        while self._outside and self._standing + self._outside[0].standing <= room:
+            client = self._outside.popleft()
+            self._standing += client.standing
+
+            def joined(key: int, client: Client = client) -> None:
+                client.lasting = key
+                self._joined(client)
+
+            job = _Job(client, self._profile_s(client), 0.0, joined, keeps=client.memory.lasting, part=None)
+            self._submit(job, client.memory.joining)
+
+    def _profile_s(self, client: Client) -> float:
+        """Seconds in which a new session's memory is measured: by three forward passes, and one with its backward."""
+        costs = self.costs
+        calls, rows = (
+            3 * costs.forward_call_s + costs.backward_call_s,
+            3 * costs.forward_row_s + costs.backward_row_s,
         )
-        transfer = fleet.latency_s + costs.hidden_row_bytes * rows / bandwidth
-        return _Client(f"client {number}", rows, transfer, fleet.client_row_s * rows, fleet.steps, memory)
+        return calls + rows * client.rows
 
-    # -- a client
+    def _joined(self, client: Client) -> None:
+        self._joining.append(self._now - client.arrives)
+        self._begin_step(client)
 
-    def _join(self, client: _Client) -> None:
-        """Reserve what lasts; `vanilla` has whole tasks, which come to memory with their first request."""
-        client.began = self._now
-        if self.options.policy == "vanilla":
-            self._send(client, backward=False)
-            return
-        key = next(self._keys)
-        self._submit(
-            _Request(client, False, self._now, key, client.memory.lasting, 0.0, False), client.memory.lasting
-        )
+    def _leave(self, client: Client) -> None:
+        self._idle.pop(client.name, None)
+        for key in (client.held, client.lasting):
+            if key:
+                self._scheduler.release(key, self._now)
+        if not self._copies:
+            self._standing -= client.standing
+            self._let_in()
+        self._admit()
 
-    def _send(self, client: _Client, backward: bool) -> None:
-        """The client computes, and sends a request, unless it drops out before."""
+    # -- a step, from its client's first layers to its client's first layers
+
+    def _begin_step(self, client: Client) -> None:
+        client.began, client.spent = self._now, [0.0] * len(Part)
+        self._send(client, self._forward)
+
+    def _send(self, client: Client, arrive: Callable[[Client], None]) -> None:
+        """The client computes and sends a request, and may lose its connection before."""
         away = 0.0
         if self.fleet.drops and self._random.random() < self.fleet.drops:
             away = self._random.exponential(self.fleet.away_s)
-        self._sums["client"] += client.compute_s
-        self._sums["communication"] += client.transfer_s
-        self._at(
-            self._now + client.compute_s + away + client.transfer_s, lambda: self._arrive(client, backward)
-        )
+        client.spent[Part.CLIENT] += client.compute_s
+        client.spent[Part.AWAY] += away
+        self._travel(client, client.compute_s + away, arrive)
 
-    def _arrive(self, client: _Client, backward: bool) -> None:
-        costs, rows = self.costs, client.rows
-        request = _Request(client, backward, self._now, next(self._keys))
-        if backward:
-            assert client.plan is not None
-            kept = client.plan.keeps != "input"
-            call, row = (
-                (costs.kept_call_s, costs.kept_row_s)
-                if kept
-                else (costs.backward_call_s, costs.backward_row_s)
-            )
-            request.joins = not kept
-            size = client.plan.backward
-            client.answer_s = self._now - client.sent
+    def _travel(self, client: Client, before_s: float, arrive: Callable[[Client], None]) -> None:
+        client.spent[Part.COMMUNICATION] += client.transfer_s
+        self._at(self._now + before_s + client.transfer_s, client, arrive)
+
+    def _forward(self, client: Client) -> None:
+        self._idle.pop(client.name, None)
+        if self._copies and not client.held:
+            self._bring(client, self._swap_s(client), Part.SCHEDULING, self._compute_forward)
         else:
-            client.plan = self._plan(client)
-            call, row = costs.forward_call_s, costs.forward_row_s
-            request.joins = not client.plan.graph
-            size, request.keeps = client.plan.size, client.plan.kept
-            if self.options.policy == "vanilla":
-                self._idle.pop(client.name, None)
-                if not client.held:
-                    size = request.keeps = int(costs.weights_bytes) + client.memory.joining
-                    request.seconds = self._swap_seconds(client) + self._move_out(size)
-        request.seconds += call + row * rows
-        self._submit(request, size)
+            self._compute_forward(client)
 
-    def _plan(self, client: _Client) -> ForwardPlan:
-        costs = self.costs
+    def _compute_forward(self, client: Client) -> None:
+        plan = client.plan = self._plan(client)
+
+        def answer(key: int) -> None:
+            client.held = key if plan.kept else client.held
+            client.replied = self._now
+            self._travel(client, 0.0, lambda client: self._send(client, self._backward))
+
+        costs, joins = self.costs, None if plan.graph else "forward"
+        rows_s = costs.forward_row_s * client.rows
+        self._submit(_Job(client, costs.forward_call_s, rows_s, answer, joins, plan.kept), plan.size)
+
+    def _plan(self, client: Client) -> ForwardPlan:
         now = Circumstances(
-            self._scheduler.free,
-            len(self._waiting),
-            int(costs.backward_row_bytes * self.fleet.rows[1]),
-            client.answer_s,
-            costs.forward_call_s + costs.forward_row_s * client.rows,
+            free=self._scheduler.free,
+            waiting=len(self._waiting) + sum(map(len, self._ready.values())),
+            largest=self._largest,
+            answer_s=client.answer_s,
+            reforward_s=self.costs.forward_call_s + self.costs.forward_row_s * client.rows,
         )
         return plan_forward(self.options.policy, client.memory, client.rows, now)
 
-    def _move_out(self, size: int) -> float:
-        """Free the memory of tasks between two steps, until a task fits; returns the seconds that it takes."""
-        seconds = 0.0
-        while self._scheduler.free < size and self._idle:
-            other = self._idle.pop(next(iter(self._idle)))
-            seconds += self._swap_seconds(other)
-            self._release(other)
-        return seconds
+    def _backward(self, client: Client) -> None:
+        client.answer_s = self._now - client.replied
+        assert client.plan is not None
+        again = client.plan.keeps == "input"
+        call_s, rows_s = self._backward_s(client, again)
+        job = _Job(client, call_s, rows_s, lambda key: self._computed(client), "backward" if again else None)
+        self._submit(job, client.plan.backward)
 
-    def _release(self, client: _Client) -> None:
-        self._scheduler.release(client.held, self._now)
-        client.held = 0
+    def _backward_s(self, client: Client, again: bool) -> tuple[float, float]:
+        costs = self.costs
+        if again:
+            return costs.backward_call_s, costs.backward_row_s * client.rows
+        return costs.kept_call_s, costs.kept_row_s * client.rows
 
-    def _swap_seconds(self, client: _Client) -> float:
+    def _computed(self, client: Client) -> None:
+        """The backward pass is done."""
+        if self._copies and self._waiting:
+            self._move_out(client, Part.SCHEDULING, lambda: self._travel(client, 0.0, self._step_again))
+            return
+        if self._copies:
+            self._idle[client.name] = client
+        elif client.held:
+            self._scheduler.release(client.held, self._now)
+            client.held = 0
+        self._travel(client, 0.0, self._step_again)
+
+    def _step_again(self, client: Client) -> None:
+        client.spent[Part.CLIENT] += client.compute_s
+        self._at(self._now + client.compute_s, client, self._end_step)
+
+    def _end_step(self, client: Client) -> None:
+        seconds = self._now - client.began
+        assert math.isclose(sum(client.spent), seconds, rel_tol=1e-6, abs_tol=1e-6), "a part is not counted"
+        self._steps.extend(client.spent)
+        client.connected_s += seconds - client.spent[Part.AWAY]
+        client.steps_left -= 1
+        if client.steps_left:
+            self._begin_step(client)
+        else:
+            self._progress.append(self.fleet.steps * self._alone_s(client) / client.connected_s)
+            self._leave(client)
+
+    def _alone_s(self, client: Client) -> float:
+        """Seconds of a step of a client that has the server for itself."""
+        costs, again = self.costs, self.options.policy in ("on-demand", "reforward-with-gradients")
+        server = (
+            costs.forward_call_s + costs.forward_row_s * client.rows + sum(self._backward_s(client, again))
+        )
+        return 4 * client.transfer_s + 3 * client.compute_s + server
+
+    # -- vanilla: whole tasks
+
+    def _whole(self, client: Client) -> int:
+        return int(self.costs.weights_bytes) + client.memory.joining
+
+    def _swap_s(self, client: Client) -> float:
         return (self.costs.weights_bytes + client.memory.lasting) / self.options.swap_rate
+
+    def _bring(
+        self, client: Client, seconds: float, part: Part | None, then: Callable[[Client], None]
+    ) -> None:
+        """Have a client's task in memory, in place of tasks that are between two steps."""
+        size = self._whole(client)
+        missing = size - self._scheduler.free - self._leaving
+        while missing > 0 and self._idle:
+            other = self._idle.pop(next(iter(self._idle)))
+            missing -= self._whole(other)
+            self._move_out(other, None, lambda: None)
+
+        def brought(key: int) -> None:
+            client.held = key
+            then(client)
+
+        self._submit(_Job(client, seconds, 0.0, brought, keeps=size, part=part), size)
+
+    def _move_out(self, client: Client, part: Part | None, then: Callable[[], None]) -> None:
+        held, client.held = client.held, 0
+        self._leaving += self._whole(client)
+
+        def gone(key: int) -> None:
+            self._leaving -= self._whole(client)
+            self._scheduler.release(held, self._now)
+            then()
+
+        self._submit(_Job(client, self._swap_s(client), 0.0, gone, part=part), 0)
 
     # -- the server
 
-    def _submit(self, request: _Request, size: int) -> None:
-        if not size:
-            self._ready.append(request)
-        else:
-            client = request.client
-            demand = Demand(request.key, client.name, size, client.rows, None, request.seconds)
+    def _submit(self, job: _Job, size: int) -> None:
+        job.since = self._now
+        if size:
+            job.key, client = next(self._keys), job.client
+            expected_s = job.call_s + job.rows_s
+            demand = Demand(job.key, client.name, size, client.rows, job.joins, expected_s, job.keeps)
             self._scheduler.submit(demand, self._now)
-            self._waiting[request.key] = request
+            self._waiting[job.key] = job
+        else:  # it has its memory
+            self._ready[job.joins].append((next(self._order), job))
         self._admit()
 
     def _admit(self) -> None:
         for demand in self._scheduler.grant(self._now):
-            self._ready.append(self._waiting.pop(demand.key))
-        self._most = max(self._most, self._scheduler.capacity - self._scheduler.free)
+            job = self._waiting.pop(demand.key)
+            self._ready[job.joins].append((next(self._order), job))
+        self._most = max(self._most, self._scheduler.reserved)
         later = self._scheduler.next_event(self._now)
-        if later is not None and not self._now < self._wakes <= later:
+        if later is not None and later < self._wakes:
             self._wakes = later
-            self._at(later, self._admit)
+            heapq.heappush(self._events, (later, next(self._order), self._wake))
         self._compute()
 
-    def _compute(self) -> None:
-        if self._busy or not self._ready:
-            return
-        first = self._ready.popleft()
-        batch, rows = [first], first.client.rows
-        if first.joins and self.options.most_together:
-            for other in list(self._ready):
-                if other.joins and other.backward == first.backward:
-                    if rows + other.client.rows > self.options.most_together:
-                        break
-                    batch.append(other)
-                    rows += other.client.rows
-            for other in batch[1:]:
-                self._ready.remove(other)
-        seconds = max(one.seconds - self._rows_seconds(one) for one in batch) + sum(
-            map(self._rows_seconds, batch)
-        )
-        self._busy = True
-        if first.seconds:
-            self._waits += [self._now - one.arrived for one in batch]
-            self._batches, self._requests = self._batches + 1, self._requests + len(batch)
-            self._sums["computation"] += seconds
-        self._at(self._now + seconds, lambda: self._finish(batch))
-
-    def _rows_seconds(self, request: _Request) -> float:
-        """Seconds of a request that grow with its rows: those of the call are paid once for a micro-batch."""
-        if not request.seconds:
-            return 0.0
-        costs, rows = self.costs, request.client.rows
-        if not request.backward:
-            return costs.forward_row_s * rows
-        return (costs.backward_row_s if request.joins else costs.kept_row_s) * rows
-
-    def _finish(self, batch: list[_Request]) -> None:
-        self._busy = False
-        for request in batch:
-            client = request.client
-            if self._scheduler.has_reserved(request.key):
-                if request.keeps:
-                    self._scheduler.shrink(request.key, request.keeps)
-                else:
-                    self._scheduler.release(request.key, self._now)
-            if not request.seconds:  # it has joined
-                client.lasting = request.key
-                self._send(client, backward=False)
-            elif request.backward:
-                self._end_step(client)
-            else:
-                client.held = request.key if request.keeps else client.held
-                client.sent = self._now
-                self._reply(client, lambda client=client: self._send(client, True))  # type: ignore[misc]
+    def _wake(self) -> None:
+        self._wakes = math.inf
         self._admit()
 
-    def _reply(self, client: _Client, then: Callable[[], None]) -> None:
-        self._sums["communication"] += client.transfer_s
-        self._at(self._now + client.transfer_s, then)
+    def _compute(self) -> None:
+        """Compute what was admitted first, and those of its kind behind it, unless something is being computed."""
+        queues = [queue for queue in self._ready.values() if queue]
+        if self._busy or not queues:
+            return
+        queue = min(queues, key=lambda queue: queue[0][0])
+        batch = [queue.popleft()[1]]
+        rows = batch[0].client.rows
+        while batch[0].joins and queue and rows + queue[0][1].client.rows <= self.options.most_together:
+            batch.append(queue.popleft()[1])
+            rows += batch[-1].client.rows
+        seconds = max(job.call_s for job in batch) + sum(job.rows_s for job in batch)
+        for job in batch:
+            if job.part is not None:
+                job.client.spent[Part.SCHEDULING] += self._now - job.since
+                job.client.spent[job.part] += seconds
+        if batch[0].part == Part.COMPUTATION:
+            self._batches, self._requests = self._batches + 1, self._requests + len(batch)
+        self._busy, self._busy_s = True, self._busy_s + seconds
+        heapq.heappush(self._events, (self._now + seconds, next(self._order), lambda: self._finish(batch)))
 
-    def _end_step(self, client: _Client) -> None:
-        client.steps_left -= 1
-        self._steps += 1
-        stays = self.options.policy == "vanilla" and not self._waiting and client.steps_left > 0
-        if client.held and not stays:
-            self._release(client)
-        elif stays:
-            self._idle[client.name] = client
-        if client.steps_left:
-            self._reply(client, lambda: self._next_step(client))
-        else:
-            self._reply(client, lambda: self._leave(client))
-
-    def _next_step(self, client: _Client) -> None:
-        self._sums["client"] += client.compute_s
-        self._at(self._now + client.compute_s, lambda: self._send(client, backward=False))
-
-    def _leave(self, client: _Client) -> None:
-        self._done.append((self._now - client.began) / self.fleet.steps)
-        if client.lasting:
-            self._scheduler.release(client.lasting, self._now)
-            self._admit()
-
-    def _at(self, time: float, happen: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time, next(self._order), happen))
+    def _finish(self, batch: list[_Job]) -> None:
+        self._busy = False
+        for job in batch:
+            if job.keeps:
+                self._scheduler.shrink(job.key, job.keeps)
+            elif job.key:
+                self._scheduler.release(job.key, self._now)
+        for job in batch:
+            job.then(job.key)
+        self._admit()
