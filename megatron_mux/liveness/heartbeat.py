@@ -23,6 +23,13 @@ class Heartbeat:
             long: Whether it may take longer than the timeout, provided that no other rank waits for it that long.
         """
 
+    def fail(self, error: Exception) -> None:
+        """End all ranks by an error of another thread than the main one, after which ranks are out of step.
+
+        Args:
+            error: Where nobody watches, it is left to the caller.
+        """
+
 
 @dataclass(frozen=True)
 class State:

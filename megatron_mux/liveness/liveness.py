@@ -43,6 +43,7 @@ class Liveness(Heartbeat):
         timeout: Seconds that a rank may keep others waiting.
         advice: A sentence that says what to do after such an end.
         farewell: Called before the process ends.
+        program: Printed before the message.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class Liveness(Heartbeat):
         timeout: float,
         advice: str,
         farewell: Callable[[], None],
+        program: str = "pretrain_mux.py",
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._name = name
         self._detector = FailureDetector(timeout)
         self._advice = advice
         self._farewell = farewell
+        self._program = program
         self._activity = Activity("starting", True, time.monotonic())
         self._lost_since: float | None = None
         self._how: End = ""
@@ -111,10 +114,21 @@ class Liveness(Heartbeat):
         else:
             self._leave("told")  # the caller tells it; whoever interrupts a run knows why
 
-    def _end_all(self, error: torch.OutOfMemoryError) -> None:
-        """Say what ran out of memory, and end all ranks: others may wait for this one in a collective."""
+    def fail(self, error: Exception) -> None:
+        """See `Heartbeat`; if another rank is to blame, the verdict ends this one."""
+        lost = isinstance(error, RuntimeError) and is_of_a_connection(error)
+        if lost and not isinstance(error, torch.OutOfMemoryError):
+            self._reason, self._lost_since = _in_a_line(error), time.monotonic()
+            self._thread.join(self._detector.max_silence + _SECONDS_TO_END)
+        self._end_all(error)
+
+    def _end_all(self, error: Exception) -> None:
+        """Say what failed, and end all ranks: others may wait for this one in a collective."""
         self._limit_time()
-        self._say(f"{self._name} ran out of memory at {self._activity.what}: {failed_allocation(error)}")
+        why = f"failed: {_in_a_line(error)}"
+        if isinstance(error, torch.OutOfMemoryError):
+            why = f"ran out of memory at {self._activity.what}: {failed_allocation(error)}"
+        self._say(f"{self._name} {why}")
         self._leave("out of memory")
         self._farewell()
         os._exit(1)
@@ -172,7 +186,7 @@ class Liveness(Heartbeat):
         os._exit(1)
 
     def _say(self, why: str) -> None:
-        tell(UserError(f"{why}: stopping. {self._advice}"), "pretrain_mux.py")
+        tell(UserError(f"{why}: stopping. {self._advice}"), self._program)
 
     def _limit_time(self) -> None:
         """End the process soon, even if saying why takes too long."""

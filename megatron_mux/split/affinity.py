@@ -33,7 +33,7 @@ def choose_server(servers: str, session: str, resolve: Resolve = resolve) -> tup
 
     Args:
         servers: `HOST:PORT`, or several of them with commas between. A name with several addresses is several servers,
-            which share a certificate for the name.
+            which share a certificate for the name; of IPv4 and IPv6, the one with more addresses counts.
         session: Names the session.
         resolve: Returns a name's addresses.
 
@@ -47,8 +47,8 @@ def choose_server(servers: str, session: str, resolve: Resolve = resolve) -> tup
     candidates: list[tuple[str, str | None]] = [(server, None) for server in given]
     if len(given) == 1:
         host, port = split_address(given[0])
-        addresses = list(resolve(host, port))
-        if len({_family(address) for address in addresses}) == 1 < len(addresses):
+        addresses = max(_by_family(resolve(host, port)), key=len)
+        if len(addresses) > 1:
             candidates = [(f"{_bracketed(address)}:{port}", host) for address in addresses]
     for server, _ in candidates:
         split_address(server)
@@ -75,8 +75,10 @@ def _weight(server: str, session: str) -> bytes:
     return hashlib.sha256(f"{server}\0{session}".encode()).digest()
 
 
-def _family(address: str) -> bool:
-    return ":" in address
+def _by_family(addresses: Sequence[str]) -> tuple[list[str], list[str]]:
+    """IPv4 and IPv6 addresses."""
+    sixth = [address for address in addresses if ":" in address]
+    return [address for address in addresses if address not in sixth], sixth
 
 
 def _bracketed(address: str) -> str:

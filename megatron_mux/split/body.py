@@ -9,9 +9,10 @@ Shapes: T rows of a session, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,8 +30,11 @@ from megatron_mux.engine.updates import BucketUpdate, update_of
 from megatron_mux.errors import UserError
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
+from megatron_mux.split.meter import Peak, measure
 from megatron_mux.split.pieces import Piece, assemble, check_pieces, runs_of
 from megatron_mux.tasks import TrainingSpec
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -311,6 +315,10 @@ class Body:
                 copied = tensor.detach().cpu().clone()
                 found.append(Piece(record.key, kind, record.full_shape, copied, dim, runs))  # type: ignore[arg-type]
         return found
+
+    def measured(self, compute: Callable[[], T]) -> tuple[T, Peak]:
+        """Run a computation with this body; returns its result and the memory that it takes."""
+        return measure(self.parallel.device, compute)
 
     def bytes_of(self, name: str) -> int:
         """Bytes of a session's adapter, gradients and optimizer state: A + O of Menos' equation 3."""

@@ -1,18 +1,22 @@
 """A body on several ranks: rank 0 decides, and tells the others what to compute with it.
 
 Tensor ranks share each layer and compute all rows; pipeline ranks have some layers each, and hand hidden states and
-gradients on. One call is computed at a time. Commands are JSON and raw tensors, sent to all ranks.
+gradients on. One call is computed at a time. Commands are JSON and raw tensors, sent to all ranks. A call that fails on
+some rank leaves the ranks out of step, so it ends them all; only a session that cannot be added is refused.
 
 Shapes: T rows, H hidden.
 """
 
 from __future__ import annotations
 
-import json
+import socket
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,20 +25,48 @@ from torch import Tensor
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.engine.agreement import everyones, raise_on_every_rank
+from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.errors import UserError
 from megatron_mux.layout import MicroBatch
+from megatron_mux.liveness import Liveness
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.body import Body, Kept, Rows
+from megatron_mux.split.meter import Peak
 from megatron_mux.split.pieces import Piece, from_wire, to_wire
+from megatron_mux.split.rank_messages import broadcast, put, take
 from megatron_mux.tasks import TrainingSpec
 
 IDLE_MINUTES = 60 * 24 * 365
-"""How long ranks wait for the next command: clients may be away for days. torchrun ends all ranks if one dies."""
+"""How long ranks wait for the next command: clients may be away for days. `watched` ends all ranks if one dies."""
 
-_DTYPES = {
-    str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool)
-}
+_ADVICE = "Clients go on from their newest saves once the server has been started again."
+
+T = TypeVar("T")
+
+
+@contextmanager
+def watched(parallel: Parallel, program: str) -> Iterator[Parallel]:
+    """Context that ends all ranks, with a message, if one of them dies or fails. Every rank enters it.
+
+    Args:
+        parallel: This rank's place.
+        program: Printed before the message.
+
+    Returns:
+        The place, for the body.
+
+    Raises:
+        UserError: Rank 0 cannot be reached.
+    """
+    if parallel.world_size == 1:
+        yield parallel
+        return
+    name = f"rank {parallel.rank} (pipeline stage {parallel.pp_rank}, {socket.gethostname()})"
+    idle = IDLE_MINUTES * 60.0  # waiting for a command is no stall
+    with Liveness(
+        parallel.rank, parallel.world_size, name, idle, _ADVICE, farewell=lambda: None, program=program
+    ) as liveness:
+        yield replace(parallel, heartbeat=liveness)
 
 
 class StagedBody(Body):
@@ -63,6 +95,7 @@ class StagedBody(Body):
         outputs, kept = super().forward(rows, layers, graph)
         if kept is not None and self._leaf is not None:
             kept.received = self._leaf
+        self._leaf = None
         if self._first == self._last:
             return outputs, kept
         sizes = [own.count for own in rows]
@@ -96,8 +129,15 @@ class StagedBody(Body):
 
     def state(self, name: str) -> list[Piece]:
         """See `Body.state`; on rank 0 of all ranks."""
-        found = everyones([_plain(piece) for piece in super().state(name)], self.parallel)
-        return [Piece(**piece) for pieces in found for piece in pieces]
+        found, device = super().state(name), self.parallel.device
+        if self.parallel.rank:
+            index, tensors = to_wire(found)
+            put({"index": index}, list(tensors.values()), device, lambda tensor: dist.send(tensor, 0))
+            return found
+        for rank in range(1, self.parallel.world_size):
+            fields, sent = take(device, lambda tensor, rank=rank: dist.recv(tensor, rank))  # type: ignore[misc]
+            found += _pieces(fields["index"], sent)
+        return found
 
 
 class LeadingBody(StagedBody):
@@ -106,7 +146,7 @@ class LeadingBody(StagedBody):
     def __init__(self, backbone: Backbone, parallel: Parallel) -> None:
         super().__init__(backbone, parallel)
         self._numbers = count()
-        self._forgotten: list[int] = []
+        self._forgotten: deque[int] = deque()  # appended to by whichever thread drops a graph last
 
     def add(
         self,
@@ -127,25 +167,23 @@ class LeadingBody(StagedBody):
             "total_steps": total_steps,
             "pieces": index,
         }
-        self._tell("add", told, list(tensors.values()))
-        _together(
-            self,
-            lambda: super(LeadingBody, self).add(name, adapter, training, layers, total_steps, initial),
-            name,
-        )
+        with self._telling("add", told, list(tensors.values())):
+            _together(
+                self, lambda: Body.add(self, name, adapter, training, layers, total_steps, initial), name
+            )
 
     def remove(self, name: str) -> None:
         """See `Body.remove`."""
-        self._tell("remove", {"name": name})
-        super().remove(name)
+        with self._telling("remove", {"name": name}):
+            super().remove(name)
 
     def forward(self, rows: Sequence[Rows], layers: range, graph: bool) -> tuple[list[Tensor], Kept | None]:
         """See `Body.forward`."""
         number = next(self._numbers)
         told = [{k: v for k, v in vars(own).items() if k != "hidden"} for own in rows]
         fields = {"rows": told, "layers": [layers.start, layers.stop], "graph": graph, "number": number}
-        self._tell("forward", fields, [own.hidden for own in rows])
-        outputs, kept = super().forward(rows, layers, graph)
+        with self._telling("forward", fields, [own.hidden for own in rows]):
+            outputs, kept = super().forward(rows, layers, graph)
         if kept is not None:
             kept.number = number
             weakref.finalize(kept, self._forgotten.append, number)
@@ -153,83 +191,106 @@ class LeadingBody(StagedBody):
 
     def backward(self, kept: Kept, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """See `Body.backward`."""
-        self._tell("backward", {"number": kept.number}, gradients)
-        return super().backward(kept, gradients)
+        with self._telling("backward", {"number": kept.number}, gradients):
+            return super().backward(kept, gradients)
 
     def squared_norm(self, name: str, step: int) -> float:
         """See `Body.squared_norm`."""
-        self._tell("squared_norm", {"name": name, "step": step})
-        return super().squared_norm(name, step)
+        with self._telling("squared_norm", {"name": name, "step": step}):
+            return super().squared_norm(name, step)
 
     def update(self, name: str, step: int, norm: float, skip: bool) -> None:
         """See `Body.update`."""
-        self._tell("update", {"name": name, "step": step, "norm": norm, "skip": skip})
-        super().update(name, step, norm, skip)
+        with self._telling("update", {"name": name, "step": step, "norm": norm, "skip": skip}):
+            super().update(name, step, norm, skip)
 
     def zero(self, name: str) -> None:
         """See `Body.zero`."""
-        self._tell("zero", {"name": name})
-        super().zero(name)
+        with self._telling("zero", {"name": name}):
+            super().zero(name)
 
     def state(self, name: str) -> list[Piece]:
         """See `Body.state`."""
-        self._tell("state", {"name": name})
-        return super().state(name)
+        with self._telling("state", {"name": name}):
+            return super().state(name)
+
+    def measured(self, compute: Callable[[], T]) -> tuple[T, Peak]:
+        """See `Body.measured`; the most of any rank."""
+        with self._telling("measure", {}):
+            result, own = super().measured(compute)
+        with self._telling("measured", {}):
+            return result, _most(own, self.parallel)
 
     def stop(self) -> None:
         """End `follow` on the other ranks."""
-        self._tell("stop", {})
+        with self._telling("stop", {}):
+            pass
 
-    def _tell(self, what: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        forgotten, self._forgotten[:] = list(self._forgotten), []
-        shapes = [[str(tensor.dtype), list(tensor.shape)] for tensor in tensors]
-        command = {"what": what, "tensors": shapes, "forgotten": forgotten, **fields}
-        content = torch.frombuffer(bytearray(json.dumps(command).encode()), dtype=torch.uint8)
-        device = self.parallel.device
-        dist.broadcast(torch.tensor([len(content)], device=device), 0)
-        dist.broadcast(content.to(device), 0)
-        for tensor in tensors:
-            dist.broadcast(tensor.detach().to(device).contiguous(), 0)
+    @contextmanager
+    def _telling(
+        self, what: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()
+    ) -> Iterator[None]:
+        """Context of a call that the other ranks are told of; ends all ranks if it fails."""
+        forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+        try:
+            put({"what": what, "forgotten": forgotten, **fields}, tensors, self.parallel.device, broadcast)
+            yield
+        except UserError:
+            raise  # on every rank
+        except Exception as error:
+            self.parallel.heartbeat.fail(error)
+            raise
 
 
 def follow(body: StagedBody) -> None:
     """Do on this rank what rank 0 does, until it stops."""
-    device, kept = body.parallel.device, dict[int, Kept]()
+    _follow(body, {}, "stop")
+
+
+def _follow(body: StagedBody, kept: dict[int, Kept], last: str) -> None:
     while True:
-        length = torch.zeros(1, dtype=torch.int64, device=device)
-        dist.broadcast(length, 0)
-        content = torch.empty(int(length), dtype=torch.uint8, device=device)
-        dist.broadcast(content, 0)
-        command = json.loads(bytes(content.cpu().numpy()))
-        tensors = []
-        for dtype, shape in command.pop("tensors"):
-            tensor = torch.empty(shape, dtype=_DTYPES[dtype], device=device)
-            dist.broadcast(tensor, 0)
-            tensors.append(tensor)
+        command, tensors = take(body.parallel.device, broadcast)
         for number in command.pop("forgotten"):
             kept.pop(number, None)
         what = command.pop("what")
-        if what == "stop":
+        if what == last:
             return
-        if what == "forward":
-            layers, rows = range(*command["layers"]), zip(command["rows"], tensors, strict=True)
-            own = [_rows(fields, hidden) for fields, hidden in rows]
-            _, made = body.forward(own, layers, command["graph"])
-            if made is not None:
-                kept[command["number"]] = made
-        elif what == "backward":
-            body.backward(kept.pop(command["number"]), tensors)
-        elif what == "add":
-            _add(body, command, tensors)
-        else:
-            getattr(body, what)(**command)
+        _obey(body, kept, what, command, tensors)
+        del tensors
+
+
+def _obey(
+    body: StagedBody, kept: dict[int, Kept], what: str, command: dict[str, Any], tensors: list[Tensor]
+) -> None:
+    """Do what rank 0 does, and forget it: nothing outlives this but what is in `kept`."""
+    if what == "forward":
+        layers, rows = range(*command["layers"]), zip(command["rows"], tensors, strict=True)
+        own = [_rows(fields, hidden) for fields, hidden in rows]
+        _, made = body.forward(own, layers, command["graph"])
+        if made is not None:
+            kept[command["number"]] = made
+    elif what == "backward":
+        body.backward(kept.pop(command["number"]), tensors)
+    elif what == "add":
+        _add(body, command, tensors)
+    elif what == "measure":
+        _, own_peak = body.measured(lambda: _follow(body, kept, "measured"))
+        _most(own_peak, body.parallel)
+    else:
+        getattr(body, what)(**command)
+
+
+def _most(own: Peak, parallel: Parallel) -> Peak:
+    """The most of any rank. Every rank calls it."""
+    peak, lasting = parallel.most([own.peak, own.lasting])
+    return Peak(int(peak), int(lasting))
 
 
 def _add(body: StagedBody, command: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
     """Add a session; if that fails, rank 0 says why."""
     adapter = KINDS[command["adapter"]["peft_type"]].model_validate(command["adapter"])
     training = TrainingSpec.model_validate(command["training"])
-    pieces = from_wire(command["pieces"], {str(i): tensor.cpu() for i, tensor in enumerate(tensors)})
+    pieces = _pieces(command["pieces"], tensors)
     name, layers = command["name"], range(*command["layers"])
     try:
         _together(
@@ -241,7 +302,7 @@ def _add(body: StagedBody, command: Mapping[str, Any], tensors: Sequence[Tensor]
         pass
 
 
-def _together(body: Body, add: Any, name: str) -> None:
+def _together(body: Body, add: Callable[[], None], name: str) -> None:
     """Add a session on every rank, or on none.
 
     Raises:
@@ -265,5 +326,5 @@ def _rows(fields: dict[str, Any], hidden: Tensor) -> Rows:
     return Rows(**{**fields, **lists}, hidden=hidden)
 
 
-def _plain(piece: Piece) -> dict[str, Any]:
-    return {**vars(piece)}
+def _pieces(index: Any, tensors: Sequence[Tensor]) -> list[Piece]:
+    return from_wire(index, {str(i): tensor.cpu() for i, tensor in enumerate(tensors)})

@@ -27,8 +27,9 @@ from megatron_mux.split.co_batching import measure_co_batching
 from megatron_mux.split.dispatcher import Dispatcher
 from megatron_mux.split.live import sessions_table
 from megatron_mux.split.metrics import Metrics, make_logger
-from megatron_mux.split.ranks import IDLE_MINUTES, LeadingBody, StagedBody, follow
+from megatron_mux.split.ranks import IDLE_MINUTES, LeadingBody, StagedBody, follow, watched
 from megatron_mux.split.scheduler import Scheduler, SchedulerOptions
+from megatron_mux.split.server import PROGRAM
 from megatron_mux.split.service import ServerTls, Service
 from megatron_mux.split.serving import ServingOptions, SplitServer
 from megatron_mux.split.session_compute import Bodies
@@ -65,19 +66,23 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"{parallel.world_size} processes were started for a body on {tensor * pipeline}: use {needed}"
         )
-    backbone = _load(arguments, parallel, layers, info.shape.layers)
-    if parallel.rank:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # rank 0 says when to stop
-        follow(StagedBody(backbone, parallel))
-    else:
-        store = SessionStore(arguments.save)
-        body = Body(backbone, parallel) if parallel.world_size == 1 else LeadingBody(backbone, parallel)
-        capacity = _capacity(arguments.memory_limit, parallel, 0 if vanilla else body.shared_bytes)
-        together = measure_co_batching(body, layers) if arguments.co_batching and not vanilla else 0
-        asyncio.run(_serve(arguments, body, store, info.fingerprint, layers, capacity, together))
-        if isinstance(body, LeadingBody):
-            body.stop()
+    with watched(parallel, PROGRAM) as parallel:
+        backbone = _load(arguments, parallel, layers, info.shape.layers)
+        kind = Body if parallel.world_size == 1 else StagedBody if parallel.rank else LeadingBody
+        body = kind(backbone, parallel)
+        weights = int(parallel.most([0 if vanilla else body.shared_bytes])[0])
+        if isinstance(body, StagedBody) and parallel.rank:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # rank 0 says when to stop
+            follow(body)
+        else:
+            store = SessionStore(arguments.save)
+            capacity = _capacity(arguments.memory_limit, parallel, weights)
+            together = measure_co_batching(body, layers) if arguments.co_batching and not vanilla else 0
+            parallel.heartbeat.at("serving", long=True)
+            asyncio.run(_serve(arguments, body, store, info.fingerprint, layers, capacity, together))
+            if isinstance(body, LeadingBody):
+                body.stop()
     runtime.shutdown()
 
 
@@ -95,16 +100,15 @@ def _load(arguments: argparse.Namespace, parallel: Parallel, layers: range, coun
 
 
 def _capacity(limit: int | None, parallel: Parallel, weights: int) -> int:
-    """Bytes for adapters and requests: the limit less the weights.
+    """Bytes for adapters and requests on each rank: the limit less the weights of the one that has the most.
 
     Raises:
         UserError: The weights alone are more.
     """
     if limit is None:
         memory = runtime.device_memory(parallel.device)
-        limit = (
-            memory * 9 // 10 if memory is not None else psutil.virtual_memory().available * 8 // 10 + weights
-        )
+        free = psutil.virtual_memory().available * 8 // 10 // parallel.world_size
+        limit = memory * 9 // 10 if memory is not None else free + weights
     if limit <= weights:
         raise UserError(
             f"--memory-limit {limit / _MIB:.0f} MiB: the weights of the body alone take {weights / _MIB:.0f} MiB"

@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="save a session and free its memory when its client has been away so long (600)")  # fmt: skip
     add = parser.add_argument_group("memory and order").add_argument
     add("--memory-limit", type=size, metavar="SIZE",
-        help="of weights, adapters and requests (default: 90%% of a GPU; on a CPU 80%% of what is free)")  # fmt: skip
+        help="of weights, adapters and requests, each rank's (90%% of a GPU; 80%% of free memory)")  # fmt: skip
     add("--policy", choices=POLICIES, default="on-demand",
         help="what is kept between a forward pass and its backward (on-demand: nothing but its input)")  # fmt: skip
     add("--swap-rate", type=size, default=8 << 30, metavar="SIZE",

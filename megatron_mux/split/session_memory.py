@@ -17,7 +17,6 @@ from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.shape import BackboneShape
 from megatron_mux.split.agreement import Proposal
 from megatron_mux.split.body import Body, Rows
-from megatron_mux.split.meter import measure
 
 
 @dataclass(frozen=True)
@@ -130,8 +129,8 @@ def profile(body: Body, name: str, proposal: Proposal, layers: range) -> Memory:
     rows = Rows(name, tuple(lengths), tuple(range(len(lengths))), 0, True, hidden, True)
     gradient = torch.zeros_like(hidden)
     body.forward([rows], layers, graph=False)  # whatever is allocated once
-    _, forward = measure(backbone.device, lambda: body.forward([rows], layers, graph=False))
-    (_, kept), graph = measure(backbone.device, lambda: body.forward([rows], layers, graph=True))
+    _, forward = body.measured(lambda: body.forward([rows], layers, graph=False))
+    (_, kept), graph = body.measured(lambda: body.forward([rows], layers, graph=True))
     del kept
 
     def both() -> None:
@@ -139,6 +138,6 @@ def profile(body: Body, name: str, proposal: Proposal, layers: range) -> Memory:
         assert again is not None
         body.backward(again, [gradient])
 
-    _, backward = measure(backbone.device, both)
+    _, backward = body.measured(both)
     body.zero(name)
     return Memory(count, forward.peak, graph.lasting, backward.peak, hidden.nbytes, body.bytes_of(name))

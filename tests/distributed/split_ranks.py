@@ -16,9 +16,11 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.split import even_split
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
+from megatron_mux.split.agreement import Proposal
 from megatron_mux.split.body import Body, Rows
 from megatron_mux.split.pieces import Piece, assemble
 from megatron_mux.split.ranks import LeadingBody, StagedBody, follow
+from megatron_mux.split.session_memory import profile
 from megatron_mux.tasks import TrainingSpec
 from tests import tiny_models
 
@@ -26,8 +28,8 @@ LAYERS, STEPS = 6, 3
 TRAINING = TrainingSpec(learning_rate=0.02, max_steps=9, weight_decay=0.1, seed=3)
 SESSIONS: dict[str, tuple[dict[str, Any], range]] = {
     "lora": ({"peft_type": "LORA", "r": 4, "lora_dropout": 0.2, "target_modules": "all-linear"}, range(1, 6)),
-    "prefix": ({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}, range(1, 5)),
-    "bottleneck": ({"peft_type": "BOTTLENECK", "bottleneck_size": 5}, range(2, 3)),
+    "prefix": ({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}, range(2, 5)),
+    "bottleneck": ({"peft_type": "BOTTLENECK", "bottleneck_size": 5}, range(4, 6)),
     "twin": ({"peft_type": "LORA", "r": 8}, range(1, 6)),
 }
 
@@ -102,7 +104,35 @@ def lead(body: LeadingBody, alone: Body, together: bool) -> None:
         body.add("broken", broken, TRAINING, range(1, 6), 9)
     rows_left = [rows("lora", STEPS + 1)]
     body.forward(rows_left, SESSIONS["lora"][1], graph=True)  # dropped without a backward
+    compare_memory(body, alone)
     body.stop()
+
+
+def compare_memory(body: LeadingBody, alone: Body) -> None:
+    """A session's figures are those of the rank that takes the most, which need not be the first one."""
+    name = "bottleneck"  # in the last layers
+    section, layers = SESSIONS[name]
+    proposal = Proposal(
+        task="t",
+        fingerprint="f",
+        incarnation="0" * 16,
+        cut_front=layers.start,
+        cut_back=LAYERS - layers.stop,
+        adapter=section,
+        training=TRAINING,
+        total_steps=9,
+        rows=64,
+        train_rows=64,
+        longest=32,
+        sequences=2,
+        wire="f64",
+    )
+    ours, theirs = (profile(one, name, proposal, layers) for one in (body, alone))
+    at_least = 1 / (body.parallel.tp_size * len(layers))
+    for found, wanted in ((ours.graph, theirs.graph), (ours.backward, theirs.backward)):
+        assert found > wanted * at_least, (found, wanted)
+        if body.parallel.pp_size == 2 and body.parallel.tp_size == 1:  # one stage has all of it
+            assert found == pytest.approx(wanted, rel=0.1)
 
 
 def check(
