@@ -29,6 +29,7 @@ from megatron_mux.engine.updates import BucketUpdate, update_of
 from megatron_mux.errors import UserError
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
+from megatron_mux.split.meter import measure
 from megatron_mux.split.pieces import Piece, assemble, check_pieces, runs_of
 from megatron_mux.tasks import TrainingSpec
 
@@ -293,6 +294,33 @@ class Body:
         self._members[name].optimizer.zero()
 
     # -- what it holds
+
+    def measure(self, rows: Rows, layers: range) -> tuple[int, int, int]:
+        """Measure the memory of passes of a session's rows; its gradients are made zero.
+
+        Args:
+            rows: Of the session.
+            layers: Global indices.
+
+        Returns:
+            Bytes of a forward pass without a graph, of a graph, and of a forward pass with its backward: beyond what is
+            there before, the most of any rank.
+        """
+        device, gradient = self.backbone.device, torch.zeros_like(rows.hidden)
+
+        def both() -> None:
+            _, kept = self.forward([rows], layers, graph=True)
+            assert kept is not None
+            self.backward(kept, [gradient])
+
+        self.forward([rows], layers, graph=False)  # whatever is allocated once
+        _, forward = measure(device, lambda: self.forward([rows], layers, graph=False))
+        (_, kept), graph = measure(device, lambda: self.forward([rows], layers, graph=True))
+        del kept
+        _, backward = measure(device, both)
+        self.zero(rows.session)
+        most = self.parallel.most([forward.peak, graph.lasting, backward.peak])
+        return int(most[0]), int(most[1]), int(most[2])
 
     def state(self, name: str) -> list[Piece]:
         """Copies of a session's adapter and optimizer state, of this rank."""

@@ -107,6 +107,7 @@ class LeadingBody(StagedBody):
         super().__init__(backbone, parallel)
         self._numbers = count()
         self._forgotten: list[int] = []
+        self._measuring = False
 
     def add(
         self,
@@ -142,8 +143,12 @@ class LeadingBody(StagedBody):
     def forward(self, rows: Sequence[Rows], layers: range, graph: bool) -> tuple[list[Tensor], Kept | None]:
         """See `Body.forward`."""
         number = next(self._numbers)
-        told = [{k: v for k, v in vars(own).items() if k != "hidden"} for own in rows]
-        fields = {"rows": told, "layers": [layers.start, layers.stop], "graph": graph, "number": number}
+        fields = {
+            "rows": _told(rows),
+            "layers": [layers.start, layers.stop],
+            "graph": graph,
+            "number": number,
+        }
         self._tell("forward", fields, [own.hidden for own in rows])
         outputs, kept = super().forward(rows, layers, graph)
         if kept is not None:
@@ -171,6 +176,16 @@ class LeadingBody(StagedBody):
         self._tell("zero", {"name": name})
         super().zero(name)
 
+    def measure(self, rows: Rows, layers: range) -> tuple[int, int, int]:
+        """See `Body.measure`; every rank makes the passes by itself."""
+        fields = {"rows": _told([rows]), "layers": [layers.start, layers.stop]}
+        self._tell("measure", fields, [rows.hidden])
+        self._measuring = True
+        try:
+            return super().measure(rows, layers)
+        finally:
+            self._measuring = False
+
     def state(self, name: str) -> list[Piece]:
         """See `Body.state`."""
         self._tell("state", {"name": name})
@@ -181,6 +196,8 @@ class LeadingBody(StagedBody):
         self._tell("stop", {})
 
     def _tell(self, what: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:
+        if self._measuring:
+            return
         forgotten, self._forgotten[:] = list(self._forgotten), []
         shapes = [[str(tensor.dtype), list(tensor.shape)] for tensor in tensors]
         command = {"what": what, "tensors": shapes, "forgotten": forgotten, **fields}
@@ -211,9 +228,12 @@ def follow(body: StagedBody) -> None:
         what = command.pop("what")
         if what == "stop":
             return
-        if what == "forward":
+        if what in ("forward", "measure"):
             layers, rows = range(*command["layers"]), zip(command["rows"], tensors, strict=True)
             own = [_rows(fields, hidden) for fields, hidden in rows]
+            if what == "measure":
+                body.measure(own[0], layers)
+                continue
             _, made = body.forward(own, layers, command["graph"])
             if made is not None:
                 kept[command["number"]] = made
@@ -258,6 +278,10 @@ def _together(body: Body, add: Any, name: str) -> None:
         if not problem:
             Body.remove(body, name)
         raise
+
+
+def _told(rows: Sequence[Rows]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in vars(own).items() if name != "hidden"} for own in rows]
 
 
 def _rows(fields: dict[str, Any], hidden: Tensor) -> Rows:

@@ -277,7 +277,7 @@ class Simulation:
         costs = self.costs
         now = Circumstances(
             self._scheduler.free,
-            len(self._waiting),
+            bool(self._waiting),
             int(costs.backward_row_bytes * self.fleet.rows[1]),
             client.answer_s,
             costs.forward_call_s + costs.forward_row_s * client.rows,
