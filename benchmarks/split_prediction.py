@@ -23,7 +23,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "diff pruning, q and v": {"peft_type": "DIFF_PRUNING", "target_modules": ["q_proj", "v_proj"]},
 }
 _FIGURES = ("forward", "graph", "backward", "lasting")
-_LONGEST = 1024
+_LONGEST, _MEAN = 1024, 64
+"""Tokens of a sequence, at most and on average."""
 
 
 def compare(backbone: Path, rows: Sequence[int], cuts: tuple[int, int]) -> list[dict[str, Any]]:
@@ -31,7 +32,7 @@ def compare(backbone: Path, rows: Sequence[int], cuts: tuple[int, int]) -> list[
 
     Args:
         backbone: Hugging Face directory.
-        rows: Of the largest request, of one sequence or, beyond 1,024 tokens, of several.
+        rows: Of the largest request.
         cuts: Layers of the clients, at the front and at the back.
     """
     import torch
@@ -61,7 +62,7 @@ def compare(backbone: Path, rows: Sequence[int], cuts: tuple[int, int]) -> list[
                 total_steps=9,
                 train_rows=count,
                 rows=count,
-                sequences=count,
+                sequences=-(-count // _MEAN),
                 longest=min(count, _LONGEST),
                 incarnation="0" * 16,
             )
