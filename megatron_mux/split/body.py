@@ -9,10 +9,9 @@ Shapes: T rows of a session, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,11 +29,9 @@ from megatron_mux.engine.updates import BucketUpdate, update_of
 from megatron_mux.errors import UserError
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.meter import Peak, measure
+from megatron_mux.split.meter import measure
 from megatron_mux.split.pieces import Piece, assemble, check_pieces, runs_of
 from megatron_mux.tasks import TrainingSpec
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -298,6 +295,33 @@ class Body:
 
     # -- what it holds
 
+    def measure(self, rows: Rows, layers: range) -> tuple[int, int, int]:
+        """Measure the memory of passes of a session's rows; its gradients are made zero.
+
+        Args:
+            rows: Of the session.
+            layers: Global indices.
+
+        Returns:
+            Bytes of a forward pass without a graph, of a graph, and of a forward pass with its backward: beyond what is
+            there before, the most of any rank.
+        """
+        device, gradient = self.backbone.device, torch.zeros_like(rows.hidden)
+
+        def both() -> None:
+            _, kept = self.forward([rows], layers, graph=True)
+            assert kept is not None
+            self.backward(kept, [gradient])
+
+        self.forward([rows], layers, graph=False)  # whatever is allocated once
+        _, forward = measure(device, lambda: self.forward([rows], layers, graph=False))
+        (_, kept), graph = measure(device, lambda: self.forward([rows], layers, graph=True))
+        del kept
+        _, backward = measure(device, both)
+        self.zero(rows.session)
+        most = self.parallel.most([forward.peak, graph.lasting, backward.peak])
+        return int(most[0]), int(most[1]), int(most[2])
+
     def state(self, name: str) -> list[Piece]:
         """Copies of a session's adapter and optimizer state, of this rank."""
         member = self._members[name]
@@ -315,10 +339,6 @@ class Body:
                 copied = tensor.detach().cpu().clone()
                 found.append(Piece(record.key, kind, record.full_shape, copied, dim, runs))  # type: ignore[arg-type]
         return found
-
-    def measured(self, compute: Callable[[], T]) -> tuple[T, Peak]:
-        """Run a computation with this body; returns its result and the memory that it takes."""
-        return measure(self.parallel.device, compute)
 
     def bytes_of(self, name: str) -> int:
         """Bytes of a session's adapter, gradients and optimizer state: A + O of Menos' equation 3."""

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,32 +43,64 @@ class ForwardPlan:
 
 
 @dataclass(frozen=True)
+class Offer:
+    """What keeping a graph would save a session.
+
+    Attributes:
+        size: Bytes that it reserves.
+        answer_s: How long: from a forward pass's reply to its gradients.
+        reforward_s: How long the forward pass takes that it saves.
+    """
+
+    size: int
+    answer_s: float
+    reforward_s: float
+
+
+@dataclass(frozen=True)
 class Circumstances:
     """What `auto` decides by.
 
     Attributes:
         free: Bytes that nobody has reserved.
-        waiting: Requests that wait for memory.
+        waits: Whether a request waits for memory.
         largest: Bytes of the largest backward pass of any other session.
-        answer_s: How long this client takes from a forward pass's reply to its gradients.
+        answer_s: How long this client takes from a forward pass's reply to its gradients; 0: not known yet.
         reforward_s: How long a forward pass of this request takes.
         host_rate: Bytes a second between the device and host memory; 0: they are the same memory.
+        others: Of the other sessions that keep no graph now.
     """
 
     free: int
-    waiting: int
+    waits: bool
     largest: int
     answer_s: float
     reforward_s: float
     host_rate: float = 0.0
+    others: Sequence[Offer] = ()
+
+    def cost(self, size: int) -> float:
+        """Seconds of other sessions' second forward passes that come of keeping so many bytes for this client.
+
+        Bytes times seconds, at the price of what the others would save with them, as far as their graphs would not
+        fit beside these bytes and the largest backward pass.
+        """
+        theirs = sum(offer.size for offer in self.others)
+        kept = sum(offer.size * offer.answer_s for offer in self.others)
+        if not kept:
+            return 0.0
+        missing = min(max(0, theirs + self.largest + size - self.free), theirs)
+        price = sum(offer.reforward_s for offer in self.others) / kept
+        return size * self.answer_s * price * missing / theirs
 
 
 def plan_forward(policy: PolicyName, memory: Memory, rows: int, now: Circumstances) -> ForwardPlan:
     """Plan a forward pass.
 
-    `auto` keeps the graph if nobody waits for memory and every other session's backward pass still fits beside it: then
-    a second forward pass is saved at nobody's expense. Else the graph goes to host memory if it can go there and come
-    back while the client answers, in less time than the second forward pass takes. Else only the input is kept.
+    `auto` keeps the graph if nobody waits for memory, every other session's backward pass still fits beside it, and it
+    saves more seconds than it costs the others (`Circumstances.cost`): a client that answers late leaves the memory to
+    those that answer soon. Else the graph goes to host memory if it can go there and come back while the client
+    answers, in less time than the second forward pass takes. Else only the input is kept.
 
     Args:
         policy: Its name.
@@ -75,8 +108,8 @@ def plan_forward(policy: PolicyName, memory: Memory, rows: int, now: Circumstanc
         rows: Of the request.
         now: See `Circumstances`; only `auto` looks at it.
     """
-    backward, hidden = memory.scaled(memory.backward, rows), memory.scaled(memory.hidden, rows)
-    again = ForwardPlan(False, "input", memory.scaled(memory.forward, rows) + hidden, hidden, backward)
+    backward, hidden = memory.backward_of(rows), memory.scaled(memory.hidden, rows)
+    again = ForwardPlan(False, "input", memory.forward_of(rows) + hidden, hidden, backward)
     if policy == "vanilla":  # the whole task has its memory
         return ForwardPlan(True, "graph", 0, 0, 0)
     if policy == "preserve":
@@ -85,7 +118,8 @@ def plan_forward(policy: PolicyName, memory: Memory, rows: int, now: Circumstanc
         return ForwardPlan(True, "input", backward, hidden, backward)
     if policy == "on-demand":
         return again
-    if not now.waiting and now.free - backward >= now.largest:
+    fits = not now.waits and now.free - backward >= now.largest
+    if fits and now.cost(backward) <= now.reforward_s:
         return ForwardPlan(True, "graph", backward, backward, 0)
     there_and_back = 2 * memory.scaled(memory.graph, rows) / now.host_rate if now.host_rate else float("inf")
     if there_and_back / 2 <= now.answer_s and there_and_back < now.reforward_s:

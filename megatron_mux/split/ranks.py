@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from megatron_mux.layout import MicroBatch
 from megatron_mux.liveness import Liveness
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.body import Body, Kept, Rows
-from megatron_mux.split.meter import Peak
 from megatron_mux.split.pieces import Piece, from_wire, to_wire
 from megatron_mux.split.rank_messages import broadcast, put, take
 from megatron_mux.tasks import TrainingSpec
@@ -40,8 +39,6 @@ IDLE_MINUTES = 60 * 24 * 365
 """How long ranks wait for the next command: clients may be away for days. `watched` ends all ranks if one dies."""
 
 _ADVICE = "Clients go on from their newest saves once the server has been started again."
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -147,6 +144,7 @@ class LeadingBody(StagedBody):
         super().__init__(backbone, parallel)
         self._numbers = count()
         self._forgotten: deque[int] = deque()  # appended to by whichever thread drops a graph last
+        self._measuring = False
 
     def add(
         self,
@@ -180,8 +178,12 @@ class LeadingBody(StagedBody):
     def forward(self, rows: Sequence[Rows], layers: range, graph: bool) -> tuple[list[Tensor], Kept | None]:
         """See `Body.forward`."""
         number = next(self._numbers)
-        told = [{k: v for k, v in vars(own).items() if k != "hidden"} for own in rows]
-        fields = {"rows": told, "layers": [layers.start, layers.stop], "graph": graph, "number": number}
+        fields = {
+            "rows": _told(rows),
+            "layers": [layers.start, layers.stop],
+            "graph": graph,
+            "number": number,
+        }
         with self._telling("forward", fields, [own.hidden for own in rows]):
             outputs, kept = super().forward(rows, layers, graph)
         if kept is not None:
@@ -209,17 +211,20 @@ class LeadingBody(StagedBody):
         with self._telling("zero", {"name": name}):
             super().zero(name)
 
+    def measure(self, rows: Rows, layers: range) -> tuple[int, int, int]:
+        """See `Body.measure`; every rank makes the passes by itself."""
+        fields = {"rows": _told([rows]), "layers": [layers.start, layers.stop]}
+        with self._telling("measure", fields, [rows.hidden]):
+            self._measuring = True
+            try:
+                return super().measure(rows, layers)
+            finally:
+                self._measuring = False
+
     def state(self, name: str) -> list[Piece]:
         """See `Body.state`."""
         with self._telling("state", {"name": name}):
             return super().state(name)
-
-    def measured(self, compute: Callable[[], T]) -> tuple[T, Peak]:
-        """See `Body.measured`; the most of any rank."""
-        with self._telling("measure", {}):
-            result, own = super().measured(compute)
-        with self._telling("measured", {}):
-            return result, _most(own, self.parallel)
 
     def stop(self) -> None:
         """End `follow` on the other ranks."""
@@ -231,6 +236,9 @@ class LeadingBody(StagedBody):
         self, what: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()
     ) -> Iterator[None]:
         """Context of a call that the other ranks are told of; ends all ranks if it fails."""
+        if self._measuring:  # every rank does by itself what it is made of
+            yield
+            return
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         try:
             put({"what": what, "forgotten": forgotten, **fields}, tensors, self.parallel.device, broadcast)
@@ -244,16 +252,13 @@ class LeadingBody(StagedBody):
 
 def follow(body: StagedBody) -> None:
     """Do on this rank what rank 0 does, until it stops."""
-    _follow(body, {}, "stop")
-
-
-def _follow(body: StagedBody, kept: dict[int, Kept], last: str) -> None:
+    kept: dict[int, Kept] = {}
     while True:
         command, tensors = take(body.parallel.device, broadcast)
         for number in command.pop("forgotten"):
             kept.pop(number, None)
         what = command.pop("what")
-        if what == last:
+        if what == "stop":
             return
         _obey(body, kept, what, command, tensors)
         del tensors
@@ -269,21 +274,14 @@ def _obey(
         _, made = body.forward(own, layers, command["graph"])
         if made is not None:
             kept[command["number"]] = made
+    elif what == "measure":
+        body.measure(_rows(command["rows"][0], tensors[0]), range(*command["layers"]))
     elif what == "backward":
         body.backward(kept.pop(command["number"]), tensors)
     elif what == "add":
         _add(body, command, tensors)
-    elif what == "measure":
-        _, own_peak = body.measured(lambda: _follow(body, kept, "measured"))
-        _most(own_peak, body.parallel)
     else:
         getattr(body, what)(**command)
-
-
-def _most(own: Peak, parallel: Parallel) -> Peak:
-    """The most of any rank. Every rank calls it."""
-    peak, lasting = parallel.most([own.peak, own.lasting])
-    return Peak(int(peak), int(lasting))
 
 
 def _add(body: StagedBody, command: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
@@ -319,6 +317,10 @@ def _together(body: Body, add: Callable[[], None], name: str) -> None:
         if not problem:
             Body.remove(body, name)
         raise
+
+
+def _told(rows: Sequence[Rows]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in vars(own).items() if name != "hidden"} for own in rows]
 
 
 def _rows(fields: dict[str, Any], hidden: Tensor) -> Rows:

@@ -69,7 +69,7 @@ class SessionRequests:
         body, memory = self.bodies.of(session.name), session.memory
         if not rows.training:
             call = ForwardCall(body, session.layers, rows)
-            size = memory.scaled(memory.forward + memory.hidden, rows.count)
+            size = memory.forward_of(rows.count) + memory.scaled(memory.hidden, rows.count)
             outcome = await self._computed(session, "evaluation", self._work(session, call, size))
             return outcome.result[0], None, outcome
         if self.swapping is not None:
@@ -94,15 +94,15 @@ class SessionRequests:
         )
 
     def _plan(self, session: Session, rows: int) -> ForwardPlan:
-        scheduler = self.dispatcher.scheduler
-        others = (one.memory.backward for one in self.sessions.values() if one is not session)
+        others = [one for one in self.sessions.values() if one is not session]
         now = Circumstances(
-            free=scheduler.free,
-            waiting=self.dispatcher.queued,
-            largest=max(others, default=0),
+            free=self.dispatcher.scheduler.free,
+            waits=self.dispatcher.is_short,
+            largest=max((one.memory.backward for one in others), default=0),
             answer_s=session.answer_s,
             reforward_s=session.seconds_of("forward", rows),
             host_rate=self.bodies.host_rate,
+            others=tuple(one.offer for one in others if not one.pending and one.answer_s),
         )
         return plan_forward(self.policy, session.memory, rows, now)
 

@@ -301,7 +301,7 @@ class SplitServer:
             rows: Of its largest request, which may be an evaluation's.
         """
         capacity = self.dispatcher.scheduler.capacity
-        evaluation = need.scaled(need.forward + need.hidden, rows)
+        evaluation = need.forward_of(rows) + need.scaled(need.hidden, rows)
         needed = need.lasting + max(need.backward, evaluation) + self.bodies.own_parameters
         if needed > capacity:
             raise RefusedError(

@@ -21,7 +21,7 @@ from megatron_mux.split.agreement import Proposal
 from megatron_mux.split.body import Kept, Rows
 from megatron_mux.split.dispatcher import Outcome, Work
 from megatron_mux.split.pieces import from_wire, to_wire
-from megatron_mux.split.policies import ForwardPlan
+from megatron_mux.split.policies import ForwardPlan, Offer
 from megatron_mux.split.request_fields import (
     BackwardFields,
     Decision,
@@ -147,6 +147,12 @@ class Session:
     def seconds_of(self, kind: str, rows: int) -> float:
         """How long rows will probably be computed; 0 if nothing is known yet."""
         return self._seconds.get(kind, 0.0) * rows
+
+    @property
+    def offer(self) -> Offer:
+        """What the graph of its largest pass would save."""
+        memory = self.memory
+        return Offer(memory.backward, self.answer_s, self.seconds_of("forward", memory.rows))
 
     # -- the client's process
 

@@ -205,7 +205,7 @@ class Simulation:
     def _plan(self, client: Client) -> ForwardPlan:
         now = Circumstances(
             free=self._scheduler.free,
-            waiting=len(self._waiting) + sum(map(len, self._ready.values())),
+            waits=bool(self._waiting),
             largest=self._largest,
             answer_s=client.answer_s,
             reforward_s=self.costs.forward_call_s + self.costs.forward_row_s * client.rows,

@@ -85,6 +85,9 @@ def lead(body: LeadingBody, alone: Body, together: bool) -> None:
     for one in (body, alone):
         for name in SESSIONS:
             add(one, name)
+        for name in SESSIONS:
+            forward, graph, backward = one.measure(rows(name, 0), SESSIONS[name][1])
+            assert 0 < forward < backward and 0 < graph < backward
         found = train(one, groups, 0, STEPS, keep=together)
         saved = {name: one.state(name) for name in SESSIONS}
         for name in SESSIONS:

@@ -179,7 +179,10 @@ class EngineLayer:
         grouped = a.heads != a.kv_heads
         changed = a.rotary or a.qk_norm
         short = self.short and not selective
-        products = self._by_products and not selective
+        products = self.by_products and not selective
+        if self.prefixed and not selective:
+            yield from self._behind_a_prefix(begins)
+            return
         values_copied = (self.one_kernel or short or products) and not selective
         if short:
             yield from self.short_attention()
@@ -205,6 +208,22 @@ class EngineLayer:
         if not selective and not short and not products:
             yield Row("log-sum-exp", "columns", a.heads, 4)
 
+    def _behind_a_prefix(self, begins: int) -> Iterator[Row]:
+        """The same of sequences with virtual tokens on a CPU, whose keys and values are copied behind those.
+
+        Each length has a mask of all its pairs; it is counted as if no two sequences shared one.
+        """
+        a = self.architecture
+        views = not (a.rotary or a.qk_norm or a.heads != a.kv_heads)
+        if not views:
+            yield Row("queries", "columns", a.queries)
+        if views or (a.qk_norm and begins <= BEGINS["linear_qkv"]):
+            yield Row("product of linear_qkv", "columns", a.queries + 2 * a.keys)
+        yield Row("copied keys and values", "columns", 2 * a.keys)
+        yield Row("mask", "all", self.length)
+        yield Row("output of attention", "columns", a.queries)
+        yield Row("log-sum-exp", "columns", a.heads, 4)
+
     def short_attention(self) -> Iterator[Row]:
         """What `kernels.short_attention` keeps: queries, keys and values, padded, and weights of pairs of tokens."""
         a, padded = self.architecture, padded_length(self.length)
@@ -220,7 +239,7 @@ class EngineLayer:
         return self.device == "cpu" and self.length <= LONGEST and not self.prefixed
 
     @property
-    def _by_products(self) -> bool:
+    def by_products(self) -> bool:
         """Whether a GPU has no kernel for attention: then PyTorch multiplies, and keeps attention's weights."""
         return self.device == "cuda" and not self.one_kernel and kernel(self.gpu, self._call) == Kernel.MATH
 

@@ -177,7 +177,7 @@ class EngineMemory:
             # Else even embedded tokens are tied to the weights' coming.
             kept = kept - most * tasks.below_first
         sends = np.array([not stage.last for stage in self.stages])
-        kept = kept + most * (self._row_inputs + layer_input * sends * trains) + self._copied(rows)
+        kept = kept + most * (self.row_inputs + layer_input * sends * trains) + self._copied(rows)
         kept = kept + (labels * _LABEL_INPUTS)[:, None]
         kept[:, -1] += self._at_the_end(rows.most, labels)
         workspace, recomputed = self._most(
@@ -282,7 +282,8 @@ class EngineMemory:
         return self.method.recompute == "selective"
 
     @property
-    def _row_inputs(self) -> int:
+    def row_inputs(self) -> int:
+        """Bytes of what a row is computed with: its token, position, place and angles."""
         a = self.architecture
         angles = a.rotations * a.rotary_width * self.size if a.rotary else 0
         return _ROW_INPUTS + angles

@@ -88,9 +88,11 @@ class RowBytes:
     def _alone(self, length: float, prefixed: bool) -> Array:
         """The numbers of a `LayerBytes`, of sequences of one length."""
         on_cpu = self.layer.device == "cpu"
+        if on_cpu and prefixed:
+            return _kept(replace(self.layer, length=int(length), prefixed=True), self.selective)
         # Longer ones are computed alike, and so are all on a GPU.
         alike = min(int(length), LONGEST + 1) if on_cpu else self.layer.length
-        return _kept(replace(self.layer, length=alike, prefixed=on_cpu and prefixed), self.selective)
+        return _kept(replace(self.layer, length=alike), self.selective)
 
 
 @lru_cache(maxsize=4096)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux import layout, runtime
+from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.model import Backbone
@@ -52,7 +53,17 @@ def server(path: Path, parallel: Parallel) -> Backbone:
     return Backbone.load(path, parallel, torch.float64, split=(1, LAYERS - 1, 0), stage=1, ends=False)
 
 
-def batch_of(name: str, step: int) -> MicroBatch:
+@pytest.fixture
+def body(server: Backbone, parallel: Parallel) -> Iterator[Body]:
+    """A body that is as it was before when the test is over."""
+    body = Body(server, parallel)
+    yield body
+    for name in list(body.adapters.tasks):
+        body.remove(name)
+    assert not any("forward" in vars(op.info.module) for op in body.adapters.ops)
+
+
+def batch_of(name: str, step: int, slot: int = 0) -> MicroBatch:
     """A micro-batch of a task's step: two sequences, of which the second halves are labelled."""
     rng = np.random.default_rng([len(name), step])
     sequences = []
@@ -60,7 +71,7 @@ def batch_of(name: str, step: int) -> MicroBatch:
         tokens = rng.integers(1, 60, length)
         sequences.append((name, number, tokens, np.arange(length) > length // 2, 0.1))
     offset = {name: SECTIONS[name].get("num_virtual_tokens", 0)}
-    return layout.pack(sequences, (name,), {name: step}, offset).to("cpu")
+    return layout.pack(sequences, (name,), {name: step}, offset, slots={name: slot}).to("cpu")
 
 
 def task_of(name: str) -> Any:
@@ -68,65 +79,84 @@ def task_of(name: str) -> Any:
     return SimpleNamespace(name=name, adapter=section, training=TRAINING)
 
 
-@dataclass
-class Whole:
-    """A task trained on the whole backbone, by hand."""
+@dataclass(frozen=True)
+class Trained:
+    """What training on the whole backbone has come to: losses, and trained tensors by key."""
 
-    backbone: Backbone
-    name: str
-    losses: list[float] = field(default_factory=list)
+    losses: list[float]
+    values: dict[str, Tensor]
 
-    def __post_init__(self) -> None:
-        own = self.backbone
-        self.adapters = AdapterSet(own.base_ops(), own.parallel, own.dtype, own.shape)
-        self.adapter = self.adapters.add(task_of(self.name), STEPS)
-        self.optimizer = TaskOptimizer(self.adapter, TRAINING, STEPS)
 
-    def step(self, step: int) -> None:
-        batch = batch_of(self.name, step)
-        with layout.activate(batch):
-            loss, _ = self.backbone.loss(self.backbone.forward(batch, labelled_only=True), batch)
-            loss.backward()
-        self.losses.append(float(loss.detach()))
-        self.adapter.penalty(step)
-        norm = torch.stack([g.square().sum() for g in self.optimizer.owned]).sum().sqrt()
-        self.optimizer.clip(norm)
-        self.optimizer.step(step, torch.zeros(()))
-        if self.adapter.spec.acts_after_steps:
-            self.adapter.after_step(step + 1)
-            self.adapter.arena.refresh()
+@pytest.fixture(scope="module")
+def wholes(path: Path, parallel: Parallel) -> dict[str, Trained]:
+    """Every task after three steps on the whole backbone, driven by hand."""
+    backbone = Backbone.load(path, parallel, torch.float64)
+    adapters = AdapterSet(backbone.base_ops(), parallel, backbone.dtype, backbone.shape)
+    found = {}
+    for name in SECTIONS:
+        adapter = adapters.add(task_of(name), STEPS)
+        optimizer, losses = TaskOptimizer(adapter, TRAINING, STEPS), []
+        for step in range(3):
+            batch = batch_of(name, step)
+            with layout.activate(batch):
+                loss, _ = backbone.loss(backbone.forward(batch, labelled_only=True), batch)
+                loss.backward()
+            losses.append(float(loss.detach()))
+            adapter.penalty(step)
+            optimizer.clip(torch.stack([own.square().sum() for own in optimizer.owned]).sum().sqrt())
+            take_step(adapter, optimizer, step)
+        found[name] = Trained(losses, {p.key: p.value.detach().clone() for p in adapter.parameters})
+        adapters.remove(name)
+    return found
 
-    def values(self) -> dict[str, Tensor]:
-        return {p.key: p.value.detach() for p in self.adapter.parameters}
+
+def take_step(adapter: TaskAdapter, optimizer: TaskOptimizer, step: int) -> None:
+    optimizer.step(step, torch.zeros(()))
+    if adapter.spec.acts_after_steps:
+        adapter.after_step(step + 1)
+        adapter.arena.refresh()
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Front and back of a cut, with the adapters of all clients that cut there."""
+
+    front: Backbone
+    back: Backbone
+    adapters: AdapterSet
+
+
+@pytest.fixture(scope="module")
+def ends(path: Path) -> dict[tuple[int, int], Ends]:
+    alone, found = Parallel.alone("cpu"), {}
+    for front, back in set(CUTS.values()):
+        split = (front, LAYERS - front - back, back)
+        first, last = (Backbone.load(path, alone, torch.float64, split=split, stage=i) for i in (0, 2))
+        ops = [*first.base_ops(), *last.base_ops()]
+        found[front, back] = Ends(first, last, AdapterSet(ops, alone, torch.float64, first.shape))
+    return found
 
 
 @dataclass
 class Client:
     """A client's ends, on a body."""
 
-    path: Path
     name: str
     body: Body
+    ends: Ends
     losses: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        front, back = CUTS[self.name]
-        self.layers = range(front, LAYERS - back)
-        alone, split = Parallel.alone("cpu"), (front, len(self.layers), back)
-        self.front, self.back = (
-            Backbone.load(self.path, alone, torch.float64, split=split, stage=stage) for stage in (0, 2)
-        )
-        ops = [*self.front.base_ops(), *self.back.base_ops()]
-        self.adapters = AdapterSet(ops, alone, torch.float64, self.front.shape)
+        self.layers = range(self.ends.front.layers.stop, self.ends.back.layers.start)
         task = task_of(self.name)
-        self.adapter = self.adapters.add(task, STEPS)
+        self.adapter = self.ends.adapters.add(task, STEPS)
         self.optimizer = TaskOptimizer(self.adapter, TRAINING, STEPS)
         self.body.add(self.name, task.adapter, TRAINING, self.layers, STEPS)
 
     def rows(self, step: int) -> Rows:
-        self.batch = batch_of(self.name, step)
+        self.batch = batch_of(self.name, step, self.adapter.slot)
         with layout.activate(self.batch):
-            self.hidden = self.front.forward(self.batch)
+            self.hidden = self.ends.front.forward(self.batch)
         lengths = tuple(segment.length for segment in self.batch.segments)
         hidden = self.hidden.detach().squeeze(1)
         return Rows(self.name, lengths, (0, 1), step, True, hidden, self.hidden.requires_grad)
@@ -134,8 +164,8 @@ class Client:
     def loss(self, output: Tensor) -> Tensor:
         self.output = output.unsqueeze(1).requires_grad_()
         with layout.activate(self.batch):
-            made = self.back.forward(self.batch, self.output, labelled_only=True)
-            loss, _ = self.back.loss(made, self.batch)
+            made = self.ends.back.forward(self.batch, self.output, labelled_only=True)
+            loss, _ = self.ends.back.loss(made, self.batch)
             loss.backward()
         self.losses.append(float(loss.detach()))
         assert self.output.grad is not None
@@ -149,13 +179,11 @@ class Client:
         squares = [g.square().sum() for g in self.optimizer.owned]
         norm = (sum(map(float, squares)) + self.body.squared_norm(self.name, step)) ** 0.5
         self.optimizer.clip(torch.tensor(norm, dtype=torch.float64))
-        self.optimizer.step(step, torch.zeros(()))
-        if self.adapter.spec.acts_after_steps:
-            self.adapter.after_step(step + 1)
-            self.adapter.arena.refresh()
+        take_step(self.adapter, self.optimizer, step)
         self.body.update(self.name, step, norm, skip=False)
 
     def values(self) -> dict[str, Tensor]:
+        """Trained tensors of both ends: of those that all layers share, either's columns."""
         state = self.body.state(self.name)
         fixed = {record.key for record in self.adapter.fixed}
         theirs = {p.key: p for p in state if p.kind == "value" and p.key not in fixed}
@@ -172,8 +200,16 @@ class Client:
         return found | {key: piece.tensor for key, piece in theirs.items() if key not in found}
 
 
+@pytest.fixture
+def clients(body: Body, ends: dict[tuple[int, int], Ends]) -> Iterator[list[Client]]:
+    made = [Client(name, body, ends[cut]) for name, cut in CUTS.items()]
+    yield made
+    for client in made:
+        client.ends.adapters.remove(client.name)
+
+
 def train(clients: Sequence[Client], body: Body, steps: int, together: bool, keep: bool = False) -> None:
-    """Three steps of all clients: each by itself, or requests with equal layers as one micro-batch."""
+    """Steps of all clients: each by itself, or requests with equal layers as one micro-batch."""
     for step in range(steps):
         rows = {client.name: client.rows(step) for client in clients}
         groups = [[client] for client in clients]
@@ -193,26 +229,18 @@ def train(clients: Sequence[Client], body: Body, steps: int, together: bool, kee
 
 @pytest.mark.parametrize(("together", "keep"), [(False, False), (True, False), (False, True)])
 def test_split_training_equals_that_of_the_whole(
-    path: Path, parallel: Parallel, server: Backbone, together: bool, keep: bool
+    clients: list[Client], body: Body, wholes: dict[str, Trained], together: bool, keep: bool
 ) -> None:
-    body = Body(server, parallel)
-    clients = [Client(path, name, body) for name in SECTIONS]
     train(clients, body, 3, together, keep)
     for client in clients:
-        whole = Whole(Backbone.load(path, parallel, torch.float64), client.name)
-        for step in range(3):
-            whole.step(step)
-        assert client.losses == pytest.approx(whole.losses, rel=1e-11)
-        wanted, found = whole.values(), client.values()
-        assert wanted.keys() == found.keys()
-        for key, value in wanted.items():
+        wanted, found = wholes[client.name], client.values()
+        assert client.losses == pytest.approx(wanted.losses, rel=1e-11)
+        assert wanted.values.keys() == found.keys()
+        for key, value in wanted.values.items():
             torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-10, msg=f"{client.name} {key}")
-        body.remove(client.name)
-    assert not any("forward" in vars(op.info.module) for op in body.adapters.ops)
 
 
-def test_all_sessions_share_one_storage_of_the_parameters(parallel: Parallel, server: Backbone) -> None:
-    body = Body(server, parallel)
+def test_all_sessions_share_one_storage_of_the_parameters(body: Body, server: Backbone) -> None:
     before = {p.untyped_storage().data_ptr() for p in server.model.parameters()}
     shared = body.shared_bytes
     for name in SECTIONS:
@@ -231,8 +259,6 @@ def test_all_sessions_share_one_storage_of_the_parameters(parallel: Parallel, se
     assert unique_bytes(tensors) == shared + sum(map(body.bytes_of, SECTIONS)), (
         "nothing is held twice, nothing else"
     )
-    for name in SECTIONS:
-        body.remove(name)
 
 
 @pytest.mark.parametrize("kind", ["lora", "prefix"])

@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
 from megatron_mux import runtime
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.split.agreement import Proposal
-from megatron_mux.split.body import Body
+from megatron_mux.split.body import Body, Rows
 from megatron_mux.split.co_batching import measure_co_batching
 from megatron_mux.split.meter import measure
-from megatron_mux.split.policies import POLICIES, Circumstances, plan_forward
-from megatron_mux.split.session_memory import Memory, predict, profile
+from megatron_mux.split.policies import POLICIES, Circumstances, Offer, plan_forward
+from megatron_mux.split.session_memory import (
+    Memory,
+    heaviest_lengths,
+    predict,
+    profile,
+    sequences_behind_prefixes,
+)
 from tests import tiny_models
 from tests.unit.split.test_serving import proposal
 
 CPU = torch.device("cpu")
 MEMORY = Memory(rows=100, forward=1000, graph=8000, backward=10_000, hidden=100, lasting=500)
-BUSY = Circumstances(free=10**6, waiting=1, largest=0, answer_s=9.0, reforward_s=1.0)
+BUSY = Circumstances(free=10**6, waits=True, largest=0, answer_s=9.0, reforward_s=1.0)
 
 
 @pytest.fixture(scope="module")
-def body(tmp_path_factory: pytest.TempPathFactory) -> Body:
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
     path = tiny_models.make(tmp_path_factory.mktemp("backbone"), "llama", num_hidden_layers=6, hidden_size=64)
     parallel = runtime.initialize(device="cpu")
-    return Body(Backbone.load(path, parallel, split=(1, 5, 0), stage=1, ends=False), parallel)
+    return Backbone.load(path, parallel, split=(1, 5, 0), stage=1, ends=False)
+
+
+@pytest.fixture
+def body(backbone: Backbone) -> Iterator[Body]:
+    body = Body(backbone, backbone.parallel)
+    yield body
+    for name in list(body.adapters.tasks):
+        body.remove(name)
 
 
 def test_what_is_alive_is_counted_and_what_is_freed_is_not() -> None:
@@ -41,29 +59,84 @@ def test_what_is_alive_is_counted_and_what_is_freed_is_not() -> None:
     assert (peak.peak, peak.lasting) == (2 * 40_000, 40_000)
 
 
-@pytest.mark.parametrize("cut_back", [0, 1])
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"peft_type": "LORA", "r": 4},
+    "all linear": {"peft_type": "LORA", "r": 4, "target_modules": "all-linear", "lora_dropout": 0.1},
+    "prefix": {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 5},
+    "bottleneck": {"peft_type": "BOTTLENECK", "bottleneck_size": 8},
+    "ia3": {"peft_type": "IA3"},
+    "diff": {"peft_type": "DIFF_PRUNING"},
+}
+
+
+def joined(body: Body, adapter: str, **asked: Any) -> tuple[Proposal, Memory]:
+    """A session with an adapter, and its memory as measured."""
+    fields = {"cut_back": 0, "train_rows": 256, "rows": 256, "longest": 64, "sequences": 28, **asked}
+    wanted: Proposal = proposal(adapter=ADAPTERS[adapter], **fields)
+    layers = wanted.body(body.backbone.shape)
+    body.add("a", wanted.adapter_spec(), wanted.training, layers, 9)
+    return wanted, profile(body, "a", wanted, layers)
+
+
 @pytest.mark.parametrize(
-    "adapter",
-    [
-        {"peft_type": "LORA", "r": 4},
-        {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"},
-        {"peft_type": "IA3"},
-    ],
-    ids=str,
+    ("adapter", "cut_back"), [*((name, 0) for name in ADAPTERS), ("lora", 1), ("ia3", 1)]
 )
-def test_predictions_are_close(body: Body, adapter: dict[str, object], cut_back: int) -> None:
-    asked: Proposal = proposal(adapter=adapter, cut_back=cut_back, train_rows=256, rows=256, longest=64)
+def test_predictions_are_close(body: Body, adapter: str, cut_back: int) -> None:
+    asked, measured = joined(body, adapter, cut_back=cut_back)
     predicted = predict(body.backbone.shape, asked, 4, "cpu")
-    layers = asked.body(body.backbone.shape)
-    body.add("a", asked.adapter_spec(), asked.training, layers, 9)
-    measured = profile(body, "a", asked, layers)
-    body.remove("a")
     # Each tensor begins at a multiple of 16 values, in parameters, gradients and both moments.
     padding = len(asked.adapter_spec().tensors(body.backbone.shape)) * 16 * 4 * 4
     assert predicted.lasting <= measured.lasting <= predicted.lasting + padding
-    assert predicted.backward == pytest.approx(measured.backward, rel=0.08)
-    assert measured.forward <= predicted.forward
+    assert 0.99 < predicted.graph / measured.graph < 1.05
+    # The forms leave out gradients of scores, which are many here: 4 heads of 16 attend to 57 tokens.
+    assert 0.94 < predicted.backward / measured.backward < 1.12
+    assert 0.95 < predicted.forward / measured.forward < 1.1
     assert measured.forward < measured.graph < measured.backward
+
+
+@pytest.mark.parametrize("adapter", ["lora", "prefix", "diff"])
+def test_what_is_reserved_is_enough_for_smaller_requests_and_shorter_sequences(
+    body: Body, adapter: str
+) -> None:
+    asked, memory = joined(body, adapter)
+    for lengths in ((3,), (9,) * 28, (64, 17), (50,) * 5):
+        rows, width = sum(lengths), body.backbone.shape.hidden
+        one = Rows("a", lengths, tuple(range(len(lengths))), 0, True, torch.zeros(rows, width), True)
+        forward, _, backward = body.measure(one, asked.body(body.backbone.shape))
+        # A remainder of the measured rows is padded by itself.
+        assert forward <= 1.01 * memory.forward_of(rows), lengths
+        assert backward <= 1.01 * memory.backward_of(rows), lengths
+
+
+def test_measuring_changes_nothing(body: Body) -> None:
+    asked, memory = joined(body, "ia3")
+    layers, state = asked.body(body.backbone.shape), body.state("a")
+    assert profile(body, "a", asked, layers) == memory
+    assert all(
+        torch.equal(one.tensor, other.tensor) for one, other in zip(body.state("a"), state, strict=True)
+    )
+    assert body.squared_norm("a", 0) == 0.0
+
+
+def test_the_heaviest_sequences_are_those_that_are_padded_most(body: Body) -> None:
+    architecture = architecture_of(body.backbone.shape)
+    assert heaviest_lengths(architecture, 8, "cpu") == (8, 8)
+    assert heaviest_lengths(architecture, 64, "cpu") == (57, 57)  # to 64
+    assert heaviest_lengths(architecture, 2000, "cpu") == (449, 449)  # to 512, whose weights are many
+    assert heaviest_lengths(architecture, 2000, "cuda") == (2000, 2000)
+
+
+def test_prefixes_are_copied_for_as_many_sequences_as_there_may_be() -> None:
+    assert sequences_behind_prefixes(100, 4, 64) == [64, 34, 1, 1]
+    assert sequences_behind_prefixes(8, 4, 3) == [3, 2, 2, 1]
+    assert sequences_behind_prefixes(8, 4, 2) == [2, 1, 2, 1, 2]  # the last one beyond what was agreed
+    assert sequences_behind_prefixes(3, 9, 64) == [1, 1, 1]
+
+
+def test_smaller_requests_need_what_does_not_depend_on_rows() -> None:
+    memory = Memory(100, 1000, 8000, 10_000, 100, 500, forward_fixed=200, backward_fixed=1000)
+    assert [memory.forward_of(rows) for rows in (0, 50, 100, 200)] == [200, 600, 1000, 2000]
+    assert [memory.backward_of(rows) for rows in (0, 50, 100, 200)] == [1000, 5500, 10_000, 20_000]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -82,16 +155,37 @@ def test_policies_reserve_what_they_keep(policy: str) -> None:
 
 
 def test_auto_keeps_a_graph_at_nobodys_expense_only() -> None:
-    roomy = Circumstances(free=20_000, waiting=0, largest=9_000, answer_s=1.0, reforward_s=1.0)
+    roomy = Circumstances(free=20_000, waits=False, largest=9_000, answer_s=1.0, reforward_s=1.0)
     assert plan_forward("auto", MEMORY, 100, roomy).keeps == "graph"
-    for change in ({"waiting": 1}, {"largest": 10_001}, {"free": 18_999}):
+    for change in ({"waits": True}, {"largest": 10_001}, {"free": 18_999}):
         now = Circumstances(**{**vars(roomy), **change})
         assert plan_forward("auto", MEMORY, 100, now).keeps == "input"
 
 
+@pytest.mark.parametrize(
+    ("answer_s", "free", "others", "keeps"),
+    [
+        (9.0, 30_000, [(9_000, 1.0)], "graph"),  # all graphs fit beside the largest backward pass
+        (1.0, 20_000, [(9_000, 1.0)], "graph"),  # only one of two fits: this client is as fast as the other
+        (3.0, 20_000, [(9_000, 1.0)], "input"),  # a slow one leaves it to the other
+        (3.0, 20_000, [(9_000, 4.0)], "graph"),  # unless that is slower
+        (3.0, 37_000, [(9_000, 1.0)] * 3, "graph"),  # one of the others' three does not fit
+        (3.0, 20_000, [(9_000, 1.0)] * 3, "input"),  # none of them does
+        (0.0, 20_000, [(9_000, 1.0)], "graph"),  # nothing is known yet of this client
+        (9.0, 20_000, [], "graph"),  # nor of any other
+    ],
+)
+def test_auto_leaves_memory_to_clients_that_answer_soon(
+    answer_s: float, free: int, others: list[tuple[int, float]], keeps: str
+) -> None:
+    offers = [Offer(size, seconds, reforward_s=0.1) for size, seconds in others]
+    now = Circumstances(free, False, 9_000, answer_s, reforward_s=0.12, others=offers)
+    assert plan_forward("auto", MEMORY, 100, now).keeps == keeps
+
+
 def test_auto_moves_a_graph_to_host_memory_where_that_is_faster() -> None:
     def keeps(rate: float, answer_s: float = 1.0) -> str:
-        now = Circumstances(free=0, waiting=1, largest=0, answer_s=answer_s, reforward_s=0.1, host_rate=rate)
+        now = Circumstances(0, True, 0, answer_s, reforward_s=0.1, host_rate=rate)
         return plan_forward("auto", MEMORY, 100, now).keeps
 
     assert keeps(rate=1e6) == "graph in host memory"  # 16 ms there and back

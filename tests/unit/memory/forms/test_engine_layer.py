@@ -57,9 +57,13 @@ def test_below_the_first_adapter_nothing_is_kept() -> None:
     [
         (layer(llama()), 256 + 128 + 128),  # rotated queries and keys, values copied for the kernel
         (
-            layer(llama(), 4, device="cpu", prefixed=True),
+            replace(layer(llama(), 4, device="cpu"), length=600),
             256 + 128 + 512,
         ),  # values as they lie in the product
+        (
+            layer(llama(), 4, device="cpu", prefixed=True),
+            256 + 256,
+        ),  # keys and values are copied behind the prefix
         (
             layer(replace(llama(), qk_norm=True)),
             512 + 512 + 256,
@@ -68,10 +72,19 @@ def test_below_the_first_adapter_nothing_is_kept() -> None:
         (layer(gpt2()), 768 + 256),  # the product, of which queries and keys are views; values are copied
         (layer(replace(gpt2(), kv_heads=4)), 512 + 128 + 256),  # queries that share keys are copied, too
     ],
-    ids=["rotated", "rotated, on a CPU", "normalised", "normalised, one key each", "as they are", "shared"],
+    ids=[
+        "rotated",
+        "rotated, on a CPU",
+        "behind a prefix",
+        "normalised",
+        "normalised, one key each",
+        "as they are",
+        "shared",
+    ],
 )
 def test_queries_keys_and_values(one: EngineLayer, qkv: int) -> None:
     names = ("queries", "keys", "values", "product of linear_qkv", "queries before their norm")
+    names += ("copied keys and values",)
     assert sum(row.width for row in one.kept() if row.what in names) == qkv
 
 

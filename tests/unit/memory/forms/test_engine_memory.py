@@ -90,7 +90,7 @@ def test_below_the_lowest_adapter_nothing_is_kept_and_tasks_share_inputs() -> No
         memory([at("low", 1), at("high", 6)], stages=2).passes(rows(mix)).kept[0]
         for mix in ([0.0, 64.0], [64.0, 0.0])
     )
-    assert below == 64 * model._row_inputs + 32 * 60 < first, (
+    assert below == 64 * model.row_inputs + 32 * 60 < first, (
         "a stage below all adapters keeps what a batch itself is"
     )
     assert top < second, "a later stage keeps nothing below its lowest adapter, if no stage before it trains"

@@ -1,0 +1,56 @@
+"""The memory of a forward pass without a graph: tensors live for a moment, so the layer's fullest moment counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_mux.adapters.costs import Row
+from megatron_mux.kernels.pointwise import gated
+from megatron_mux.kernels.short_attention import blocks_of, padded_length
+from megatron_mux.memory.forms.engine_layer import EngineLayer
+
+
+def forward_row(layer: EngineLayer) -> float:
+    """Bytes of a row at the peak of a forward pass that keeps nothing, its input aside.
+
+    All layers have the same peak. Adapters take less beside it: their temporary tensors of rows are narrow.
+
+    Args:
+        layer: A layer without experts or latent attention.
+    """
+    return max(layer.bytes(_in_attention(layer)), layer.bytes(_in_mlp(layer)))
+
+
+def _in_attention(layer: EngineLayer) -> Iterator[Row]:
+    """What is there when attention has been computed."""
+    a = layer.architecture
+    yield Row("input of the layer", "rows", a.hidden)
+    yield Row("output of the first norm", "all", a.hidden)
+    yield Row("product of linear_qkv", "columns", a.queries + 2 * a.keys)
+    if a.qk_norm:
+        yield Row("normalised queries and keys", "columns", a.queries + a.keys)
+    elif a.heads != a.kv_heads:
+        yield Row("queries", "columns", a.queries)
+    if a.rotary:
+        yield Row("rotated queries and keys", "columns", a.queries + a.keys)
+    if layer.short:
+        padded = padded_length(layer.length)
+        first, stop = list(blocks_of(padded))[-1]
+        yield from layer.short_attention()
+        yield Row("padded output", "columns", a.queries * padded / layer.length)
+        yield Row("scores of the last block", "columns", a.heads * (stop - first) * stop / layer.length)
+    elif layer.prefixed or layer.one_kernel:
+        yield Row("copied keys and values", "columns", 2 * a.keys)
+    if layer.by_products:
+        yield Row("queries, and keys and values of every head", "columns", 3 * a.queries)
+        yield Row("scores, and attention's weights", "columns", 2 * a.heads * layer.length)
+    yield Row("output of attention", "columns", a.queries)
+
+
+def _in_mlp(layer: EngineLayer) -> Iterator[Row]:
+    """What is there when the MLP's activation has been computed."""
+    a = layer.architecture
+    yield Row("input of the layer, and with attention's output", "rows", 2 * a.hidden)
+    yield Row("output of the second norm", "all", a.hidden)
+    several = (a.gated and gated(a.activation) is None) or a.activation == "quick_gelu"
+    yield Row("inside the MLP", "columns", a.inner + a.ffn * (1 + several))

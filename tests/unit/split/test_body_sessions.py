@@ -1,0 +1,188 @@
+"""Sessions on one body: isolated, saved exactly, attached whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mux.adapters.kind import AdapterSpec
+from megatron_mux.adapters.registry import KINDS
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.errors import UserError
+from megatron_mux.runtime import Parallel
+from megatron_mux.split.body import Body, Rows
+from megatron_mux.split.pieces import Piece, from_wire, to_wire
+from megatron_mux.tasks import TrainingSpec
+from tests import tiny_models
+from tests.unit.split.test_body import SECTIONS
+
+BODY, STEPS = range(1, 4), 6
+"""Diff pruning freezes its mask after two thirds of the steps."""
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
+    path = tiny_models.make(tmp_path_factory.mktemp("backbone"), "llama-biases")
+    return Backbone.load(
+        path, Parallel.alone("cpu"), torch.float64, split=(1, len(BODY), 0), stage=1, ends=False
+    )
+
+
+@pytest.fixture
+def body(backbone: Backbone) -> Iterator[Body]:
+    body = Body(backbone, backbone.parallel)
+    yield body
+    for name in list(body.adapters.tasks):
+        body.remove(name)
+
+
+def section(kind: str) -> AdapterSpec:
+    return KINDS[SECTIONS[kind]["peft_type"]].model_validate(SECTIONS[kind])
+
+
+def training(**fields: Any) -> TrainingSpec:
+    return TrainingSpec(learning_rate=0.05, max_steps=STEPS, max_grad_norm=0.5, weight_decay=0.1, **fields)
+
+
+def add(body: Body, kind: str, initial: Sequence[Piece] = (), **fields: Any) -> None:
+    body.add(kind, section(kind), training(**fields), BODY, STEPS, initial)
+
+
+def rows_of(body: Body, kind: str, step: int, trains: bool = True, lengths: tuple[int, ...] = (5, 9)) -> Rows:
+    generator = torch.Generator().manual_seed(1000 * step + len(kind))
+    hidden = torch.randn(sum(lengths), body.backbone.shape.hidden, generator=generator, dtype=torch.float64)
+    return Rows(kind, lengths, tuple(range(len(lengths))), step, trains, hidden, needs_input=True)
+
+
+def passes(body: Body, rows: Sequence[Rows], gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Output and gradient of the input of each session's rows, computed as one micro-batch."""
+    outputs, kept = body.forward(rows, BODY, graph=True)
+    assert kept is not None
+    made = body.backward(kept, gradients)
+    return [(out, own) for out, own in zip(outputs, made, strict=True) if own is not None]
+
+
+def step_of(body: Body, kind: str, step: int) -> float:
+    """A step of one session by itself, on random rows; its squared norm."""
+    rows = rows_of(body, kind, step)
+    passes(body, [rows], [rows.hidden.flip(0)])
+    square = body.squared_norm(kind, step)
+    body.update(kind, step, square**0.5, skip=False)
+    return square
+
+
+def tensors_of(body: Body, kind: str) -> dict[tuple[str, str], Tensor]:
+    return {(piece.key, piece.kind): piece.tensor for piece in body.state(kind)}
+
+
+def assert_same(found: dict[tuple[str, str], Tensor], wanted: dict[tuple[str, str], Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("spoilt", ["lora", "prefix", "diff"])
+@pytest.mark.parametrize("what", ["hidden", "gradient", "adapter"])
+def test_a_nan_of_one_session_reaches_no_other(body: Body, spoilt: str, what: str) -> None:
+    for kind in SECTIONS:
+        add(body, kind)
+        step_of(body, kind, 0)  # adapters begin as nothing: let them be something
+    rows = [rows_of(body, kind, 1) for kind in SECTIONS]
+    gradients = [own.hidden.flip(0) for own in rows]
+    wanted = passes(body, rows, gradients)
+    squares = {kind: body.squared_norm(kind, 1) for kind in SECTIONS}
+    for kind in SECTIONS:
+        body.zero(kind)
+    at = list(SECTIONS).index(spoilt)
+    target = {"hidden": rows[at].hidden, "gradient": gradients[at]}.get(what)
+    if target is None:
+        target = body.adapters.tasks[spoilt].arena.values
+    target.view(-1)[3] = float("nan")
+    found = passes(body, rows, gradients)
+    for kind, own, other in zip(SECTIONS, found, wanted, strict=True):
+        assert all(map(torch.equal, own, other)) is (kind != spoilt), kind
+        assert (body.squared_norm(kind, 1) == squares[kind]) is (kind != spoilt), kind
+
+
+@pytest.mark.parametrize("steps", [2, 5], ids=["before the mask is frozen", "after"])
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
+def test_a_session_goes_on_from_its_save_to_the_bit(body: Body, steps: int, optim: str) -> None:
+    for kind in SECTIONS if optim == "sgd" or steps == 2 else ("diff", "prefix"):
+        add(body, kind, optim=optim)
+        for step in range(steps):
+            step_of(body, kind, step)
+        saved = from_wire(*to_wire(body.state(kind)))
+        at = tensors_of(body, kind)
+        square = step_of(body, kind, steps)
+        wanted = tensors_of(body, kind)
+        body.remove(kind)
+        add(body, kind, saved, optim=optim)
+        assert_same(tensors_of(body, kind), at)
+        assert step_of(body, kind, steps) == square
+        assert_same(tensors_of(body, kind), wanted)
+
+
+def test_a_skipped_step_leaves_everything_as_it_was(body: Body) -> None:
+    for kind in SECTIONS:
+        add(body, kind)
+        step_of(body, kind, 0)
+        before, rows = tensors_of(body, kind), rows_of(body, kind, 1)
+        passes(body, [rows], [rows.hidden.flip(0)])
+        square = body.squared_norm(kind, 1)
+        assert body.squared_norm(kind, 1) == square  # the regulariser is added once
+        body.update(kind, 1, float("nan"), skip=True)
+        assert_same(tensors_of(body, kind), before)
+        assert not body.adapters.tasks[kind].arena.gradients.any()
+        passes(body, [rows], [rows.hidden.flip(0)])
+        assert body.squared_norm(kind, 1) == square
+
+
+def test_a_forward_pass_without_a_graph_computes_the_same_and_keeps_nothing(body: Body) -> None:
+    for kind in SECTIONS:
+        add(body, kind)
+        step_of(body, kind, 0)
+    rows = [rows_of(body, kind, 1) for kind in SECTIONS]
+    plain, nothing = body.forward(rows, BODY, graph=False)
+    outputs, kept = body.forward(rows, BODY, graph=True)
+    assert nothing is None and kept is not None
+    assert all(map(torch.equal, plain, outputs))
+    assert not any(own.requires_grad for own in (*plain, *outputs))
+    evaluated, _ = body.forward([rows_of(body, kind, 1, trains=False) for kind in SECTIONS], BODY, False)
+    differ = {
+        kind
+        for kind, one, other in zip(SECTIONS, plain, evaluated, strict=True)
+        if not torch.equal(one, other)
+    }
+    assert differ == {"lora", "diff"}  # dropout, and a mask that is drawn
+
+
+def piece_of(body: Body, **changes: Any) -> Piece:
+    """Zeros for a vector of IA3, but for some fields."""
+    key, tensor = next(
+        own for own in section("ia3").tensors(body.backbone.shape).items() if own[1].layer in BODY
+    )
+    fields = {"key": key, "kind": "value", "shape": tensor.shape, "tensor": torch.zeros(tensor.shape)}
+    return Piece(**{**fields, **changes})
+
+
+def test_pieces_that_are_not_the_adapters_are_refused_and_leave_nothing(body: Body) -> None:
+    huge = {"shape": (2**31 - 1, 2**20), "tensor": torch.zeros(1, 2**20), "dim": 0, "runs": ((0, 1),)}
+    first = piece_of(body)
+    for wrong, words in (
+        ([piece_of(body, **huge)], "the adapter needs"),
+        ([piece_of(body, key="elsewhere")], "does not have it"),
+        ([first, piece_of(body, kind="exp_avg")], "optimizer state has no"),
+        (
+            [first, piece_of(body, kind="exp_avg"), piece_of(body, kind="exp_avg_sq")],
+            "optimizer state has no",
+        ),
+    ):
+        with pytest.raises(UserError, match=words):
+            add(body, "ia3", wrong)
+        assert not body.adapters.tasks
+        assert not any("forward" in vars(op.info.module) for op in body.adapters.ops)
+    add(body, "ia3", [first])
+    assert not tensors_of(body, "ia3")[first.key, "value"].any()
