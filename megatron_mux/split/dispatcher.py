@@ -126,12 +126,28 @@ class Dispatcher:
         try:
             return await asyncio.shield(work.future)
         except asyncio.CancelledError:
-            self._take_back(work)
+            work.abandoned = not self.take_back(work)
+            if work.future.done() and work.future.exception() is None:
+                self.release(work.future.result().reservation)  # nobody else knows of it
             raise
 
-    def is_waiting(self, work: Work) -> bool:
-        """Whether work is not being computed yet."""
-        return work.key in self._waiting or work in self._ready
+    def take_back(self, work: Work) -> bool:
+        """Take work back unless it is being computed already; returns whether it was."""
+        if self._waiting.pop(work.key, None) is not None:
+            self.scheduler.cancel(work.key)
+            self._admit()
+        elif work in self._ready:
+            self._ready.remove(work)
+            if work.size:
+                self.release(work.key)
+        else:
+            return False
+        return True
+
+    def shrink(self, reservation: int, size: int) -> None:
+        """Make a reservation that outlasted its work smaller."""
+        self.scheduler.shrink(reservation, size)
+        self._admit()
 
     def release(self, reservation: int) -> None:
         """End a reservation that outlasted its work; 0 is none."""
@@ -145,17 +161,6 @@ class Dispatcher:
         if self._timer is not None:
             self._timer.cancel()
         self._thread.shutdown(cancel_futures=True)
-
-    def _take_back(self, work: Work) -> None:
-        if self._waiting.pop(work.key, None) is not None:
-            self.scheduler.cancel(work.key)
-            self._admit()
-        elif work in self._ready:
-            self._ready.remove(work)
-            if work.size:
-                self.release(work.key)
-        else:
-            work.abandoned = True
 
     def _admit(self) -> None:
         """Let the scheduler decide, and come back when it could decide otherwise without further events."""

@@ -94,6 +94,12 @@ class Circumstances:
         return size * self.answer_s * price * missing / theirs
 
 
+def again(memory: Memory, rows: int) -> ForwardPlan:
+    """Keep the input alone: the forward pass is computed again with its backward (the paper's default)."""
+    hidden = memory.scaled(memory.hidden, rows)
+    return ForwardPlan(False, "input", memory.forward_of(rows) + hidden, hidden, memory.backward_of(rows))
+
+
 def plan_forward(policy: PolicyName, memory: Memory, rows: int, now: Circumstances) -> ForwardPlan:
     """Plan a forward pass.
 
@@ -109,7 +115,6 @@ def plan_forward(policy: PolicyName, memory: Memory, rows: int, now: Circumstanc
         now: See `Circumstances`; only `auto` looks at it.
     """
     backward, hidden = memory.backward_of(rows), memory.scaled(memory.hidden, rows)
-    again = ForwardPlan(False, "input", memory.forward_of(rows) + hidden, hidden, backward)
     if policy == "vanilla":  # the whole task has its memory
         return ForwardPlan(True, "graph", 0, 0, 0)
     if policy == "preserve":
@@ -117,11 +122,11 @@ def plan_forward(policy: PolicyName, memory: Memory, rows: int, now: Circumstanc
     if policy == "reforward-with-gradients":
         return ForwardPlan(True, "input", backward, hidden, backward)
     if policy == "on-demand":
-        return again
+        return again(memory, rows)
     fits = not now.waits and now.free - backward >= now.largest
     if fits and now.cost(backward) <= now.reforward_s:
         return ForwardPlan(True, "graph", backward, backward, 0)
     there_and_back = 2 * memory.scaled(memory.graph, rows) / now.host_rate if now.host_rate else float("inf")
     if there_and_back / 2 <= now.answer_s and there_and_back < now.reforward_s:
         return ForwardPlan(True, "graph in host memory", backward, hidden, backward)
-    return again
+    return again(memory, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from megatron_mux.split.body import Rows
 from megatron_mux.split.dispatcher import Dispatcher, Outcome, Work
 from megatron_mux.split.metrics import Metrics
 from megatron_mux.split.pieces import Piece
-from megatron_mux.split.policies import Circumstances, ForwardPlan, PolicyName, plan_forward
+from megatron_mux.split.policies import Circumstances, ForwardPlan, PolicyName, again, plan_forward
 from megatron_mux.split.request_fields import Decision
 from megatron_mux.split.session import Pending, Session
 from megatron_mux.split.session_compute import (
@@ -60,25 +60,33 @@ class SessionRequests:
         own = self.bodies.copies
         self.swapping = Swapping(self.bodies, self.dispatcher, self.sessions) if own else None
 
-    async def forward(self, session: Session, rows: Rows) -> tuple[Tensor, Pending | None, Outcome]:
+    async def forward(
+        self, session: Session, rows: Rows, operation: int
+    ) -> tuple[Tensor, Pending | None, Outcome]:
         """Compute a forward pass.
+
+        Args:
+            session: Whose.
+            rows: To compute.
+            operation: Its number.
 
         Returns:
             Its output `[T, H]`; what is kept of it for its backward, if it has one; how long it took.
         """
         body, memory = self.bodies.of(session.name), session.memory
+        if self.swapping is not None:
+            await self.swapping.bring(session)
         if not rows.training:
             call = ForwardCall(body, session.layers, rows)
             size = memory.forward_of(rows.count) + memory.scaled(memory.hidden, rows.count)
+            size = 0 if self.swapping is not None else size  # the whole task has its memory
             outcome = await self._computed(session, "evaluation", self._work(session, call, size))
             return outcome.result[0], None, outcome
-        if self.swapping is not None:
-            await self.swapping.bring(session)
         plan = self._plan(session, rows.count)
         call = ForwardCall(body, session.layers, rows, plan.graph, plan.keeps)
         outcome = await self._computed(session, "forward", self._work(session, call, plan.size, plan.kept))
         output, kept = outcome.result
-        return output, Pending(rows, plan, kept, outcome.reservation), outcome
+        return output, Pending(operation, rows, plan, kept, outcome.reservation), outcome
 
     def _work(self, session: Session, call: ForwardCall, size: int, keeps: int = 0) -> Work:
         joins = None if call.graph or self.bodies.copies else ("forward", session.layers, call.rows.training)
@@ -195,6 +203,14 @@ class SessionRequests:
         """Free what a forward pass keeps for its backward."""
         self.dispatcher.release(pending.reservation)
 
-    def is_waiting(self, session: Session) -> bool:
-        """Whether a session's work is not being computed yet."""
-        return session.work is not None and self.dispatcher.is_waiting(session.work)
+    def without_graph(self, session: Session, pending: Pending) -> Pending:
+        """Keep of a forward pass its input instead of its graph, if that has memory of its own."""
+        if pending.plan.keeps == "input" or not pending.reservation:
+            return pending
+        plan = again(session.memory, pending.rows.count)
+        self.dispatcher.shrink(pending.reservation, plan.kept)
+        return replace(pending, plan=plan, kept=None)
+
+    def take_back(self, session: Session) -> bool:
+        """Take a session's work back unless it is being computed already; returns whether it was."""
+        return session.work is not None and self.dispatcher.take_back(session.work)

@@ -17,12 +17,13 @@ from pydantic import ValidationError
 from megatron_mux.errors import UserError
 from megatron_mux.shape import BackboneShape
 from megatron_mux.split.agreement import Proposal, Terms
-from megatron_mux.split.dispatcher import Dispatcher, Work
+from megatron_mux.split.dispatcher import Dispatcher, Outcome, Work
 from megatron_mux.split.metrics import Metrics, SessionFigures
 from megatron_mux.split.pieces import Piece
 from megatron_mux.split.policies import PolicyName
 from megatron_mux.split.rate_limits import RateLimit
 from megatron_mux.split.requests import SessionRequests
+from megatron_mux.split.room import Room
 from megatron_mux.split.service import Incoming, Send
 from megatron_mux.split.session import Session
 from megatron_mux.split.session_compute import Bodies
@@ -32,7 +33,6 @@ from megatron_mux.split.wire import Kind, Limits, Message, RefusedError
 
 _IDENTITY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _BEFORE_JOINING = Limits(frozenset({Kind.HELLO}))
-_MIB = 1 << 20
 T = TypeVar("T")
 
 
@@ -106,6 +106,7 @@ class SplitServer:
         self._replaced: WeakSet[asyncio.Task[Any]] = WeakSet()
         self._background: set[asyncio.Future[Any]] = set()
         self._joining: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._room = Room(dispatcher.scheduler.capacity, not bodies.copies, bodies.own_parameters)
         self.requests = SessionRequests(
             bodies, dispatcher, store, options.policy, metrics, log, self.sessions
         )
@@ -114,6 +115,12 @@ class SplitServer:
     def shape(self) -> BackboneShape:
         """Of the backbone."""
         return self.bodies.shared.backbone.shape
+
+    @property
+    def _device(self) -> tuple[int, str, int]:
+        """Of the backbone: bytes of a value, where it is, and how many ranks share each layer."""
+        backbone = self.bodies.shared.backbone
+        return backbone.dtype.itemsize, backbone.device.type, self.bodies.shared.parallel.tp_size
 
     # -- the service's handler
 
@@ -218,49 +225,25 @@ class SplitServer:
 
     async def _add(self, name: str, identity: str, proposal: Proposal) -> Session:
         """Make room for a session and measure what its requests need; restores the step that its client is at."""
-        saved: Sequence[Piece] | None = None
-        if proposal.step:
-            saved = await asyncio.to_thread(self.store.load, name, proposal.step)
-            if saved is None:
-                have = ", ".join(map(str, self.store.steps(name))) or "none"
-                raise RefusedError(
-                    "no_state", f"the server has no save of step {proposal.step} (it has: {have})"
-                )
-        else:
-            self.store.forget(name)
+        saved = await self._saved(name, proposal)
         try:
             layers = self._layers(proposal)
-            device = "cuda" if self.bodies.shared.backbone.device.type == "cuda" else "cpu"
-            itemsize = self.bodies.shared.backbone.dtype.itemsize
-            need = predict(self.shape, proposal, itemsize, device, self.bodies.shared.parallel.tp_size)
+            need = predict(self.shape, proposal, *self._device)
         except UserError as error:
             raise RefusedError("proposal", str(error)) from None
-        self._check_room(need, proposal.rows)
-        own = need.lasting + self.bodies.own_parameters
-
-        def join(works: Sequence[Work]) -> list[Memory]:
-            memory = self.bodies.join(name, proposal, layers, saved)
-            lasts = memory.lasting + self.bodies.own_parameters
-            works[0].keeps = works[0].size if self.bodies.copies else min(works[0].size, lasts)
-            return [memory]
-
-        if self.requests.swapping is not None:
-            await self.requests.swapping.make_room(own + need.backward)
         try:
-            work = Work(identity, join, size=own + need.backward, keeps=own)
-            outcome = await self.dispatcher.compute(work)
-        except UserError as error:
-            raise RefusedError("proposal", str(error)) from None
-        except asyncio.CancelledError:
-            if work.abandoned:  # it is being computed: what it attaches is removed behind it
-
-                def remove(works: Sequence[Work]) -> list[None]:
-                    self.bodies.remove(name)
-                    return [None]
-
-                self._in_background(self.dispatcher.compute(Work(identity, remove)))
+            self._room.claim(name, need, proposal.rows)
+            outcome = await self._attach(name, identity, proposal, layers, need, saved)
+            memory: Memory = outcome.result
+            try:
+                self._room.claim(name, memory, proposal.rows)  # now as it was measured
+            except RefusedError:
+                await self._detach(name, identity)
+                self.dispatcher.release(outcome.reservation)
+                raise
+        except BaseException:
+            self._room.leave(name)
             raise
-        memory: Memory = outcome.result
         session = Session(
             name=name,
             number=next(self._numbers),
@@ -273,11 +256,62 @@ class SplitServer:
             holds=outcome.reservation,
         )
         self.sessions[name] = session
-        self.metrics.sessions[name].reserved = work.keeps
+        self.metrics.sessions[name].reserved = memory.lasting + self.bodies.own_parameters
         self.metrics.live.set(len(self.sessions))
         fields = {"session": name, "step": session.step, "waited_s": outcome.waited_s, **memory.fields()}
         self._log.info("joined", extra={"fields": fields})
         return session
+
+    async def _saved(self, name: str, proposal: Proposal) -> Sequence[Piece]:
+        """The session's state of the step that its client is at; nothing at its beginning."""
+        if not proposal.step:
+            self.store.forget(name)
+            return ()
+        saved = await asyncio.to_thread(self.store.load, name, proposal.step)
+        if saved is None:
+            have = ", ".join(map(str, self.store.steps(name))) or "none"
+            raise RefusedError("no_state", f"the server has no save of step {proposal.step} (it has: {have})")
+        return saved
+
+    async def _attach(
+        self,
+        name: str,
+        identity: str,
+        proposal: Proposal,
+        layers: range,
+        need: Memory,
+        saved: Sequence[Piece],
+    ) -> Outcome:
+        """Attach a session's adapter; the result is its memory as measured."""
+        swapping, size, keeps = self.requests.swapping, need.joining, need.lasting
+        if swapping is not None:
+            size = keeps = swapping.size(need, proposal.rows)
+            await swapping.make_room(size)
+
+        def join(works: Sequence[Work]) -> list[Memory]:
+            memory = self.bodies.join(name, proposal, layers, saved)
+            if swapping is None:
+                works[0].keeps = min(size, memory.lasting)
+            return [memory]
+
+        work = Work(identity, join, size=size, keeps=keeps)
+        try:
+            return await self.dispatcher.compute(work)
+        except UserError as error:
+            raise RefusedError("proposal", str(error)) from None
+        except asyncio.CancelledError:
+            if work.abandoned:  # it is being computed: what it attaches is removed behind it
+                self._in_background(self._detach(name, identity))
+            raise
+
+    async def _detach(self, name: str, identity: str) -> None:
+        """Remove a session's adapter between computations."""
+
+        def remove(works: Sequence[Work]) -> list[None]:
+            self.bodies.remove(name)
+            return [None]
+
+        await self.dispatcher.compute(Work(identity, remove))
 
     def _layers(self, proposal: Proposal) -> range:
         """The layers of a session's body.
@@ -292,24 +326,6 @@ class SplitServer:
                 f"the server holds layers {own.start} to {own.stop - 1}: it needs at least {least}"
             )
         return layers
-
-    def _check_room(self, need: Memory, rows: int) -> None:
-        """Refuse a session that would not fit even if no other were there.
-
-        Args:
-            need: What it takes.
-            rows: Of its largest request, which may be an evaluation's.
-        """
-        capacity = self.dispatcher.scheduler.capacity
-        evaluation = need.forward_of(rows) + need.scaled(need.hidden, rows)
-        needed = need.lasting + max(need.backward, evaluation) + self.bodies.own_parameters
-        if needed > capacity:
-            raise RefusedError(
-                "too_large",
-                f"its adapter ({need.lasting / _MIB:.0f} MiB) and a backward pass of {need.rows} tokens "
-                f"({need.backward / _MIB:.0f} MiB) need {needed / _MIB:.0f} MiB, and the server has "
-                f"{capacity / _MIB:.0f} MiB beside its weights: use a smaller batch (gradient_accumulation_steps)",
-            )
 
     def _welcome(self, session: Session, hello: Message) -> Message:
         terms = Terms(
@@ -337,7 +353,7 @@ class SplitServer:
 
     async def check_draining(self, session: Session) -> None:
         """Ask a client to come again later, at the beginning of a step, if the server is about to stop."""
-        if self.draining and not session.pending:
+        if self.draining and session.pending is None:
             await self.requests.save(session, None)
             raise RefusedError("draining", "the server is about to stop", retry=True)
 
@@ -345,6 +361,8 @@ class SplitServer:
         """Note that a session's client is away."""
         session.stream = None
         session.withdraw()
+        if not session.is_busy:
+            session.give_up_graph()
         if session.name in self.sessions:
             self.metrics.sessions[session.name].state = "away"
             if session.expiry is not None:
@@ -374,8 +392,9 @@ class SplitServer:
             return  # its last operation was LEAVE
         del self.sessions[session.name]  # from now on, its name may be another's
         self.metrics.sessions.pop(session.name, None)
+        self._room.leave(session.name)
         self.metrics.live.set(len(self.sessions))
-        await self.requests.on_thread(session, lambda: self.bodies.remove(session.name))
+        await self._detach(session.name, session.identity)
         self.dispatcher.release(session.holds)
 
     async def drain(self, grace_s: float) -> None:

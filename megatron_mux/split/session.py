@@ -36,9 +36,6 @@ from megatron_mux.split.wire import Dtype, Flags, Kind, Limits, Message, Refused
 if TYPE_CHECKING:
     from megatron_mux.split.serving import SplitServer
 
-MOST_PENDING = 2
-"""Forward passes of a session that may wait for their backward at once."""
-
 _SECONDS_BETWEEN_LOOKS = 0.05
 """An operation waits several times: what ends a session looks again so often whether it can be taken back."""
 
@@ -50,12 +47,14 @@ class Pending:
     """A forward pass that waits for its gradients.
 
     Attributes:
+        operation: Its number.
         rows: What the client has sent.
         plan: How it was computed.
         kept: Its graph, if that is kept.
         reservation: Of what is kept.
     """
 
+    operation: int
     rows: Rows
     plan: ForwardPlan
     kept: Kept | None
@@ -93,7 +92,7 @@ class Session:
         server: Does what sessions have in common.
         stream: Reads the client's messages; None: the client is away.
         current: The last operation.
-        pending: Forward passes that wait for their gradients, by their operation.
+        pending: The forward pass that waits for its gradients.
         work: What waits for memory or its turn, or is being computed.
         answer_s: How long the client takes from a forward pass's output to its gradient, lately.
     """
@@ -109,7 +108,7 @@ class Session:
     holds: int = 0
     stream: asyncio.Task[Any] | None = None
     current: Current | None = None
-    pending: dict[int, Pending] = field(default_factory=dict)
+    pending: Pending | None = None
     work: Work | None = None
     expiry: asyncio.TimerHandle | None = None
     answer_s: float = 0.0
@@ -208,7 +207,7 @@ class Session:
 
     def withdraw(self) -> None:
         """Take back the operation that waits, since its client is gone; one that is being computed is finished."""
-        if self.current is not None and self.is_busy and self.server.requests.is_waiting(self):
+        if self.current is not None and self.is_busy and self.server.requests.take_back(self):
             self.current.task.cancel()
             self.current = None
 
@@ -230,8 +229,7 @@ class Session:
         self._check_rows(message, fields, training)
         await self.server.check_draining(self)
         assert message.tensor is not None
-        if training and len(self.pending) >= MOST_PENDING:
-            raise RefusedError("order", f"{len(self.pending)} forward passes wait for their backward already")
+        self.drop_pending()  # a client leaves out a backward pass whose gradients are not finite
         rows = Rows(
             session=self.name,
             lengths=tuple(fields.lengths),
@@ -241,9 +239,9 @@ class Session:
             hidden=self._to_device(message.tensor),
             needs_input=Flags.NEEDS_INPUT in message.flags,
         )
-        output, pending, outcome = await self.server.requests.forward(self, rows)
-        if pending is not None:
-            self.pending[message.operation] = pending
+        output, self.pending, outcome = await self.server.requests.forward(self, rows, message.operation)
+        if self.stream is None:
+            self.give_up_graph()
         self._answered = time.monotonic()
         return self._reply(message, Kind.OUTPUT, outcome, tensor=output)
 
@@ -265,8 +263,8 @@ class Session:
 
     async def _backward(self, message: Message) -> Message:
         fields = parse(BackwardFields, message)
-        pending = self.pending.get(fields.forward)
-        if pending is None:
+        pending = self.pending
+        if pending is None or pending.operation != fields.forward:
             raise RefusedError("no_state", f"no forward pass {fields.forward} waits for its backward")
         gradient = message.tensor
         if gradient is None or gradient.shape != pending.rows.hidden.shape:
@@ -277,7 +275,7 @@ class Session:
         made, square, outcome = await self.server.requests.backward(
             self, pending, gradient, Flags.LAST in message.flags
         )
-        self.pending.pop(fields.forward, None)
+        self.pending = None
         fields_out = {} if square is None else {"squared_norm": square if math.isfinite(square) else None}
         return self._reply(message, Kind.GRADIENT, outcome, fields_out, made)
 
@@ -332,10 +330,15 @@ class Session:
         return tensor.to(backbone.device, backbone.dtype)
 
     def drop_pending(self) -> None:
-        """Free what forward passes keep whose backward will not come."""
-        for pending in self.pending.values():
-            self.server.requests.free(pending)
-        self.pending.clear()
+        """Free what a forward pass keeps whose backward will not come."""
+        if self.pending is not None:
+            self.server.requests.free(self.pending)
+        self.pending = None
+
+    def give_up_graph(self) -> None:
+        """Free the graph of a forward pass whose client is away, and keep its input, from which it is made again."""
+        if self.pending is not None:
+            self.pending = self.server.requests.without_graph(self, self.pending)
 
     def _reply(
         self,

@@ -50,6 +50,20 @@ class Memory:
         """What must be there for the session to join: what lasts, and one backward pass."""
         return self.lasting + self.backward
 
+    @property
+    def standing(self) -> int:
+        """What a session may hold while it waits for more: what lasts, and the input of a forward pass."""
+        return self.lasting + self.hidden
+
+    def most(self, rows: int) -> int:
+        """What a request needs at most beside `standing`.
+
+        Args:
+            rows: Of its largest request, which may be an evaluation's; then no other input is kept.
+        """
+        evaluation = self.forward_of(rows) + self.scaled(self.hidden, rows)
+        return max(self.backward, evaluation - self.hidden)
+
     def forward_of(self, rows: int) -> int:
         """`forward` of a request of other rows."""
         return self._between(self.forward, self.forward_fixed, rows)

@@ -149,16 +149,6 @@ class Client:
     replied: float = 0.0
     answer_s: float = 0.0
 
-    @property
-    def standing(self) -> int:
-        """Bytes that its session may hold while it waits for more: what lasts, and the input of a forward pass."""
-        return self.memory.lasting + self.memory.hidden
-
-    @property
-    def most(self) -> int:
-        """Bytes that a request of it needs at most."""
-        return max(self.memory.backward, self.memory.forward + self.memory.hidden)
-
 
 def make_clients(fleet: Fleet, costs: Costs, random: np.random.Generator) -> list[Client]:
     """Draw the clients of a fleet."""

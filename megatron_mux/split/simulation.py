@@ -76,10 +76,10 @@ class Simulation:
         self._clients = make_clients(fleet, costs, self._random)
         self._scheduler = Scheduler(options.capacity, options.scheduler)
         self._copies = options.policy == "vanilla"
-        self._largest = max(client.most for client in self._clients)
+        self._largest = max(client.memory.most(client.rows) for client in self._clients)
         needed = max(map(self._whole, self._clients)) if self._copies else self._largest
         if not self._copies:
-            needed += max(client.standing for client in self._clients)
+            needed += max(client.memory.standing for client in self._clients)
         if needed > options.capacity:
             raise ValueError(f"a client needs {needed} bytes, and the server has {options.capacity}")
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -130,9 +130,9 @@ class Simulation:
 
     def _let_in(self) -> None:
         room = self.options.capacity - self._largest
-        while self._outside and self._standing + self._outside[0].standing <= room:
+        while self._outside and self._standing + self._outside[0].memory.standing <= room:
             client = self._outside.popleft()
-            self._standing += client.standing
+            self._standing += client.memory.standing
 
             def joined(key: int, client: Client = client) -> None:
                 client.lasting = key
@@ -160,7 +160,7 @@ class Simulation:
             if key:
                 self._scheduler.release(key, self._now)
         if not self._copies:
-            self._standing -= client.standing
+            self._standing -= client.memory.standing
             self._let_in()
         self._admit()
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from megatron_mux.split.dispatcher import Dispatcher, Work
 from megatron_mux.split.session import Session
 from megatron_mux.split.session_compute import Bodies
+from megatron_mux.split.session_memory import Memory
 
 
 class Swapping:
@@ -27,14 +28,19 @@ class Swapping:
         self._dispatcher = dispatcher
         self._sessions = sessions
 
-    def size(self, session: Session) -> int:
-        """Bytes of a task: its parameters, adapter and optimizer, and what its passes need."""
-        return self._bodies.own_parameters + session.memory.joining
+    def size(self, memory: Memory, rows: int) -> int:
+        """Bytes of a task: its parameters, adapter and optimizer, and what its passes need.
+
+        Args:
+            memory: Of its session.
+            rows: Of its largest request, which may be an evaluation's.
+        """
+        return self._bodies.own_parameters + memory.standing + memory.most(rows)
 
     async def bring(self, session: Session) -> None:
         """Have a session's task in memory."""
         if not session.holds:
-            size = self.size(session)
+            size = self.size(session.memory, session.proposal.rows)
             await self.make_room(size)
             work = Work(session.identity, self._swap(session), size=size, keeps=size)
             session.holds = (await self._dispatcher.compute(work)).reservation

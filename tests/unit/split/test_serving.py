@@ -274,6 +274,55 @@ def test_waiting_includes_moving_tasks(backbone: Backbone, parallel: Parallel, t
         assert waited >= 0.2, "one task goes out, another comes in"
 
 
+def test_a_forward_pass_without_a_backward_is_forgotten(server: RunningServer) -> None:
+    caller, undisturbed = Caller(server), Caller(server, task="undisturbed")
+    for own in (caller, undisturbed):
+        own.join()
+    free = server.server.dispatcher.scheduler.free
+    for seed in range(4):  # their gradients were not finite, say
+        caller.call(caller.forward(seed))
+    assert free - server.server.dispatcher.scheduler.free == ROWS * HIDDEN * 8
+    assert equal(caller.train_step(), undisturbed.train_step())
+    assert server.server.dispatcher.scheduler.free == free
+
+
+def test_a_client_that_is_away_keeps_no_graph(backbone: Backbone, parallel: Parallel, tmp_path: Path) -> None:
+    with running_server(backbone, parallel, tmp_path / "store", policy="preserve") as server:
+        caller, undisturbed = Caller(server), Caller(server, task="undisturbed")
+        for own in (caller, undisturbed):
+            own.join()
+        scheduler = server.server.dispatcher.scheduler
+        free, wanted = scheduler.free, undisturbed.train_step()
+        caller.call(caller.forward())
+        assert free - scheduler.free > ROWS * HIDDEN * 8
+        caller.transport.close()
+        until = time.monotonic() + 10
+        while free - scheduler.free != ROWS * HIDDEN * 8 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert free - scheduler.free == ROWS * HIDDEN * 8
+        caller.join()  # on a new stream
+        assert torch.equal(wanted[1], caller.call(caller.backward(caller.operation)).tensor)  # type: ignore[arg-type]
+        assert scheduler.free == free
+
+
+def test_a_session_is_let_in_when_there_is_room(
+    backbone: Backbone, parallel: Parallel, tmp_path: Path
+) -> None:
+    with running_server(backbone, parallel, tmp_path / "probe") as server:
+        Caller(server).join()
+        memory = server.server.sessions["local/one"].memory
+    capacity = memory.standing + memory.most(2 * ROWS) + memory.standing // 2
+    with running_server(backbone, parallel, tmp_path / "store", capacity=capacity) as server:
+        first, second = Caller(server), Caller(server, task="two")
+        first.join()
+        with pytest.raises(DeadlineError, match="sessions use the server's memory"):
+            second.join(1)
+        first.train_step()
+        first.call(first.message(Kind.LEAVE, {"finished": True}))
+        second.join()
+        assert second.train_step()
+
+
 def test_memory_is_free_when_a_session_has_left(server: RunningServer) -> None:
     caller = Caller(server)
     caller.join()
