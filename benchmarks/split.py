@@ -5,7 +5,8 @@ python benchmarks/split.py --parts steps --policies on-demand preserve --clients
 python benchmarks/split.py --parts memory                                            # needs no namespaces
 
 steps: a server and clients, each in a network namespace with a link of its own to the server's; per policy and number
-of clients, the time of an optimizer step and what it went to (Menos, Tables 1 to 3). together: throughput of a
+of clients, the time of an optimizer step and what it went to (Menos, Tables 1 to 3). ranks: the same for on-demand with
+the body on one rank and on two (Figure 10). together: throughput of a
 saturated server with and without co-batching. memory: persistent memory against `vanilla`, and equation 3 against
 measured bytes. costs: those of requests, for split_simulation.py. The output is written after each case; what it has
 already is not measured again.
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 
 ROOT = Path(__file__).resolve().parents[1]
 POLICIES = ("vanilla", "preserve", "reforward-with-gradients", "on-demand", "auto")
-PARTS = ("steps", "together", "memory", "costs")
+PARTS = ("steps", "ranks", "together", "memory", "costs")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -29,7 +29,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     bench = Bench(arguments)
     with ExitStack() as cleanup:
-        if {"steps", "together"} & set(arguments.parts):
+        if {"steps", "ranks", "together"} & set(arguments.parts):
             bench.open(cleanup)
         for part in arguments.parts:
             getattr(bench, part)()
@@ -85,7 +85,7 @@ class Bench:
         arguments = self.arguments
         sizes = measure_sizes(self.model)
         limit, reason = memory_limit(sizes, max(arguments.clients))
-        say(f"--memory-limit {reason}")
+        say(f"--memory-limit of all policies: {reason}")
         bandwidth = 1e6 * arguments.bandwidth
         self.star.limit(bandwidth)
         self.result["setup"] = {
@@ -136,6 +136,30 @@ class Bench:
         self.write()
         parts = ", ".join(f"{key[:-2]} {case[key]:.3f}" for key in _PARTS)
         say(f"{policy}, {count}: step {case['step_s']:.3f} s ({parts}), {case['seconds']:.0f} s")
+
+    def ranks(self) -> None:
+        """Time of a step with the body on one rank and on several (Figure 10)."""
+        if "ranks" in self.result and not self.arguments.again:
+            return
+        self.star.limit(1e6 * self.arguments.bandwidth)
+        found = []
+        for ranks in (1, 2):
+            for count in (own for own in self.arguments.clients if own <= 4):
+                with cast(self.warm, self.star, self._new_folder()) as processes:
+                    case = measure_case(
+                        processes,
+                        "on-demand",
+                        count,
+                        self.arguments.steps,
+                        self.arguments.most_seconds,
+                        (self.model, self.folder / "tls"),
+                        ["--no-co-batching"],
+                        ranks,
+                    )
+                found.append(case)
+                say(f"on-demand, {count} on {ranks} ranks: step {case['step_s']:.3f} s")
+        self.result["ranks"] = found
+        self.write()
 
     def together(self) -> None:
         """Throughput with and without co-batching."""

@@ -24,6 +24,7 @@ def measure_case(
     most_s: float,
     paths: tuple[Path, Path],
     flags: Sequence[str],
+    ranks: int = 1,
 ) -> dict[str, Any]:
     """Measure a case.
 
@@ -38,8 +39,9 @@ def measure_case(
         most_s: Longest time.
         paths: Model, and certificates.
         flags: More flags of the server.
+        ranks: Pipeline ranks of the server.
     """
-    server = cast.server("server", *paths, PORT, ["--policy", policy, *flags])
+    server = cast.server("server", *paths, PORT, ["--policy", policy, *flags], ranks)
     workers = [cast.client(i, "client", *paths, [PORT]) for i in range(clients)]
     everyone = [server, *workers]
     until_true(lambda: all(one.lines() for one in workers), _JOINING_S, everyone, "serve a first step")
@@ -55,7 +57,7 @@ def measure_case(
     ended = time.monotonic()
     served = _figures_of(server, everyone)
     found = case_figures([one.lines() for one in workers], began, ended)
-    return {"policy": policy, "clients": clients, "seconds": ended - began, **served, **found}
+    return {"policy": policy, "clients": clients, "ranks": ranks, "seconds": ended - began, **served, **found}
 
 
 def _figures_of(server: Worker, everyone: Sequence[Worker]) -> dict[str, Any]:

@@ -108,10 +108,11 @@ class Cast:
     folder: Path
     cleanup: ExitStack
 
-    def start(self, name: str, role: str, namespace: str, words: Sequence[str]) -> Worker:
+    def start(self, name: str, role: str, namespace: str, words: Sequence[str], **variables: str) -> Worker:
         """Start a process; see `split_worker.py`."""
         environment = {
             **os.environ,
+            **variables,
             "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
             "OMP_NUM_THREADS": "1",
             "GRPC_VERBOSITY": "ERROR",
@@ -129,12 +130,25 @@ class Cast:
         self.cleanup.callback(_end, worker)
         return worker
 
-    def server(self, name: str, model: Path, tls: Path, port: int, flags: Sequence[str]) -> Worker:
-        """Start a server, and wait until it serves."""
+    def server(
+        self, name: str, model: Path, tls: Path, port: int, flags: Sequence[str], ranks: int = 1
+    ) -> Worker:
+        """Start a server on pipeline ranks, and wait until it serves."""
         words = ["--backbone", str(model), "--listen", f"0.0.0.0:{port}", "--no-progress"]
         words += ["--tls-cert", str(tls / "server.pem"), "--tls-key", str(tls / "server.key")]
         words += ["--client-ca", str(tls / "ca.pem"), "--save", str(self.folder / f"{name}-saves"), *flags]
-        worker = self.start(name, "server", self.star.server, words)
+        if ranks == 1:
+            worker = self.start(name, "server", self.star.server, words)
+        else:
+            words += ["--pipeline-model-parallel-size", str(ranks)]
+            shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}
+            shared |= {"GLOO_SOCKET_IFNAME": "lo"}
+            worker, *_ = [
+                self.start(
+                    f"{name}-{i}", "server", self.star.server, words, RANK=str(i), LOCAL_RANK=str(i), **shared
+                )
+                for i in range(ranks)
+            ]
         until_true(lambda: "serving" in worker.printed.read_text(), _STARTING_S, [worker], "serve")
         return worker
 

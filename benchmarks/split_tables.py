@@ -31,6 +31,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         for key, title in _TABLES:
             lines += ["", f"**{title}**", "", *_grid(result["cases"], key)]
         lines += ["", *_whole(result["cases"])]
+    if "ranks" in result:
+        lines += ["", *_ranks(result["ranks"])]
     if "together" in result:
         lines += ["", *_together(result["together"])]
     if "memory" in result:
@@ -91,6 +93,17 @@ def _whole(cases: Sequence[Mapping[str, Any]]) -> list[str]:
         "them ended a second (Little's law), and waiting is what its other parts leave."
     )
     return [note]
+
+
+def _ranks(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    head = (
+        "**Body on several pipeline ranks** (Figure 10), `on-demand`, without a memory limit: all ranks share the two "
+        "cores, so this shows what telling the other ranks costs, not what they gain."
+    )
+    keys = ("step_s", "communication_s", "computation_s", "scheduling_s")
+    rows = [(case["ranks"], case["clients"], *(f"{case[key]:.3f}" for key in keys)) for case in cases]
+    names = "ranks | clients | seconds of a step | communication | computing | waiting"
+    return [head, "", *table(names, rows)]
 
 
 def _together(found: Mapping[str, Any]) -> list[str]:

@@ -58,6 +58,7 @@ def case(policy: str, clients: int, step_s: float, scheduling_s: float) -> dict[
     return {
         "policy": policy,
         "clients": clients,
+        "ranks": 1,
         "step_s": step_s,
         "communication_s": 1.4,
         "computation_s": 0.1,
@@ -87,6 +88,7 @@ def result() -> dict[str, Any]:
                   "swap_rate": 1e6, "copy_s": 6.0, "copy_steps": 3.77},
         "cases": [case("on-demand", 1, 1.6, 0.01), case("on-demand", 4, 1.7, 0.02), case("on-demand", 16, 2.1, 0.4),
                   case("preserve", 16, 13.0, 11.0), case("vanilla", 16, 200.0, 190.0)],
+        "ranks": [case("on-demand", 4, 1.7, 0.02)],
         "together": {"clients": 8, "most_together": 1024, "backbone": "backbone", "sizes": sizes},
         "memory": {"rows": 64, "shared": memory, "vanilla": copies},
     }  # fmt: skip
@@ -98,6 +100,7 @@ def test_tables_and_goals(tmp_path: Path) -> None:
     made = markdown(result())
     assert "| vanilla |  |  | 200.000* |" in made
     assert "| on-demand | 1.600 | 1.700 | 2.100 |" in made
+    assert "| 1 | 4 | 1.700 | 1.400 | 0.100 | 0.020 |" in made
     assert "| preserve |  |  | 8.0 of 16.0 |" in made
     found = {goal: (measured, reached) for goal, measured, reached in goals(result())}
     assert found["a step grows <= 1.3x from 1 to 4 clients (on-demand)"] == ("1.06x", "reached")
