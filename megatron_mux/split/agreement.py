@@ -128,8 +128,6 @@ class Terms(_Document):
     """Memory that a forward pass without gradients reserves."""
     backward_bytes: Bytes
     """Memory that a backward pass reserves, its forward pass included."""
-    heartbeat_s: Annotated[float, Field(gt=0)] = 10.0
-    """Either end sends something at least so often."""
     returns_body: bool = True
     """Whether the server hands out its part of the adapter; else it stays there under the session's name."""
 

@@ -71,6 +71,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="name in the server's certificate, if the address has another",
     )
     add("--wire", choices=("f32", "bf16", "f16", "i8"), default="f32", help="dtype of what is sent (f32)")
+    _add_privacy(parser)
+    _add_results(parser)
+    return parser
+
+
+def _add_privacy(parser: Parser) -> None:
     add = parser.add_argument_group("privacy (docs/split-privacy.md)").add_argument
     norm = "Frobenius norm to which a record's %s are clipped before noise is added"
     add("--clip-activations", type=float, metavar="C", help=norm % "hidden states")
@@ -78,6 +84,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--noise-multiplier", type=float, metavar="X", help="standard deviation of the noise, relative to C")
     add("--target-epsilon", type=float, metavar="E", help="instead: the epsilon that the whole run may spend")
     add("--delta", type=float, metavar="D", help="delta of (epsilon, delta)")
+
+
+def _add_results(parser: Parser) -> None:
     add = parser.add_argument_group("results").add_argument
     add(
         "--save",
@@ -96,7 +105,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--log-interval", type=at_least(1), default=10, metavar="N", help="log every N steps (10)")
     add("--tensorboard-dir", type=path, metavar="DIR", help="write TensorBoard files to DIR")
     add("--no-progress", action="store_true", help="no live display")
-    return parser
 
 
 def choose_task(file: Path, name: str | None) -> TaskSpec:

@@ -117,6 +117,8 @@ def _capacity(limit: int | None, parallel: Parallel, weights: int) -> int:
 
 
 def _scheduler_options(arguments: argparse.Namespace) -> SchedulerOptions:
+    if arguments.ageing and arguments.weights is None:
+        raise UserError("--ageing needs --weights: without shares the queue is in the order of arrival already")
     weights = None  # without shares, the order of arrival
     try:
         if arguments.weights is not None:
@@ -149,7 +151,13 @@ async def _serve(
     dispatcher = Dispatcher(scheduler, together, metrics.decision.observe)
     bodies = Bodies(body, arguments.policy == "vanilla", float(arguments.swap_rate))
     options = ServingOptions(
-        fingerprint, layers, arguments.policy, not arguments.keep_body, idle_s=arguments.idle_seconds
+        fingerprint,
+        layers,
+        arguments.policy,
+        not arguments.keep_body,
+        arguments.idle_seconds,
+        arguments.max_sessions,
+        arguments.max_sessions_each,
     )
     server = SplitServer(bodies, dispatcher, store, options, metrics, log)
     tls = ServerTls(arguments.tls_cert, arguments.tls_key, arguments.client_ca)

@@ -43,6 +43,13 @@ def make_parser() -> argparse.ArgumentParser:
         default=1,
         **_count(1, "ranks that layers are divided among, likewise (1)"),
     )
+    _add_connections(parser)
+    _add_memory(parser)
+    _add_operation(parser)
+    return parser
+
+
+def _add_connections(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("connections").add_argument
     add("--listen", required=True, help="address to listen on", metavar="HOST:PORT")
     add("--tls-cert", type=Path, required=True, help="the server's certificate", metavar="FILE")
@@ -52,20 +59,30 @@ def make_parser() -> argparse.ArgumentParser:
         help="most bytes of requests that are being received or handled (1GiB)")  # fmt: skip
     add("--idle-seconds", type=float, default=600.0, metavar="S",
         help="save a session and free its memory when its client has been away so long (600)")  # fmt: skip
+    add("--max-sessions", default=256, **_count(1, "most sessions in memory at once (256)"))
+    add("--max-sessions-each", default=64, **_count(1, "of these, most of one client (64)"))
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("memory and order").add_argument
     add("--memory-limit", type=size, metavar="SIZE",
-        help="of weights, adapters and requests, each rank's (90%% of a GPU; 80%% of free memory)")  # fmt: skip
+        help="memory for weights, adapters and requests on each rank (90%% of a GPU; 80%% of free memory)")  # fmt: skip
     add("--policy", choices=POLICIES, default="on-demand",
-        help="what is kept between a forward pass and its backward (on-demand: nothing but its input)")  # fmt: skip
+        help="what is kept between a forward pass and its backward: on-demand: its input, and it is computed again; "
+        "auto: its graph where memory is free; the others, for comparison: docs/split.md (on-demand)")  # fmt: skip
     add("--swap-rate", type=size, default=8 << 30, metavar="SIZE",
         help="bytes a second at which vanilla swaps tasks; on a CPU it waits as long as that takes (8GiB)")  # fmt: skip
     add("--reservations", choices=("menos", "easy"), default="menos",
         help="menos: the paper's backfilling; easy: it may not delay the first in the queue")  # fmt: skip
-    add("--ageing", type=float, default=0.0, metavar="X", help="see docs/split.md (0: strictly by arrival)")
+    add("--ageing", type=float, default=0.0, metavar="X",
+        help="with --weights: tokens of another client that a second of waiting outweighs (0: shares alone)")  # fmt: skip
     add("--weights", type=Path, metavar="FILE", help='JSON of each client\'s share: {"NAME": 2.0, ...}')
     add("--rate-limit", type=float, metavar="N", help="most tokens a second of each client (none)")
     add("--co-batching", action=argparse.BooleanOptionalAction, default=True,
         help="compute requests of several clients as one micro-batch where that is faster (default)")  # fmt: skip
+
+
+def _add_operation(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("operation").add_argument
     add("--save", type=Path, default=Path("split-server"), metavar="DIR",
         help="keep sessions' states here (split-server)")  # fmt: skip
@@ -75,7 +92,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--no-progress", action="store_true", help="no live table")
     add("--grace-seconds", type=float, default=30.0, metavar="S",
         help="on SIGTERM, wait so long for steps that have begun (30)")  # fmt: skip
-    return parser
 
 
 def _count(least: int, text: str) -> dict[str, Any]:

@@ -44,9 +44,9 @@ class ServingOptions:
         fingerprint: Of the whole backbone.
         layers: Layers that bodies lie within.
         policy: What is kept between a forward pass and its backward.
-        returns_body: Whether clients get the server's part of their adapter with each save.
+        returns_body: Whether clients get the server's part of their adapter with each save; else it stays here under a
+            name of its own when they have finished.
         idle_s: How long a session stays in memory while its client is away.
-        heartbeat_s: How often clients are to send something.
         most_sessions: Sessions in memory at once.
         most_sessions_each: Of these, a client's.
         joins_each, messages_each: What a client may send a second; see `RateLimit`.
@@ -57,7 +57,6 @@ class ServingOptions:
     policy: PolicyName = "on-demand"
     returns_body: bool = True
     idle_s: float = 600.0
-    heartbeat_s: float = 10.0
     most_sessions: int = 256
     most_sessions_each: int = 64
     joins_each: float = 20.0
@@ -334,7 +333,6 @@ class SplitServer:
             policy=self.options.policy,
             forward_bytes=session.memory.forward,
             backward_bytes=session.memory.backward,
-            heartbeat_s=self.options.heartbeat_s,
             returns_body=self.options.returns_body,
         )
         return Message(Kind.WELCOME, session.number, hello.step, hello.operation, fields=terms.model_dump())
@@ -342,8 +340,8 @@ class SplitServer:
     # -- leaving
 
     async def leave(self, session: Session, finished: bool) -> None:
-        """End a session; what a finished one has learned stays under a name of its own."""
-        if finished:
+        """End a session; what a finished one has learned stays under a name of its own unless its client has it."""
+        if finished and not self.options.returns_body:
             pieces = await self.requests.on_thread(
                 session, lambda: self.bodies.of(session.name).state(session.name)
             )

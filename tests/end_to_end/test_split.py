@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,8 +63,6 @@ def test_clients_learn_what_a_run_on_one_machine_learns(
         found = adapter(together, name)
         assert_close(found, adapter(local, name), 2e-3, name)
         assert all(value.any() for value in found.values()), "all of it was trained"
-    kept = sorted(path.parent.name for path in (place.root / "server-1/alice").glob("*/final-1.safetensors"))
-    assert kept == sorted(CLIENTS)
 
 
 @pytest.mark.parametrize("name", ["paper", "wide", "prefix"])
@@ -82,7 +81,8 @@ def test_peft_loads_what_clients_save(place: Workplace, together: Path, name: st
 def test_half_precision_on_the_wire_changes_little(place: Workplace, server: Server, local: Path) -> None:
     with deployed(place, server, "--save", "server-5", "--no-co-batching") as own:
         own.train(["paper"], place.root / "bf16", "--wire", "bf16")
-    assert losses(place.root / "bf16", "paper")[-1] == pytest.approx(losses(local, "paper")[-1], rel=0.01)
+    difference = losses(place.root / "bf16", "paper")[-1] - losses(local, "paper")[-1]
+    assert abs(math.expm1(difference)) <= 0.01  # of the perplexity
 
 
 def test_noise_is_told_and_its_secret_stays_with_the_client(place: Workplace, server: Server) -> None:

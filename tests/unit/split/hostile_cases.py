@@ -34,7 +34,7 @@ _ODD: Sequence[Any] = (
     {}, {"a": {"b": []}}, [0] * 1000, ["q_proj"] * 100,
 )  # fmt: skip
 _NAMES = (
-    "../../../tmp/x",
+    "../../outside",
     "a/b",
     "..",
     ".",

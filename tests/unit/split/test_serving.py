@@ -331,7 +331,20 @@ def test_memory_is_free_when_a_session_has_left(server: RunningServer) -> None:
     caller.call(caller.message(Kind.LEAVE, {"finished": True}))
     assert server.server.dispatcher.scheduler.free == server.capacity
     assert not server.server.sessions
-    assert len(list(server.store.directory.glob("local/one/final-1.safetensors"))) == 1
+    assert not list(server.store.directory.glob("local/one/final-*"))  # its client has it
+
+
+def test_a_body_that_clients_do_not_get_stays_when_they_have_finished(
+    backbone: Backbone, parallel: Parallel, tmp_path: Path
+) -> None:
+    with running_server(backbone, parallel, tmp_path / "store", returns_body=False) as server:
+        for number in (1, 2):
+            caller = Caller(server, incarnation=f"{number}0" * 8)
+            caller.join()
+            caller.train_step()
+            assert not caller.state()
+            caller.call(caller.message(Kind.LEAVE, {"finished": True}))
+            assert (server.store.directory / f"local/one/final-{number}.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
