@@ -100,6 +100,7 @@ def proposal(fingerprint: str, rows: int, longest: int, name: str = "task") -> P
         rows=rows,
         sequences=-(-rows // longest),
         longest=longest,
+        run="0" * 16,
         incarnation="0" * 16,
     )
 

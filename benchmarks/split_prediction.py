@@ -64,6 +64,7 @@ def compare(backbone: Path, rows: Sequence[int], cuts: tuple[int, int]) -> list[
                 rows=count,
                 sequences=-(-count // _MEAN),
                 longest=min(count, _LONGEST),
+                run="0" * 16,
                 incarnation="0" * 16,
             )
             layers = asked.body(shape)

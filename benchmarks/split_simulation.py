@@ -50,7 +50,7 @@ def measure_costs(backbone: Path) -> dict[str, float]:
     sizes: dict[str, Any] = {"train_rows": _ROWS[-1], "rows": _ROWS[-1], "sequences": 64, "longest": 64}
     proposal = Proposal(
         task="costs", fingerprint="", cut_front=1, cut_back=0, wire="f32", adapter=adapter,
-        training=TrainingSpec(max_steps=1), total_steps=1, incarnation="0" * 16, **sizes,
+        training=TrainingSpec(max_steps=1), total_steps=1, run="0" * 16, incarnation="0" * 16, **sizes,
     )  # fmt: skip
     part = proposal.body(body.backbone.shape)
     body.add("costs", proposal.adapter_spec(), proposal.training, part, 1)

@@ -23,6 +23,9 @@ NAMING_MODULES = ("target_modules", "feedforward_modules")
 """Fields of adapters that may be regular expressions in a task file. Clients send lists: an expression can be made so
 that matching it takes a server for ever."""
 
+_LARGEST = 1e38
+"""Numbers that are larger cannot be computed with in fp32: a pass fails, on several ranks of a server for all."""
+
 WireDtype = Literal["f64", "f32", "bf16", "f16", "i8"]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -44,6 +47,8 @@ class Proposal(_Document):
     """Version of the protocol."""
     task: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
     """Name of the task; with the certificate's identity it names the session."""
+    run: Hex
+    """Names the client's run: the server's saves of another run of the same task are not its own."""
     fingerprint: Annotated[str, Field(max_length=128)]
     """Of the backbone that the client's layers are from."""
     cut_front: Size
@@ -91,6 +96,9 @@ class Proposal(_Document):
             raise UserError(f"adapter.peft_type: must be one of {', '.join(KINDS)}")
         if self.adapter.get("adapter_name_or_path") is not None:
             raise UserError("adapter.adapter_name_or_path: is a path of the client's; tensors are uploaded")
+        for name, value in self.adapter.items():
+            if isinstance(value, int | float) and abs(value) > _LARGEST:
+                raise UserError(f"adapter.{name}: must be at most {_LARGEST:g}, to be computed with in fp32")
         for name in NAMING_MODULES:
             targets = self.adapter.get(name)
             if isinstance(targets, str) and targets.lower() != ALL_LINEAR:

@@ -26,6 +26,7 @@ from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Task
 from megatron_mux.errors import UserError
+from megatron_mux.files import write_atomically
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 
 _SAVES_TO_RETURN_TO = 3
 """The server keeps its part of so many of the client's newest saves."""
+
+_RUN_ID = "split-run"
 
 Say = Callable[[str], None]
 
@@ -97,11 +100,11 @@ class ClientRun:
         device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
         alone = Parallel.alone(device)
         front, back = load_ends(info, alone, options.cut_front, options.cut_back, options.dtype)
-        run = cls(options, info, task, files, front, back, _propose(options, info, task))
         if options.save is None:
             say("no --save: the adapter will be lost when the run ends")
         elif problem := checkpoint.prepare(options.save):
             raise UserError(problem)
+        run = cls(options, info, task, files, front, back, _propose(options, info, task, manifest is None))
         return replace(run, privacy=_privacy(options, task, say))
 
     @property
@@ -305,10 +308,22 @@ def _adapter_of(spec: TaskSpec, shape: BackboneShape) -> dict[str, Any]:
     return adapter
 
 
-def _propose(options: SplitTrainer, info: BackboneInfo, task: Task) -> Proposal:
+def _run_id(options: SplitTrainer, name: str, starts: bool) -> str:
+    """What names this run on the server: kept beside the client's saves, so that only this run goes on from them."""
+    files = [folder / name / _RUN_ID for folder in (options.save, options.load) if folder is not None]
+    known = [] if starts else [file.read_text() for file in files if file.is_file()]
+    run = known[0] if known else secrets.token_hex(16)
+    if options.save is not None:
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(files[0], run)
+    return run
+
+
+def _propose(options: SplitTrainer, info: BackboneInfo, task: Task, starts: bool) -> Proposal:
     spec, sizes = task.spec, request_sizes(task)
     return Proposal(
         task=spec.name,
+        run=_run_id(options, spec.name, starts),
         fingerprint=info.fingerprint,
         cut_front=options.cut_front,
         cut_back=options.cut_back,

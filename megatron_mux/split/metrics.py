@@ -26,7 +26,7 @@ class SessionFigures:
         waited_s, computed_s: Seconds that they waited for memory and their turn, and were computed.
         received, sent: Bytes on the wire.
         reserved: Bytes that last while it is there.
-        state: What it does: `joining`, `waiting`, `computing`, `away`, `idle`.
+        state: What it does: `joining`, `busy` (waiting or being computed), `away`, `idle`.
     """
 
     total_steps: int
@@ -127,6 +127,20 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+class TextFormatter(logging.Formatter):
+    """A log record as a line of text, with its fields behind the event."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter.format`."""
+        fields = getattr(record, "fields", {})
+        told = "".join(f" {name}={json.dumps(value, default=str)}" for name, value in fields.items())
+        head, *rest = super().format(record).split("\n", 1)
+        return "\n".join([head + told, *rest])
+
+
 def make_logger(form: str) -> logging.Logger:
     """The server's log on standard error.
 
@@ -135,9 +149,7 @@ def make_logger(form: str) -> logging.Logger:
     """
     logger = logging.getLogger("megatron_mux.split")
     handler = logging.StreamHandler()
-    handler.setFormatter(
-        JsonFormatter() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-    )
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False

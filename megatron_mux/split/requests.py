@@ -147,12 +147,11 @@ class SessionRequests:
 
     async def _computed(self, session: Session, kind: str, work: Work) -> Outcome:
         figures = self.metrics.sessions[session.name]
-        session.work, figures.state = work, "waiting"
+        session.work, figures.state = work, "busy"
         try:
             outcome = await self.dispatcher.compute(work)
         finally:
             session.work, figures.state = None, "idle"
-            self.metrics.queued.set(self.dispatcher.queued)
         self.metrics.computed(
             session.name, kind, work.tokens, outcome.waited_s, outcome.computed_s, outcome.together
         )
@@ -183,7 +182,7 @@ class SessionRequests:
         """Save a session's state durably; returns it."""
         pieces = await self.on_thread(session, lambda: self.bodies.of(session.name).state(session.name))
         try:
-            await asyncio.to_thread(self.store.save, session.name, session.step, pieces, keep)
+            await asyncio.to_thread(self.store.save, session.saves, session.step, pieces, keep)
         except OSError as error:
             self.log.error("save failed", extra={"fields": {"session": session.name, "why": str(error)}})
             raise RefusedError("disk", f"the server could not save: {error.strerror or error}") from None

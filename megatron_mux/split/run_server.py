@@ -61,6 +61,8 @@ def run(arguments: argparse.Namespace) -> None:
             "--policy vanilla: copies of the body are made on one rank only: leave out the parallel sizes"
         )
     parallel = runtime.initialize(tensor, pipeline, timeout_minutes=IDLE_MINUTES)
+    if vanilla and parallel.device.type != "cpu":
+        raise UserError("--policy vanilla: is there to compare with on a CPU, where moving tasks is emulated")
     if parallel.dp_size > 1:
         needed = f"torchrun --nproc-per-node {tensor * pipeline}"
         raise UserError(
@@ -118,7 +120,9 @@ def _capacity(limit: int | None, parallel: Parallel, weights: int) -> int:
 
 def _scheduler_options(arguments: argparse.Namespace) -> SchedulerOptions:
     if arguments.ageing and arguments.weights is None:
-        raise UserError("--ageing needs --weights: without shares the queue is in the order of arrival already")
+        raise UserError(
+            "--ageing needs --weights: without shares the queue is in the order of arrival already"
+        )
     weights = None  # without shares, the order of arrival
     try:
         if arguments.weights is not None:
@@ -158,6 +162,7 @@ async def _serve(
         arguments.idle_seconds,
         arguments.max_sessions,
         arguments.max_sessions_each,
+        most_norm=arguments.max_norm,
     )
     server = SplitServer(bodies, dispatcher, store, options, metrics, log)
     tls = ServerTls(arguments.tls_cert, arguments.tls_key, arguments.client_ca)
@@ -166,6 +171,7 @@ async def _serve(
     metrics.memory.labels("capacity").set(capacity)
     metrics.memory.labels("reserved").set_function(lambda: capacity - scheduler.free)
     metrics.memory.labels("resident").set_function(lambda: psutil.Process().memory_info().rss)
+    metrics.queued.set_function(lambda: dispatcher.queued)
     if arguments.metrics is not None:
         metrics.serve(arguments.metrics)
     await service.start()

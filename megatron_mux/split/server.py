@@ -57,6 +57,8 @@ def _add_connections(parser: argparse.ArgumentParser) -> None:
     add("--client-ca", type=Path, required=True, help="CA that signs clients' certificates", metavar="FILE")
     add("--max-bytes-in-flight", type=size, default=1 << 30, metavar="SIZE",
         help="most bytes of requests that are being received or handled (1GiB)")  # fmt: skip
+    add("--max-norm", type=float, default=1e8, metavar="X",
+        help="largest norm of a token's hidden state or gradient that clients may send (1e8)")  # fmt: skip
     add("--idle-seconds", type=float, default=600.0, metavar="S",
         help="save a session and free its memory when its client has been away so long (600)")  # fmt: skip
     add("--max-sessions", default=256, **_count(1, "most sessions in memory at once (256)"))
@@ -71,11 +73,12 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         help="what is kept between a forward pass and its backward: on-demand: its input, and it is computed again; "
         "auto: its graph where memory is free; the others, for comparison: docs/split.md (on-demand)")  # fmt: skip
     add("--swap-rate", type=size, default=8 << 30, metavar="SIZE",
-        help="bytes a second at which vanilla swaps tasks; on a CPU it waits as long as that takes (8GiB)")  # fmt: skip
+        help="bytes a second to host memory and back: vanilla waits as long as swapping a task would take; auto "
+        "compares it with computing again (8GiB)")  # fmt: skip
     add("--reservations", choices=("menos", "easy"), default="menos",
         help="menos: the paper's backfilling; easy: it may not delay the first in the queue")  # fmt: skip
     add("--ageing", type=float, default=0.0, metavar="X",
-        help="with --weights: tokens of another client that a second of waiting outweighs (0: shares alone)")  # fmt: skip
+        help="with --weights: tokens of others that a second of waiting outweighs (0: shares alone)")  # fmt: skip
     add("--weights", type=Path, metavar="FILE", help='JSON of each client\'s share: {"NAME": 2.0, ...}')
     add("--rate-limit", type=float, metavar="N", help="most tokens a second of each client (none)")
     add("--co-batching", action=argparse.BooleanOptionalAction, default=True,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +19,25 @@ _SECONDS_OF_A_FRAME = 30
 _SECONDS_OF_HEARTBEAT = 5
 
 
+class ClientStreams:
+    """What the streams of one client share.
+
+    Args:
+        most: Bytes in flight that they may have together.
+
+    Attributes:
+        count: How many there are.
+        turn: Held while a message is being received: streams take turns, so that those of a client that stalls in the
+            middle of messages hold the memory of one message only.
+        in_flight: Bytes in flight, of which all clients together have only so many.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.count = 0
+        self.turn = asyncio.Lock()
+        self.in_flight = BytesInFlight(most)
+
+
 class ServerStream:
     """A client's messages, in order; see `service.Incoming`.
 
@@ -24,17 +45,19 @@ class ServerStream:
         context: gRPC's, of the stream.
         limits: What the client may send at first.
         in_flight: Bytes that all streams share.
-        turn: Held while a message is being received: the streams of a client take turns, so that those of a client
-            that stalls in the middle of messages hold the memory of one message only.
+        client: What this client's streams share.
     """
 
-    def __init__(self, context: Any, limits: Limits, in_flight: BytesInFlight, turn: asyncio.Lock) -> None:
+    def __init__(self, context: Any, limits: Limits, in_flight: BytesInFlight, client: ClientStreams) -> None:
         self._context = context
         self.limits = limits
         self._in_flight = in_flight
-        self._turn = turn
+        self._client = client
+        self._answered = -math.inf  # when the last PING was
         self._queue: asyncio.Queue[tuple[Message, int] | None] = asyncio.Queue(1)
-        self._taken = 0  # bytes in flight of this stream,
+        self._taken = self._shared = (
+            0  # bytes in flight of this stream: of its client's, and of all clients',
+        )
         self._handled = 0  # and of these, of the message that the handler has
         self._receiving = False
         self._sending = asyncio.Lock()
@@ -45,7 +68,7 @@ class ServerStream:
 
     async def __anext__(self) -> Message:
         """The next message. The memory of the one before counts as free from now on."""
-        self._give(self._handled)
+        self._give(self._handled, self._handled)
         self._handled = 0
         item = await self._queue.get()
         if item is None:
@@ -64,7 +87,11 @@ class ServerStream:
             header = Header.read(frame)
             if header.kind is Kind.PING:
                 Assembly(header).add(frame)
-                await self.send(replace(_PONG, session=header.session))
+                if (
+                    now := time.monotonic()
+                ) >= self._answered + _SECONDS_OF_HEARTBEAT / 5:  # one of several at once
+                    self._answered = now
+                    await self.send(replace(_PONG, session=header.session))
                 continue
             header.check(self.limits)
             self._receiving = True
@@ -75,13 +102,16 @@ class ServerStream:
 
     async def _receive(self, header: Header, frame: bytes) -> Message:
         size = header.memory
-        if size > self._in_flight.most:
+        own = self._client.in_flight
+        if size > own.most:
             raise WireError(
-                "size", f"{header.kind.name} takes {size} bytes; the server has {self._in_flight.most}."
+                "size", f"{header.kind.name} takes {size} bytes; a client may have {own.most} in flight."
             )
-        async with self._turn:
-            await self._in_flight.take(size)
+        async with self._client.turn:
+            await own.take(size)
             self._taken += size
+            await self._in_flight.take(size)
+            self._shared += size
             assembly = Assembly(header)
             while not assembly.add(frame):
                 frame = await self._next_frame()
@@ -137,11 +167,12 @@ class ServerStream:
 
     def release(self) -> None:
         """Give back the stream's bytes in flight, once it is over."""
-        self._give(self._taken)
+        self._give(self._taken, self._shared)
 
-    def _give(self, size: int) -> None:
-        self._taken -= size
-        self._in_flight.give(size)
+    def _give(self, taken: int, shared: int) -> None:
+        self._taken, self._shared = self._taken - taken, self._shared - shared
+        self._client.in_flight.give(taken)
+        self._in_flight.give(shared)
 
 
 _PONG = Message(Kind.PONG)

@@ -14,7 +14,7 @@ import grpc.aio
 from megatron_mux.errors import UserError
 from megatron_mux.split.bytes_in_flight import BytesInFlight
 from megatron_mux.split.chunks import FRAME_BYTES
-from megatron_mux.split.server_stream import ServerStream
+from megatron_mux.split.server_stream import ClientStreams, ServerStream
 from megatron_mux.split.tls import IDENTITY, read_files, split_address
 from megatron_mux.split.tls import ServerTls as ServerTls
 from megatron_mux.split.wire import METHOD, Kind, Limits, Message, RefusedError
@@ -25,6 +25,12 @@ _LOCAL = "local"
 
 _LONGEST_TEXT = 2000
 _MOST_STREAMS = 4096
+_MOST_STREAMS_EACH = 128
+"""Of one identity: its sessions, and streams that have broken and are not noticed yet."""
+
+_SHARE = 4
+"""One identity may have one part in so many of the bytes in flight."""
+
 _OPTIONS = [
     ("grpc.max_receive_message_length", FRAME_BYTES),
     ("grpc.max_concurrent_streams", 64),  # on one connection
@@ -91,7 +97,7 @@ class Service:
         address: `HOST:PORT` to listen on; port 0 takes a free one.
         tls: Files of the server; None (tests only, on 127.0.0.1): no encryption, and every client is called `local`.
         max_bytes_in_flight: Most bytes of all clients' messages that are being received or handled. Beyond, reading
-            pauses; a message that is larger is refused.
+            pauses. One client may have a quarter of them; a message that is larger is refused.
 
     Attributes:
         port: The port, once started.
@@ -107,7 +113,7 @@ class Service:
         self._address = address
         self._tls = tls
         self.in_flight = BytesInFlight(max_bytes_in_flight)
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._clients: WeakValueDictionary[str, ClientStreams] = WeakValueDictionary()
 
     async def start(self) -> None:
         """Listen.
@@ -149,8 +155,13 @@ class Service:
                 grpc.StatusCode.UNAUTHENTICATED, "The certificate's common name is no identity."
             )
             return
-        turn = self._turns.setdefault(identity, asyncio.Lock())
-        stream = ServerStream(context, self._handler.limits(identity), self.in_flight, turn)
+        share = self.in_flight.most // _SHARE
+        client = self._clients.setdefault(identity, ClientStreams(share))
+        if client.count >= _MOST_STREAMS_EACH:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "The client has too many streams.")
+            return
+        client.count += 1
+        stream = ServerStream(context, self._handler.limits(identity), self.in_flight, client)
         error: RefusedError | None = None
         try:
             async with asyncio.TaskGroup() as group:
@@ -165,6 +176,7 @@ class Service:
             error = RefusedError("internal", "The server failed; its log says why.")
         finally:
             stream.release()
+            client.count -= 1
         if error is not None:
             fields = {"code": error.code, "message": str(error)[:_LONGEST_TEXT], "retry": error.retry}
             await stream.send(Message(Kind.ERROR, fields=fields))

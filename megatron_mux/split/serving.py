@@ -33,6 +33,7 @@ from megatron_mux.split.wire import Kind, Limits, Message, RefusedError
 
 _IDENTITY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _BEFORE_JOINING = Limits(frozenset({Kind.HELLO}))
+_SECONDS_OF_HELLO = 30
 T = TypeVar("T")
 
 
@@ -50,6 +51,7 @@ class ServingOptions:
         most_sessions: Sessions in memory at once.
         most_sessions_each: Of these, a client's.
         joins_each, messages_each: What a client may send a second; see `RateLimit`.
+        most_norm: Largest L2 norm of a row that clients send.
     """
 
     fingerprint: str
@@ -61,6 +63,7 @@ class ServingOptions:
     most_sessions_each: int = 64
     joins_each: float = 20.0
     messages_each: float = 2000.0
+    most_norm: float = 1e8
 
 
 class SplitServer:
@@ -135,12 +138,13 @@ class SplitServer:
             )
         session = None
         try:
+            hello = await _first(incoming)
+            if hello is None:
+                return
+            session = await self._join(identity, hello)
+            incoming.limits = session.limits(self.shape)
+            await send(self._welcome(session, hello))
             async for message in incoming:
-                if session is None:
-                    session = await self._join(identity, message)
-                    incoming.limits = session.limits(self.shape)
-                    await send(self._welcome(session, message))
-                    continue
                 self._messages.count(identity)
                 reply = await session.answer(message)
                 await send(reply)
@@ -178,7 +182,7 @@ class SplitServer:
             session = self.sessions.get(name)
             if session is not None:
                 self._take_over(session)
-                if not self._goes_on(session, proposal):
+                if session.ending is not None or not self._goes_on(session, proposal):
                     await self._drop(session)
                     session = None
                 elif session.proposal.incarnation != proposal.incarnation:
@@ -203,7 +207,7 @@ class SplitServer:
             return False
         if session.proposal.incarnation == proposal.incarnation:
             return proposal.step - session.step in (0, 1)  # it may not have told of its last step yet
-        starts_anew = proposal.uploads and not proposal.step
+        starts_anew = (proposal.uploads or session.proposal.uploads) and not proposal.step
         return proposal.step == session.step and not session.is_busy and not starts_anew
 
     async def _admit(self, name: str, identity: str, proposal: Proposal) -> Session:
@@ -224,7 +228,7 @@ class SplitServer:
 
     async def _add(self, name: str, identity: str, proposal: Proposal) -> Session:
         """Make room for a session and measure what its requests need; restores the step that its client is at."""
-        saved = await self._saved(name, proposal)
+        saved = await self._saved(f"{name}/{proposal.run}", proposal.step)
         try:
             layers = self._layers(proposal)
             need = predict(self.shape, proposal, *self._device)
@@ -254,6 +258,8 @@ class SplitServer:
             step=proposal.step,
             holds=outcome.reservation,
         )
+        if not proposal.step:
+            self.store.forget(session.saves)
         self.sessions[name] = session
         self.metrics.sessions[name].reserved = memory.lasting + self.bodies.own_parameters
         self.metrics.live.set(len(self.sessions))
@@ -261,15 +267,18 @@ class SplitServer:
         self._log.info("joined", extra={"fields": fields})
         return session
 
-    async def _saved(self, name: str, proposal: Proposal) -> Sequence[Piece]:
-        """The session's state of the step that its client is at; nothing at its beginning."""
-        if not proposal.step:
-            self.store.forget(name)
+    async def _saved(self, saves: str, step: int) -> Sequence[Piece]:
+        """The state of the step that a client is at; nothing at its beginning."""
+        if not step:
             return ()
-        saved = await asyncio.to_thread(self.store.load, name, proposal.step)
+        try:
+            saved = await asyncio.to_thread(self.store.load, saves, step)
+        except UserError as error:
+            self._log.error("damaged save", extra={"fields": {"saves": saves, "why": str(error)}})
+            saved = None
         if saved is None:
-            have = ", ".join(map(str, self.store.steps(name))) or "none"
-            raise RefusedError("no_state", f"the server has no save of step {proposal.step} (it has: {have})")
+            have = ", ".join(map(str, self.store.steps(saves))) or "none"
+            raise RefusedError("no_state", f"the server has no save of step {step} (it has: {have})")
         return saved
 
     async def _attach(
@@ -345,13 +354,16 @@ class SplitServer:
             pieces = await self.requests.on_thread(
                 session, lambda: self.bodies.of(session.name).state(session.name)
             )
-            path = await asyncio.to_thread(self.store.finish, session.name, session.step, pieces)
+            try:
+                path = await asyncio.to_thread(self.store.finish, session.name, pieces)
+            except OSError as error:
+                raise RefusedError("disk", f"the server could not save: {error.strerror or error}") from None
             self._log.info("finished", extra={"fields": {"session": session.name, "kept": path.name}})
         await self._drop(session)
 
     async def check_draining(self, session: Session) -> None:
         """Ask a client to come again later, at the beginning of a step, if the server is about to stop."""
-        if self.draining and session.pending is None:
+        if self.draining and not session.begun:
             await self.requests.save(session, None)
             raise RefusedError("draining", "the server is about to stop", retry=True)
 
@@ -363,28 +375,42 @@ class SplitServer:
             session.give_up_graph()
         if session.name in self.sessions:
             self.metrics.sessions[session.name].state = "away"
-            if session.expiry is not None:
-                session.expiry.cancel()
-            session.expiry = asyncio.get_running_loop().call_later(
-                self.options.idle_s, lambda: self._in_background(self._expire(session))
-            )
+            self._expire_later(session)
 
-    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _expire_later(self, session: Session) -> None:
+        if session.expiry is not None:
+            session.expiry.cancel()
+        session.expiry = asyncio.get_running_loop().call_later(
+            self.options.idle_s, lambda: self._in_background(self._expire(session))
+        )
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     async def _expire(self, session: Session) -> None:
         """Save a session whose client has been away for long, and free its memory."""
         async with self._joining.setdefault(session.name, asyncio.Lock()):
             if session.stream is None and self.sessions.get(session.name) is session:
-                await self.requests.save(session, None)
+                try:
+                    await self.requests.save(session, None)
+                except RefusedError:  # its disk is full, say: the session stays until it is saved
+                    self._expire_later(session)
+                    return
                 await self._drop(session)
                 fields = {"session": session.name, "step": session.step}
                 self._log.info("expired", extra={"fields": fields})
 
     async def _drop(self, session: Session) -> None:
-        await session.end_work()
+        """Remove a session and free its memory, also if the caller is cancelled meanwhile."""
+        if session.ending is None:
+            session.ending = self._in_background(self._end(session, asyncio.current_task()))
+        await asyncio.shield(session.ending)
+
+    async def _end(self, session: Session, caller: asyncio.Task[Any] | None) -> None:
+        await session.end_work(caller)
         session.drop_pending()
         if self.sessions.get(session.name) is not session:
             return  # its last operation was LEAVE
@@ -400,11 +426,27 @@ class SplitServer:
         self.draining = True
         loop = asyncio.get_running_loop()
         until = loop.time() + grace_s
-        while loop.time() < until and any(one.pending and one.stream for one in self.sessions.values()):
+        while loop.time() < until and any(one.begun and one.stream for one in self.sessions.values()):
             await asyncio.sleep(0.05)
         for session in list(self.sessions.values()):
-            await self.requests.save(session, None)
+            if session.name not in self.sessions:
+                continue  # it has left meanwhile
+            try:
+                await self.requests.save(session, None)
+            except RefusedError:
+                continue  # the log says why
             self._log.info("saved", extra={"fields": {"session": session.name, "step": session.step}})
+
+
+async def _first(incoming: Incoming) -> Message | None:
+    """A stream's first message; None: it has ended without one."""
+    try:
+        async with asyncio.timeout(_SECONDS_OF_HELLO):
+            return await anext(incoming)
+    except StopAsyncIteration:
+        return None
+    except TimeoutError:
+        raise RefusedError("slow", f"no HELLO came in {_SECONDS_OF_HELLO} s", retry=True) from None
 
 
 def _proposal(hello: Message) -> Proposal:

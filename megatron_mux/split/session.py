@@ -93,6 +93,7 @@ class Session:
         stream: Reads the client's messages; None: the client is away.
         current: The last operation.
         pending: The forward pass that waits for its gradients.
+        begun: Whether an optimizer step has begun, which the client has not decided on.
         work: What waits for memory or its turn, or is being computed.
         answer_s: How long the client takes from a forward pass's output to its gradient, lately.
     """
@@ -109,8 +110,10 @@ class Session:
     stream: asyncio.Task[Any] | None = None
     current: Current | None = None
     pending: Pending | None = None
+    begun: bool = False
     work: Work | None = None
     expiry: asyncio.TimerHandle | None = None
+    ending: asyncio.Future[None] | None = None
     answer_s: float = 0.0
     _began: float = 0.0
     _answered: float = 0.0
@@ -128,7 +131,13 @@ class Session:
         if self.proposal.uploads:
             tensors = self.proposal.adapter_spec().tensors(shape).values()
             kinds, named_bytes = kinds | {Kind.UPLOAD}, 8 * sum(math.prod(one.shape) for one in tensors)
-        return Limits(kinds, self.proposal.rows, shape.hidden, self.wire, named_bytes)
+        norm = self.server.options.most_norm
+        return Limits(kinds, self.proposal.rows, shape.hidden, self.wire, named_bytes, norm=norm)
+
+    @property
+    def saves(self) -> str:
+        """Name of its saves in the store."""
+        return f"{self.name}/{self.proposal.run}"
 
     @property
     def wire(self) -> Dtype:
@@ -163,12 +172,13 @@ class Session:
     async def begin_again(self, proposal: Proposal) -> None:
         """Go on with another process of the client, from the beginning of the same step."""
         self.drop_pending()
-        self.current, self.proposal = None, proposal
+        self.current = None
         await self.server.requests.zero(self)
+        self.proposal, self.begun = proposal, False  # only now: else a lost connection would leave gradients
 
-    async def end_work(self) -> None:
-        """Take back the operation that waits, or wait for the one that is being computed."""
-        while self.is_busy and self.current is not None and self.current.task is not asyncio.current_task():
+    async def end_work(self, caller: asyncio.Task[Any] | None) -> None:
+        """Take back the operation that waits, or wait for the one that is being computed, unless it is the caller."""
+        while self.is_busy and self.current is not None and self.current.task is not caller:
             task = self.current.task
             self.withdraw()
             await asyncio.wait([task], timeout=_SECONDS_BETWEEN_LOOKS)
@@ -229,6 +239,7 @@ class Session:
         self._check_rows(message, fields, training)
         await self.server.check_draining(self)
         assert message.tensor is not None
+        self.begun |= training
         self.drop_pending()  # a client leaves out a backward pass whose gradients are not finite
         rows = Rows(
             session=self.name,
@@ -323,7 +334,7 @@ class Session:
             )
         self.drop_pending()
         await self.server.requests.update(self, decision)
-        self.step += not decision.skip
+        self.step, self.begun = self.step + (not decision.skip), False
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         backbone = self.server.bodies.shared.backbone

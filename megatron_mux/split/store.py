@@ -1,7 +1,8 @@
 """The server's saves: its part of each session's adapter and optimizer, one file a save, written durably.
 
-`DIR/IDENTITY/TASK/step-N.safetensors`. The client names the saves that it still needs, and the others are removed, so
-that both ends can always go back to the same step. What a finished session leaves is kept as `final-N.safetensors`.
+`DIR/IDENTITY/TASK/RUN/step-N.safetensors`. The client names the saves that it still needs, and the others are removed,
+so that both ends can always go back to the same step. What finished sessions leave is kept as
+`DIR/IDENTITY/TASK/final-N.safetensors`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class SessionStore:
         """Write a save and flush it to disk, then remove those that the client needs no more.
 
         Args:
-            session: Its name, `IDENTITY/TASK`.
+            session: Name of its saves, `IDENTITY/TASK/RUN`.
             step: Optimizer steps that the pieces have done.
             pieces: What to write.
             keep: Steps of other saves that the client needs; None: all.
@@ -63,12 +64,11 @@ class SessionStore:
             if other != step and other not in (keep or ()):
                 self._path(session, other).unlink(missing_ok=True)
 
-    def finish(self, session: str, step: int, pieces: Sequence[Piece]) -> Path:
-        """Write what a finished session leaves, under the next free `final-N`, and remove its other saves."""
+    def finish(self, session: str, pieces: Sequence[Piece]) -> Path:
+        """Write what a finished session, `IDENTITY/TASK`, leaves, under the next free `final-N`."""
         number = 1 + max(self._numbers(session, _FINAL), default=0)
         path = self._folder(session) / f"final-{number}.safetensors"
         self._write(path, pieces)
-        self.save(session, step, pieces, keep=())
         return path
 
     def load(self, session: str, step: int) -> list[Piece] | None:
@@ -91,7 +91,7 @@ class SessionStore:
             raise UserError(f"{path} is damaged: {error}") from None
 
     def forget(self, session: str) -> None:
-        """Remove the saves of a session that starts anew; what finished ones left stays."""
+        """Remove the saves of a run that starts anew."""
         for step in self.steps(session):
             self._path(session, step).unlink(missing_ok=True)
 

@@ -68,35 +68,37 @@ class Transport:
             UserError: The server cannot be reached, or one end refuses the other's certificate.
         """
         until = time.monotonic() + deadline_s
-        lost = ""
+        failure: BaseException | None = None
         for pause in _pauses():
             try:
-                stream = self._stream or self._connect(until, lost)
+                stream = self._stream or self._connect(until, failure)
                 return stream.exchange(message, until)
             except BaseException as error:
                 self._drop()
                 if not _is_worth_another_try(error):
                     raise
-                lost = str(error) or lost
+                failure = error if str(error) or failure is None else failure
             left = until - time.monotonic()
             if left <= 0:
                 break
             time.sleep(min(pause, left))
         what = f"{message.kind.name} {message.operation} of step {message.step}"
-        reason = f" ({lost})" if lost else ""
+        reason = f" ({failure})" if failure is not None and str(failure) else ""
         raise DeadlineError(
             f"The server at {self._address} did not answer {what} in {deadline_s:g} s{reason}."
         )
 
-    def _connect(self, until: float, lost: str) -> ClientStream:
+    def _connect(self, until: float, failure: BaseException | None) -> ClientStream:
         """Make a stream, on which the client has joined again if it had joined."""
-        if lost:
-            self._say(f"lost the connection to {self._address} ({lost}); connecting again")
-        waited = self._wait_for_server(until, told=bool(lost))
+        if isinstance(failure, RefusedError):
+            self._say(f"{self._address} refuses for now: {failure}; trying again")
+        elif failure is not None:
+            self._say(f"lost the connection to {self._address} ({failure}); connecting again")
+        waited = self._wait_for_server(until, told=failure is not None)
         stream = self._stream = ClientStream(self._address, self._tls, lambda: self.limits)
         if self.on_reconnect is not None:
             self.on_reconnect(lambda message: stream.exchange(message, until))
-        if waited or lost:
+        if waited or failure is not None:
             self._say(f"connected to {self._address}")
         return stream
 

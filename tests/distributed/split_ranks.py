@@ -118,6 +118,7 @@ def compare_memory(body: LeadingBody, alone: Body) -> None:
     proposal = Proposal(
         task="t",
         fingerprint="f",
+        run="0" * 16,
         incarnation="0" * 16,
         cut_front=layers.start,
         cut_back=LAYERS - layers.stop,

@@ -37,7 +37,7 @@ IDENTITIES = 64
 BYTES_IN_FLIGHT = 64 << 20
 MOST_GROWTH = 512 << 20
 """Bytes that the process, attackers included, may grow by: those in flight, sessions, and what Python keeps of both."""
-SLOW_READERS = 8
+STALLING = 16
 FAILURES = frozenset({"ERROR internal", "DEADLINE_EXCEEDED", "UNKNOWN", "INTERNAL"})
 """Outcomes that no case may have: the server failed, or did not answer."""
 _WORKERS = 3
@@ -137,6 +137,8 @@ class Battle:
         async def start() -> int:
             service = Service(handler, "127.0.0.1:0", tls, BYTES_IN_FLIGHT)
             await service.start()
+            if self.running.more:  # all clients share what one server has
+                service.in_flight = self.running.more[0].in_flight
             self.running.more.append(service)
             return service.port
 
@@ -175,7 +177,8 @@ class Battle:
         if kind < 0.02:
             return "bytes that are no gRPC", raw_connection(rng, rng.choice([self.hostile, self.secure]))
         if kind < 0.03:
-            return "slow reader", self._read_slowly(slow)
+            stalls = rng.choice([self._read_slowly, self._say_nothing])
+            return stalls.__name__.strip("_").replace("_", " "), stalls(slow)
         if kind < 0.08:
             name = rng.choice(list(self.tls))
             return f"TLS: {name}", self._over_tls(rng, self.tls[name])
@@ -206,8 +209,14 @@ class Battle:
         stream.send(hello())
         for _ in range(8):
             stream.send(stream.forward(torch.randn(LARGE_ROWS, HIDDEN), Flags.NONE))
+        return self._hold(stream, slow)
+
+    def _say_nothing(self, slow: deque[Stream]) -> str:
+        return self._hold(Stream(grpc.insecure_channel(f"127.0.0.1:{self.hostile}")), slow)
+
+    def _hold(self, stream: Stream, slow: deque[Stream]) -> str:
         slow.append(stream)
-        if len(slow) > SLOW_READERS:
+        if len(slow) > STALLING:
             slow.popleft().cancel()
         return "held"
 

@@ -36,6 +36,7 @@ PROPOSAL: dict[str, Any] = {
     "rows": LARGE_ROWS,
     "sequences": LARGE_ROWS // ROWS + 1,
     "longest": ROWS,
+    "run": "12" * 8,
     "incarnation": "ab" * 8,
 }
 _numbers = count()

@@ -53,6 +53,7 @@ def proposal(spec: TaskSpec, fingerprint: str, cuts: tuple[int, int], wire: Wire
         rows=84,
         sequences=7,
         longest=12,
+        run="0" * 16,
         incarnation="0" * 16,
     )
 

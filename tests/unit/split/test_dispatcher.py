@@ -142,3 +142,21 @@ async def _failing(own: Bench) -> None:
 @pytest.mark.parametrize("test", [_in_order, _together, _kept, _without_memory, _taken_back, _failing])
 def test_dispatcher(test: Callable[[], None]) -> None:
     test()
+
+
+@bench()
+async def test_cancelling_in_the_moment_of_the_end_frees_what_would_stay(bench: Bench) -> None:
+    task = bench.begin("a", keeps=4)
+    await settle()
+    work = bench.dispatcher._finish
+    cancelled: list[bool] = []
+
+    def finish_and_cancel(*arguments: Any) -> None:
+        work(*arguments)
+        cancelled.append(task.cancel())
+
+    bench.dispatcher._finish = finish_and_cancel  # type: ignore[method-assign]
+    bench.go.release()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert cancelled == [True]

@@ -18,6 +18,7 @@ import torch
 
 from megatron_mux.errors import UserError
 from megatron_mux.split import server_stream
+from megatron_mux.split import service as service_module
 from megatron_mux.split.bytes_in_flight import BytesInFlight
 from megatron_mux.split.chunks import FRAME_BYTES, Assembly, frames
 from megatron_mux.split.service import ServerTls, Service
@@ -257,3 +258,23 @@ def test_bytes_in_flight_are_taken_in_order() -> None:
         assert order == [8, 1] and flight.free == 9
 
     asyncio.run(take_and_give())
+
+
+def test_one_client_cannot_have_all_streams(
+    loop: Loop, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "_MOST_STREAMS_EACH", 2)
+    with loop.service(files.server()) as (service, _):
+        with raw(service.port, files) as channel:
+            held = [RawStream(channel) for _ in range(2)]
+            for stream in held:
+                stream.send(frames(Message(Kind.PING)))
+                assert stream.receive() is not None
+            more = RawStream(channel)
+            more.send(frames(Message(Kind.PING)))
+            with pytest.raises(grpc.RpcError, match="too many streams"):
+                more.receive()
+        with raw(service.port, files, "bob") as channel:
+            other = RawStream(channel)
+            other.send(frames(Message(Kind.PING)))
+            assert other.receive() is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,130 +13,26 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux import runtime
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.agreement import Proposal, Terms
+from megatron_mux.split.agreement import Terms
 from megatron_mux.split.pieces import Piece, from_wire, to_wire
-from megatron_mux.split.transport import DeadlineError, Transport
-from megatron_mux.split.wire import Dtype, Flags, Kind, Limits, Message, RefusedError
-from tests import tiny_models
+from megatron_mux.split.transport import DeadlineError
+from megatron_mux.split.wire import Dtype, Flags, Kind, RefusedError
+from tests.unit.split.caller import (
+    HIDDEN,
+    ROWS,
+    RUN,
+    Caller,
+    backbone,
+    equal,
+    parallel,
+    path,
+    server,
+)
 from tests.unit.split.running_server import RunningServer, running_server
 
-LAYERS, HIDDEN, ROWS = 4, 32, 12
-REPLIES = Limits(
-    frozenset({Kind.WELCOME, Kind.OUTPUT, Kind.GRADIENT, Kind.STATE_REPLY, Kind.STORED, Kind.BYE}),
-    64,
-    HIDDEN,
-    Dtype.F64,
-    1 << 20,
-)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.make(tmp_path_factory.mktemp("backbone"), "llama", num_hidden_layers=LAYERS)
-
-
-@pytest.fixture(scope="module")
-def parallel() -> Parallel:
-    return runtime.initialize(device="cpu")
-
-
-@pytest.fixture
-def backbone(path: Path, parallel: Parallel) -> Backbone:
-    return Backbone.load(path, parallel, torch.float64, split=(1, LAYERS - 1, 0), stage=1, ends=False)
-
-
-@pytest.fixture
-def server(backbone: Backbone, parallel: Parallel, tmp_path: Path) -> Iterator[RunningServer]:
-    with running_server(backbone, parallel, tmp_path / "store") as running:
-        yield running
-
-
-def proposal(**changes: Any) -> Proposal:
-    values: dict[str, Any] = {
-        "task": "one",
-        "fingerprint": "fingerprint",
-        "cut_front": 1,
-        "cut_back": 1,
-        "wire": "f64",
-        "adapter": {"peft_type": "LORA", "r": 4, "lora_dropout": 0.3},
-        "training": {"max_steps": 9, "learning_rate": 0.05},
-        "total_steps": 9,
-        "train_rows": ROWS,
-        "rows": 2 * ROWS,
-        "sequences": 4,
-        "longest": ROWS,
-        "incarnation": "ab" * 8,
-    }
-    return Proposal.model_validate({**values, **changes})
-
-
-class Caller:
-    """A client that sends what a test wants it to send."""
-
-    def __init__(self, server: RunningServer, seconds: float = 20, **changes: Any) -> None:
-        self.seconds = seconds
-        self.transport = Transport(server.address, None, REPLIES, retry_seconds=5, say=lambda text: None)
-        self.proposal = proposal(**changes)
-        self.operation, self.session, self.step = 0, 0, self.proposal.step
-        self.previous: dict[str, Any] | None = None
-
-    def join(self, seconds: float | None = None) -> dict[str, Any]:
-        hello = Message(Kind.HELLO, fields=self.proposal.model_dump(mode="json"))
-        reply = self.transport.call(hello, seconds or self.seconds)
-        self.session, self.step = reply.session, int(reply.fields["step"])
-        return dict(reply.fields)
-
-    def message(self, kind: Kind, fields: dict[str, Any], **others: Any) -> Message:
-        self.operation += 1
-        if self.previous is not None:
-            fields, self.previous = {**fields, "previous": self.previous}, None
-        return Message(kind, self.session, self.step, self.operation, fields=fields, **others)
-
-    def forward(
-        self,
-        seed: int = 0,
-        lengths: tuple[int, ...] = (5, 7),
-        flags: Flags = Flags.TRAINING | Flags.NEEDS_INPUT,
-    ) -> Message:
-        hidden = torch.randn(
-            sum(lengths), HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-        )
-        fields = {"lengths": list(lengths), "ids": list(range(len(lengths)))}
-        return self.message(Kind.FORWARD, fields, flags=flags, tensor=hidden, dtype=Dtype.F64)
-
-    def backward(self, forward: int, seed: int = 1) -> Message:
-        gradient = torch.randn(
-            ROWS, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-        )
-        flags = Flags.LAST | Flags.NEEDS_INPUT
-        return self.message(
-            Kind.BACKWARD, {"forward": forward}, flags=flags, tensor=gradient, dtype=Dtype.F64
-        )
-
-    def call(self, message: Message) -> Message:
-        return self.transport.call(message, self.seconds)
-
-    def train_step(self) -> list[torch.Tensor]:
-        """A whole optimizer step; returns what came back."""
-        output = self.call(self.forward(seed=10 * self.step))
-        reply = self.call(self.backward(self.operation, seed=10 * self.step + 1))
-        norm = float(reply.fields["squared_norm"]) ** 0.5
-        assert norm > 0
-        self.previous = {"step": self.step, "norm": norm, "skip": False}
-        self.step += 1
-        assert output.tensor is not None and reply.tensor is not None
-        return [output.tensor, reply.tensor]
-
-    def state(self, keep: tuple[int, ...] = ()) -> list[torch.Tensor]:
-        reply = self.call(self.message(Kind.STATE, {"keep": list(keep)}))
-        return [piece.tensor for piece in from_wire(reply.fields["pieces"], reply.tensors)]
-
-
-def equal(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return len(ones) == len(others) > 0 and all(map(torch.equal, ones, others))
+__all__ = ["backbone", "parallel", "path", "server"]  # fixtures
 
 
 def test_an_operation_that_comes_again_is_computed_once(server: RunningServer) -> None:
@@ -205,21 +101,27 @@ def test_a_server_that_is_told_to_stop_lets_steps_finish_and_saves(server: Runni
     caller.join()
     other.join()
     other.train_step()
-    caller.call(caller.forward(seed=0))
+    caller.train_step()
+    caller.call(caller.forward(seed=10))
+    caller.call(caller.backward(caller.operation, seed=11))
     draining = asyncio.run_coroutine_threadsafe(server.server.drain(20), server.loop)
-    reply = caller.call(caller.backward(caller.operation, seed=1))
-    draining.result(20)
-    assert server.store.steps("local/one") == [0] and server.store.steps("local/idle") == [0]
-    caller.previous = {"step": 0, "norm": float(reply.fields["squared_norm"]) ** 0.5, "skip": False}
-    caller.step = 1
     with pytest.raises((RefusedError, DeadlineError)):
-        caller.transport.call(caller.forward(seed=10), 0.5)
-    assert 1 in server.store.steps("local/one"), "its step was taken, then it was saved"
+        other.transport.call(other.forward(), 0.5)
+    assert caller.train_step(), "the second micro-batch of a step that has begun"
+    assert not draining.done(), "the client has not said what becomes of the step"
+    with pytest.raises((RefusedError, DeadlineError)):
+        caller.transport.call(caller.forward(seed=20), 0.5)
+    draining.result(5)
+    assert server.store.steps(f"local/one/{RUN}") == [2], "its step was taken, then it was saved"
+    assert server.store.steps(f"local/idle/{RUN}") == [1]
     wanted = Caller(server, task="wanted")
     server.restart()
     wanted.join()
     wanted.train_step()
-    again = Caller(server, step=1)
+    wanted.call(wanted.forward(seed=10))
+    wanted.call(wanted.backward(wanted.operation, seed=11))
+    wanted.train_step()
+    again = Caller(server, step=2)
     again.join()
     assert equal(again.train_step(), wanted.train_step())
 
@@ -355,6 +257,7 @@ def test_a_body_that_clients_do_not_get_stays_when_they_have_finished(
         ({"adapter": {"peft_type": "LORA", "target_modules": ["nowhere"]}}, "proposal"),
         ({"adapter": {"peft_type": "MAGIC"}}, "proposal"),
         ({"adapter": {"peft_type": "LORA", "lora_alpha": 10**400}}, "proposal"),
+        ({"adapter": {"peft_type": "LORA", "lora_alpha": 10**300}}, "proposal"),
         ({"adapter": {"peft_type": "LORA", "adapter_name_or_path": "/etc"}}, "proposal"),
         ({"adapter": {"peft_type": "LORA", "r": 60_000, "target_modules": "all-linear"}}, "too_large"),
         ({"train_rows": 10**8}, "too_large"),
@@ -393,6 +296,7 @@ def test_proposals_that_are_refused(server: RunningServer, changes: dict[str, An
             "json",
         ),
         (lambda m: replace(m, tensor=m.tensor * float("nan")), "finite"),
+        (lambda m: replace(m, tensor=m.tensor * 1e10), "norm"),
     ],
 )
 def test_requests_that_are_refused_change_nothing(server: RunningServer, change: Any, code: str) -> None:
