@@ -95,14 +95,6 @@ def test_noise_is_told_and_its_secret_stays_with_the_client(place: Workplace, se
         assert secret.stat().st_size == 32 and secret.stat().st_mode & 0o077 == 0
 
 
-def test_co_batched_clients_learn_the_same(
-    place: Workplace, server: Server, together: Path, alone: Path
-) -> None:
-    for name in CLIENTS:
-        assert losses(together, name) == pytest.approx(losses(alone, name), rel=1e-5)
-        assert_close(adapter(together, name), adapter(alone, name), 2e-3, name)
-
-
 def test_kills_leave_no_trace(place: Workplace, server: Server, alone: Path) -> None:
     """Server and client are killed at random moments; the adapter comes out the same to the bit."""
     save = place.root / "killed"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from megatron_mux import runtime
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.agreement import Proposal
+from megatron_mux.split.dispatcher import Work
 from megatron_mux.split.pieces import from_wire
 from megatron_mux.split.transport import Transport
 from megatron_mux.split.wire import Dtype, Flags, Kind, Limits, Message
@@ -135,3 +139,24 @@ class Caller:
 
 def equal(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return len(ones) == len(others) > 0 and all(map(torch.equal, ones, others))
+
+
+@contextmanager
+def busy(server: RunningServer) -> Iterator[None]:
+    """Context in which the compute thread does something long."""
+    over, begun = threading.Event(), threading.Event()
+
+    def wait(works: Any) -> list[None]:
+        begun.set()
+        over.wait(20)
+        return [None]
+
+    running = asyncio.run_coroutine_threadsafe(
+        server.server.dispatcher.compute(Work("another", wait)), server.loop
+    )
+    assert begun.wait(20)
+    try:
+        yield
+    finally:
+        over.set()
+        running.result(20)

@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from megatron_mux.split.dispatcher import Work
 from megatron_mux.split.transport import DeadlineError
 from megatron_mux.split.wire import Kind, RefusedError
-from tests.unit.split.caller import RUN, Caller, backbone, equal, parallel, path, server
+from tests.unit.split.caller import RUN, Caller, backbone, busy, equal, parallel, path, server
 from tests.unit.split.running_server import RunningServer
 
 __all__ = ["backbone", "parallel", "path", "server"]  # fixtures
-
-
-@contextmanager
-def busy(server: RunningServer) -> Iterator[None]:
-    """Context in which the compute thread does something long."""
-    over, begun = threading.Event(), threading.Event()
-
-    def wait(works: Any) -> list[None]:
-        begun.set()
-        over.wait(20)
-        return [None]
-
-    running = asyncio.run_coroutine_threadsafe(
-        server.server.dispatcher.compute(Work("another", wait)), server.loop
-    )
-    assert begun.wait(20)
-    try:
-        yield
-    finally:
-        over.set()
-        running.result(20)
 
 
 def until(condition: Callable[[], bool]) -> None:

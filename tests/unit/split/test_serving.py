@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from megatron_mux.runtime import Parallel
 from megatron_mux.split.agreement import Terms
 from megatron_mux.split.pieces import Piece, from_wire, to_wire
 from megatron_mux.split.transport import DeadlineError
-from megatron_mux.split.wire import Dtype, Flags, Kind, RefusedError
+from megatron_mux.split.wire import Dtype, Flags, Kind, Message, RefusedError
 from tests.unit.split.caller import (
     HIDDEN,
     ROWS,
     RUN,
     Caller,
     backbone,
+    busy,
     equal,
     parallel,
     path,
@@ -223,6 +225,54 @@ def test_a_session_is_let_in_when_there_is_room(
         first.call(first.message(Kind.LEAVE, {"finished": True}))
         second.join()
         assert second.train_step()
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"peft_type": "LORA", "r": 4, "lora_dropout": 0.3},
+    "wide": {"peft_type": "LORA", "r": 8, "target_modules": "all-linear"},
+    "prefix": {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 2},
+    "bottleneck": {"peft_type": "BOTTLENECK", "bottleneck_size": 4},
+}
+
+
+def at_once(server: RunningServer, callers: list[Caller], messages: list[Message]) -> list[Message]:
+    """Replies to messages that all wait for the compute thread at the same time."""
+    with ThreadPoolExecutor(len(callers)) as pool:
+        with busy(server):
+            replies = [pool.submit(caller.call, own) for caller, own in zip(callers, messages, strict=True)]
+            while server.server.dispatcher.queued < len(callers):
+                time.sleep(0.005)
+        return [reply.result(20) for reply in replies]
+
+
+def test_sessions_computed_together_learn_what_each_learns_alone(
+    backbone: Backbone, parallel: Parallel, tmp_path: Path
+) -> None:
+    found = []
+    for most in (0, 1024):
+        with running_server(backbone, parallel, tmp_path / str(most), together=most) as server:
+            callers = [Caller(server, task=name, adapter=adapter) for name, adapter in ADAPTERS.items()]
+            for caller in callers:
+                caller.join()
+            made = []
+            for step in range(4):
+                outputs = at_once(server, callers, [caller.forward(seed=step) for caller in callers])
+                gradients = at_once(
+                    server, callers, [caller.backward(caller.operation, seed=step) for caller in callers]
+                )
+                for caller, gradient in zip(callers, gradients, strict=True):
+                    norm = float(gradient.fields["squared_norm"]) ** 0.5
+                    caller.previous = {"step": step, "norm": norm, "skip": False}
+                    caller.step += 1
+                made += [reply.tensor for reply in (*outputs, *gradients)]
+            made += [tensor for caller in callers for tensor in caller.state()]
+            counted = server.server.metrics.together._value.get()
+            assert counted >= 20 if most else not counted, (
+                "of 32 passes; some forward passes wait for updates"
+            )
+            found.append(made)
+    for alone, together in zip(*found, strict=True):
+        torch.testing.assert_close(together, alone, rtol=1e-7, atol=1e-10)
 
 
 def test_memory_is_free_when_a_session_has_left(server: RunningServer) -> None:
