@@ -1,6 +1,7 @@
 """Steps, memory and throughput of split fine-tuning, with clients over links of limited bandwidth.
 
-python benchmarks/split.py --output benchmarks/results/split-cpu-2-cores.json        # as root, a quarter of an hour
+python benchmarks/split.py --again --random --most-seconds 60 \
+    --output benchmarks/results/split-cpu-2-cores.json                               # as root, 21 minutes
 python benchmarks/split.py --parts steps --policies on-demand preserve --clients 1 4 # a part of it
 python benchmarks/split.py --parts memory                                            # needs no namespaces
 
@@ -9,7 +10,7 @@ of clients, the time of an optimizer step and what it went to (Menos, Tables 1 t
 the body on one rank and on two (Figure 10). together: throughput of a
 saturated server with and without co-batching. memory: persistent memory against `vanilla`, and equation 3 against
 measured bytes. costs: those of requests, for split_simulation.py. The output is written after each case; what it has
-already is not measured again.
+already is not measured again without --again.
 """
 
 from __future__ import annotations
@@ -79,11 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces are removed
-    from split_bench import measure
+    from split_bench import OtherSetup, measure
     from split_processes import ProcessEnded
 
     try:
         result = measure(arguments)
+    except OtherSetup as error:
+        print(error, file=sys.stderr)
+        return 2
     except NamespacesRefused as error:
         print(f"network namespaces need root and iproute2: {error}", file=sys.stderr)
         return 2

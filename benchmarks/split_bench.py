@@ -38,6 +38,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return bench.result
 
 
+class OtherSetup(Exception):
+    """The output was measured under other conditions."""
+
+
 class Bench:
     """The measurement.
 
@@ -88,7 +92,7 @@ class Bench:
         say(f"--memory-limit of all policies: {reason}")
         bandwidth = 1e6 * arguments.bandwidth
         self.star.limit(bandwidth)
-        self.result["setup"] = {
+        setup = {
             "bandwidth": bandwidth,
             "rows": ROWS,
             "hidden": arguments.hidden,
@@ -99,13 +103,20 @@ class Bench:
             "steps": arguments.steps,
             "most_s": arguments.most_seconds,
         }
+        if any(self.result.get("setup", setup).get(key) != value for key, value in setup.items()):
+            if not arguments.again:
+                raise OtherSetup(
+                    f"{arguments.output} has cases of another setup: give another --output, or --again"
+                )
+            self.result["cases"] = []
+        self.result["setup"] = {**self.result.get("setup", {}), **setup}
         wanted = [(policy, count) for policy in arguments.policies for count in arguments.clients]
         # Its step alone tells the swap rate of the others.
         alone = ("vanilla", 1)
         if any(policy == "vanilla" and count > 1 for policy, count in wanted):
             wanted = [alone, *(own for own in wanted if own != alone)]
         for policy, count in wanted:
-            if self._case(policy, count) is None or (arguments.again and (policy, count) != alone):
+            if self._case(policy, count) is None or arguments.again:
                 self._measure(policy, count, sizes, limit)
 
     def _case(self, policy: str, count: int) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ _TABLES = (
     ("jain", "Jain's index of clients' steps a second"),
     ("most_reserved", "MiB reserved at most, without shared weights"),
 )
+_BACKBONES = {"random": "the random Llama", "backbone": "SmolLM2-135M"}
 _MIB = 1 << 20
 
 
@@ -57,9 +58,9 @@ def _setup(setup: Mapping[str, Any]) -> list[str]:
         return [where, "", limit]
     swap = (
         f"`vanilla` moves a task in {setup['copy_s']:.2f} s each way ({setup['swap_rate'] / 1e6:.1f} MB/s), "
-        f"{setup['copy_steps']:g} steps of a client alone, by waiting. In the paper 24 GB took 13.9 s, 3.77 steps of "
-        "3.7 s: with two clients a step took 63.1 s = 2 x (3.7 s + 2 copies). Until the measurement begins, moving "
-        "takes no time."
+        f"{setup['copy_steps']:g} steps of a client alone, by waiting. The paper does not say how long a copy took: "
+        "its step of 63.1 s with two clients is 2 x (3.7 s + 2 copies) with copies of 13.9 s, 3.77 steps; by "
+        "the 39.9 s of its Table 3 they took 9 s, 2.5 steps. Until the measurement begins, moving takes no time."
     )
     return [where, "", limit, "", swap]
 
@@ -119,9 +120,10 @@ def _together(found: Mapping[str, Any]) -> list[str]:
         )
         for own in found["sizes"]
     ]
+    backbone = _BACKBONES.get(found["backbone"], found["backbone"])
     head = (
         f"**Co-batching**: {found['clients']} clients without layers of their own send requests as fast as they are "
-        f"answered, over links without limits, to two servers in turns ({found['backbone']}; at most "
+        f"answered, over links without limits, to two servers in turns ({backbone}; at most "
         f"{found['most_together']} rows together, as the server measured at its start). Tokens a second, forward and "
         "backward; medians of turns."
     )

@@ -26,7 +26,7 @@ def serve(file: Path, flags: Sequence[str]) -> None:
     """Be a server. SIGUSR1: what is measured begins, and swapping takes time from now on. SIGUSR2: write figures."""
     from megatron_mux.split import run_server
     from megatron_mux.split.scheduler import Demand, Scheduler
-    from megatron_mux.split.server import make_parser
+    from megatron_mux.split.server import build_parser
     from megatron_mux.split.session_compute import Bodies
 
     most, has_begun, schedulers = 0, False, []
@@ -65,7 +65,7 @@ def serve(file: Path, flags: Sequence[str]) -> None:
     run_server.Bodies = LaterBodies  # type: ignore[misc]
     signal.signal(signal.SIGUSR1, begin)
     signal.signal(signal.SIGUSR2, write)
-    run_server.run(make_parser().parse_args([*flags]))
+    run_server.run(build_parser().parse_args([*flags]))
 
 
 def train(file: Path, model: Path, tls: Path, name: str, address: str) -> None:

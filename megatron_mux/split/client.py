@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PROGRAM = "megatron_mux.split.client"
 
 
-def make_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser(
         prog=f"python -m {PROGRAM}",
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0; 2 if the input is wrong or the server does not serve; 130 after an interrupt before training.
     """
     try:
-        train(make_parser().parse_args(argv))
+        train(build_parser().parse_args(argv))
     except UserError as error:
         tell(error, PROGRAM)
         return 2

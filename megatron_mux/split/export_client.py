@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import sys
@@ -103,6 +104,17 @@ def _fill(directory: Path, info: BackboneInfo, cut_front: int, cut_back: int) ->
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = Parser(prog=f"python -m {PROGRAM}", description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--backbone", type=path, required=True, metavar="DIR", help="Hugging Face directory")
+    add("--cut-front", type=at_least(0), default=1, metavar="N", help="first layers of the client (1)")
+    add("--cut-back", type=at_least(0), default=1, metavar="N", help="last layers of the client (1)")
+    add("--out", type=path, required=True, metavar="DIR", help="directory to make")
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and export.
 
@@ -111,13 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
 
     def work() -> None:
-        parser = Parser(prog=f"python -m {PROGRAM}", description=(__doc__ or "").partition("\n")[0])
-        add = parser.add_argument
-        add("--backbone", type=path, required=True, metavar="DIR", help="Hugging Face directory")
-        add("--cut-front", type=at_least(0), default=1, metavar="N", help="first layers of the client (1)")
-        add("--cut-back", type=at_least(0), default=1, metavar="N", help="last layers of the client (1)")
-        add("--out", type=path, required=True, metavar="DIR", help="directory to make")
-        arguments = parser.parse_args(argv)
+        arguments = build_parser().parse_args(argv)
         size = export_client(arguments.backbone, arguments.cut_front, arguments.cut_back, arguments.out)
         from megatron_mux.memory.sizes import show_size
 

@@ -19,7 +19,7 @@ PROGRAM = "megatron_mux.split.server"
 POLICIES = ("on-demand", "auto", "preserve", "reforward-with-gradients", "vanilla")
 
 
-def make_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROGRAM}", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0; 2 if the input is wrong.
     """
-    arguments = make_parser().parse_args(argv)
+    arguments = build_parser().parse_args(argv)
     try:
         for flag, path in (("--tls-cert", arguments.tls_cert), ("--tls-key", arguments.tls_key),
                            ("--client-ca", arguments.client_ca)):  # fmt: skip

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from megatron_mux.split.run_server import _scheduler_options
-from megatron_mux.split.server import make_parser
+from megatron_mux.split.server import build_parser
 
 
 def test_requests_are_in_the_order_of_arrival_unless_clients_have_shares(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_requests_are_in_the_order_of_arrival_unless_clients_have_shares(tmp_pat
         "--client-ca",
         "a",
     ]
-    assert _scheduler_options(make_parser().parse_args(flags)).weights is None
+    assert _scheduler_options(build_parser().parse_args(flags)).weights is None
     (tmp_path / "shares.json").write_text(json.dumps({"alice": 2}))
     more = [*flags, "--weights", str(tmp_path / "shares.json")]
-    assert _scheduler_options(make_parser().parse_args(more)).weights == {"alice": 2.0}
+    assert _scheduler_options(build_parser().parse_args(more)).weights == {"alice": 2.0}
