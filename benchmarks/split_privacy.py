@@ -199,15 +199,15 @@ class Study:
         split.train(self.reviews, self.arguments.steps)
         return split.accuracy(self.held_out, self.labels)
 
-    def _trained_front(self) -> SplitModel:
+    def _trained_front(self) -> Any:
         """A model whose client's layers have learnt, too."""
         from split_privacy_task import SplitModel
 
         split = SplitModel(self.backbone, self.arguments.cuts[0], self.layers, None)
         split.train(self.reviews, self.arguments.steps)
-        return split
+        return split.join()
 
-    def _front(self, attack: TokenAttack, cut: int, front: SplitModel) -> dict[str, Any]:
+    def _front(self, attack: TokenAttack, cut: int, front: Any) -> dict[str, Any]:
         """Attack hidden states of layers with an adapter that the server does not know."""
         import torch
 
@@ -216,7 +216,7 @@ class Study:
             with torch.no_grad():
                 sent, plain = (
                     model(review.tokens[None], output_hidden_states=True).hidden_states[cut][0]
-                    for model in (front.model.model, self.model.model)
+                    for model in (front.model, self.model.model)
                 )
             tokens += _recovered(attack, review, sent, 0.0)
             changes.append(float(((sent - plain).norm(dim=1) / plain.norm(dim=1)).mean()))

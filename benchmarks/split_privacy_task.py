@@ -96,8 +96,16 @@ class SplitModel:
         self._place = (0, 0)
         self._mask = torch.empty(0)
         layers = self.model.model.layers
-        layers[cut - 1].register_forward_hook(self._leave)
-        layers[-1].register_forward_hook(self._come_back)
+        self._hooks = [
+            layers[cut - 1].register_forward_hook(self._leave),
+            layers[-1].register_forward_hook(self._come_back),
+        ]
+
+    def join(self) -> torch.nn.Module:
+        """End the cut; returns the whole model."""
+        for hook in self._hooks:
+            hook.remove()
+        return self.model
 
     def train(self, records: Sequence[Record], steps: int) -> None:
         """Train on so many batches of the records, in order."""

@@ -295,7 +295,7 @@ class Body:
 
     # -- what it holds
 
-    def measure(self, rows: Rows, layers: range) -> tuple[int, int, int]:
+    def measure(self, rows: Rows, layers: range) -> tuple[int, int, int, int]:
         """Measure the memory of passes of a session's rows; its gradients are made zero.
 
         Args:
@@ -303,8 +303,8 @@ class Body:
             layers: Global indices.
 
         Returns:
-            Bytes of a forward pass without a graph, of a graph, and of a forward pass with its backward: beyond what is
-            there before, the most of any rank.
+            Bytes of a forward pass without a graph, of a graph, and of a forward pass with its backward, beyond what is
+            there before; and of the adapter, its gradients and optimizer state. Of each the most of any rank.
         """
         device, gradient = self.backbone.device, torch.zeros_like(rows.hidden)
 
@@ -319,8 +319,9 @@ class Body:
         del kept
         _, backward = measure(device, both)
         self.zero(rows.session)
-        most = self.parallel.most([forward.peak, graph.lasting, backward.peak])
-        return int(most[0]), int(most[1]), int(most[2])
+        own = (forward.peak, graph.lasting, backward.peak, self.bytes_of(rows.session))
+        most = self.parallel.most(own)
+        return int(most[0]), int(most[1]), int(most[2]), int(most[3])
 
     def state(self, name: str) -> list[Piece]:
         """Copies of a session's adapter and optimizer state, of this rank."""

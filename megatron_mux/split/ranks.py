@@ -211,7 +211,7 @@ class LeadingBody(StagedBody):
         with self._telling("zero", {"name": name}):
             super().zero(name)
 
-    def measure(self, rows: Rows, layers: range) -> tuple[int, int, int]:
+    def measure(self, rows: Rows, layers: range) -> tuple[int, int, int, int]:
         """See `Body.measure`; every rank makes the passes by itself."""
         fields = {"rows": _told([rows]), "layers": [layers.start, layers.stop]}
         with self._telling("measure", fields, [rows.hidden]):

@@ -14,6 +14,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 from pydantic import ValidationError
 
+from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.errors import UserError
 from megatron_mux.shape import BackboneShape
 from megatron_mux.split.agreement import Proposal, Terms
@@ -118,11 +119,13 @@ class SplitServer:
         """Of the backbone."""
         return self.bodies.shared.backbone.shape
 
-    @property
-    def _device(self) -> tuple[int, str, int]:
-        """Of the backbone: bytes of a value, where it is, and how many ranks share each layer."""
-        backbone = self.bodies.shared.backbone
-        return backbone.dtype.itemsize, backbone.device.type, self.bodies.shared.parallel.tp_size
+    def _predict(self, proposal: Proposal) -> Memory:
+        """What a session needs on the rank that needs most."""
+        backbone, parallel = self.bodies.shared.backbone, self.bodies.shared.parallel
+        own = self.options.layers
+        stages = stage_layers((own.start, *even_split(len(own), parallel.pp_size)))[1:]
+        itemsize, device = backbone.dtype.itemsize, backbone.device.type
+        return predict(self.shape, proposal, itemsize, device, parallel.tp_size, stages)
 
     # -- the service's handler
 
@@ -231,7 +234,7 @@ class SplitServer:
         saved = await self._saved(f"{name}/{proposal.run}", proposal.step)
         try:
             layers = self._layers(proposal)
-            need = predict(self.shape, proposal, *self._device)
+            need = self._predict(proposal)
         except UserError as error:
             raise RefusedError("proposal", str(error)) from None
         try:

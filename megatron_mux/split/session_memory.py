@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -125,8 +126,15 @@ def sequences_behind_prefixes(rows: int, most: int, longest: int) -> list[int]:
     return [*lengths, left] if left else lengths
 
 
-def predict(shape: BackboneShape, proposal: Proposal, itemsize: int, device: str, tensor: int = 1) -> Memory:
-    """A session's memory by closed forms, before anything is allocated.
+def predict(
+    shape: BackboneShape,
+    proposal: Proposal,
+    itemsize: int,
+    device: str,
+    tensor: int = 1,
+    stages: Sequence[range] = (),
+) -> Memory:
+    """A session's memory by closed forms, before anything is allocated: of the rank that needs most.
 
     Args:
         shape: The backbone's.
@@ -134,11 +142,23 @@ def predict(shape: BackboneShape, proposal: Proposal, itemsize: int, device: str
         itemsize: Bytes of a value of the backbone's dtype.
         device: `cpu` or `cuda`.
         tensor: Ranks that share each layer.
+        stages: Layers of each pipeline rank; none: one rank has all layers of the body.
 
     Raises:
         UserError: The adapter does not fit the backbone, or the cut leaves no layer.
     """
-    layers, adapter = proposal.body(shape), proposal.adapter_spec()
+    body = proposal.body(shape)
+    parts = [range(max(own.start, body.start), min(own.stop, body.stop)) for own in stages or [body]]
+    each = [_predict(shape, proposal, itemsize, device, tensor, part) for part in parts if part]
+    figures = zip(*(asdict(one).items() for one in each), strict=True)
+    return Memory(**{figure[0][0]: max(value for _, value in figure) for figure in figures})
+
+
+def _predict(
+    shape: BackboneShape, proposal: Proposal, itemsize: int, device: str, tensor: int, layers: range
+) -> Memory:
+    """Memory on a rank that has some of the body's layers."""
+    adapter = proposal.adapter_spec()
     task = SimpleNamespace(
         name=proposal.task,
         adapter=adapter,
@@ -195,7 +215,7 @@ def profile(body: Body, name: str, proposal: Proposal, layers: range) -> Memory:
     longest = min(proposal.longest, most)
     prefixed = proposal.adapter_spec().virtual_tokens > 0
 
-    def measured(count: int, length: int) -> tuple[int, int, int]:
+    def measured(count: int, length: int) -> tuple[int, int, int, int]:
         lengths = [length] * (count // length) + [count % length] * (count % length > 0)
         if prefixed:
             lengths = sequences_behind_prefixes(count, proposal.sequences, longest)
@@ -210,12 +230,12 @@ def profile(body: Body, name: str, proposal: Proposal, layers: range) -> Memory:
         return max(0, (little * most - large * few) // (most - few)) if most > few else 0
 
     in_forward, in_graph = heaviest_lengths(architecture_of(backbone.shape), longest, backbone.device.type)
-    forward, graph, backward = measured(most, in_graph)
+    forward, graph, backward, lasting = measured(most, in_graph)
     if in_forward != in_graph and not prefixed:
         forward = max(forward, measured(most, in_forward)[0])
     few = min(most, proposal.sequences) if prefixed else 1
     small = measured(few, 1)
-    hidden, lasting = most * backbone.shape.hidden * backbone.dtype.itemsize, body.bytes_of(name)
+    hidden = most * backbone.shape.hidden * backbone.dtype.itemsize
     return Memory(
         rows=most,
         forward=forward,

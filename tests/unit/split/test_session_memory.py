@@ -24,7 +24,7 @@ from megatron_mux.split.session_memory import (
     sequences_behind_prefixes,
 )
 from tests import tiny_models
-from tests.unit.split.test_serving import proposal
+from tests.unit.split.caller import proposal
 
 CPU = torch.device("cpu")
 MEMORY = Memory(rows=100, forward=1000, graph=8000, backward=10_000, hidden=100, lasting=500)
@@ -102,7 +102,7 @@ def test_what_is_reserved_is_enough_for_smaller_requests_and_shorter_sequences(
     for lengths in ((3,), (9,) * 28, (64, 17), (50,) * 5):
         rows, width = sum(lengths), body.backbone.shape.hidden
         one = Rows("a", lengths, tuple(range(len(lengths))), 0, True, torch.zeros(rows, width), True)
-        forward, _, backward = body.measure(one, asked.body(body.backbone.shape))
+        forward, _, backward, _ = body.measure(one, asked.body(body.backbone.shape))
         # A remainder of the measured rows is padded by itself.
         assert forward <= 1.01 * memory.forward_of(rows), lengths
         assert backward <= 1.01 * memory.backward_of(rows), lengths
