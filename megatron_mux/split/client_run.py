@@ -165,7 +165,11 @@ class ClientRun:
         return Transport(server, tls, Limits(), say=say)
 
     def _join(self, source: Path | None, manifest: Manifest | None, say: Say) -> tuple[Link, Manifest | None]:
-        """Join at the newest save that the server has its part of; returns that save, None for the beginning."""
+        """Join at the newest save that the server has its part of; returns that save, None for the beginning.
+
+        Raises:
+            UserError: There are saves, and the server has its part of none of the newest ones.
+        """
         newest, tries = manifest, 0
         while True:
             link = self._link(_step(manifest), say)
@@ -181,13 +185,18 @@ class ClientRun:
                 raise
             tries += 1
             older = checkpoint.load(source, self.info.fingerprint, say, self.name, before=manifest.number)
-            manifest = older if tries < _SAVES_TO_RETURN_TO else None
-        if manifest is not newest and source is not None:
+            if older is None or tries == _SAVES_TO_RETURN_TO:
+                raise UserError(
+                    f"{self.name}: the server has its part of none of the newest saves in {source}: it is another "
+                    "server, or its --save was removed. Give it that back, or begin anew with another --save."
+                )
+            manifest = older
+        if manifest is not None and manifest is not newest and source is not None:
             say(
                 f"{self.name}: the server has nothing of step {_step(newest)}: going back to step {_step(manifest)}"
             )
             if source == self.options.save:
-                checkpoint.drop_after(source, manifest.number if manifest else 0, self.name)
+                checkpoint.drop_after(source, manifest.number, self.name)
         return link, manifest
 
     # -- training

@@ -212,6 +212,11 @@ def test_a_client_is_continued(
         changed = task_of(data)
         changed["training"] = {**changed["training"], "learning_rate": 1.0}
         trainer(server, changed, tmp_path, load=tmp_path).train()
+    saved = dict(server.saved)
+    server.saved.clear()
+    with pytest.raises(UserError, match="begin anew with another --save"):
+        trainer(server, task_of(data), tmp_path, load=tmp_path).train()
+    server.saved.update(saved)
     del server.saved[4]  # a save that the client could go on with, and the server has lost
     trainer(server, task_of(data), tmp_path, load=tmp_path).train()
     same(tmp_path, undisturbed[0])
