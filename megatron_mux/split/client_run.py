@@ -104,7 +104,7 @@ class ClientRun:
             say("no --save: the adapter will be lost when the run ends")
         elif problem := checkpoint.prepare(options.save):
             raise UserError(problem)
-        run = cls(options, info, task, files, front, back, _propose(options, info, task, manifest is None))
+        run = cls(options, info, task, files, front, back, _propose(options, info, task, source))
         return replace(run, privacy=_privacy(options, task, say))
 
     @property
@@ -317,22 +317,21 @@ def _adapter_of(spec: TaskSpec, shape: BackboneShape) -> dict[str, Any]:
     return adapter
 
 
-def _run_id(options: SplitTrainer, name: str, starts: bool) -> str:
+def _run_id(options: SplitTrainer, name: str, source: Path | None) -> str:
     """What names this run on the server: kept beside the client's saves, so that only this run goes on from them."""
-    files = [folder / name / _RUN_ID for folder in (options.save, options.load) if folder is not None]
-    known = [] if starts else [file.read_text() for file in files if file.is_file()]
-    run = known[0] if known else secrets.token_hex(16)
+    known = None if source is None else source / name / _RUN_ID
+    run = known.read_text() if known is not None and known.is_file() else secrets.token_hex(16)
     if options.save is not None:
-        files[0].parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(files[0], run)
+        (options.save / name).mkdir(parents=True, exist_ok=True)
+        write_atomically(options.save / name / _RUN_ID, run)
     return run
 
 
-def _propose(options: SplitTrainer, info: BackboneInfo, task: Task, starts: bool) -> Proposal:
+def _propose(options: SplitTrainer, info: BackboneInfo, task: Task, source: Path | None) -> Proposal:
     spec, sizes = task.spec, request_sizes(task)
     return Proposal(
         task=spec.name,
-        run=_run_id(options, spec.name, starts),
+        run=_run_id(options, spec.name, source),
         fingerprint=info.fingerprint,
         cut_front=options.cut_front,
         cut_back=options.cut_back,

@@ -1,11 +1,15 @@
-"""Whether one more session fits into the server's memory without anybody having to wait for ever."""
+"""Which sessions are let in: those that the server can compute, and that fit beside the others."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_mux.split.session_memory import Memory
-from megatron_mux.split.wire import RefusedError
+from megatron_mux.backbone.split import even_split, stage_layers
+from megatron_mux.errors import UserError
+from megatron_mux.split.agreement import Proposal
+from megatron_mux.split.body import Body
+from megatron_mux.split.session_memory import Memory, predict
+from megatron_mux.split.wire import Dtype, RefusedError
 
 _MIB = 1 << 20
 
@@ -73,3 +77,40 @@ class Room:
     def leave(self, name: str) -> None:
         """Take back what a session was promised, if anything."""
         self._claims.pop(name, None)
+
+
+def examine(proposal: Proposal, body: Body, layers: range, most_message: int) -> tuple[range, Memory]:
+    """The layers of a session's body, and the memory that it needs on the rank that needs most.
+
+    Args:
+        proposal: What its client asks for.
+        body: The server's.
+        layers: That the server has.
+        most_message: Bytes of the largest message that it receives.
+
+    Raises:
+        RefusedError: The server cannot compute it, or would not receive its requests.
+    """
+    backbone, parallel = body.backbone, body.parallel
+    shape, wire = backbone.shape, Dtype[proposal.wire.upper()]
+    try:
+        own = proposal.body(shape)
+        if own.start < layers.start or own.stop > layers.stop:
+            least = f"--cut-front {layers.start} and --cut-back {shape.layers - layers.stop}"
+            raise UserError(
+                f"the server holds layers {layers.start} to {layers.stop - 1}: it needs at least {least}"
+            )
+        stages = stage_layers((layers.start, *even_split(len(layers), parallel.pp_size)))[1:]
+        itemsize, device = backbone.dtype.itemsize, backbone.device.type
+        need = predict(shape, proposal, itemsize, device, parallel.tp_size, stages)
+    except UserError as error:
+        raise RefusedError("proposal", str(error)) from None
+    decoded = Dtype.F32.row_bytes(shape.hidden) if wire is Dtype.I8 else 0
+    message = proposal.rows * (wire.row_bytes(shape.hidden) + decoded)
+    if message > most_message:
+        raise RefusedError(
+            "too_large",
+            f"a request of {proposal.rows} tokens takes {message / _MIB:.0f} MiB, and the server receives "
+            f"{most_message / _MIB:.0f} MiB of a client (a quarter of --max-bytes-in-flight): use smaller batches",
+        )
+    return own, need

@@ -30,7 +30,7 @@ from megatron_mux.split.metrics import Metrics, make_logger
 from megatron_mux.split.ranks import IDLE_MINUTES, LeadingBody, StagedBody, follow, watched
 from megatron_mux.split.scheduler import Scheduler, SchedulerOptions
 from megatron_mux.split.server import PROGRAM
-from megatron_mux.split.service import ServerTls, Service
+from megatron_mux.split.service import SHARE, ServerTls, Service
 from megatron_mux.split.serving import ServingOptions, SplitServer
 from megatron_mux.split.session_compute import Bodies
 from megatron_mux.split.store import SessionStore
@@ -163,10 +163,12 @@ async def _serve(
         arguments.max_sessions,
         arguments.max_sessions_each,
         most_norm=arguments.max_norm,
+        most_message=arguments.max_bytes_in_flight // SHARE,
     )
     server = SplitServer(bodies, dispatcher, store, options, metrics, log)
     tls = ServerTls(arguments.tls_cert, arguments.tls_key, arguments.client_ca)
-    service = Service(server, arguments.listen, tls, arguments.max_bytes_in_flight)
+    streams = 2 * arguments.max_sessions_each
+    service = Service(server, arguments.listen, tls, arguments.max_bytes_in_flight, streams)
     metrics.memory.labels("weights").set(body.shared_bytes)
     metrics.memory.labels("capacity").set(capacity)
     metrics.memory.labels("reserved").set_function(lambda: capacity - scheduler.free)

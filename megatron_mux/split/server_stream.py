@@ -17,6 +17,8 @@ from megatron_mux.split.wire import Header, Kind, Limits, Message, RefusedError,
 _SECONDS_OF_A_FRAME = 30
 """Longest time between two frames of a message, in each direction: a client that stalls holds memory meanwhile."""
 _SECONDS_OF_HEARTBEAT = 5
+_SECONDS_OF_FIRST = 30
+"""Longest time until a stream's first message, PINGs aside."""
 
 
 class ClientStreams:
@@ -83,8 +85,10 @@ class ServerStream:
         Raises:
             RefusedError: The client breaks the protocol or the limits, or stalls in the middle of a message.
         """
-        while (frame := await self._read()) is not None:
+        until: float | None = time.monotonic() + _SECONDS_OF_FIRST
+        while (frame := await self._before(until)) is not None:
             header = Header.read(frame)
+            until = until if header.kind is Kind.PING else None
             if header.kind is Kind.PING:
                 Assembly(header).add(frame)
                 if (
@@ -116,6 +120,14 @@ class ServerStream:
             while not assembly.add(frame):
                 frame = await self._next_frame()
         return assembly.message(self.limits)
+
+    async def _before(self, until: float | None) -> bytes | None:
+        """The next frame, if it begins a message by then."""
+        try:
+            async with asyncio.timeout(None if until is None else until - time.monotonic()):
+                return await self._read()
+        except TimeoutError:
+            raise RefusedError("slow", f"No HELLO came in {_SECONDS_OF_FIRST} s.", retry=True) from None
 
     async def _read(self) -> bytes | None:
         frame: bytes = await self._context.read()

@@ -25,11 +25,8 @@ _LOCAL = "local"
 
 _LONGEST_TEXT = 2000
 _MOST_STREAMS = 4096
-_MOST_STREAMS_EACH = 128
-"""Of one identity: its sessions, and streams that have broken and are not noticed yet."""
-
-_SHARE = 4
-"""One identity may have one part in so many of the bytes in flight."""
+SHARE = 4
+"""One client may have one part in so many of the bytes in flight."""
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", FRAME_BYTES),
@@ -98,6 +95,7 @@ class Service:
         tls: Files of the server; None (tests only, on 127.0.0.1): no encryption, and every client is called `local`.
         max_bytes_in_flight: Most bytes of all clients' messages that are being received or handled. Beyond, reading
             pauses. One client may have a quarter of them; a message that is larger is refused.
+        most_streams_each: Of one client: its sessions, and streams that have broken and are not noticed yet.
 
     Attributes:
         port: The port, once started.
@@ -107,9 +105,15 @@ class Service:
     port: int
 
     def __init__(
-        self, handler: Handler, address: str, tls: ServerTls | None, max_bytes_in_flight: int = 1 << 30
+        self,
+        handler: Handler,
+        address: str,
+        tls: ServerTls | None,
+        max_bytes_in_flight: int = 1 << 30,
+        most_streams_each: int = 128,
     ) -> None:
         self._handler = handler
+        self._most_streams_each = most_streams_each
         self._address = address
         self._tls = tls
         self.in_flight = BytesInFlight(max_bytes_in_flight)
@@ -155,9 +159,9 @@ class Service:
                 grpc.StatusCode.UNAUTHENTICATED, "The certificate's common name is no identity."
             )
             return
-        share = self.in_flight.most // _SHARE
+        share = self.in_flight.most // SHARE
         client = self._clients.setdefault(identity, ClientStreams(share))
-        if client.count >= _MOST_STREAMS_EACH:
+        if client.count >= self._most_streams_each:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "The client has too many streams.")
             return
         client.count += 1

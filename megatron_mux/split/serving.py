@@ -14,7 +14,6 @@ from weakref import WeakSet, WeakValueDictionary
 
 from pydantic import ValidationError
 
-from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.errors import UserError
 from megatron_mux.shape import BackboneShape
 from megatron_mux.split.agreement import Proposal, Terms
@@ -24,17 +23,16 @@ from megatron_mux.split.pieces import Piece
 from megatron_mux.split.policies import PolicyName
 from megatron_mux.split.rate_limits import RateLimit
 from megatron_mux.split.requests import SessionRequests
-from megatron_mux.split.room import Room
+from megatron_mux.split.room import Room, examine
 from megatron_mux.split.service import Incoming, Send
 from megatron_mux.split.session import Session
 from megatron_mux.split.session_compute import Bodies
-from megatron_mux.split.session_memory import Memory, predict
+from megatron_mux.split.session_memory import Memory
 from megatron_mux.split.store import SessionStore
 from megatron_mux.split.wire import Kind, Limits, Message, RefusedError
 
 _IDENTITY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _BEFORE_JOINING = Limits(frozenset({Kind.HELLO}))
-_SECONDS_OF_HELLO = 30
 T = TypeVar("T")
 
 
@@ -53,6 +51,7 @@ class ServingOptions:
         most_sessions_each: Of these, a client's.
         joins_each, messages_each: What a client may send a second; see `RateLimit`.
         most_norm: Largest L2 norm of a row that clients send.
+        most_message: Bytes of the largest message.
     """
 
     fingerprint: str
@@ -65,6 +64,7 @@ class ServingOptions:
     joins_each: float = 20.0
     messages_each: float = 2000.0
     most_norm: float = 1e8
+    most_message: int = 1 << 28
 
 
 class SplitServer:
@@ -119,14 +119,6 @@ class SplitServer:
         """Of the backbone."""
         return self.bodies.shared.backbone.shape
 
-    def _predict(self, proposal: Proposal) -> Memory:
-        """What a session needs on the rank that needs most."""
-        backbone, parallel = self.bodies.shared.backbone, self.bodies.shared.parallel
-        own = self.options.layers
-        stages = stage_layers((own.start, *even_split(len(own), parallel.pp_size)))[1:]
-        itemsize, device = backbone.dtype.itemsize, backbone.device.type
-        return predict(self.shape, proposal, itemsize, device, parallel.tp_size, stages)
-
     # -- the service's handler
 
     def limits(self, identity: str) -> Limits:
@@ -141,13 +133,12 @@ class SplitServer:
             )
         session = None
         try:
-            hello = await _first(incoming)
-            if hello is None:
-                return
-            session = await self._join(identity, hello)
-            incoming.limits = session.limits(self.shape)
-            await send(self._welcome(session, hello))
             async for message in incoming:
+                if session is None:
+                    session = await self._join(identity, message)
+                    incoming.limits = session.limits(self.shape)
+                    await send(self._welcome(session, message))
+                    continue
                 self._messages.count(identity)
                 reply = await session.answer(message)
                 await send(reply)
@@ -185,6 +176,7 @@ class SplitServer:
             session = self.sessions.get(name)
             if session is not None:
                 self._take_over(session)
+                self._expire_later(session)  # this stream may end before it has joined
                 if session.ending is not None or not self._goes_on(session, proposal):
                     await self._drop(session)
                     session = None
@@ -231,22 +223,21 @@ class SplitServer:
 
     async def _add(self, name: str, identity: str, proposal: Proposal) -> Session:
         """Make room for a session and measure what its requests need; restores the step that its client is at."""
+        layers, need = examine(proposal, self.bodies.shared, self.options.layers, self.options.most_message)
         saved = await self._saved(f"{name}/{proposal.run}", proposal.step)
-        try:
-            layers = self._layers(proposal)
-            need = self._predict(proposal)
-        except UserError as error:
-            raise RefusedError("proposal", str(error)) from None
         try:
             self._room.claim(name, need, proposal.rows)
             outcome = await self._attach(name, identity, proposal, layers, need, saved)
             memory: Memory = outcome.result
             try:
                 self._room.claim(name, memory, proposal.rows)  # now as it was measured
-            except RefusedError:
-                await self._detach(name, identity)
-                self.dispatcher.release(outcome.reservation)
-                raise
+                if not proposal.step:
+                    self.store.forget(f"{name}/{proposal.run}")
+            except (RefusedError, OSError) as error:
+                await asyncio.shield(self._in_background(self._detach(name, identity, outcome.reservation)))
+                if isinstance(error, RefusedError):
+                    raise
+                raise RefusedError("disk", f"the server could not remove saves: {error.strerror}") from None
         except BaseException:
             self._room.leave(name)
             raise
@@ -261,8 +252,6 @@ class SplitServer:
             step=proposal.step,
             holds=outcome.reservation,
         )
-        if not proposal.step:
-            self.store.forget(session.saves)
         self.sessions[name] = session
         self.metrics.sessions[name].reserved = memory.lasting + self.bodies.own_parameters
         self.metrics.live.set(len(self.sessions))
@@ -315,28 +304,15 @@ class SplitServer:
                 self._in_background(self._detach(name, identity))
             raise
 
-    async def _detach(self, name: str, identity: str) -> None:
-        """Remove a session's adapter between computations."""
+    async def _detach(self, name: str, identity: str, reservation: int = 0) -> None:
+        """Remove a session's adapter between computations, and end its reservation."""
 
         def remove(works: Sequence[Work]) -> list[None]:
             self.bodies.remove(name)
             return [None]
 
         await self.dispatcher.compute(Work(identity, remove))
-
-    def _layers(self, proposal: Proposal) -> range:
-        """The layers of a session's body.
-
-        Raises:
-            UserError: The server does not have them.
-        """
-        layers, own = proposal.body(self.shape), self.options.layers
-        if layers.start < own.start or layers.stop > own.stop:
-            least = f"--cut-front {own.start} and --cut-back {self.shape.layers - own.stop}"
-            raise UserError(
-                f"the server holds layers {own.start} to {own.stop - 1}: it needs at least {least}"
-            )
-        return layers
+        self.dispatcher.release(reservation)
 
     def _welcome(self, session: Session, hello: Message) -> Message:
         terms = Terms(
@@ -408,8 +384,11 @@ class SplitServer:
 
     async def _drop(self, session: Session) -> None:
         """Remove a session and free its memory, also if the caller is cancelled meanwhile."""
+        caller, leaves = asyncio.current_task(), session.current is not None and session.current.task
         if session.ending is None:
-            session.ending = self._in_background(self._end(session, asyncio.current_task()))
+            session.ending = self._in_background(self._end(session, caller))
+        elif caller is leaves:
+            return  # whoever ends it waits for this
         await asyncio.shield(session.ending)
 
     async def _end(self, session: Session, caller: asyncio.Task[Any] | None) -> None:
@@ -421,8 +400,7 @@ class SplitServer:
         self.metrics.sessions.pop(session.name, None)
         self._room.leave(session.name)
         self.metrics.live.set(len(self.sessions))
-        await self._detach(session.name, session.identity)
-        self.dispatcher.release(session.holds)
+        await self._detach(session.name, session.identity, session.holds)
 
     async def drain(self, grace_s: float) -> None:
         """Let sessions come to the end of their steps, and save them all."""
@@ -439,17 +417,6 @@ class SplitServer:
             except RefusedError:
                 continue  # the log says why
             self._log.info("saved", extra={"fields": {"session": session.name, "step": session.step}})
-
-
-async def _first(incoming: Incoming) -> Message | None:
-    """A stream's first message; None: it has ended without one."""
-    try:
-        async with asyncio.timeout(_SECONDS_OF_HELLO):
-            return await anext(incoming)
-    except StopAsyncIteration:
-        return None
-    except TimeoutError:
-        raise RefusedError("slow", f"no HELLO came in {_SECONDS_OF_HELLO} s", retry=True) from None
 
 
 def _proposal(hello: Message) -> Proposal:

@@ -19,7 +19,7 @@ from tests.unit.split.faulty_connections import CuttingProxy, faulty_stream
 from tests.unit.split.running_server import RunningServer, running_server
 from tests.unit.split.splitting import task_of
 
-CUTS = 6
+CUTS = 4
 FRAME_BYTES = 2048
 
 

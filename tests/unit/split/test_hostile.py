@@ -12,7 +12,7 @@ from tests import tiny_models
 from tests.unit.split.hostile import MOST_GROWTH, Battle
 from tests.unit.split.running_server import running_server
 
-CASES = 300
+CASES = 150
 
 
 def test_hostile_clients_change_nothing(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -117,3 +118,22 @@ def test_a_damaged_save_is_as_good_as_none(server: RunningServer) -> None:
     with pytest.raises(RefusedError) as refused:
         Caller(server, step=1, incarnation="cd" * 8).join()
     assert refused.value.code == "no_state"
+
+
+def test_leaving_and_joining_at_once_do_not_wait_for_each_other(server: RunningServer) -> None:
+    caller = Caller(server)
+    caller.join()
+    caller.train_step()
+    other = Caller(server, training={"max_steps": 9, "learning_rate": 0.01})
+    with ThreadPoolExecutor(2) as pool:
+        with busy(server):
+            leaving = pool.submit(caller.call, caller.message(Kind.LEAVE, {"finished": False}))
+            until(lambda: server.server.dispatcher.queued == 1)  # the update before
+            session = server.server.sessions["local/one"]
+            joining = pool.submit(other.join)
+            until(lambda: session.ending is not None)
+        joining.result(10)
+        with pytest.raises((RefusedError, DeadlineError)):
+            leaving.result(30)  # its stream has been replaced
+    other.train_step()
+    assert list(server.server.sessions) == ["local/one"]

@@ -18,7 +18,6 @@ import torch
 
 from megatron_mux.errors import UserError
 from megatron_mux.split import server_stream
-from megatron_mux.split import service as service_module
 from megatron_mux.split.bytes_in_flight import BytesInFlight
 from megatron_mux.split.chunks import FRAME_BYTES, Assembly, frames
 from megatron_mux.split.service import ServerTls, Service
@@ -260,11 +259,9 @@ def test_bytes_in_flight_are_taken_in_order() -> None:
     asyncio.run(take_and_give())
 
 
-def test_one_client_cannot_have_all_streams(
-    loop: Loop, files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(service_module, "_MOST_STREAMS_EACH", 2)
+def test_one_client_cannot_have_all_streams(loop: Loop, files: Files) -> None:
     with loop.service(files.server()) as (service, _):
+        service._most_streams_each = 2
         with raw(service.port, files) as channel:
             held = [RawStream(channel) for _ in range(2)]
             for stream in held:
@@ -278,3 +275,16 @@ def test_one_client_cannot_have_all_streams(
             other = RawStream(channel)
             other.send(frames(Message(Kind.PING)))
             assert other.receive() is not None
+
+
+def test_a_stream_without_a_message_ends(
+    served: Served, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_stream, "_SECONDS_OF_FIRST", 0.3)
+    port, _ = served
+    with raw(port, files) as channel:
+        silent, pinging = RawStream(channel), RawStream(channel)
+        pinging.send(frames(Message(Kind.PING)))
+        assert pinging.receive() is not None
+        for stream in (silent, pinging):
+            assert stream.refused() == "slow"
