@@ -56,7 +56,7 @@ def _add_connections(parser: argparse.ArgumentParser) -> None:
     add("--tls-key", type=Path, required=True, help="its private key", metavar="FILE")
     add("--client-ca", type=Path, required=True, help="CA that signs clients' certificates", metavar="FILE")
     add("--max-bytes-in-flight", type=size, default=1 << 30, metavar="SIZE",
-        help="most bytes of requests that are received or handled, a quarter of them for one client (1GiB)")  # fmt: skip
+        help="bytes that requests take at most until they are answered; a quarter for one client (1GiB)")  # fmt: skip
     add("--max-norm", type=float, default=1e8, metavar="X",
         help="largest norm of a token's hidden state or gradient that clients may send (1e8)")  # fmt: skip
     add("--idle-seconds", type=float, default=600.0, metavar="S",
