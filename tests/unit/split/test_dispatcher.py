@@ -155,7 +155,7 @@ async def test_cancelling_in_the_moment_of_the_end_frees_what_would_stay(bench: 
         work(*arguments)
         cancelled.append(task.cancel())
 
-    bench.dispatcher._finish = finish_and_cancel  # type: ignore[method-assign]
+    bench.dispatcher._finish = finish_and_cancel  # type: ignore[method-assign, assignment]
     bench.go.release()
     with pytest.raises(asyncio.CancelledError):
         await task

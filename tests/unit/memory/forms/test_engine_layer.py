@@ -83,8 +83,8 @@ def test_below_the_first_adapter_nothing_is_kept() -> None:
     ],
 )
 def test_queries_keys_and_values(one: EngineLayer, qkv: int) -> None:
-    names = ("queries", "keys", "values", "product of linear_qkv", "queries before their norm")
-    names += ("copied keys and values",)
+    names = {"queries", "keys", "values", "product of linear_qkv", "queries before their norm"}
+    names |= {"copied keys and values"}
     assert sum(row.width for row in one.kept() if row.what in names) == qkv
 
 
