@@ -6,34 +6,30 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 from pydantic import ValidationError
 
-from megatron_mux.errors import UserError
 from megatron_mux.shape import BackboneShape
 from megatron_mux.split.agreement import Proposal, Terms
-from megatron_mux.split.dispatcher import Dispatcher, Outcome, Work
+from megatron_mux.split.attachments import Attachments, Background
+from megatron_mux.split.dispatcher import Dispatcher
 from megatron_mux.split.metrics import Metrics, SessionFigures
-from megatron_mux.split.pieces import Piece
 from megatron_mux.split.policies import PolicyName
 from megatron_mux.split.rate_limits import RateLimit
 from megatron_mux.split.requests import SessionRequests
-from megatron_mux.split.room import Room, examine
+from megatron_mux.split.room import examine
 from megatron_mux.split.service import Incoming, Send
 from megatron_mux.split.session import Session
 from megatron_mux.split.session_compute import Bodies
-from megatron_mux.split.session_memory import Memory
 from megatron_mux.split.store import SessionStore
 from megatron_mux.split.wire import Kind, Limits, Message, RefusedError
 
 _IDENTITY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _BEFORE_JOINING = Limits(frozenset({Kind.HELLO}))
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,17 +97,18 @@ class SplitServer:
         self.sessions: dict[str, Session] = {}
         self.draining = False
         self._log = log
-        self._numbers = count(
-            1 + secrets.randbits(40)
-        )  # another one tells clients that their session is lost
+        # Another server's numbers are others, which tells clients that their session is lost.
+        self._numbers = count(1 + secrets.randbits(40))
         self._joins = RateLimit("sessions joined", options.joins_each)
         self._messages = RateLimit("messages", options.messages_each)
         self._replaced: WeakSet[asyncio.Task[Any]] = WeakSet()
-        self._background: set[asyncio.Future[Any]] = set()
+        self._background = Background()
         self._joining: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._room = Room(dispatcher.scheduler.capacity, not bodies.copies, bodies.own_parameters)
         self.requests = SessionRequests(
             bodies, dispatcher, store, options.policy, metrics, log, self.sessions
+        )
+        self._attachments = Attachments(
+            bodies, dispatcher, store, self.requests.swapping, self._background, log
         )
 
     @property
@@ -206,10 +203,8 @@ class SplitServer:
         return proposal.step == session.step and not session.is_busy and not starts_anew
 
     async def _admit(self, name: str, identity: str, proposal: Proposal) -> Session:
-        known, most_each = (
-            self.metrics.sessions,
-            self.options.most_sessions_each,
-        )  # those that are joining included
+        known = self.metrics.sessions  # those that are joining included
+        most_each = self.options.most_sessions_each
         if len(known) >= self.options.most_sessions:
             raise RefusedError("full", f"{len(known)} sessions are the most at once", retry=True)
         if sum(other.startswith(f"{identity}/") for other in known) >= most_each:
@@ -222,25 +217,9 @@ class SplitServer:
                 known.pop(name, None)
 
     async def _add(self, name: str, identity: str, proposal: Proposal) -> Session:
-        """Make room for a session and measure what its requests need; restores the step that its client is at."""
+        """A new session, at the step that its client is at."""
         layers, need = examine(proposal, self.bodies.shared, self.options.layers, self.options.most_message)
-        saved = await self._saved(f"{name}/{proposal.run}", proposal.step)
-        try:
-            self._room.claim(name, need, proposal.rows)
-            outcome = await self._attach(name, identity, proposal, layers, need, saved)
-            memory: Memory = outcome.result
-            try:
-                self._room.claim(name, memory, proposal.rows)  # now as it was measured
-                if not proposal.step:
-                    self.store.forget(f"{name}/{proposal.run}")
-            except (RefusedError, OSError) as error:
-                await asyncio.shield(self._in_background(self._detach(name, identity, outcome.reservation)))
-                if isinstance(error, RefusedError):
-                    raise
-                raise RefusedError("disk", f"the server could not remove saves: {error.strerror}") from None
-        except BaseException:
-            self._room.leave(name)
-            raise
+        memory, holds = await self._attachments.attach(name, identity, proposal, layers, need)
         session = Session(
             name=name,
             number=next(self._numbers),
@@ -250,69 +229,14 @@ class SplitServer:
             memory=memory,
             server=self,
             step=proposal.step,
-            holds=outcome.reservation,
+            holds=holds,
         )
         self.sessions[name] = session
         self.metrics.sessions[name].reserved = memory.lasting + self.bodies.own_parameters
         self.metrics.live.set(len(self.sessions))
-        fields = {"session": name, "step": session.step, "waited_s": outcome.waited_s, **memory.fields()}
+        fields = {"session": name, "step": session.step, **memory.fields()}
         self._log.info("joined", extra={"fields": fields})
         return session
-
-    async def _saved(self, saves: str, step: int) -> Sequence[Piece]:
-        """The state of the step that a client is at; nothing at its beginning."""
-        if not step:
-            return ()
-        try:
-            saved = await asyncio.to_thread(self.store.load, saves, step)
-        except UserError as error:
-            self._log.error("damaged save", extra={"fields": {"saves": saves, "why": str(error)}})
-            saved = None
-        if saved is None:
-            have = ", ".join(map(str, self.store.steps(saves))) or "none"
-            raise RefusedError("no_state", f"the server has no save of step {step} (it has: {have})")
-        return saved
-
-    async def _attach(
-        self,
-        name: str,
-        identity: str,
-        proposal: Proposal,
-        layers: range,
-        need: Memory,
-        saved: Sequence[Piece],
-    ) -> Outcome:
-        """Attach a session's adapter; the result is its memory as measured."""
-        swapping, size, keeps = self.requests.swapping, need.joining, need.lasting
-        if swapping is not None:
-            size = keeps = swapping.size(need, proposal.rows)
-            await swapping.make_room(size)
-
-        def join(works: Sequence[Work]) -> list[Memory]:
-            memory = self.bodies.join(name, proposal, layers, saved)
-            if swapping is None:
-                works[0].keeps = min(size, memory.lasting)
-            return [memory]
-
-        work = Work(identity, join, size=size, keeps=keeps)
-        try:
-            return await self.dispatcher.compute(work)
-        except UserError as error:
-            raise RefusedError("proposal", str(error)) from None
-        except asyncio.CancelledError:
-            if work.abandoned:  # it is being computed: what it attaches is removed behind it
-                self._in_background(self._detach(name, identity))
-            raise
-
-    async def _detach(self, name: str, identity: str, reservation: int = 0) -> None:
-        """Remove a session's adapter between computations, and end its reservation."""
-
-        def remove(works: Sequence[Work]) -> list[None]:
-            self.bodies.remove(name)
-            return [None]
-
-        await self.dispatcher.compute(Work(identity, remove))
-        self.dispatcher.release(reservation)
 
     def _welcome(self, session: Session, hello: Message) -> Message:
         terms = Terms(
@@ -360,14 +284,8 @@ class SplitServer:
         if session.expiry is not None:
             session.expiry.cancel()
         session.expiry = asyncio.get_running_loop().call_later(
-            self.options.idle_s, lambda: self._in_background(self._expire(session))
+            self.options.idle_s, lambda: self._background.start(self._expire(session))
         )
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
 
     async def _expire(self, session: Session) -> None:
         """Save a session whose client has been away for long, and free its memory."""
@@ -384,11 +302,11 @@ class SplitServer:
 
     async def _drop(self, session: Session) -> None:
         """Remove a session and free its memory, also if the caller is cancelled meanwhile."""
-        caller, leaves = asyncio.current_task(), session.current is not None and session.current.task
+        caller, current = asyncio.current_task(), session.current
         if session.ending is None:
-            session.ending = self._in_background(self._end(session, caller))
-        elif caller is leaves:
-            return  # whoever ends it waits for this
+            session.ending = self._background.start(self._end(session, caller))
+        elif current is not None and current.task is caller:
+            return  # this is LEAVE, which whoever ends the session waits for
         await asyncio.shield(session.ending)
 
     async def _end(self, session: Session, caller: asyncio.Task[Any] | None) -> None:
@@ -398,9 +316,8 @@ class SplitServer:
             return  # its last operation was LEAVE
         del self.sessions[session.name]  # from now on, its name may be another's
         self.metrics.sessions.pop(session.name, None)
-        self._room.leave(session.name)
         self.metrics.live.set(len(self.sessions))
-        await self._detach(session.name, session.identity, session.holds)
+        await self._attachments.detach(session.name, session.identity, session.holds)
 
     async def drain(self, grace_s: float) -> None:
         """Let sessions come to the end of their steps, and save them all."""

@@ -149,9 +149,8 @@ def predict(
     """
     body = proposal.body(shape)
     parts = [range(max(own.start, body.start), min(own.stop, body.stop)) for own in stages or [body]]
-    each = [_predict(shape, proposal, itemsize, device, tensor, part) for part in parts if part]
-    figures = zip(*(asdict(one).items() for one in each), strict=True)
-    return Memory(**{figure[0][0]: max(value for _, value in figure) for figure in figures})
+    each = [asdict(_predict(shape, proposal, itemsize, device, tensor, part)) for part in parts if part]
+    return Memory(**{figure: max(one[figure] for one in each) for figure in each[0]})
 
 
 def _predict(

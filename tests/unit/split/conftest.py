@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.split.body import Body
 from tests import tiny_models
 from tests.end_to_end.workplace import write_tokenizer
 from tests.unit.split.splitting import write_data
@@ -33,6 +35,15 @@ def served(loop: Loop, files: Files) -> Iterator[tuple[int, ToyHandler]]:
         while service.in_flight.free < service.in_flight.most and time.monotonic() < until:
             time.sleep(0.01)  # a client has left just now
         assert service.in_flight.free == service.in_flight.most
+
+
+@pytest.fixture
+def body(backbone: Backbone) -> Iterator[Body]:
+    """The server's body of a module's `backbone`, without sessions before and after a test."""
+    body = Body(backbone, backbone.parallel)
+    yield body
+    for name in list(body.adapters.tasks):
+        body.remove(name)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -30,14 +30,6 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
     return Backbone.load(
         path, Parallel.alone("cpu"), torch.float64, split=(1, len(BODY), 0), stage=1, ends=False
     )
-
-
-@pytest.fixture
-def body(backbone: Backbone) -> Iterator[Body]:
-    body = Body(backbone, backbone.parallel)
-    yield body
-    for name in list(body.adapters.tasks):
-        body.remove(name)
 
 
 def section(kind: str) -> AdapterSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,14 +35,6 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
     path = tiny_models.make(tmp_path_factory.mktemp("backbone"), "llama", num_hidden_layers=6, hidden_size=64)
     parallel = runtime.initialize(device="cpu")
     return Backbone.load(path, parallel, split=(1, 5, 0), stage=1, ends=False)
-
-
-@pytest.fixture
-def body(backbone: Backbone) -> Iterator[Body]:
-    body = Body(backbone, backbone.parallel)
-    yield body
-    for name in list(body.adapters.tasks):
-        body.remove(name)
 
 
 def test_what_is_alive_is_counted_and_what_is_freed_is_not() -> None:
