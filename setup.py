@@ -14,7 +14,12 @@ VERSION = next(
 )
 
 TRITON = "triton>=3.6; platform_system == 'Linux' and platform_machine in 'x86_64 aarch64'"
-TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6", "matplotlib>=3.8", TRITON]
+QUANTISED = ["bitsandbytes>=0.49", "compressed-tensors>=0.10", "torchao>=0.15"]
+METRICS = ["rouge-score>=0.1.2"]
+TEST = [
+    *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6", "matplotlib>=3.8", TRITON),
+    *("trl>=1.10,<2", *QUANTISED, *METRICS),  # what results are compared with
+]
 LINT = ["ruff>=0.14", "mypy>=1.15", "import-linter>=2.3", "types-PyYAML"]
 DOCS = ["sphinx>=8", "myst-parser>=4", "furo", "sphinx-argparse>=0.5"]
 QUICKSTART = ["gguf>=0.17,<1"]
@@ -46,6 +51,7 @@ setup(
         "torch>=2.11",
         "transformers>=5,<6",
         "peft>=0.19,<1",
+        "datasets>=4,<6",
         "safetensors>=0.5",
         "tokenizers>=0.22",
         "numpy>=1.26",

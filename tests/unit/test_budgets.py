@@ -21,11 +21,11 @@ def test_every_test_file_has_a_room() -> None:
     assert not [path for path in files if room_of(str(path.relative_to(ROOT)), rooms) is None]
 
 
-def test_all_budgets_together_leave_time_to_start_within_twenty_four_minutes() -> None:
+def test_all_budgets_together_leave_time_to_start_within_twenty_eight_minutes() -> None:
     rooms = read_budgets()
     assert len({room.name for room in rooms}) == len(rooms) > 10
     assert all(0 < room.seconds <= 120 for room in rooms)
-    assert sum(room.seconds for room in rooms) <= 1370
+    assert sum(room.seconds for room in rooms) <= 1650
 
 
 def test_the_longest_pattern_wins() -> None:
