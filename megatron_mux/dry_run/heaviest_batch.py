@@ -16,7 +16,7 @@ from megatron_mux.data.sampler import Sampler
 from megatron_mux.dry_run.run_spec import RecordLengths, TaskRecords
 from megatron_mux.errors import UserError
 from megatron_mux.tasks import TaskSpec
-from megatron_mux.tasks.training import TOKENS_PER_PASS
+from megatron_mux.tasks.evaluation import TOKENS_PER_PASS
 
 STEPS, STEPS_THAT_PRUNE = 2, 3
 """From the second step on all persistent tensors exist; diff pruning fixes its masks after it, so takes a third."""

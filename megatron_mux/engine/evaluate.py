@@ -24,7 +24,7 @@ from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
 from megatron_mux.pipeline.template import forward_only
 from megatron_mux.runtime import Parallel
-from megatron_mux.tasks.training import TOKENS_PER_PASS
+from megatron_mux.tasks.evaluation import TOKENS_PER_PASS
 
 # Passes of one group, times the stages: the pipeline drains between groups, and these keep that rare.
 PASSES_PER_STAGE = 8

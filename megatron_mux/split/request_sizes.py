@@ -10,7 +10,7 @@ from megatron_mux.engine import Task
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.fusion.step import Lengths, step_grid
 from megatron_mux.tasks import TaskSpec
-from megatron_mux.tasks.training import TOKENS_PER_PASS
+from megatron_mux.tasks.evaluation import TOKENS_PER_PASS
 
 
 @dataclass(frozen=True)

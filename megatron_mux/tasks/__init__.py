@@ -4,9 +4,11 @@ A file can be checked before anything heavy is loaded: importing this room loads
 Megatron-Core.
 """
 
+from megatron_mux.tasks.data import DataSpec
+from megatron_mux.tasks.evaluation import EvalSpec
 from megatron_mux.tasks.files import load_task_file, read_task
 from megatron_mux.tasks.spec import TaskSpec
-from megatron_mux.tasks.training import DataSpec, EvalSpec, TrainingSpec
+from megatron_mux.tasks.training import TrainingSpec
 
 __all__ = [
     "DataSpec",

@@ -11,7 +11,9 @@ from pydantic import BeforeValidator, Field
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.section import Section, problem, shown
-from megatron_mux.tasks.training import DataSpec, EvalSpec, TrainingSpec
+from megatron_mux.tasks.data import DataSpec
+from megatron_mux.tasks.evaluation import EvalSpec
+from megatron_mux.tasks.training import TrainingSpec
 
 # Names become directories in --save DIR, where the run keeps these of its own.
 _RESERVED = frozenset({"manifests", "plan.json", "schedule.json", "schedule.svg"})

@@ -1,4 +1,4 @@
-"""The `data`, `training` and `eval` sections."""
+"""The `training` section."""
 
 from __future__ import annotations
 
@@ -11,39 +11,12 @@ from pydantic import Field, model_validator
 from megatron_mux.section import (
     LARGEST_BATCH,
     LARGEST_COUNT,
-    FilePath,
     Number,
     Refused,
     Section,
     TidyNumber,
     problem,
 )
-
-
-class DataSpec(Section):
-    """The training data of a task."""
-
-    path: FilePath
-    """JSON Lines file; see `megatron_mux.data.records` for the shapes of a record."""
-    max_length: int = Field(default=1024, ge=2, le=LARGEST_COUNT)
-    """Tokens a sequence is cut to, on the right."""
-    shuffle: bool = True
-    """Each epoch in an order drawn from the task's seed; false keeps the file's order."""
-
-
-TOKENS_PER_PASS = 2048
-"""Of an evaluation: large enough to use the processor well, small enough to bound activations."""
-
-
-class EvalSpec(Section):
-    """Held-out records, and when to evaluate on them."""
-
-    path: FilePath
-    """JSON Lines file of held-out records."""
-    eval_steps: int = Field(default=500, ge=1, le=LARGEST_COUNT)
-    """Evaluate every so many of the task's steps, besides at its beginning and end."""
-    per_device_eval_batch_size: int | None = Field(default=None, ge=1, le=LARGEST_BATCH)
-    """Maximum number of sequences evaluated together; None: as many as fill a pass. Affects memory, not results."""
 
 
 def _elsewhere(advice: str, *names: str) -> dict[str, Refused]:

@@ -14,8 +14,10 @@ from pydantic.fields import FieldInfo
 
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.section import Section, plain, shown
+from megatron_mux.tasks.data import DataSpec
+from megatron_mux.tasks.evaluation import EvalSpec
 from megatron_mux.tasks.spec import TaskSpec
-from megatron_mux.tasks.training import DataSpec, EvalSpec, TrainingSpec
+from megatron_mux.tasks.training import TrainingSpec
 
 _OF_PEFT = frozenset(
     """

@@ -20,7 +20,7 @@ from megatron_mux.dry_run.heaviest_batch import (
     task_records,
 )
 from megatron_mux.tasks import TaskSpec
-from megatron_mux.tasks.training import TOKENS_PER_PASS
+from megatron_mux.tasks.evaluation import TOKENS_PER_PASS
 
 
 def _spec(peft_type: str = "LORA", **training: Any) -> TaskSpec:
