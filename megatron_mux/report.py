@@ -143,9 +143,12 @@ class Reporter:
         task = self.history[name]
         task.before = task.before or result
         task.after = result
-        self._metrics(name, {"step": step, "eval_loss": result.loss, "eval_accuracy": result.accuracy})
+        self._metrics(name, {"step": step, **{f"eval_{key}": value for key, value in result.values.items()}})
         if self._live is None:
-            self.say(f"{name}: step {step} eval loss {result.loss:.4f} accuracy {result.accuracy:.1%}")
+            figures = " ".join(
+                f"{key.replace('_', ' ')} {_shown(key, value)}" for key, value in result.values.items()
+            )
+            self.say(f"{name}: step {step} eval {figures}")
         self._refresh()
 
     def say(self, text: str, style: str | None = None) -> None:
@@ -374,7 +377,13 @@ def _or_null(value: float) -> float | None:
 
 
 def _of(result: EvalResult | None, field: str) -> float | None:
-    return None if result is None else float(getattr(result, field))
+    value = None if result is None else getattr(result, field)
+    return None if value is None else float(value)
+
+
+def _shown(name: str, value: float) -> str:
+    """A figure of an evaluation: likelihoods as they are, shares in percent."""
+    return f"{value:.4f}" if name in ("loss", "perplexity") else f"{value:.1%}"
 
 
 def _change(first: float | None, last: float | None, form: str) -> str:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Example", "TaskDataset"]
 
-MAX_DISTINCT = 16
-"""A file with at most this many distinct completions is one of choices (see design: `eval_accuracy`)."""
+MAX_DISTINCT = 128
+"""Records can be classified among at most this many distinct completions: each is scored with every prompt."""
 
 
 class TaskDataset:
@@ -138,7 +138,7 @@ class TaskDataset:
 
     @cached_property
     def distinct_completions(self) -> list[str] | None:
-        """The completions that occur, in order of appearance, if every record has one and at most 16 differ."""
+        """The completions that occur, in order of appearance, if every record has one and at most 128 differ."""
         digests = self._entry.completions(self._numbers)
         if not digests.all():
             return None
@@ -147,6 +147,11 @@ class TaskDataset:
             return None
         records = [self.record(int(number)) for number in np.sort(first)]
         return [record.completion for record in records if isinstance(record, PromptCompletion)]
+
+    @property
+    def tokenizer(self) -> Any:
+        """The backbone's tokenizer."""
+        return self._tokeniser.tokenizer
 
     @property
     def end_of_sequence(self) -> int:

@@ -138,10 +138,9 @@ def record_steps(
         engine.register_tasks([_task(one) for one in run.tasks])
         watch.label(engine)
         _steps(engine, run, place, watch, around)
-        for one in run.tasks:
-            if one.held_out:
-                watch.within = f"the evaluation of {one.name}"
-                engine.evaluate(one.name)
+        if names := [one.name for one in run.tasks if one.held_out]:
+            watch.within = f"the evaluation of {', '.join(names)}"
+            engine.evaluate_together(names)
         return Recording(recorder.done(), tuple(watch.marks))
 
 

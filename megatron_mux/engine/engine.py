@@ -7,7 +7,7 @@ clipping, accumulation, data order and fate.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine.agreement import first_problem, out_of_memory_on_every_rank
-from megatron_mux.engine.evaluate import EvalResult, Evaluator, Records
+from megatron_mux.engine.evaluate import EvalResult, Evaluator
 from megatron_mux.engine.hand_over import HandOver
+from megatron_mux.engine.held_out import HeldOut, Records
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size
 from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.snapshot import HostMemory, LocalState, Snapshot, copy_states
@@ -331,7 +332,7 @@ class Engine:
     # -- reading it out
 
     def evaluate(self, name: str, records: Records | None = None) -> EvalResult | None:
-        """Held-out loss and accuracy of a task; None when it has no evaluation data. Every rank calls it.
+        """Held-out figures of a task; None when it has no evaluation data. Every rank calls it.
 
         Args:
             name: The task.
@@ -340,13 +341,34 @@ class Engine:
         Raises:
             UserError: The data could not be read; on every rank, so none waits for another.
         """
-        task = self._tasks[name]
-        records = task.task.evaluation if records is None else records
-        if records is None:
-            return None
+        given = {} if records is None else {name: records}
+        found = self.evaluate_together([name], given).get(name)
+        if isinstance(found, UserError):
+            raise found
+        return found
+
+    def evaluate_together(
+        self, names: Sequence[str], records: Mapping[str, Records] | None = None
+    ) -> dict[str, EvalResult | UserError]:
+        """Held-out figures of tasks, whose records share passes. Every rank calls it with the same names.
+
+        Args:
+            names: The tasks; those without evaluation data are left out of the result.
+            records: Records to evaluate instead of a task's evaluation data.
+
+        Returns:
+            By task, its figures; or why it could not be evaluated, which leaves the others alone.
+        """
+        tasks = {name: self._tasks[name] for name in names}
+        known = {name: task.task.evaluation for name, task in tasks.items()} | dict(records or {})
+        held_out = [
+            HeldOut(task, found) for name, task in tasks.items() if (found := known[name]) is not None
+        ]
+        if not held_out:
+            return {}
         self.adapters.prepare()
-        evaluator = Evaluator(self.stages, self.parallel, self.communicator, self._trials, task)
-        return evaluator.evaluate(records)
+        evaluator = Evaluator(self.stages, self.parallel, self.communicator, self._trials)
+        return dict(evaluator.evaluate(held_out))
 
     def copy_states(self, names: Sequence[str], memory: HostMemory) -> dict[str, LocalState]:
         """What this rank holds of tasks' states, copied to host memory as it is now; empty beside the first pipeline.

@@ -1,160 +1,139 @@
-"""Held-out loss and accuracy of one task, over the same pipeline that trains it, a group of records at a time."""
+"""Held-out figures of several tasks at once, over the same pipeline that trains them, a group of records at a time.
+
+Sequences of all tasks are packed together like those of a step, so that small evaluations share passes: their weights
+are fetched once, and the pipeline drains once a group. A task's figures depend on its own records alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux import layout
-from megatron_mux.data.dataset import Example
-from megatron_mux.engine.agreement import first_problem
-from megatron_mux.engine.compute import EvaluationCompute, Stages
+from megatron_mux.engine.compute import Stages
+from megatron_mux.engine.forward_compute import EvaluationCompute, ForwardCompute
+from megatron_mux.engine.held_out import HeldOut, HeldOutRecord, RecordGroups
 from megatron_mux.engine.out_of_memory import FailedBuckets
-from megatron_mux.engine.task_state import TaskState
 from megatron_mux.engine.trial import Trials
-from megatron_mux.errors import SharedError, UserError
+from megatron_mux.errors import SharedError
 from megatron_mux.layout import MicroBatch, PackedSequence
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
 from megatron_mux.pipeline.template import forward_only
 from megatron_mux.runtime import Parallel
-from megatron_mux.tasks.evaluation import TOKENS_PER_PASS
+from megatron_mux.tasks.evaluation import TOKENS_PER_PASS, plain_choices
 
 # Passes of one group, times the stages: the pipeline drains between groups, and these keep that rare.
 PASSES_PER_STAGE = 8
 
-
-class Records(Protocol):
-    """What is evaluated: a `TaskDataset`, or some records of one."""
-
-    def __len__(self) -> int: ...
-
-    def candidates(self, number: int, /) -> tuple[list[Example], int]:
-        """See `TaskDataset.candidates`."""
-
-    @property
-    def end_of_sequence(self) -> int:
-        """See `TaskDataset`."""
-
-    @property
-    def distinct_completions(self) -> Any:
-        """See `TaskDataset`."""
+_SUMS = 5  # see `Evaluator._sums`
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What one evaluation found.
+    """What one evaluation of a task found.
 
     Attributes:
-        loss: Mean negative log-likelihood over labelled tokens.
-        accuracy: With at most 16 distinct completions, the share of records whose own completion is the likeliest;
-            else the share of labelled tokens predicted, end-of-sequence left out.
+        values: Each figure by its name, which `eval_` precedes in `metrics.jsonl`: `loss`, the mean negative
+            log-likelihood over labelled tokens, and the task's metrics (see `EvalSpec`).
         records: Records evaluated.
+        choices: Number of completions that each record was classified among; 0: records were not classified.
     """
 
-    loss: float
-    accuracy: float
+    values: Mapping[str, float]
     records: int
+    choices: int = 0
+
+    @property
+    def loss(self) -> float:
+        """Mean negative log-likelihood over labelled tokens."""
+        return self.values["loss"]
+
+    @property
+    def accuracy(self) -> float | None:
+        """The first accuracy that was measured."""
+        names = ("accuracy", "classification_accuracy", "token_accuracy")
+        return next((self.values[name] for name in names if name in self.values), None)
 
 
-_Record = tuple[list[Example], int]
-"""A record's sequence, with every completion of the file where records are to be classified; and which is its own."""
-
-
-def _groups(records: Iterator[_Record], passes: int, batch_size: int | None) -> Iterator[list[_Record]]:
-    """Records in their order, as many at a time as fill about so many passes; a record is never divided."""
-    group: list[_Record] = []
-    tokens = sequences = 0
-    for record in records:
-        group.append(record)
-        tokens += sum(len(example.tokens) for example in record[0])
-        sequences += len(record[0])
-        if tokens >= passes * TOKENS_PER_PASS or (batch_size and sequences >= passes * batch_size):
-            yield group
-            group, tokens, sequences = [], 0, 0
-    if group:
-        yield group
-
-
-def _next_together(groups: Iterator[list[_Record]], parallel: Parallel) -> list[_Record] | None:
-    """This rank's next group, empty if only others have one left; None once nobody has. Every rank calls it.
-
-    Raises:
-        SharedError: Some rank could not read its records.
-    """
-    group: list[_Record] = []
-    problem = ""
-    try:
-        group = next(groups, [])
-    except UserError as error:
-        problem = str(error)
-    problems, left = parallel.total([bool(problem), bool(group)])
-    if problems:
-        raise SharedError(first_problem(problem, parallel))
-    return group if left else None
+def run_forward(compute: ForwardCompute, parallel: Parallel, communicator: Communicator) -> None:
+    """Run this rank's forward passes of micro-batches, the same number on every rank of the pipeline."""
+    stages = compute.stages
+    ranks, each = parallel.pp_size, len(stages)
+    dtype = next(iter(stages.values())).dtype
+    template = forward_only(ranks, len(compute.batches), each)
+    execute(template, parallel.pp_rank, compute, communicator, dtype, stages=ranks * each)
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates a task on this rank; every rank makes one.
+    """Evaluates tasks on this rank; every rank makes one.
 
     Attributes:
-        stages: This rank's, with the task's adapter attached.
+        stages: This rank's, with the tasks' adapters attached.
         parallel: Where this rank stands; records are shared out over data-parallel ranks.
         communicator: This rank's transfers.
         trials: Tries the largest pass first; None: memory cannot run out, or only where a pass recovers from it.
-        task: The task.
     """
 
     stages: Stages
     parallel: Parallel
     communicator: Communicator
     trials: Trials | None
-    task: TaskState
 
-    @property
-    def batch_size(self) -> int | None:
-        """Most sequences of one pass; None is bound by tokens alone."""
-        options = self.task.task.spec.eval
-        return None if options is None else options.per_device_eval_batch_size
+    def evaluate(self, tasks: Sequence[HeldOut]) -> dict[str, EvalResult | SharedError]:
+        """Evaluate tasks together; every rank calls it and every rank gets the answer.
 
-    def evaluate(self, dataset: Records) -> EvalResult:
-        """Evaluate the task on `dataset`; every rank calls it and every rank gets the answer.
+        Only a group of records is in memory at a time, however long the files are.
 
-        Only a group of records is in memory at a time, however long the file is.
+        Args:
+            tasks: In the same order on every rank.
 
-        Raises:
-            UserError: Some rank could not read the data, or has no memory for a sequence; on every rank, so none waits
-                for another.
+        Returns:
+            By task, its figures; or why there are none: some rank could not read its records, or has no memory for one
+            of its sequences.
         """
-        tokens = TOKENS_PER_PASS
-        mine = range(self.parallel.dp_rank, len(dataset), self.parallel.dp_size)
-        if self.parallel.experts.is_manager:
-            mine = range(0)
+        members = {one.name: one for one in tasks}
         passes = PASSES_PER_STAGE * self.parallel.pp_size
-        groups = _groups(map(dataset.candidates, mine), passes, self.batch_size)
-        sums = torch.zeros(5, dtype=torch.float64, device=self.parallel.device)
-        while (group := _next_together(groups, self.parallel)) is not None:
-            found, tokens = self._in_memory(group, dataset.end_of_sequence, tokens)
-            sums += found
+        groups = RecordGroups(tasks, self.parallel, passes * TOKENS_PER_PASS, passes)
+        sums = torch.zeros(len(tasks), _SUMS, dtype=torch.float64, device=self.parallel.device)
+        tokens = TOKENS_PER_PASS
+        while (group := groups.next()) is not None:
+            try:
+                found, tokens = self._in_memory(members, group, tokens)
+                sums += found
+            except SharedError:
+                for name in members:  # on every rank
+                    if name in groups.problems:
+                        continue
+                    try:
+                        own = [record for record in group if record.task == name]
+                        sums += self._in_memory(members, own, 1)[0]
+                    except SharedError as error:
+                        groups.problems[name] = str(error)
         if self.parallel.world_size > 1:
             dist.all_reduce(sums)
-        nll, labels, predicted, counted, likeliest = sums.tolist()
-        share = likeliest / len(dataset) if dataset.distinct_completions else predicted / max(counted, 1.0)
-        return EvalResult(nll / max(labels, 1.0), share, len(dataset))
+        return {
+            one.name: SharedError(groups.problems[one.name])
+            if one.name in groups.problems
+            else _result(one, row)
+            for one, row in zip(tasks, sums.tolist(), strict=True)
+        }
 
-    def _in_memory(self, group: list[_Record], end_of_sequence: int, tokens: int) -> tuple[Tensor, int]:
+    def _in_memory(
+        self, members: Mapping[str, HeldOut], group: list[HeldOutRecord], tokens: int
+    ) -> tuple[Tensor, int]:
         """Evaluate a group in passes as large as fit into memory on every rank; every rank calls it.
 
         Args:
-            group: Its records.
-            end_of_sequence: See `EvaluationCompute`.
+            members: All tasks, by name.
+            group: Records of this pipeline.
             tokens: Most tokens of a pass to begin with.
 
         Returns:
@@ -163,22 +142,28 @@ class Evaluator:
         Raises:
             SharedError: One sequence at a time does not fit.
         """
-        sequences = sum(len(candidates) for candidates, _ in group)
+        ends = [members[record.task].records.end_of_sequence for record in group for _ in record.examples]
         while True:
-            batches = self._passes(group, tokens)
+            batches = self._passes(members, group, tokens)
             rows = max((batch.rows for batch in batches), default=0)
-            failed = self._tried(batches, sequences)
+            failed = self._tried(batches, ends)
             if self.trials is None or not self._is_out_of_memory(failed):
                 failed = FailedBuckets(1, self.stages.values(), self.parallel)
-                compute = EvaluationCompute(self.stages, batches, sequences, end_of_sequence, failed)
-                self._execute(compute)
+                compute = self._compute(batches, ends, failed)
+                run_forward(compute, self.parallel, self.communicator)
                 if not self._is_out_of_memory(failed):
-                    return self._sums(group, compute.sums), tokens
+                    return self._sums(list(members), group, compute.sums), tokens
             if tokens == 1:
                 raise SharedError(f"one sequence alone ran out of memory ({failed.everywhere()[0]})")
             tokens = max(1, min(tokens, int(self.parallel.most([rows])[0])) // 2)
 
-    def _tried(self, batches: Sequence[MicroBatch], sequences: int) -> FailedBuckets:
+    def _compute(
+        self, batches: Sequence[MicroBatch], ends: Sequence[int], failed: FailedBuckets
+    ) -> EvaluationCompute:
+        on_device = torch.tensor(ends, dtype=torch.int64, device=self.parallel.device)
+        return EvaluationCompute(self.stages, batches, on_device, failed)
+
+    def _tried(self, batches: Sequence[MicroBatch], ends: Sequence[int]) -> FailedBuckets:
         """Whether a group's passes run out of memory on this rank, unless passes as large have fitted."""
         failed = FailedBuckets(1, self.stages.values(), self.parallel, recovers=False)
         if self.trials is None or not batches:
@@ -187,8 +172,8 @@ class Evaluator:
         before = self.trials.evaluated
         largest = max(size[0], before[0]), max(size[1], before[1])
         if largest != before:
-            compute = partial(EvaluationCompute, self.stages, batches, sequences, 0, failed)
-            self.trials.run(failed, lambda: self._execute(compute()))
+            compute = partial(self._compute, batches, ends, failed)
+            self.trials.run(failed, lambda: run_forward(compute(), self.parallel, self.communicator))
             if not failed:
                 self.trials.evaluated = largest
         return failed
@@ -197,59 +182,99 @@ class Evaluator:
         """Whether some rank ran out of memory; every rank calls it."""
         return self.parallel.total([bool(failed)])[0] > 0
 
-    def _execute(self, compute: EvaluationCompute) -> None:
-        """Run this rank's passes."""
-        ranks, each = self.parallel.pp_size, len(self.stages)
-        dtype = next(iter(self.stages.values())).dtype
-        template = forward_only(ranks, len(compute.batches), each)
-        execute(template, self.parallel.pp_rank, compute, self.communicator, dtype, stages=ranks * each)
-
-    def _sums(self, group: list[_Record], sums: Tensor) -> Tensor:
-        """Add up what was found of a group.
+    def _sums(self, names: list[str], group: list[HeldOutRecord], sums: Tensor) -> Tensor:
+        """Add up what was found of a group, task by task.
 
         Args:
+            names: Of all tasks.
             group: Records of this pipeline.
             sums: See `EvaluationCompute`.
 
         Returns:
-            `[5]` fp64: over the records' own sequences the negative log-likelihood, labels, labels predicted and labels
-            that are no end-of-sequence; and the records whose own candidate is the likeliest. Zeros on ranks that do
-            not speak for their pipeline, so that the sum over all ranks counts every record once.
+            `[tasks, 5]` fp64: over the records' own sequences the negative log-likelihood, labels, labels predicted and
+            labels that are no end-of-sequence; and the records whose own candidate is the likeliest. Zeros on ranks
+            that do not speak for their pipeline, so that the sum over all ranks counts every record once.
         """
+        found = torch.zeros(len(names), _SUMS, dtype=torch.float64, device=self.parallel.device)
         if not group or not self.parallel.is_last_stage or self.parallel.tp_rank != 0:
-            return torch.zeros(5, dtype=torch.float64, device=self.parallel.device)
-        table = sums.view(len(group), -1, 4)  # [record, candidate, ...]
-        own = torch.tensor([own for _, own in group], device=table.device)
-        chosen = table[torch.arange(len(group), device=table.device), own].sum(dim=0)
-        likeliest = (table[:, :, 0].argmin(dim=1) == own).sum(dim=0, keepdim=True)
-        return torch.cat([chosen, likeliest.double()])
+            return found
+        at = 0
+        for i, name in enumerate(names):
+            records = [record for record in group if record.task == name]
+            if not records:
+                continue
+            count, each = len(records), len(records[0].examples)
+            table = sums[at : at + count * each].view(count, each, 4)  # [record, candidate, ...]
+            at += count * each
+            own = torch.tensor([record.own for record in records], device=table.device)
+            found[i, :4] = table[torch.arange(count, device=table.device), own].sum(dim=0)
+            found[i, 4] = (table[:, :, 0].argmin(dim=1) == own).sum()
+        return found
 
-    def _passes(self, group: list[_Record], max_tokens: int) -> list[MicroBatch]:
-        """A group's micro-batches of at most `max_tokens` (a longer sequence has its own) and `batch_size`; as many on
-        every rank where ranks keep in step.
+    def _passes(
+        self, members: Mapping[str, HeldOut], group: list[HeldOutRecord], max_tokens: int
+    ) -> list[MicroBatch]:
+        """A group's micro-batches of at most `max_tokens` (a longer sequence has its own) and of as many sequences as
+        each of their tasks allows; as many on every rank where ranks keep in step.
         """
-        examples = [example for candidates, _ in group for example in candidates]
         batches: list[MicroBatch] = []
         current: list[PackedSequence] = []
-        tokens = 0
-        for i, example in enumerate(examples):
-            length = len(example.tokens)
-            if current and (tokens + length > max_tokens or len(current) == self.batch_size):
-                batches.append(self._pack(current))
-                current, tokens = [], 0
-            current.append((self.task.task.spec.name, i, example.tokens, example.labelled, 1.0))
-            tokens += length
+        tokens, most = 0, math.inf
+        examples = [(record.task, example) for record in group for example in record.examples]
+        for i, (name, example) in enumerate(examples):
+            length, limit = len(example.tokens), members[name].batch_size or math.inf
+            if current and (tokens + length > max_tokens or len(current) >= min(most, limit)):
+                batches.append(self._pack(members, current))
+                current, tokens, most = [], 0, math.inf
+            current.append((name, i, example.tokens, example.labelled, 1.0))
+            tokens, most = tokens + length, min(most, limit)
         if current:
-            batches.append(self._pack(current))
+            batches.append(self._pack(members, current))
         if next(iter(self.stages.values())).in_step:
             passes = int(self.parallel.most([len(batches)])[0])
-            batches += [self._pack([]) for _ in range(passes - len(batches))]
+            batches += [self._pack(members, []) for _ in range(passes - len(batches))]
         return batches
 
-    def _pack(self, sequences: list[PackedSequence]) -> MicroBatch:
-        name = self.task.task.spec.name
-        steps, offsets = {name: self.task.step}, {name: self.task.position_offset}
+    def _pack(self, members: Mapping[str, HeldOut], sequences: list[PackedSequence]) -> MicroBatch:
         multiple = self.parallel.tp_size if self.parallel.sequence_parallel else 1
-        slots = {name: self.task.slot}
-        host = layout.pack(sequences, (name,), steps, offsets, multiple, training=False, slots=slots)
+        host = layout.pack(
+            sequences,
+            tuple(members),
+            {name: one.task.step for name, one in members.items()},
+            {name: one.task.position_offset for name, one in members.items()},
+            multiple,
+            training=False,
+            slots={name: one.task.slot for name, one in members.items()},
+        )
         return host.to(self.parallel.device)
+
+
+def _result(task: HeldOut, sums: Sequence[float]) -> EvalResult:
+    """The figures of a task.
+
+    Args:
+        task: The task.
+        sums: A row of what `Evaluator._sums` returns, over all records.
+    """
+    nll, labels, predicted, counted, likeliest = sums
+    records, choices = len(task.records), len(task.choices or ())
+    of_tokens, of_records = predicted / max(counted, 1.0), likeliest / max(records, 1)
+    values = {"loss": nll / max(labels, 1.0)}
+    for metric in task.metrics:
+        if metric == "accuracy":
+            values[metric] = of_records if plain_choices(task.records) else of_tokens
+        elif metric == "token_accuracy":
+            values[metric] = of_tokens
+        elif metric == "classification_accuracy":
+            values[metric] = of_records
+        elif metric == "perplexity":
+            values[metric] = _exp(values["loss"])
+    return EvalResult(values, records, choices)
+
+
+def _exp(value: float) -> float:
+    """The exponential; infinite beyond what a number holds."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

@@ -41,7 +41,7 @@ from megatron_mux.split.link import LOST, Link
 from megatron_mux.split.noise import Noise, read_secret
 from megatron_mux.split.noise import Privacy as PrivacySection
 from megatron_mux.split.remote import Privacy, RemoteBody
-from megatron_mux.split.request_sizes import request_sizes
+from megatron_mux.split.request_sizes import choices_scored, request_sizes
 from megatron_mux.split.wire import Limits, RefusedError
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.training.loop import Loop
@@ -304,7 +304,7 @@ def _evaluations(task: Task, steps: int) -> Releases:
     if task.evaluation is None or task.spec.eval is None:
         return Releases(0, 0)
     rounds = 2 + (steps - 1) // task.spec.eval.eval_steps  # before the first step and at the end, too
-    return Releases(rounds * len(task.evaluation.distinct_completions or "1"), 0)
+    return Releases(rounds * len(choices_scored(task) or "1"), 0)
 
 
 def _adapter_of(spec: TaskSpec, shape: BackboneShape) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_mux.data.dataset import TaskDataset
@@ -10,7 +11,7 @@ from megatron_mux.engine import Task
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.fusion.step import Lengths, step_grid
 from megatron_mux.tasks import TaskSpec
-from megatron_mux.tasks.evaluation import TOKENS_PER_PASS
+from megatron_mux.tasks.evaluation import TOKENS_PER_PASS, choices_among
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def request_sizes(task: Task) -> RequestSizes:
     train_rows, sequences = _of_steps(task.spec, task.data)
     rows, longest = train_rows, int(task.data.lengths.max())
     if task.evaluation is not None:
-        choices = task.evaluation.distinct_completions
+        choices = choices_scored(task)
         longest_there = task.spec.data.max_length if choices else int(task.evaluation.lengths.max())
         passes = len(task.evaluation) * len(choices or "1")  # sequences of them all
         limit = (task.spec.eval and task.spec.eval.per_device_eval_batch_size) or passes
@@ -43,6 +44,13 @@ def request_sizes(task: Task) -> RequestSizes:
         rows, longest = max(rows, pass_rows), max(longest, longest_there)
         sequences = max(sequences, min(limit, passes, pass_rows))
     return RequestSizes(train_rows, rows, sequences, longest)
+
+
+def choices_scored(task: Task) -> Sequence[str] | None:
+    """The completions that evaluations of a task score with each of its held-out prompts, if it is a classification."""
+    if task.evaluation is None or task.spec.eval is None:
+        return None
+    return choices_among(task.evaluation, task.spec.eval.metrics)
 
 
 def _of_steps(spec: TaskSpec, data: TaskDataset) -> tuple[int, int]:

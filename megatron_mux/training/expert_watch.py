@@ -45,9 +45,12 @@ class _Sample:
     def __len__(self) -> int:
         return self.records
 
+    def __getitem__(self, number: int) -> Example:
+        return self.data[number]
+
     def candidates(self, number: int) -> tuple[list[Example], int]:
         """The record alone."""
-        return [self.data[number]], 0
+        return [self[number]], 0
 
     @property
     def end_of_sequence(self) -> int:

@@ -164,8 +164,8 @@ class Loop:
         if self.watch is not None:
             self.watch.after(len(steps))
         # Every task's turn, whatever is due already.
-        due = [self._after(name, result) for name, result in last.items()]
-        if any(due):
+        self._evaluate([name for name, result in last.items() if self._evaluates_after(name, result)])
+        if any(self._saves_after(result) for result in last.values()):
             self._save()
         elif self.watch is not None and any(result.status != "running" for result in last.values()):
             self.watch.flush()  # slots of tasks that leave may be taken by others
@@ -185,20 +185,17 @@ class Loop:
                 if interval:
                     yield interval - step % interval, interval
 
-    def _after(self, name: str, result: StepResult) -> bool:
-        """Evaluate a task if that is due.
+    def _evaluates_after(self, name: str, result: StepResult) -> bool:
+        """Whether a task is to be evaluated."""
+        spec = self.engine.task(name).spec.eval
+        if spec is None or result.status == "failed":
+            return False
+        return result.status == "finished" or result.step % spec.eval_steps == 0
 
-        Returns:
-            Whether a save is due.
-        """
-        if result.status == "failed":
-            return True
-        spec = self.engine.task(name).spec
-        finished = result.status == "finished"
-        if spec.eval is not None and (finished or result.step % spec.eval.eval_steps == 0):
-            self._evaluate(name)
+    def _saves_after(self, result: StepResult) -> bool:
+        """Whether a save is due."""
         interval = self.arguments.save_interval
-        return finished or bool(interval and result.step % interval == 0)
+        return result.status != "running" or bool(interval and result.step % interval == 0)
 
     def _note(self, name: str, result: StepResult) -> None:
         entry = self.registry.entries[name]
@@ -221,15 +218,16 @@ class Loop:
             what = "its adapter before the failing step is kept (no earlier save is known to be good)"
         self.reporter.say(f"{name}: {what}: {self._saver.directory / entry.checkpoint}")
 
-    def _evaluate(self, name: str) -> None:
-        self.parallel.heartbeat.at(f"evaluating {name}")
-        try:
-            result = self.engine.evaluate(name)
-        except UserError as error:  # on every rank
-            self.reporter.say(f"{name} could not be evaluated: {error}")
+    def _evaluate(self, names: Sequence[str]) -> None:
+        """Evaluate tasks together, those that have evaluation data."""
+        if not names:
             return
-        if result is not None:
-            self.reporter.evaluation(name, self.engine.progress(name)[0], result)
+        self.parallel.heartbeat.at(f"evaluating {', '.join(names)}")
+        for name, result in self.engine.evaluate_together(names).items():
+            if isinstance(result, UserError):  # on every rank
+                self.reporter.say(f"{name} could not be evaluated: {result}")
+            else:
+                self.reporter.evaluation(name, self.engine.progress(name)[0], result)
 
     def _save(self, leaving: Sequence[str] = ()) -> None:
         """One manifest for all tasks, so that a resume continues them from the same moment.

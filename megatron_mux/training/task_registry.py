@@ -31,7 +31,7 @@ class TaskRegistry:
         reporter: Told who joins, waits and leaves.
         info: The backbone, for tasks that join.
         files: Opens the data of tasks that join.
-        evaluate: Evaluates a task by name.
+        evaluate: Evaluates tasks, given their names, together.
         save: Saves the run; called with the names of tasks that are about to leave.
         continued: Directory of the run that this one continues, if any.
         entries: Every task the run has had, as a save names it.
@@ -43,7 +43,7 @@ class TaskRegistry:
     reporter: Reporter
     info: BackboneInfo
     files: DataFiles
-    evaluate: Callable[[str], None]
+    evaluate: Callable[[Sequence[str]], None]
     save: Callable[[Sequence[str]], None]
     continued: Path | None = None
     entries: dict[str, SavedTask] = field(default_factory=dict)
@@ -119,6 +119,7 @@ class TaskRegistry:
         """
         alone = not self.engine.active
         self.engine.register_tasks(tasks)
+        fresh_tasks: list[str] = []
         for task in tasks:
             name, kind = task.spec.name, task.spec.adapter.peft_type
             step, total, status = self.engine.progress(name)
@@ -129,7 +130,9 @@ class TaskRegistry:
                 self.reporter.say(f"{name} trains from here on")
             self.reporter.add(name, kind, step, total, status)
             if alone and step == 0 and task.resume is None:
-                self.evaluate(name)
+                fresh_tasks.append(name)
+        if fresh_tasks:
+            self.evaluate(fresh_tasks)
 
     def _admit_waiting(self, task: Task) -> None:
         """Register a task that has waited; a mistake in it stops only that task."""

@@ -12,6 +12,7 @@ from megatron_mux.data.dataset import DataFiles
 from megatron_mux.engine import Task
 from megatron_mux.errors import UserError
 from megatron_mux.tasks import TaskSpec
+from megatron_mux.training.eval_setup import accuracy_measured, problems_of_evaluation
 
 Progress = Callable[[str], None]
 """Told what is going on, a line at a time."""
@@ -143,6 +144,8 @@ def _open(spec: TaskSpec, info: BackboneInfo, files: DataFiles, say: Progress, r
     if spec.eval is not None:
         path = spec.eval.path
         evaluation = attempt(lambda: files.open(path, spec.data.max_length))
+        if evaluation is not None:
+            problems += problems_of_evaluation(spec, evaluation)
     initial = None
     source = spec.adapter.adapter_name_or_path
     if source is not None and not resumed:
@@ -155,4 +158,6 @@ def _open(spec: TaskSpec, info: BackboneInfo, files: DataFiles, say: Progress, r
                 f"{spec.name}: {dataset.path}: {dataset.dropped} of {dataset.dropped + len(dataset)} records have no "
                 f"token to learn from within {spec.data.max_length} tokens and were dropped"
             )
+    if evaluation is not None and (measured := accuracy_measured(spec, evaluation)):
+        say(measured)
     return Task(spec, data, evaluation, initial)

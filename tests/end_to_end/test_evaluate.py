@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from megatron_mux.engine import Engine
 from megatron_mux.engine import evaluate as evaluate_module
+from megatron_mux.engine.held_out import HeldOut
 from megatron_mux.errors import UserError
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
@@ -141,10 +142,9 @@ def test_the_batch_size_bounds_a_pass_and_a_group(
     records.most = 0
     engine = Engine(backbone, parallel)
     engine.register_tasks([case.task])
-    monkeypatch.setattr(evaluate_module.Evaluator, "batch_size", batch_size)
-    state = engine._tasks["task"]
-    evaluator = evaluate_module.Evaluator(engine.stages, parallel, engine.communicator, None, state)
-    found = evaluator.evaluate(records.as_dataset())
+    monkeypatch.setattr(HeldOut, "batch_size", batch_size)
+    found = engine.evaluate("task", records.as_dataset())
     engine.remove_task("task")
     assert records.most <= 2 * batch_size * evaluate_module.PASSES_PER_STAGE
-    assert found.loss == pytest.approx(wanted.loss, rel=1e-12) and found.accuracy == wanted.accuracy
+    assert found is not None and found.accuracy == wanted.accuracy
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-12)

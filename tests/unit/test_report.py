@@ -33,7 +33,7 @@ def reporter_of(directory: Path | None, tensorboard: Path | None = None) -> Repo
 
 def test_numbers_that_json_does_not_know_are_null(tmp_path: Path) -> None:
     reporter = reporter_of(tmp_path, tmp_path / "board")
-    reporter.evaluation("a", 0, EvalResult(math.nan, 0.5, 2))
+    reporter.evaluation("a", 0, EvalResult({"loss": math.nan, "accuracy": 0.5}, 2))
     reporter.step("a", StepResult(1, 3, 2.5, math.inf, 0.1, 8, "running", router_aux_loss=4.25), 1.0)
     reporter.step("a", StepResult(1, 3, math.nan, math.nan, 0.1, 8, "failed", "its loss is nan", True), 1.0)
     reporter.close()
@@ -46,7 +46,7 @@ def test_numbers_that_json_does_not_know_are_null(tmp_path: Path) -> None:
 def test_tensorboard_reads_the_numbers(tmp_path: Path) -> None:
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
     reporter = reporter_of(None, tmp_path / "board")
-    reporter.evaluation("a", 0, EvalResult(4.5, 0.5, 2))
+    reporter.evaluation("a", 0, EvalResult({"loss": 4.5, "accuracy": 0.5}, 2))
     reporter.step("a", StepResult(1, 3, 2.5, 1.5, 0.25, 8, "running"), 1.0)
     (file,) = (tmp_path / "board").iterdir()
     events = list(loader.LegacyEventFileLoader(str(file)).Load())
@@ -71,11 +71,11 @@ def test_a_full_disk_is_a_problem_to_tell_and_no_more(tmp_path: Path, saving: bo
     if not saving:
         assert reporter._events is not None
         reporter._events._records._writer = open("/dev/full", "wb")  # noqa: SIM115
-    reporter.evaluation("a", 0, EvalResult(4.5, 0.5, 2))
+    reporter.evaluation("a", 0, EvalResult({"loss": 4.5, "accuracy": 0.5}, 2))
     flag = f"--save {tmp_path}" if saving else f"--tensorboard-dir {tmp_path / 'board'}"
     assert reporter.problem.startswith(f"{flag}: could not write") and "No space left" in reporter.problem
     assert reporter.problem.endswith("with --load." if saving else "another directory.")
-    reporter.evaluation("a", 1, EvalResult(4.5, 0.5, 2))
+    reporter.evaluation("a", 1, EvalResult({"loss": 4.5, "accuracy": 0.5}, 2))
     with pytest.raises(UserError, match="No space left"):
         reporter.close()
     reporter.release()

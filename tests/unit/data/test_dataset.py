@@ -119,7 +119,7 @@ def test_choices(path: Path, tokenizer: Tokenizer) -> None:
     candidates, own = data.candidates(1)
     assert [example.completion_text for example in candidates] == ["yes", "no"] and own == 1
     assert candidates[1].tokens.tolist() == data[1].tokens.tolist()
-    for count, small in ((16, True), (17, False)):
+    for count, small in ((128, True), (129, False)):
         write(path, *(pair("a", f"answer {i}") for i in range(count)))
         found = TaskDataset(path, tokenizer, 64)
         assert (found.distinct_completions is not None) is small

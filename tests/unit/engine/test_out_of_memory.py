@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux.engine.compute import EvaluationCompute, TrainingCompute
+from megatron_mux.engine.compute import TrainingCompute
+from megatron_mux.engine.forward_compute import EvaluationCompute
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.pipeline.action import Action
 from tests.budget import Budget
@@ -48,7 +49,8 @@ class Batches(dict[Any, Any]):
 
 def compute_of(training: bool, stages: Any, failed: FailedBuckets) -> Any:
     if not training:
-        return EvaluationCompute(stages, [SimpleNamespace(rows=ROWS - 1)] * 2, 3, 7, failed)  # type: ignore[list-item]
+        ends = torch.full((3,), 7)
+        return EvaluationCompute(stages, [SimpleNamespace(rows=ROWS - 1)] * 2, ends, failed)  # type: ignore[list-item]
     known: dict[str, Any] = {"tokens": [{}], "buckets": [0], "tasks": {}, "coefficients": {}}
     finalizer: Any = SimpleNamespace(failed=failed, parallel=parallel(), **known)
     batches: Any = Batches()

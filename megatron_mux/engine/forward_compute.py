@@ -1,0 +1,115 @@
+"""What a stage computes where nothing is learned: forward passes, of which the last stage keeps some figures."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_mux import layout
+from megatron_mux.engine.compute import Stages, zeros_for_next_stage
+from megatron_mux.engine.out_of_memory import FailedBuckets
+from megatron_mux.layout import MicroBatch
+from megatron_mux.pipeline.action import Action
+
+
+class ForwardCompute(ABC):
+    """Forward passes of micro-batches over this rank's stages.
+
+    Args:
+        stages: This rank's.
+        batches: Micro-batches in order.
+        failed: Notes passes that run out of memory.
+    """
+
+    def __init__(self, stages: Stages, batches: Sequence[MicroBatch], failed: FailedBuckets) -> None:
+        self.stages = stages
+        self.failed = failed
+        self.batches = batches
+        one = next(iter(stages.values()))
+        rows = max((one.hidden_shape(batch)[0] for batch in batches), default=1)
+        self._zeros = zeros_for_next_stage(stages, rows, failed)
+
+    @abstractmethod
+    def keep(self, number: int, batch: MicroBatch, nll: Tensor, tokens: Tensor) -> None:
+        """Keep what the last stage found.
+
+        Args:
+            number: Of the micro-batch.
+            batch: The micro-batch.
+            nll: `[N]` fp32 negative log-likelihoods of its labels.
+            tokens: `[N]` int64, the likeliest token in the place of each.
+        """
+
+    def shape(self, action: Action) -> tuple[int, ...]:
+        """Shape of what travels between stages."""
+        return self.stages[action.stage].hidden_shape(self.batches[action.micro_batch])
+
+    def needs_gradient(self, action: Action) -> bool:
+        """There is none."""
+        return False
+
+    @torch.no_grad()
+    def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
+        """Hidden states, anything of their shape once memory has run out; on the last stage figures are kept too."""
+        made = self.failed.attempt(action, lambda: self._forward(action, hidden))
+        if made is not None:
+            return made
+        return self._zeros[: self.shape(action)[0]] if hidden is None else hidden
+
+    def _forward(self, action: Action, hidden: Tensor | None) -> Tensor:
+        backbone, batch = self.stages[action.stage], self.batches[action.micro_batch]
+        with layout.activate(batch):
+            output = backbone.forward(batch, hidden, labelled_only=True)
+            if not backbone.last:
+                return output
+            nll, tokens = backbone.predict(output, batch)
+        if batch.rows:
+            self.keep(action.micro_batch, batch, nll, tokens)
+        return output
+
+    def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
+        """There is none."""
+        raise RuntimeError(f"an evaluation has no backward pass, yet {action} was asked for")
+
+    def norm(self, action: Action, others: Tensor | None) -> Tensor:
+        """There is no gradient."""
+        raise RuntimeError(f"an evaluation ends no bucket's step, yet {action} was asked for")
+
+    update = norm
+
+    def label(self, action: Action) -> str:
+        """Tasks of the micro-batch."""
+        return "eval " + "+".join(self.batches[action.micro_batch].task_rows)
+
+
+class EvaluationCompute(ForwardCompute):
+    """Keeps, per sequence, the likelihood of its labels and how many were predicted.
+
+    Args:
+        stages: This rank's.
+        batches: Micro-batches in order.
+        ends: `[sequences]` int64, the token of each sequence that is left out of the accuracy: end-of-sequence.
+        failed: Notes passes that run out of memory.
+
+    Attributes:
+        sums: `[sequences, 4]` fp64 of each sequence: the summed negative log-likelihood, labels, labels predicted, and
+            labels that are no end-of-sequence.
+    """
+
+    def __init__(
+        self, stages: Stages, batches: Sequence[MicroBatch], ends: Tensor, failed: FailedBuckets
+    ) -> None:
+        super().__init__(stages, batches, failed)
+        self.ends = ends
+        self.sums: Tensor = torch.zeros(len(ends), 4, dtype=torch.float64, device=ends.device)
+
+    def keep(self, number: int, batch: MicroBatch, nll: Tensor, tokens: Tensor) -> None:
+        """See `ForwardCompute.keep`."""
+        sequences = batch.labelled.groups.sequence_ids
+        counted = batch.labels != self.ends.index_select(0, sequences)
+        columns = (nll, torch.ones_like(nll), (tokens == batch.labels) & counted, counted)
+        rows = torch.stack([column.double() for column in columns], dim=1)
+        self.sums.index_add_(0, sequences, rows)

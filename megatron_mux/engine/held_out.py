@@ -1,0 +1,157 @@
+"""The held-out records of several tasks, a group at a time: what one evaluation holds in memory at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from megatron_mux.data.dataset import Example
+from megatron_mux.engine.agreement import everyones
+from megatron_mux.engine.task_state import TaskState
+from megatron_mux.errors import UserError
+from megatron_mux.runtime import Parallel
+from megatron_mux.tasks.evaluation import EvalSpec, Metric, choices_among
+
+
+class Records(Protocol):
+    """What is evaluated: a `TaskDataset`, or some records of one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Example: ...
+
+    def candidates(self, number: int, /) -> tuple[list[Example], int]:
+        """See `TaskDataset.candidates`."""
+
+    @property
+    def end_of_sequence(self) -> int:
+        """See `TaskDataset`."""
+
+    @property
+    def distinct_completions(self) -> Sequence[str] | None:
+        """See `TaskDataset`."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A task and the records that it is evaluated on.
+
+    Attributes:
+        task: The task, attached.
+        records: The records.
+    """
+
+    task: TaskState
+    records: Records
+
+    @property
+    def name(self) -> str:
+        """Of the task."""
+        return self.task.task.spec.name
+
+    @property
+    def spec(self) -> EvalSpec | None:
+        """The task's `eval` section; None: its records were given by a program."""
+        return self.task.task.spec.eval
+
+    @property
+    def metrics(self) -> Sequence[Metric]:
+        """What is measured beside the loss."""
+        return ["accuracy"] if self.spec is None else self.spec.metrics
+
+    @property
+    def batch_size(self) -> int | None:
+        """Most sequences of a pass that has some of this task; None is bound by tokens alone."""
+        return None if self.spec is None else self.spec.per_device_eval_batch_size
+
+    @property
+    def choices(self) -> Sequence[str] | None:
+        """The completions that are scored with every prompt; None: the record's own alone."""
+        return choices_among(self.records, self.metrics)
+
+
+@dataclass(frozen=True)
+class HeldOutRecord:
+    """A record as it is scored.
+
+    Attributes:
+        task: Name of its task.
+        examples: Its sequence, or one with every completion of the file.
+        own: Which of them is the record itself.
+    """
+
+    task: str
+    examples: list[Example]
+    own: int
+
+
+@dataclass(eq=False)
+class RecordGroups:
+    """This rank's share of all tasks' records, task after task, as many at a time as fill some passes.
+
+    A record is never divided. Tasks whose records cannot be read on some rank leave on every rank.
+
+    Attributes:
+        tasks: The tasks, in one order on every rank.
+        parallel: Where this rank stands: data-parallel ranks share the records of all tasks evenly.
+        tokens: Tokens of a group, or more by a part of its last record.
+        passes: Passes that the sequences of a group fill where a task bounds those of a pass.
+        problems: Why tasks cannot be evaluated, by name: the same on every rank.
+    """
+
+    tasks: Sequence[HeldOut]
+    parallel: Parallel
+    tokens: int
+    passes: int
+    problems: dict[str, str] = field(default_factory=dict)
+    _unread: dict[str, str] = field(default_factory=dict)
+    _groups: Iterator[list[HeldOutRecord]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._groups = self._in_groups()
+
+    def next(self) -> list[HeldOutRecord] | None:
+        """This rank's next group, empty if only others have one left; None once nobody has. Every rank calls it."""
+        group = next(self._groups, [])
+        problems, left = self.parallel.total([bool(self._unread), bool(group)])
+        if problems:
+            for rank, unread in enumerate(everyones(self._unread, self.parallel)):
+                for name, text in unread.items():
+                    self.problems.setdefault(name, f"rank {rank}: {text}" if rank else text)
+            self._unread.clear()
+            group = [record for record in group if record.task not in self.problems]
+        return group if left else None
+
+    def _in_groups(self) -> Iterator[list[HeldOutRecord]]:
+        group: list[HeldOutRecord] = []
+        tokens = sequences = 0
+        for batch_size, record in self._mine():
+            group.append(record)
+            tokens += sum(len(example.tokens) for example in record.examples)
+            sequences += len(record.examples)
+            if tokens >= self.tokens or (batch_size and sequences >= self.passes * batch_size):
+                yield group
+                group, tokens, sequences = [], 0, 0
+        if group:
+            yield group
+
+    def _mine(self) -> Iterator[tuple[int | None, HeldOutRecord]]:
+        """This rank's records, each with the batch size of its task."""
+        if self.parallel.experts.is_manager:
+            return
+        before = 0
+        for one in self.tasks:
+            count = len(one.records)
+            first = (self.parallel.dp_rank - before) % self.parallel.dp_size
+            classifies = one.choices is not None
+            for number in range(first, count, self.parallel.dp_size):
+                if one.name in self.problems:
+                    break
+                try:
+                    found = one.records.candidates(number) if classifies else ([one.records[number]], 0)
+                except UserError as error:
+                    self._unread[one.name] = str(error)
+                    break
+                yield one.batch_size, HeldOutRecord(one.name, *found)
+            before += count

@@ -1,0 +1,41 @@
+"""Checks what a task's evaluation measures against its held-out records, and says which accuracy it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_mux.data.dataset import MAX_DISTINCT, TaskDataset
+from megatron_mux.tasks import TaskSpec
+from megatron_mux.tasks.evaluation import choices_among, plain_choices
+
+_SHOWN = 4
+_LONGEST = 20
+
+
+def problems_of_evaluation(spec: TaskSpec, records: TaskDataset) -> Iterator[str]:
+    """Yield why a task's evaluation cannot measure what it should on these records."""
+    assert spec.eval is not None
+    if "classification_accuracy" in spec.eval.metrics and records.distinct_completions is None:
+        yield (
+            f"eval.metrics: classification_accuracy needs records that all have a prompt and a completion, with at "
+            f"most {MAX_DISTINCT} distinct completions, which those of {records.path} are not: measure token_accuracy "
+            "or exact_match"
+        )
+
+
+def accuracy_measured(spec: TaskSpec, records: TaskDataset) -> str:
+    """Say which accuracy `accuracy` is for these records; empty if it is not measured."""
+    assert spec.eval is not None
+    if "accuracy" not in spec.eval.metrics:
+        return ""
+    plain = plain_choices(records)
+    if plain is None:
+        scored = choices_among(records, spec.eval.metrics)
+        also = " beside the classification that was asked for" if scored is not None else ""
+        return f"{spec.name}: accuracy is the share of labelled tokens predicted{also}"
+    names = [text.strip()[:_LONGEST] for text in plain[:_SHOWN]]
+    more = ", ..." if len(plain) > _SHOWN else ""
+    return (
+        f"{spec.name}: accuracy is the share of records whose own completion is the likeliest of the {len(plain)} that "
+        f"occur ({', '.join(names)}{more}); eval.metrics: [token_accuracy] counts tokens instead"
+    )
