@@ -90,6 +90,11 @@ class Pace:
 
 def write(path: Path, *content: bytes | memoryview, pace: Pace | None = None) -> None:
     """Write pieces one after the other to a file and flush it to disk."""
+    write_pieces(path, content, pace)
+
+
+def write_pieces(path: Path, content: Iterable[bytes | memoryview], pace: Pace | None = None) -> None:
+    """Write pieces one after the other, as they come, to a file and flush it to disk."""
     with open(path, "wb", buffering=0) as file:
         for block in _blocks(content):
             began = time.perf_counter()

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_mux.files import Pace, write
+from megatron_mux.files import Pace, write_pieces
 
 _DTYPES = {
     torch.float64: "F64",
@@ -26,6 +28,18 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 """Names in the format of safetensors of what backbones, adapters and optimizers keep."""
+
+
+class TensorInfo(NamedTuple):
+    """What the header of a safetensors file says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_tensors(
@@ -43,17 +57,37 @@ def write_tensors(
         KeyError: A tensor's dtype has no name.
         OSError: The disk is full or not writable.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    pieces, end = [], 0
-    # The widest values first, as in the library: so each is aligned.
-    for key, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
-        start, end = end, end + tensor.nbytes
-        header[key] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
+    infos = {key: TensorInfo(tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+    pieces = (bytes_of(tensors[key]) for key in in_file_order(infos))
+    write_pieces(path, chain(header(infos, metadata), pieces), pace)
+
+
+def in_file_order(tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Names in the order of their data: the widest values first, as in the library, so that each is aligned."""
+    return sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
+
+
+def header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> tuple[bytes, bytes]:
+    """What a file begins with, before the data of the tensors in the order of `in_file_order`.
+
+    Raises:
+        KeyError: A tensor's dtype has no name.
+    """
+    content: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
+    for key in in_file_order(tensors):
+        start, end = end, end + tensors[key].nbytes
+        content[key] = {
+            "dtype": _DTYPES[tensors[key].dtype],
+            "shape": list(tensors[key].shape),
             "data_offsets": [start, end],
         }
-        pieces.append(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    text = json.dumps(header).encode()
+    text = json.dumps(content).encode()
     text += b" " * (-len(text) % 8)
-    write(path, len(text).to_bytes(8, "little"), text, *pieces, pace=pace)
+    return len(text).to_bytes(8, "little"), text
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The data of a tensor on the CPU."""
+    data: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    return data

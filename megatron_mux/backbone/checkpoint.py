@@ -149,6 +149,10 @@ class Checkpoint:
         """SHA-256 over headers and samples of the data."""
         return self._digest.hexdigest()
 
+    def dtype(self, name: str) -> torch.dtype:
+        """A tensor's dtype, which `check_dtype` accepts."""
+        return _DTYPES[self.tensors[name].dtype]
+
     def check_dtype(self, name: str) -> str | None:
         """The problem with a tensor's dtype; None if it is supported."""
         stored = self.tensors[name]

@@ -1,0 +1,182 @@
+"""How each kind of adapter changes weights, or why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_mux.adapters.diff_pruning import gate
+from megatron_mux.errors import UserError
+from megatron_mux.merging.low_rank import LowRank, VeraMatrices, is_fused, lora_terms
+from megatron_mux.merging.stored_adapter import PREFIX, StoredAdapter
+from megatron_mux.merging.weights import Changes
+
+
+def merge_lora(adapter: StoredAdapter, changes: Changes) -> set[str]:
+    """LoRA: add the products; with DoRA, scale each row of the sum to its magnitude."""
+    used: set[str] = set()
+    shape = changes.info.shape
+    for term in lora_terms(adapter, shape):
+        used |= {term.a, term.b}
+        if is_fused(term.path, shape):
+            _merge_experts(term, changes)
+            continue
+        size = changes.size(term.path, term.a)
+        wanted = size[::-1] if term.embedding else size
+        if term.shape != wanted:
+            raise _misfit(adapter, f"{term.b} and {term.a}", term.shape, wanted)
+        if term.magnitude is not None:
+            used.add(term.magnitude)
+            _check(adapter, term.magnitude, {size[:1]})
+        changes.add(term.path, partial(_plus_product, term), shared=_is_tied(adapter))
+        bias = term.b.removesuffix("weight") + "bias"
+        if bias in adapter.shapes:
+            used.add(bias)
+            _merge_bias(term, bias, changes)
+    return used
+
+
+def _plus_product(term: LowRank, weight: Tensor) -> Tensor:
+    a, b = term.matrices()
+    product = b @ a
+    total = weight + term.scale * (product.t() if term.embedding else product)
+    if term.magnitude is None:
+        return total
+    magnitude = term.adapter.read(term.magnitude)
+    scaled: Tensor = total * (magnitude / torch.linalg.vector_norm(total, dim=1))[:, None]
+    return scaled
+
+
+def _merge_experts(term: LowRank, changes: Changes) -> None:
+    """LoRA on all routed experts: A holds one expert's ranks after the other's, B all experts' first ranks first."""
+    experts, hidden = changes.info.shape.experts, changes.info.shape.hidden
+    assert experts is not None
+    down = term.shape == (hidden, experts.ffn)
+    if not down and term.shape != (2 * experts.ffn, hidden):
+        raise _misfit(term.adapter, f"{term.b} and {term.a}", term.shape, (2 * experts.ffn, hidden))
+    if term.rank % experts.count:
+        raise UserError(f"{term.adapter.weights}: {term.a} is not of {experts.count} experts.")
+
+    def change(weight: Tensor, *, expert: int, rows: slice) -> Tensor:
+        a, b = term.matrices()
+        a_of = a.view(experts.count, -1, a.shape[1])[expert]
+        b_of = b.view(b.shape[0], -1, experts.count)[rows, :, expert]
+        return weight + term.scale * (b_of @ a_of)
+
+    changes.add_to_experts(term.path, change, down)
+
+
+def _merge_bias(term: LowRank, key: str, changes: Changes) -> None:
+    if changes.name(term.path, "bias") is None:
+        raise UserError(f"{term.adapter.weights}: {key} has no bias to be added to: {term.path} has none.")
+    changes.add(term.path, lambda bias: bias + term.scale * term.adapter.read(key), "bias")
+
+
+def merge_vera(adapter: StoredAdapter, changes: Changes) -> set[str]:
+    """VeRA: add the products of the scaled random matrices."""
+    used = {key for key in VeraMatrices.KEYS if key in adapter.shapes}
+    matrices = VeraMatrices(adapter, changes.info.shape)
+    for path in adapter.paths(".vera_lambda_b"):
+        b, d = (f"{PREFIX}{path}.vera_lambda_{side}" for side in ("b", "d"))
+        if d not in adapter.shapes:
+            raise UserError(f"{adapter.weights} holds {b} without {d}.")
+        size = changes.size(path, b)
+        _check(adapter, b, {size[:1]})
+        wide = matrices.b.shape[0], matrices.a.shape[1]
+        if wide[0] < size[0] or wide[1] < size[1]:
+            raise _misfit(adapter, "the pair of random matrices", wide, size)
+
+        def change(weight: Tensor, path: str = path, size: tuple[int, int] = size) -> Tensor:
+            a, b = matrices.of(adapter, path, *size)
+            return weight + b @ a
+
+        changes.add(path, change)
+        used |= {b, d}
+    return used
+
+
+def merge_ia3(adapter: StoredAdapter, changes: Changes) -> set[str]:
+    """IA3: scale a weight's rows and the bias, or, of feed-forward modules, its columns."""
+    used = set()
+    for path in adapter.paths(".ia3_l"):
+        key = f"{PREFIX}{path}.ia3_l"
+        out_features, in_features = changes.size(path, key)
+        scales_input = adapter.shapes[key][0] == 1
+        _check(adapter, key, {(1, in_features)} if scales_input else {(out_features, 1)})
+        changes.add(path, lambda weight, key=key: weight * adapter.read(key))  # type: ignore[misc]
+        if not scales_input and changes.name(path, "bias") is not None:
+            changes.add(path, lambda bias, key=key: bias * adapter.read(key).flatten(), "bias")  # type: ignore[misc]
+        used.add(key)
+    return used
+
+
+def merge_diff_pruning(adapter: StoredAdapter, changes: Changes) -> set[str]:
+    """Diff pruning: add the masked difference."""
+    used = set()
+    for path in adapter.paths(".diff.weight"):
+        difference, mask = (f"{PREFIX}{path}.diff.{leaf}" for leaf in ("weight", "log_alpha"))
+        if mask not in adapter.shapes:
+            raise UserError(f"{adapter.weights} holds {difference} without {mask}.")
+        size = changes.size(path, difference)
+        for key in (difference, mask):
+            _check(adapter, key, {size})
+
+        def change(weight: Tensor, difference: str = difference, mask: str = mask) -> Tensor:
+            return weight + gate(adapter.read(mask), None)[0] * adapter.read(difference)
+
+        changes.add(path, change)
+        used |= {difference, mask}
+    return used
+
+
+MERGES: Mapping[str, Callable[[StoredAdapter, Changes], set[str]]] = {
+    "LORA": merge_lora,
+    "VERA": merge_vera,
+    "IA3": merge_ia3,
+    "DIFF_PRUNING": merge_diff_pruning,
+}
+"""By kind: adds an adapter's changes, and returns the keys of the tensors that they use."""
+
+UNMERGEABLE: Mapping[str, str] = {
+    "BOTTLENECK": "a bottleneck is a small network of its own after a module, which is not linear",
+    "PREFIX_TUNING": "a prefix adds keys and values to attention, which no weight holds",
+    "PROMPT_TUNING": "a prompt adds virtual tokens, which no weight holds",
+    "P_TUNING": "a prompt adds virtual tokens, which no weight holds",
+}
+"""Why other kinds cannot be merged exactly."""
+
+
+def merge_kind(adapter: StoredAdapter, changes: Changes) -> set[str]:
+    """Add an adapter's changes.
+
+    Returns:
+        The keys of the tensors that they use.
+
+    Raises:
+        UserError: Its kind cannot be merged, or it is not this backbone's.
+    """
+    merge = MERGES.get(adapter.kind)
+    if merge is not None:
+        return merge(adapter, changes)
+    reason = UNMERGEABLE.get(adapter.kind, f"only {', '.join(MERGES)} are supported")
+    raise UserError(f"{adapter.directory}: {adapter.kind} cannot be merged into a backbone: {reason}.")
+
+
+def _is_tied(adapter: StoredAdapter) -> bool:
+    """Whether the adapter keeps the output layer equal to the embedding."""
+    return bool(adapter.config.get("ensure_weight_tying"))
+
+
+def _check(adapter: StoredAdapter, key: str, allowed: set[tuple[int, ...]]) -> None:
+    if adapter.shapes[key] not in allowed:
+        raise _misfit(adapter, key, adapter.shapes[key], next(iter(allowed)))
+
+
+def _misfit(adapter: StoredAdapter, what: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> UserError:
+    return UserError(
+        f"{adapter.weights}: {what} of shape {list(found)} do not fit the backbone, which needs {list(wanted)}: give "
+        "the one it was trained on."
+    )

@@ -1,0 +1,192 @@
+"""Merges an adapter into its backbone: a new Hugging Face directory with the changed weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_mux.backbone.checkpoint import Checkpoint
+from megatron_mux.backbone.registry import read_backbone_info
+from megatron_mux.errors import UserError
+from megatron_mux.files import read_json, write
+from megatron_mux.merging.hf_directory import copy_companions, new_directory, write_json, write_shards
+from megatron_mux.merging.kinds import merge_kind
+from megatron_mux.merging.stored_adapter import PREFIX, StoredAdapter
+from megatron_mux.merging.weights import Change, Changes
+from megatron_mux.merging.whole_rows import replace_modules, replace_rows
+from megatron_mux.model_card import Parent, merged_card
+from megatron_mux.tensor_file import TensorInfo
+
+_CHUNK_BYTES = 32 << 20
+
+Progress = Callable[[str, int, int], None]
+"""Told which tensor was written, the bytes written so far, and all bytes."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a merge did.
+
+    Attributes:
+        kind: Of the adapter.
+        tensors, changed: Tensors written, and those of them that differ from the backbone's.
+        size: Bytes of all tensors.
+        files: Number of safetensors files.
+        untied: Whether the output layer was the embedding, and no longer is.
+        seconds: Time that it took.
+    """
+
+    kind: str
+    tensors: int
+    changed: int
+    size: int
+    files: int
+    untied: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A tensor to write: where its value comes from, and what it becomes."""
+
+    source: str
+    changes: list[Change]
+    info: TensorInfo
+
+
+def merge(
+    backbone: Path,
+    adapter: Path,
+    output: Path,
+    dtype: torch.dtype | None = None,
+    largest: int = 5_000_000_000,
+    progress: Progress = lambda name, done, total: None,
+) -> Merged:
+    """Write the backbone with the adapter merged into it.
+
+    Weights are computed in fp32 and rounded once, to the dtype in which they are written.
+
+    Args:
+        backbone: Hugging Face directory.
+        adapter: Directory in peft's format.
+        output: Directory to make.
+        dtype: Of the weights; None: as they are stored.
+        largest: Most bytes of a safetensors file.
+        progress: Told of every tensor.
+
+    Raises:
+        UserError: The adapter is of a kind that cannot be merged, or of another backbone; the backbone is quantised; or
+            the output exists.
+    """
+    began = time.monotonic()
+    _refuse_quantised(backbone)
+    info = read_backbone_info(backbone)
+    stored = StoredAdapter(adapter)
+    with Checkpoint(backbone) as checkpoint, new_directory(output) as directory:
+        sizes = {name: checkpoint.tensors[place].shape for name, place in info.stored.items()}
+        if info.shape.tied:
+            sizes[f"{info.shape.names.head}.weight"] = sizes[f"{info.shape.names.embedding}.weight"]
+        changes = plan_changes(stored, Changes(info, sizes))
+        written = _plan(changes, checkpoint, dtype)
+        total, done = sum(each.info.nbytes for each in written.values()), 0
+
+        def value(name: str) -> Iterator[Tensor]:
+            nonlocal done
+            for part in _value(written[name], checkpoint, stored, name):
+                done += part.nbytes
+                yield part
+            progress(name, done, total)
+
+        files = write_shards(directory, {name: each.info for name, each in written.items()}, value, largest)
+        config = read_json(backbone / "config.json")
+        if dtype is not None:
+            config.pop("torch_dtype", None)
+            config["dtype"] = str(dtype).removeprefix("torch.")
+        if changes.unties:
+            config["tie_word_embeddings"] = False
+        write_json(directory / "config.json", config)
+        copy_companions(backbone, directory)
+        parents = Parent(backbone.resolve().name, info.fingerprint), Parent(stored.name, stored.fingerprint())
+        write(directory / "README.md", merged_card(*parents, stored.config, adapter).encode())
+    changed = sum(bool(each.changes) for each in written.values())
+    return Merged(stored.kind, len(written), changed, total, files, changes.unties, time.monotonic() - began)
+
+
+def plan_changes(adapter: StoredAdapter, changes: Changes) -> Changes:
+    """Add all changes of an adapter, and return them.
+
+    Raises:
+        UserError: It cannot be merged, or some of its tensors have no place.
+    """
+    used = merge_kind(adapter, changes)
+    used |= replace_rows(adapter, changes)
+    used |= replace_modules(adapter, changes, used)
+    left = sorted(adapter.shapes.keys() - used)
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise UserError(
+            f"{adapter.weights} holds {left[0].removeprefix(PREFIX)}{more}, for which the backbone {changes.info.path} "
+            f"has no place or {adapter.kind} no rule: give the backbone it was trained on."
+        )
+    if not changes.of:
+        raise UserError(f"{adapter.weights} changes nothing: it holds no tensors.")
+    return changes
+
+
+def _refuse_quantised(backbone: Path) -> None:
+    config = backbone / "config.json"
+    found = read_json(config).get("quantization_config") if config.is_file() else None
+    if found is not None:
+        method = found.get("quant_method", "unknown") if isinstance(found, dict) else found
+        raise UserError(
+            f"The backbone {backbone} is quantised ({method}): merge into the model that it was quantised from, and "
+            "quantise the result."
+        )
+
+
+def _plan(changes: Changes, checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, _Written]:
+    """What to write, in the order in which the checkpoint stores it, by stored name."""
+    info = changes.info
+    full = {stored: name for name, stored in info.stored.items()}
+    plan: dict[str, _Written] = {}
+    for stored in (stored for stored in checkpoint.tensors if stored in full):
+        plan[stored] = _written(full[stored], stored, changes, checkpoint, dtype)
+        if full[stored] == changes.embedding and changes.unties:
+            plan[changes.head] = _written(changes.head, stored, changes, checkpoint, dtype)
+    return plan
+
+
+def _written(
+    name: str, source: str, changes: Changes, checkpoint: Checkpoint, dtype: torch.dtype | None
+) -> _Written:
+    own, experts = checkpoint.dtype(source), changes.info.shape.experts
+    kept = experts is not None and name.endswith(
+        f".{experts.names.router_bias}"
+    )  # fp32 in transformers, always
+    made = TensorInfo(own if dtype is None or kept else dtype, checkpoint.tensors[source].shape)
+    return _Written(source, changes.of.get(name, []), made)
+
+
+def _value(written: _Written, checkpoint: Checkpoint, adapter: StoredAdapter, name: str) -> Iterator[Tensor]:
+    """The parts of a tensor to write."""
+    shape, dtype = written.info.shape, written.info.dtype
+    if written.changes:
+        weight = checkpoint.read(written.source, slice(0, shape[0]))
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        for change in written.changes:
+            weight = change(weight)
+        weight = weight.to(dtype)
+        if not bool(weight.isfinite().all()):
+            raise UserError(f"{adapter.directory}: merging makes NaN or infinity of {name} in {dtype}.")
+        yield weight
+    elif len(shape) == 2:
+        everything = slice(0, shape[0]), slice(0, shape[1])
+        for _, chunk in checkpoint.read_chunks(written.source, *everything, _CHUNK_BYTES):
+            yield chunk.to(dtype)
+    else:
+        yield checkpoint.read(written.source, slice(0, shape[0])).to(dtype)
