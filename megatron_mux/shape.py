@@ -226,6 +226,7 @@ class BackboneShape:
         config: The whole Hugging Face config, defaults included.
         norm_offset: What is added to the stored weights of norms (Gemma: 1).
         embedding_scale: What the token embedding's output is multiplied by.
+        padding_token: The token whose row of the embedding transformers never trains, if the config names one.
         experts: The experts of its layers, if any; `ffn` is then the inner width of layers without.
         latent: Sizes of multi-head latent attention, if it has that; `head_dim` is then of queries and keys.
     """
@@ -255,6 +256,7 @@ class BackboneShape:
     config: Mapping[str, Any]
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    padding_token: int | None = None
     experts: Experts | None = None
     latent: Latent | None = None
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron_mux.adapters.arena import Arena
 from megatron_mux.adapters.kind import AdapterTensor, tensor_key
+from megatron_mux.adapters.own_rows import TaskRows
 from megatron_mux.kernels.dropout import key_of
 from megatron_mux.kernels.terms import Term
 from megatron_mux.layout import MicroBatch
@@ -133,6 +134,7 @@ class TaskAdapter(ABC):
         arena: Storage of `parameters`, their gradients and copies.
         slot: The smallest integer that no other attached task has: see `kernels.groups.RowGroups`.
         at: Index of a BaseOp in `host.base_ops` to the method there.
+        rows: The rows of the embedding and of the output layer that the task trains.
     """
 
     def __init__(self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None) -> None:
@@ -150,6 +152,7 @@ class TaskAdapter(ABC):
         self._starts: dict[str, Tensor] = {}
         self._ordered: list[AdapterParameter] = []
         self.build()
+        self.rows = TaskRows(self)
         # What `adapt` has not ordered belongs to no module.
         others = [p for p in self.parameters if p not in set(self._ordered)]
         self.arena = Arena(
@@ -158,6 +161,7 @@ class TaskAdapter(ABC):
             host.parameter_dtype,
             host.dtype,
         )
+        self.rows.find()
         self.initial = None
 
     def build(self) -> None:
@@ -235,7 +239,12 @@ class TaskAdapter(ABC):
         return places.view(-1, experts.count)[:, own].flatten()
 
     def make(
-        self, key: str, dim: int | None = None, index: Tensor | None = None, owner: bool = True
+        self,
+        key: str,
+        dim: int | None = None,
+        index: Tensor | None = None,
+        owner: bool = True,
+        start: Tensor | None = None,
     ) -> AdapterParameter:
         """Make the local part of a tensor and note it in `parameters`, or in `fixed` if it is not trained.
 
@@ -243,6 +252,7 @@ class TaskAdapter(ABC):
             key: Name in `adapter_model.safetensors`.
             dim, index: See `AdapterParameter`.
             owner: Whether this stage owns it; of tensor ranks that each hold the same, the first does.
+            start: What the local part of a fresh adapter starts from; None: from `AdapterTensor.init`.
         """
         tensor, parallel = self.tensors[key], self.host.parallel
         if tensor.dim is None:
@@ -250,13 +260,16 @@ class TaskAdapter(ABC):
         partial = tensor.dim is None and (parallel.sequence_parallel or not tensor.on_output)
         value = nn.Parameter(torch.empty(0), requires_grad=tensor.trained)
         record = AdapterParameter(key, value, tensor.shape, dim, index, partial, owner, tensor.decay)
-        if self.initial is None or not tensor.stored:
+        if start is not None:
+            local = start
+        elif self.initial is None or not tensor.stored:
             full = torch.empty(tensor.shape, dtype=torch.float32)
             # The same however the backbone is divided.
             tensor.init(full, torch.Generator().manual_seed(key_of(self.seed, "initial", key) >> 1))
+            local = record.slice_of(full)
         else:
-            full = self.initial[key]
-        local = record.slice_of(full).to(dtype=self.host.parameter_dtype).contiguous()
+            local = record.slice_of(self.initial[key])
+        local = local.to(dtype=self.host.parameter_dtype).contiguous()
         if tensor.trained:  # the arena has its storage
             self._starts[key] = local
             record.value = nn.Parameter(torch.empty(0, dtype=local.dtype, device=self.host.device))

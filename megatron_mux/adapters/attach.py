@@ -22,6 +22,7 @@ from megatron_mux.base_ops import EXPERT_OPS, BaseOpInfo, ModuleColumns
 from megatron_mux.errors import UserError
 from megatron_mux.kernels.columns import Columns
 from megatron_mux.kernels.low_rank_choice import KernelChoice
+from megatron_mux.kernels.own_rows import Place, VocabularyPart
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape, Module
 
@@ -59,12 +60,19 @@ class Host:
         parallel: Where this rank stands.
         dtype: The backbone's compute dtype; adapter parameters are fp32, or fp64 on an fp64 backbone.
         shape: The backbone's sizes.
+        vocabulary: This rank's parts of the embedding and the output layer; None: tasks cannot train rows of them.
     """
 
     def __init__(
-        self, base_ops: Sequence[BaseOpInfo], parallel: Parallel, dtype: torch.dtype, shape: BackboneShape
+        self,
+        base_ops: Sequence[BaseOpInfo],
+        parallel: Parallel,
+        dtype: torch.dtype,
+        shape: BackboneShape,
+        vocabulary: Mapping[Place, VocabularyPart] | None = None,
     ) -> None:
         self.base_ops = list(base_ops)
+        self.vocabulary = vocabulary
         self.parallel = parallel
         self.dtype = dtype
         self.parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -136,6 +144,7 @@ class AdapterSet:
         parallel: Where this rank stands.
         dtype: Of the backbone's computation.
         shape: The backbone's sizes.
+        vocabulary: See `Host`.
 
     Attributes:
         host: The stage as adapters see it.
@@ -143,9 +152,14 @@ class AdapterSet:
     """
 
     def __init__(
-        self, base_ops: Sequence[BaseOpInfo], parallel: Parallel, dtype: torch.dtype, shape: BackboneShape
+        self,
+        base_ops: Sequence[BaseOpInfo],
+        parallel: Parallel,
+        dtype: torch.dtype,
+        shape: BackboneShape,
+        vocabulary: Mapping[Place, VocabularyPart] | None = None,
     ) -> None:
-        self.host = Host(base_ops, parallel, dtype, shape)
+        self.host = Host(base_ops, parallel, dtype, shape, vocabulary)
         self.ops = [
             (AttachedExperts if info.name in EXPERT_OPS else AttachedBaseOp)(info, self.host)
             for info in self.host.base_ops
@@ -186,6 +200,7 @@ class AdapterSet:
         for op, at in adapter.at.items():
             self.ops[op].add(spec.name, at, adapter.slot)
             self.ops[op].attach()
+        adapter.rows.enter()
         self._tasks[spec.name] = adapter
         return adapter
 
@@ -196,6 +211,7 @@ class AdapterSet:
             KeyError: No task of that name has an adapter.
         """
         adapter = self._tasks.pop(name)
+        adapter.rows.leave()
         for op in adapter.at:
             self.ops[op].remove(name)
         adapter.at.clear()  # its parts know the whole: their memory would wait for the garbage collector

@@ -22,6 +22,7 @@ from megatron_mux.adapters.attach import Host, Site
 from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant
 from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField, not_yet
+from megatron_mux.adapters.vocabulary_fields import SavesModules
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.kernels.columns import Columns
 from megatron_mux.kernels.terms import Term
@@ -111,7 +112,7 @@ class IA3(TaskAdapter):
         return _InputScale(factor) if whole else _OutputScale(self.host, made)
 
 
-class IA3Spec(AdapterSpec):
+class IA3Spec(SavesModules, AdapterSpec):
     """IA3 (`peft.IA3Config`): learned scales of outputs, or of inputs for feed-forward modules."""
 
     peft_type: Literal["IA3"]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron_mux.adapters.costs import Curve, Kept, Place, Sample, Work
 from megatron_mux.adapters.peft_fields import NOT_STORED, PeftField
 from megatron_mux.adapters.targets import ALL_LINEAR, Targets, match_targets, short_names
+from megatron_mux.adapters.vocabulary_fields import OwnMatrix
 from megatron_mux.section import FilePath, Section
 from megatron_mux.shape import BackboneShape, Module
 
@@ -67,6 +68,11 @@ def constant(value: float) -> Init:
 def uniform(full: Tensor, generator: torch.Generator) -> None:
     """Initialise a matrix as `torch.nn.Linear` does."""
     nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
+
+
+def _of_backbone(full: Tensor, generator: torch.Generator) -> None:
+    """Initialise with the backbone's weights, which only ranks that hold them can."""
+    raise ValueError("a task's own rows of the vocabulary start from the backbone's")
 
 
 class AdapterSpec(Section, ABC):
@@ -144,10 +150,19 @@ class AdapterSpec(Section, ABC):
         """
         return {}
 
+    def own_rows(self, shape: BackboneShape) -> tuple[OwnMatrix, ...]:
+        """The rows of the embedding and of the output layer that it trains in place of the backbone's.
+
+        Raises:
+            UserError: They cannot be trained.
+        """
+        return ()
+
     def tensors(self, shape: BackboneShape) -> dict[str, AdapterTensor]:
         """Every tensor of the whole adapter, by its key in `adapter_model.safetensors`.
 
         Raises:
+            UserError: It targets what it cannot have.
             ValueError: The kind divides a tensor otherwise than `module_tensors` allows.
         """
         found = dict(self.shared_tensors(shape))
@@ -160,6 +175,10 @@ class AdapterSpec(Section, ABC):
                 if tensor.dim is not None and tensor.shape[tensor.dim] != width:
                     raise ValueError(f"{key}: tensor ranks divide {width} features, not {tensor}")
                 found[key] = tensor
+        for matrix in self.own_rows(shape):
+            layer = {"embedding": 0, "head": shape.layers - 1}[matrix.places[0]]
+            dim, layer = (0, layer) if matrix.tokens is None else (None, None)
+            found[matrix.key] = AdapterTensor(matrix.size(shape), layer, _of_backbone, dim)
         return found
 
     def config(self, shape: BackboneShape) -> dict[str, Any]:

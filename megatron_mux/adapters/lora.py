@@ -19,6 +19,7 @@ from megatron_mux.adapters.kind import AdapterTensor, constant, uniform
 from megatron_mux.adapters.low_rank_kind import LOW_RANK_FIELDS, LowRankSpec, LowRankTerms, Product
 from megatron_mux.adapters.peft_fields import NOT_STORED, PeftField, bookkeeping, not_yet
 from megatron_mux.adapters.targets import match_parameters, matches
+from megatron_mux.adapters.vocabulary_fields import SavesTokens
 from megatron_mux.errors import UserError
 from megatron_mux.section import LARGEST_SIZE, Number, Targets, TidyNumber
 from megatron_mux.shape import BackboneShape, Module
@@ -39,7 +40,7 @@ class Lora(TaskAdapter):
         return LowRankTerms(self, [Product(site, down, up) for site, (down, up) in modules])
 
 
-class LoraSpec(LowRankSpec):
+class LoraSpec(SavesTokens, LowRankSpec):
     """LoRA (`peft.LoraConfig`)."""
 
     peft_type: Literal["LORA"]
@@ -66,9 +67,9 @@ class LoraSpec(LowRankSpec):
     refused: ClassVar[Mapping[str, PeftField]] = {
         **LOW_RANK_FIELDS,
         **not_yet(None, "exclude_modules", neutral=(None, [])),
-        **not_yet(False, "use_dora", "use_qalora", "lora_bias", "ensure_weight_tying"),
+        **not_yet(False, "use_dora", "use_qalora", "lora_bias"),
         **not_yet(
-            None, "layer_replication", "megatron_config", "trainable_token_indices",
+            None, "layer_replication", "megatron_config",
             "eva_config", "corda_config", "lora_ga_config", "velora_config", "alora_invocation_tokens",
             "monteclora_config", "use_bdlora", "arrow_config", "kasa_config",
         ),

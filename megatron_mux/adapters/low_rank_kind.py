@@ -13,6 +13,7 @@ from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Curve, Kept, Place, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField, not_yet
+from megatron_mux.adapters.vocabulary_fields import SavesModules
 from megatron_mux.base_ops import EXPERT_OPS, BaseOpName
 from megatron_mux.kernels.dropout import key_of
 from megatron_mux.kernels.terms import Term
@@ -29,7 +30,7 @@ LOW_RANK_FIELDS: Mapping[str, PeftField] = {
 """Fields of peft's config classes for both LoRA and VeRA."""
 
 
-class LowRankSpec(AdapterSpec):
+class LowRankSpec(SavesModules, AdapterSpec):
     """A kind that adds a low-rank product for each module that it targets."""
 
     dropout_field: ClassVar[str | None] = None

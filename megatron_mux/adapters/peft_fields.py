@@ -66,9 +66,9 @@ COMMON_FIELDS: Mapping[str, PeftField] = {
 """Fields of all of peft's config classes."""
 
 TUNER_FIELDS: Mapping[str, PeftField] = {
-    **COMMON_FIELDS,
+    **{name: field for name, field in COMMON_FIELDS.items() if name != "modules_to_save"},
     **not_yet(NOT_STORED, "exclude_modules", neutral=(None, [])),
     # How the backbone stores its weights: peft corrects a wrong value, we know it from the backbone.
     **bookkeeping(fan_in_fan_out=False),
 }
-"""Fields of peft's config classes for LoRA, VeRA and IA3."""
+"""Fields of peft's config classes for LoRA, VeRA and IA3, which have `modules_to_save` (`vocabulary_fields`)."""

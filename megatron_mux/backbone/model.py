@@ -7,7 +7,7 @@ Shapes: T tokens in the micro-batch, N labelled ones, H hidden, V vocabulary. Be
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,10 +30,12 @@ from megatron_mux.backbone.residence import Kind, Residence
 from megatron_mux.backbone.rotary import Angles, Rotary
 from megatron_mux.backbone.split import Split, even_split, stage_layers
 from megatron_mux.backbone.stage_pass import Pieces, StagePass
+from megatron_mux.backbone.vocabulary import Vocabulary
 from megatron_mux.base_ops import BaseOpInfo
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
-from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss
+from megatron_mux.kernels.loss_head import predict, weighted_loss
+from megatron_mux.kernels.own_rows import Place, VocabularyPart
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 
@@ -53,6 +55,7 @@ class Backbone:
         first, last: Whether it embeds tokens; whether it computes the loss.
         model: Megatron's `GPTModel` (a container here: its `forward` is not used), or plain modules called alike.
         placement: Which expert ranks hold which experts; None without experts.
+        vocabulary: Its embedding and output layer, and the rows of them that tasks train themselves.
         residence: Where its parameters live; unless resident, they can be read while their unit is in use only.
         lowest_adapter: On an expert manager, returns the lowest layer in which some task has an adapter.
     """
@@ -86,11 +89,9 @@ class Backbone:
         weights.load(self.model, shape, layers, source, info.stored, self.residence, part, dtype, embedding)
         self.lowest_adapter: Callable[[], int] = lambda: shape.layers
         self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
-        self._embedding_scale: Tensor | None = None
-        if shape.embedding_scale != 1.0:
-            # Rounded as transformers rounds it: to fp32, then to the backbone's dtype.
-            scale = torch.tensor(shape.embedding_scale, dtype=torch.float32, device=self.device)
-            self._embedding_scale = scale.to(self.dtype)
+        self.vocabulary = Vocabulary(
+            self.model, shape, parallel, dtype, self.residence, self.first, self.last
+        )
         self._rotaries = {
             rope: Rotary(rope, shape.rotary_width, self.device)
             for rope in dict.fromkeys(shape.ropes[layers.start : layers.stop])
@@ -240,26 +241,8 @@ class Backbone:
         return [own.recomputed for own in found] if self.recompute == "full" else found
 
     def embed(self, batch: MicroBatch) -> Tensor:
-        """Embed the tokens, without a gradient: `[T, 1, H]`, this rank's rows of it with sequence parallelism."""
-        with torch.no_grad(), self.residence.using("embedding", 0):
-            if not batch.rows:
-                return torch.empty(self.hidden_shape(batch), dtype=self.dtype, device=self.device)
-            embedding = self.model.embedding
-            # Not `embedding.forward`: with sequence parallelism it wants a CUDA generator for its dropout of zero.
-            words = embedding.word_embeddings(batch.tokens.unsqueeze(0))
-            if self._embedding_scale is not None:
-                words = words * self._embedding_scale
-            if embedding.reduce_scatter_embeddings:
-                return words  # type: ignore[no-any-return]
-            hidden: Tensor = words.transpose(0, 1)
-            if self.shape.position_limit is not None:
-                places = embedding.position_embeddings(batch.positions + self.shape.position_offset)
-                hidden = hidden + places.unsqueeze(1)
-            if self.parallel.sequence_parallel:
-                from megatron.core.tensor_parallel import mappings
-
-                hidden = mappings.scatter_to_sequence_parallel_region(hidden, group=self.parallel.tp_group)
-            return hidden.contiguous()
+        """Embed the tokens: see `Vocabulary.embed`."""
+        return self.vocabulary.embed(batch, self.hidden_shape(batch))
 
     def angles(self, batch: MicroBatch) -> list[Angles | None]:
         """The rotary angles of a micro-batch for each layer of this stage; layers with equal settings share them."""
@@ -286,9 +269,8 @@ class Backbone:
             if not batch.rows:
                 return hidden.sum(dtype=torch.promote_types(self.dtype, torch.float32)), batch.label_weights
             rows = self._rows(hidden, batch)
-            total, nll = weighted_loss(
-                rows, batch.labels, batch.label_weights, self._output_layer(share=True)
-            )
+            layer = self.vocabulary.output_layer(batch.labelled.task_rows, share=True)
+            total, nll = weighted_loss(rows, batch.labels, batch.label_weights, layer)
         return total, nll.float()
 
     def predict(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -304,7 +286,8 @@ class Backbone:
         with torch.no_grad(), self.residence.using("head"):
             if not batch.rows:
                 return batch.label_weights, batch.labels
-            nll, tokens = predict(self._rows(hidden, batch), batch.labels, self._output_layer(share=False))
+            layer = self.vocabulary.output_layer(batch.labelled.task_rows, share=False)
+            nll, tokens = predict(self._rows(hidden, batch), batch.labels, layer)
         return nll.float(), tokens
 
     def hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
@@ -331,6 +314,11 @@ class Backbone:
                     )
                 )
         return found
+
+    @property
+    def vocabulary_parts(self) -> Mapping[Place, VocabularyPart] | None:
+        """What tasks can train rows of in place of the backbone's; None: in no stage of this backbone."""
+        return self.vocabulary.parts
 
     def place_experts(self, placement: Placement) -> int:
         """Move routed experts to the ranks that a placement names, rank to rank. Every rank calls it, between steps.
@@ -369,7 +357,9 @@ class Backbone:
 
     @property
     def _trained_from(self) -> int:
-        """Index within the stage of the first layer in which some task has an adapter."""
+        """Index within the stage of the first layer that some task needs gradients of."""
+        if self.vocabulary.embeds_own:
+            return 0
         if self.parallel.experts.is_manager:  # most adapters are on its master
             return max(0, self.lowest_adapter() - self.layers.start)
         decoder = self.model.decoder
@@ -429,16 +419,6 @@ class Backbone:
         """Labelled rows `[N, H]`. N is less than T, so the number of rows tells whether they were selected already."""
         rows = self._all_rows(hidden)
         return rows if rows.shape[0] == batch.label_rows.shape[0] else rows.index_select(0, batch.label_rows)
-
-    def _output_layer(self, share: bool) -> OutputLayer:
-        weight: Tensor = self.model.output_layer.weight
-        return OutputLayer(
-            weight=weight,
-            start=self.parallel.tp_rank * weight.shape[0],
-            vocab=self.shape.vocab,
-            group=self.parallel.tp_group if self.parallel.tp_size > 1 else None,
-            reduce_gradient=share and not self.parallel.sequence_parallel,
-        )
 
 
 def load_stages(

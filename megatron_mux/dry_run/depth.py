@@ -104,6 +104,6 @@ def _is_everywhere(one: TaskRecords, info: BackboneInfo) -> bool:
     sites = defaultdict(set)
     for site in load.ops:
         sites[site.layer].add((site.op, site.curve))
-    if load.virtual_tokens or spec.adapter.acts_after_steps:
+    if load.virtual_tokens or spec.adapter.acts_after_steps or spec.adapter.own_rows(info.shape):
         return False
     return len(sites) == info.shape.layers and len(set(map(frozenset, sites.values()))) == 1

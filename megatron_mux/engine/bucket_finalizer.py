@@ -20,6 +20,7 @@ from megatron_mux import runtime
 from megatron_mux.engine.optimize import gradient_buffer_size, reduce_gradients
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.task_state import StepResult, TaskState
+from megatron_mux.engine.tied_rows import TiedRows
 from megatron_mux.engine.updates import BucketUpdate
 from megatron_mux.fusion.plan import Bucket
 from megatron_mux.pipeline.action import Action
@@ -80,6 +81,7 @@ class BucketFinalizer:
         for bucket, update in zip(buckets, updates, strict=True):
             update.prepare([self._first[name] for name in bucket.tasks], len(tokens))
         self._buffer = buffer[: gradient_buffer_size(arenas, parallel)]
+        self._tied = TiedRows({name: task.adapter for name, task in tasks.items()}, parallel)
 
     def bucket(self, entry: int) -> Bucket:
         """A bucket, counted on over steps."""
@@ -88,7 +90,11 @@ class BucketFinalizer:
     def table_shape(self, entry: int) -> tuple[int, int]:
         """Rows and columns of the table of a bucket, counted on over steps."""
         names = self.bucket(entry).tasks
-        return len(names), _BALANCING + any(name in self.coefficients for name in names)
+        return len(names), self._statistics(entry) + self._tied.width(names)
+
+    def _statistics(self, entry: int) -> int:
+        """Columns of a bucket's table before those of `TiedRows`."""
+        return _BALANCING + any(name in self.coefficients for name in self.bucket(entry).tasks)
 
     def skip_all(self) -> None:
         """Let no task step: a trial leaves adapters and optimizers as they are."""
@@ -109,7 +115,8 @@ class BucketFinalizer:
         """
         entry = action.bucket
         names, device = self.bucket(entry).tasks, self.parallel.device
-        rows, (count, columns) = self._rows[entry % len(self.buckets)], self.table_shape(entry)
+        rows, count = self._rows[entry % len(self.buckets)], len(names)
+        columns = self._statistics(entry)
         # It may allocate, so it comes before the sum over pipelines, which tells all of them who ran out of memory.
         self.failed.attempt(action, lambda: self._penalise(names, entry // len(self.buckets)))
         # Read at the first stage of each pipeline, but summed over all pipelines: as the gradients are.
@@ -120,6 +127,8 @@ class BucketFinalizer:
             sums[_BALANCING - _FAILED] = balancing[rows]
         tasks = [self.tasks[name] for name in names]
         reduce_gradients([task.adapter.arena for task in tasks], self.parallel, sums, self._buffer)
+        if others is not None and self.parallel.is_first_stage:
+            self._tied.add(names, others[:, columns:])
         squares = self._updates[entry % len(self.buckets)].squared_norms()
         if others is None:
             # Each tensor rank of the last stage has the whole loss of its pipeline.
@@ -127,13 +136,14 @@ class BucketFinalizer:
             if self.parallel.dp_size > 1:
                 dist.all_reduce(own, group=self.parallel.dp_group)
             table = torch.stack([own, squares, *sums], dim=1)
+            table = torch.cat([table, self._tied.send(names, device)], dim=1)
             if self.parallel.experts.broker is not None:
                 # Each of them owns a part of the adapters, and the master has the losses.
                 dist.all_reduce(table, group=self.parallel.experts.group)
         else:
             table = others
             table[:, _SQUARE] += squares
-            table[:, _FAILED:] += sums.t()
+            table[:, _FAILED:columns] += sums.t()
         if self.parallel.is_first_stage:
             self._whole[entry] = table
         return table
@@ -154,13 +164,15 @@ class BucketFinalizer:
         Returns:
             The table.
         """
+        names, columns = self.bucket(entry).tasks, self._statistics(entry)
         if whole is None:
             whole = self._whole.pop(entry)
             if self.parallel.tp_size > 1:
-                own = whole[:, _SQUARE:].clone()
+                own = whole[:, _SQUARE:columns].clone()
                 dist.all_reduce(own, group=self.parallel.tp_group)
-                whole[:, _SQUARE:] = own
-        names = self.bucket(entry).tasks
+                whole[:, _SQUARE:columns] = own
+        if self.parallel.is_last_stage:
+            self._tied.receive(names, whole[:, columns:])
         rows = self._rows[entry % len(self.buckets)]
         stopped = self._stopped[rows] | ~torch.isfinite(whole).all(dim=1) | (whole[:, _FAILED] > 0)
         norms = whole[:, _SQUARE].sqrt()
@@ -173,7 +185,7 @@ class BucketFinalizer:
             if adapter.spec.acts_after_steps and self._counts:
                 adapter.after_step(self._first[name] + later + 1, stopped[i])
                 adapter.arena.refresh()
-        self._tables.append((entry, whole))
+        self._tables.append((entry, whole[:, :columns]))
         return whole
 
     def finish(self) -> list[dict[str, StepResult]]:
@@ -185,7 +197,7 @@ class BucketFinalizer:
         for entry, _ in self._tables:
             step = entry // len(self.buckets)
             bucket = entry % len(self.buckets)
-            columns = self.table_shape(entry)[1]
+            columns = self._statistics(entry)
             for name in self.bucket(entry).tasks:
                 loss, square, failed, *balancing = islice(values, columns)
                 if failed:

@@ -34,6 +34,7 @@ from megatron_mux.errors import UserError, failed_allocation
 from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
+from megatron_mux.kernels.own_rows import Place, VocabularyPart
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import Timer
 from megatron_mux.process_groups import connect
@@ -69,7 +70,8 @@ class Engine:
         self.parallel = parallel
         self.planning = planning or Planning("spatial", parallel.pp_size * len(own), virtual=len(own))
         base_ops = [op for stage in own for op in stage.base_ops()]
-        self.adapters = AdapterSet(base_ops, parallel, self.backbone.dtype, self.backbone.shape)
+        vocabulary = _vocabulary_of(own)
+        self.adapters = AdapterSet(base_ops, parallel, self.backbone.dtype, self.backbone.shape, vocabulary)
         self.adapters.use(self.planning.kernels)
         connect(parallel)
         self.communicator = Communicator(parallel, closes_ring=len(own) > 1)
@@ -400,3 +402,13 @@ class Engine:
         """The content of a task's `adapter_config.json`."""
         adapter = self._tasks[name].adapter
         return adapter.spec.config(adapter.host.shape)  # type: ignore[no-any-return]
+
+
+def _vocabulary_of(stages: Sequence[Backbone]) -> dict[Place, VocabularyPart] | None:
+    """The parts of the embedding and of the output layer in a rank's stages."""
+    found: dict[Place, VocabularyPart] = {}
+    for stage in stages:
+        if stage.vocabulary_parts is None:
+            return None
+        found |= stage.vocabulary_parts
+    return found

@@ -63,6 +63,7 @@ class InterleavedPasses:
         self._order = order
         self._exchange = exchange
         self._hidden: Tensor | None = None
+        self._embedded: list[Tensor] = []
 
     @property
     def labels(self) -> list[str]:
@@ -89,6 +90,7 @@ class InterleavedPasses:
         ]
         if hidden is None:
             parts = [self._embed(batch) for batch in batches]
+            self._embedded = parts
         else:
             parts = list(hidden.split([backbone.hidden_shape(batch)[0] for batch in batches]))
         steps = [p.forward(part, own) for p, part, own in zip(self._passes, parts, needed, strict=True)]
@@ -114,6 +116,10 @@ class InterleavedPasses:
         parts = zip(self._passes, gradients, self._needed, strict=True)
         steps = [p.backward(own, to_input) for p, own, to_input in parts]
         found = self._run(steps, self._order.backward, observer)
+        for embedded, own, batch in zip(self._embedded, found, self._batches, strict=False):
+            if own is not None and embedded.requires_grad:  # a task trains rows of the embedding
+                with layout.activate(batch):
+                    torch.autograd.backward((embedded,), (own,))
         if self._hidden is None or not any(self._needed):
             return
         sizes = [self._backbone.hidden_shape(batch)[0] for batch in self._batches]

@@ -81,7 +81,7 @@ class StageCosts:
         self._curves = profile.curves
         self._cores = AttentionCosts(profile)
         self._sites = [_by_stage(load.ops, self.stages) for load in self.loads]
-        self._lowest = np.array([_lowest(load.ops, shape.layers) for load in self.loads], dtype=np.int64)
+        self._lowest = np.array([_lowest(load, shape.layers) for load in self.loads], dtype=np.int64)
         self._count = np.array([len(load.tokens) for load in self.loads])
         self._total = np.array([float(load.total) for load in self.loads])
         self._labels = np.array([float(sum(load.labels)) for load in self.loads])
@@ -310,9 +310,11 @@ def _by_stage(
     return found
 
 
-def _lowest(sites: Sequence[AdaptedOp], layers: int) -> int:
+def _lowest(load: TaskLoad, layers: int) -> int:
     """The lowest BaseOp that has an adapter: layer times BaseOps of a layer, and its index; all of them: none has."""
+    if load.adapter.embeds:
+        return 0
     return min(
-        (site.layer * len(ORDER) + ORDER.index(site.op) for site in sites),
+        (site.layer * len(ORDER) + ORDER.index(site.op) for site in load.ops),
         default=layers * len(ORDER),
     )

@@ -9,12 +9,15 @@ Shapes: N labelled rows, H hidden, V vocabulary (this rank's part of it where sa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_mux.kernels.own_output import back_propagate, write_logits
+from megatron_mux.kernels.own_rows import OwnRows
 
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Logits to hold at once, by kind of device: 64 and 512 MiB in fp32. With fewer, products get too thin."""
@@ -34,6 +37,8 @@ class OutputLayer:
         group: Tensor ranks among which the vocabulary is divided; None for one rank.
         reduce_gradient: Sum gradients over `group` here; False where what comes before sums them anyway
             (sequence parallelism: reduce-scatter).
+        own: Labelled rows of tasks that train rows of the output layer, in order; others use the frozen ones.
+        trained: The rows that the task of all labelled rows trains, in a layer that `chunks` yields.
     """
 
     weight: Tensor
@@ -41,19 +46,37 @@ class OutputLayer:
     vocab: int
     group: dist.ProcessGroup | None
     reduce_gradient: bool = True
+    own: tuple[tuple[slice, OwnRows], ...] = ()
+    trained: OwnRows | None = None
 
     @property
     def valid(self) -> int:
         """How many of this rank's rows are tokens."""
         return max(0, min(self.weight.shape[0], self.vocab - self.start))
 
-    def chunks(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Rows and their `logits`, some at a time; each chunk's logits overwrite those of the last."""
+    def chunks(self, hidden: Tensor) -> Iterator[tuple[slice, OutputLayer, Tensor]]:
+        """Rows, their layer and their `logits`, some at a time; each chunk's logits overwrite those of the last."""
+        # As many rows on each tensor rank, whatever it has of a task's own layer: ranks sum over them.
         size = max(1, CHUNK_ELEMENTS[self.weight.device.type] // self.weight.shape[0])
-        place = hidden.new_empty(min(size, hidden.shape[0]), self.weight.shape[0])
-        for start in range(0, hidden.shape[0], size):
-            part = slice(start, start + size)
-            yield part, self.logits(hidden[part], place[: hidden[part].shape[0]])
+        place = hidden.new_empty(min(size, hidden.shape[0]) * self.weight.shape[0])
+        for run, layer in self._runs(hidden.shape[0]):
+            for start in range(run.start, run.stop, size):
+                part = slice(start, min(start + size, run.stop))
+                shape = part.stop - part.start, layer.weight.shape[0]
+                yield part, layer, layer.logits(hidden[part], place[: shape[0] * shape[1]].view(shape))
+
+    def _runs(self, rows: int) -> Iterator[tuple[slice, OutputLayer]]:
+        """Runs of rows with the layer that they use."""
+        end = 0
+        for run, own in (*self.own, (slice(rows, rows), None)):
+            if end < run.start:
+                yield slice(end, run.start), self
+            if own is not None and own.values.shape[0]:
+                weight = self.weight if own.tokens is not None else own.values
+                yield run, replace(self, weight=weight, own=(), trained=own)
+            elif own is not None:  # this rank has padding only
+                yield run, self
+            end = run.stop
 
     def logits(self, hidden: Tensor, place: Tensor) -> Tensor:
         """`[n, V part]` in fp32 (fp64 for fp64), padding columns at minus infinity; `place` is overwritten."""
@@ -61,6 +84,8 @@ class OutputLayer:
         for start in range(0, self.weight.shape[0], step):
             part = slice(start, start + step)
             torch.mm(hidden, self.weight[part].t(), out=place[:, part])
+        if self.trained is not None:
+            write_logits(self.trained, self.start, hidden, place)
         scores = place.float() if place.dtype.itemsize < 4 else place
         if self.valid < scores.shape[1]:
             scores[:, self.valid :] = float("-inf")
@@ -107,11 +132,11 @@ class _WeightedLoss(torch.autograd.Function):
         wanted = ctx.needs_input_grad[0]
         gradient = torch.empty_like(hidden) if wanted else None
         nlls = []
-        for part, scores in layer.chunks(hidden.detach()):
-            found = _statistics(scores, labels[part], layer)
+        for part, used, scores in layer.chunks(hidden.detach()):
+            found = _statistics(scores, labels[part], used)
             nlls.append(found.nll)
             if gradient is not None:
-                gradient[part] = _hidden_gradient(found, weights[part], layer, hidden.dtype)
+                gradient[part] = _hidden_gradient(found, weights[part], used, hidden.detach()[part])
         nll = torch.cat(nlls) if nlls else hidden.new_zeros(0, dtype=_statistics_dtype(hidden))
         if gradient is not None:
             if layer.group is not None and layer.reduce_gradient:
@@ -130,16 +155,24 @@ def _statistics_dtype(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
-def _hidden_gradient(found: _Statistics, weights: Tensor, layer: OutputLayer, dtype: torch.dtype) -> Tensor:
-    """`[n, H]`: weight x (softmax - one-hot) x output layer, this rank's columns only."""
-    scores, total = found.exponentials, found.total
+def _hidden_gradient(found: _Statistics, weights: Tensor, layer: OutputLayer, hidden: Tensor) -> Tensor:
+    """`[n, H]`: weight x (softmax - one-hot) x output layer, this rank's columns only.
+
+    The gradient of rows that a task trains is added here, too: the engine back-propagates the loss as it is, so
+    nothing multiplies it later, and no tensor as large as an output layer waits for the backward pass.
+    """
+    scores, total, dtype = found.exponentials, found.total, hidden.dtype
     scores[found.rows, found.columns] -= total.masked_fill(~found.mine, 0.0)
     factor = weights.to(total.dtype)
     if dtype == scores.dtype:
         # Dividing the small product instead of the wide scores saves a pass over them.
-        return torch.mm(scores, layer.weight).mul_((factor / total).unsqueeze(1))
-    scores.div_(total.unsqueeze(1))
-    return torch.mm(scores.to(dtype), layer.weight).mul_(factor.unsqueeze(1).to(dtype))
+        factor = factor / total
+    else:
+        scores = scores.div_(total.unsqueeze(1)).to(dtype)
+    factor = factor.unsqueeze(1).to(dtype)
+    if layer.trained is not None:
+        return back_propagate(layer.trained, layer.start, layer.weight, scores, hidden, factor)
+    return torch.mm(scores, layer.weight).mul_(factor)
 
 
 def weighted_loss(
@@ -154,7 +187,7 @@ def weighted_loss(
         layer: The output layer.
 
     Returns:
-        The sum as a scalar, differentiable with respect to `hidden`, and the `[N]` negative log-likelihoods, detached;
+        The sum as a scalar, differentiable with respect to `hidden` (the gradient of `layer.own` is added at once), and the `[N]` negative log-likelihoods, detached;
         fp32, or fp64 for fp64 hidden states.
     """
     scalar, nll = _WeightedLoss.apply(hidden, labels, weights, layer)  # type: ignore[no-untyped-call]
@@ -174,13 +207,13 @@ def predict(hidden: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[Tensor,
         `[N]` negative log-likelihoods and `[N]` int64 tokens (the lowest index among equals).
     """
     nlls, tokens = [], []
-    for part, scores in layer.chunks(hidden):
+    for part, used, scores in layer.chunks(hidden):
         best, token = scores.max(dim=1)
         token = token + layer.start
         if layer.group is not None:
             best, token = _best_of_ranks(best, token, layer.group)
         tokens.append(token)
-        nlls.append(_statistics(scores, labels[part], layer).nll)
+        nlls.append(_statistics(scores, labels[part], used).nll)
     if not nlls:
         return hidden.new_zeros(0, dtype=_statistics_dtype(hidden)), labels.new_zeros(0)
     return torch.cat(nlls), torch.cat(tokens)

@@ -63,6 +63,10 @@ class SplitBackbone(Backbone):
         self.residence = front.residence
         self.lowest_adapter = front.lowest_adapter
 
+    @property
+    def vocabulary_parts(self) -> None:
+        """Tasks cannot train rows of their own: the body sends no gradient below all adapters."""
+
     def forward(
         self,
         batch: MicroBatch,

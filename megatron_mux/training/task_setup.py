@@ -138,7 +138,7 @@ def _open(spec: TaskSpec, info: BackboneInfo, files: DataFiles, say: Progress, r
         problems.append(
             f"training.router_aux_loss_coef: balances experts, and a {info.shape.family} has none: leave it out"
         )
-    attempt(lambda: spec.adapter.modules(info.shape))
+    attempt(lambda: spec.adapter.tensors(info.shape))
     data = attempt(lambda: files.open(spec.data.path, spec.data.max_length))
     evaluation = None
     if spec.eval is not None:

@@ -80,4 +80,5 @@ def shape(
         windows=(None,) * layers,
         scales=(size**-0.5,) * layers,
         config=full,
+        padding_token=full.get("pad_token_id"),
     )

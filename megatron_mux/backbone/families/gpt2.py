@@ -52,7 +52,7 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
         norm_eps=full["layer_norm_epsilon"],
         biases=decoder.biases(qkv=True, proj=True, mlp=True),
     )
-    return replace(shape, scales=_scales(full, shape.layers, shape.head_dim))
+    return replace(shape, scales=_scales(full, shape.layers, shape.head_dim), padding_token=None)
 
 
 FAMILY = Family(

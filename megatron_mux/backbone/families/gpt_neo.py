@@ -51,7 +51,8 @@ def _shape(full: Mapping[str, Any]) -> BackboneShape:
         norm_eps=full["layer_norm_epsilon"],
         biases=decoder.biases(qkv=False, proj=True, mlp=True),
     )
-    return replace(shape, windows=_windows(full, shape.layers), scales=(1.0,) * shape.layers)
+    windows = _windows(full, shape.layers)
+    return replace(shape, windows=windows, scales=(1.0,) * shape.layers, padding_token=None)
 
 
 FAMILY = Family(

@@ -73,6 +73,7 @@ class TaskAdapters:
         length: The most tokens of a sequence.
         virtual_tokens: Virtual tokens in front of each sequence.
         fixed: Untrained values on each rank with a part of the adapter.
+        embeds: Whether it trains rows of the embedding, so that gradients go through all layers.
     """
 
     name: str
@@ -84,6 +85,7 @@ class TaskAdapters:
     length: int
     virtual_tokens: int = 0
     fixed: float = 0.0
+    embeds: bool = False
 
     @classmethod
     def of(cls, spec: TaskSpec, shape: BackboneShape) -> TaskAdapters:
@@ -114,18 +116,22 @@ class TaskAdapters:
             spec.data.max_length,
             spec.adapter.virtual_tokens,
             fixed,
+            any("embedding" in matrix.places for matrix in spec.adapter.own_rows(shape)),
         )
 
     @property
     def lowest(self) -> int:
-        """Where gradients begin, as layer * len(FIRSTS) + index in `FIRSTS`; beyond the last layer if nowhere."""
+        """Where gradients begin, as layer * len(FIRSTS) + index in `FIRSTS`; beyond the last layer if nowhere, in layer
+        -1 if in the embedding."""
         count = len(FIRSTS)
+        if self.embeds:
+            return -count
         places = (op.layer * count + FIRSTS.index(op.first) for op in self.ops)
         return min(places, default=len(self.divided) * count)
 
     @property
     def lowest_layer(self) -> int:
-        """The layer in which gradients begin; beyond the last layer if nowhere."""
+        """The layer in which gradients begin; beyond the last layer if nowhere, -1 if in the embedding."""
         return self.lowest // len(FIRSTS)
 
     def values(self, layers: range, tensor: int) -> float:

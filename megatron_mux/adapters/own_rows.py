@@ -1,0 +1,118 @@
+"""A task's own rows of the embedding and of the output layer, on a rank: parameters of its adapter.
+
+A whole matrix is divided among tensor ranks as the vocabulary is. Rows of single tokens are on every tensor rank, each
+of which adds the gradients of its part of the vocabulary: their sum is taken with those of other partial gradients. With
+a pipeline, rows that stand for both matrices are on the first and on the last stage, which sum their gradients
+(`engine/tied_rows.py`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mux.adapters.vocabulary_fields import OwnMatrix
+from megatron_mux.errors import UserError
+from megatron_mux.kernels.own_rows import OwnRows, Place, VocabularyPart
+
+if TYPE_CHECKING:
+    from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
+
+
+class TaskRows:
+    """The rows of the vocabulary matrices that one task trains on this rank.
+
+    Args:
+        task: The task's adapter, whose `parameters` they join.
+
+    Attributes:
+        tied: Rows that stand for both matrices: their parameter on this rank, None if it has neither end.
+        found: Once the adapter has its arena, the rows by matrix.
+
+    Raises:
+        UserError: The backbone is divided in a way that has no place for them.
+    """
+
+    def __init__(self, task: TaskAdapter) -> None:
+        self._task = task
+        self._made: list[tuple[OwnMatrix, AdapterParameter]] = []
+        self.tied: list[tuple[OwnMatrix, AdapterParameter | None]] = []
+        self.found: dict[Place, OwnRows] = {}
+        host = task.host
+        matrices = task.spec.own_rows(host.shape)
+        if matrices and (host.vocabulary is None or host.parallel.experts.broker is not None):
+            where = "split fine-tuning" if host.vocabulary is None else "--mux-expert-managers"
+            raise UserError(
+                f"task {task.name!r}: modules_to_save and trainable_token_indices are not supported with {where}: "
+                "leave them out"
+            )
+        for matrix in matrices:
+            made = self._make(matrix)
+            if made is not None:
+                self._made.append((matrix, made))
+            if len(matrix.places) > 1:
+                self.tied.append((matrix, made))
+
+    def _make(self, matrix: OwnMatrix) -> AdapterParameter | None:
+        """The parameter of a matrix; None where this rank has none of its ends."""
+        task = self._task
+        parts = task.host.vocabulary or {}
+        here = [place for place in matrix.places if place in parts]
+        if not here:
+            return None
+        part = parts[here[0]]
+        fresh = task.initial is None
+        if matrix.tokens is None:
+            index = torch.arange(part.start, part.stop)
+            return task.make(matrix.key, 0, index, start=part.read() if fresh else None)
+        order = torch.tensor(matrix.tokens).argsort()
+        start = self._rows_of_tokens(matrix.tokens, part) if fresh else None
+        return task.make(matrix.key, 0, order, owner=here[0] == matrix.places[0], start=start)
+
+    def _rows_of_tokens(self, tokens: tuple[int, ...], part: VocabularyPart) -> Tensor:
+        """`[R, H]` the backbone's rows of tokens, ascending, from whichever tensor ranks hold them."""
+        host, ordered = self._task.host, sorted(tokens)
+        held = _held(ordered, part)
+        rows = torch.zeros(len(ordered), host.shape.hidden, dtype=host.parameter_dtype)
+        rows[held] = part.read()[torch.tensor(ordered[held], dtype=torch.int64) - part.start].to(rows.dtype)
+        if host.parallel.tp_size > 1:
+            rows = rows.to(host.device)
+            dist.all_reduce(rows, group=host.parallel.tp_group)
+        return rows.cpu()
+
+    def find(self) -> None:
+        """Make `found`."""
+        host, arena = self._task.host, self._task.arena
+        for matrix, parameter in self._made:
+            for place in matrix.places:
+                part = (host.vocabulary or {}).get(place)
+                if part is None:
+                    continue
+                values, gradient = arena.copy_of(parameter), parameter.value.grad
+                assert gradient is not None
+                tokens, held = None, slice(0, values.shape[0])
+                if matrix.tokens is not None:
+                    ordered = sorted(matrix.tokens)
+                    tokens, held = torch.tensor(ordered, device=host.device), _held(ordered, part)
+                self.found[place] = OwnRows(values, gradient, tokens, held)
+
+    def enter(self) -> None:
+        """Have the backbone use them."""
+        for place, rows in self.found.items():
+            assert self._task.host.vocabulary is not None
+            self._task.host.vocabulary[place].own[self._task.name] = rows
+
+    def leave(self) -> None:
+        """Have the backbone use its own rows again."""
+        for place in self.found:
+            assert self._task.host.vocabulary is not None
+            del self._task.host.vocabulary[place].own[self._task.name]
+
+
+def _held(tokens: list[int], part: VocabularyPart) -> slice:
+    """Those of ascending tokens that belong to a rank's part of the vocabulary."""
+    return slice(bisect_left(tokens, part.start), bisect_left(tokens, part.stop))

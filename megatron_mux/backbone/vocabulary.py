@@ -1,0 +1,135 @@
+"""The ends of the backbone: the token embedding and the output layer, with the rows of them that tasks train themselves.
+
+Shapes: T tokens in the micro-batch, N labelled ones, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mux.backbone.residence import Key, Residence
+from megatron_mux.kernels.loss_head import OutputLayer
+from megatron_mux.kernels.own_rows import Lookup, Place, VocabularyPart
+from megatron_mux.layout import MicroBatch
+from megatron_mux.runtime import Parallel
+from megatron_mux.shape import BackboneShape
+
+
+class Vocabulary:
+    """The embedding and the output layer of a stage, as far as it has them.
+
+    Args:
+        model: Of the stage.
+        shape: The backbone's, `padded_vocab` as divided here.
+        parallel: Ranks, groups and device of this process.
+        dtype: Of hidden states.
+        residence: Where the weights live.
+        first, last: Whether the stage embeds tokens; whether it has the output layer.
+
+    Attributes:
+        parts: This rank's part of each matrix that the stage has; empty on expert managers.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        shape: BackboneShape,
+        parallel: Parallel,
+        dtype: torch.dtype,
+        residence: Residence,
+        first: bool,
+        last: bool,
+    ) -> None:
+        self._model, self._shape, self._parallel = model, shape, parallel
+        self._dtype, self._residence = dtype, residence
+        self._group = parallel.tp_group if parallel.tp_size > 1 else None
+        self._anchor = torch.zeros(0, device=parallel.device, requires_grad=True)
+        self._scale: Tensor | None = None
+        if shape.embedding_scale != 1.0:
+            # Rounded as transformers rounds it: to fp32, then to the backbone's dtype.
+            scale = torch.tensor(shape.embedding_scale, dtype=torch.float32, device=parallel.device)
+            self._scale = scale.to(dtype)
+        size = shape.padded_vocab // parallel.tp_size
+        start = min(parallel.tp_rank * size, shape.vocab)
+        stop = min(start + size, shape.vocab)
+        self.parts: dict[Place, VocabularyPart] = {}
+        if first and not parallel.experts.is_manager:
+            self.parts["embedding"] = VocabularyPart(
+                start, stop, lambda: self._weight("embedding", stop - start), shape.padding_token
+            )
+        if last and not parallel.experts.is_manager:
+            self.parts["head"] = VocabularyPart(start, stop, lambda: self._weight("head", stop - start))
+
+    def _weight(self, key: Key, rows: int) -> Tensor:
+        """A copy of this rank's part of a matrix in host memory, without padding."""
+        with self._residence.using(key):
+            module = self._model.output_layer if key == "head" else self._model.embedding.word_embeddings
+            weight: Tensor = module.weight.detach()[:rows]
+            return weight.to("cpu", copy=True)
+
+    @property
+    def embeds_own(self) -> bool:
+        """Whether some task trains rows of the embedding."""
+        return "embedding" in self.parts and bool(self.parts["embedding"].own)
+
+    def embed(self, batch: MicroBatch, shape: tuple[int, int, int]) -> Tensor:
+        """Embed the tokens: `[T, 1, H]`, this rank's rows of it with sequence parallelism.
+
+        Args:
+            batch: The micro-batch.
+            shape: Of the result.
+
+        Returns:
+            Hidden states that require a gradient if a task of the batch trains rows of the embedding.
+        """
+        with self._residence.using("embedding", 0):
+            if not batch.rows:
+                return torch.empty(shape, dtype=self._dtype, device=self._parallel.device)
+            embedding = self._model.embedding
+            with torch.no_grad():
+                # Not `embedding.forward`: with sequence parallelism it wants a CUDA generator for its dropout of zero.
+                words = embedding.word_embeddings(batch.tokens.unsqueeze(0))
+            words = self._with_own_rows(words, batch, divided=embedding.reduce_scatter_embeddings)
+            if self._scale is not None:
+                words = words * self._scale
+            if embedding.reduce_scatter_embeddings:
+                return words
+            hidden: Tensor = words.transpose(0, 1)
+            if self._shape.position_limit is not None:
+                places = embedding.position_embeddings(batch.positions + self._shape.position_offset)
+                hidden = hidden + places.unsqueeze(1)
+            if self._parallel.sequence_parallel:
+                from megatron.core.tensor_parallel import mappings
+
+                hidden = mappings.scatter_to_sequence_parallel_region(hidden, group=self._parallel.tp_group)
+            return hidden.contiguous()
+
+    def _with_own_rows(self, words: Tensor, batch: MicroBatch, divided: bool) -> Tensor:
+        own = self.parts["embedding"].of(batch.task_rows)
+        if not own:
+            return words
+        flat = words.view(-1, words.shape[-1])
+        first = self._parallel.tp_rank * flat.shape[0] if divided else 0
+        lookup = Lookup(self.parts["embedding"], batch.tokens, own, first, divided, self._group)
+        return lookup.replace(flat, self._anchor).view_as(words)
+
+    def output_layer(self, labelled: Mapping[str, tuple[int, int]], share: bool) -> OutputLayer:
+        """The output layer of a micro-batch.
+
+        Args:
+            labelled: Task to its `(start, stop)` labelled rows.
+            share: Whether tensor ranks sum the gradients of hidden states.
+        """
+        weight: Tensor = self._model.output_layer.weight
+        return OutputLayer(
+            weight=weight,
+            start=self._parallel.tp_rank * weight.shape[0],
+            vocab=self._shape.vocab,
+            group=self._group,
+            reduce_gradient=share and not self._parallel.sequence_parallel,
+            own=self.parts["head"].of(labelled),
+        )
