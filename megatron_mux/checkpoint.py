@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_mux import model_card
 from megatron_mux.adapters.peft_format import CONFIG as ADAPTER_CONFIG
 from megatron_mux.adapters.peft_format import WEIGHTS as ADAPTER_WEIGHTS
 from megatron_mux.engine import LossHealth, Snapshot
@@ -104,11 +105,15 @@ class TaskToSave:
         entry: Its line in the manifest; `checkpoint` is filled in by `save`.
         snapshot: Its state, or None to go on naming the checkpoint that `entry` names.
         config: Content of `adapter_config.json`.
+        records: Number of its training records; None: not known.
+        card: Content of the adapter's `README.md`; empty: it gets none.
     """
 
     entry: SavedTask
     snapshot: Snapshot | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    records: int | None = None
+    card: str = ""
 
 
 def checkpoint_of(name: str, step: int) -> str:
@@ -180,6 +185,8 @@ def _write_checkpoint(
     partial.mkdir(parents=True)
     try:
         write(partial / ADAPTER_CONFIG, (json.dumps(state.config, indent=2, sort_keys=True) + "\n").encode())
+        if state.card:
+            write(partial / model_card.NAME, state.card.encode())
         write_tensors(partial / ADAPTER_WEIGHTS, snapshot.adapter, {}, pace)
         training = {
             f"{name}.{key}": t for key, named in snapshot.moments.items() for name, t in named.items()

@@ -37,12 +37,14 @@ class TrainingRecord:
 
     Attributes:
         step: Optimizer steps.
+        first_step: The first of them that is recorded: a run that goes on in a new directory knows none before.
         first_loss, loss: Training loss of the first and of the last step.
         tokens: Tokens of all steps' batches.
         evaluations: The step of each evaluation, with its metrics by their names in `metrics.jsonl`.
     """
 
     step: int = 0
+    first_step: int = 0
     first_loss: float | None = None
     loss: float | None = None
     tokens: int = 0
@@ -52,6 +54,7 @@ class TrainingRecord:
         """Add a line of `metrics.jsonl`."""
         step = int(line["step"])
         if "loss" in line:
+            self.first_step = self.first_step or step
             self.first_loss = line["loss"] if self.first_loss is None else self.first_loss
             self.step, self.loss = step, line["loss"]
             self.tokens += int(line.get("tokens", 0))
@@ -103,7 +106,7 @@ class TaskCard:
             ),
             f"# {self.name}",
             "",
-            f"A {kind} adapter of `{self.backbone.name}`, trained with [megatron-mux](https://pypi.org/project/megatron-mux/).",
+            f"A {kind} adapter of `{self.backbone.name}`, trained with megatron-mux.",
             "",
             "## Metrics",
             "",
@@ -115,7 +118,7 @@ class TaskCard:
                 ("", "file", "records"),
             ),
             f"- Fingerprint of the training records: `{_short(self.data)}`",
-            f"- Tokens seen: {self.record.tokens:,}",
+            f"- Tokens seen: {self.record.tokens:,}{self._since}",
             "",
             "## Training",
             "",
@@ -137,7 +140,7 @@ class TaskCard:
         lines = []
         if record.loss is not None and record.first_loss is not None:
             first, last = _number(record.first_loss), _number(record.loss)
-            lines += [f"Training loss {first} at the first step, {last} at the last."]
+            lines += [f"Training loss {first} at step {record.first_step}, {last} at step {record.step}."]
         if not record.evaluations:
             return [*(lines or ["No step was taken yet."]), ""]
         names = list(dict.fromkeys(name for _, metrics in record.evaluations for name in metrics))
@@ -147,6 +150,11 @@ class TaskCard:
         shown = _spread(record.evaluations, _EVALUATIONS)
         history = [(str(step), *(_number(metrics.get(name)) for name in names)) for step, metrics in shown]
         return [*lines, *_table(history, ("step", *names))]
+
+    @property
+    def _since(self) -> str:
+        first = self.record.first_step
+        return f" (from step {first} on; the steps before were another run's)" if first > 1 else ""
 
     def _file(self, section: str) -> tuple[str, str]:
         """Names of a section's files, and how many records they hold."""
@@ -285,12 +293,10 @@ def _given(value: Any) -> Any:
 def _without_paths(value: Any, key: str = "") -> Any:
     """Plain data with names of files in place of their paths."""
     if isinstance(value, Mapping):
-        return {name: _without_paths(item, name) for name, item in value.items()}
+        return {_without_paths(name): _without_paths(item, name) for name, item in value.items()}
     if isinstance(value, list):
         return [_without_paths(item, key) for item in value]
-    if isinstance(value, str) and (key.rstrip("s") in _PATHS or Path(value).is_absolute()):
-        return Path(value).name
-    return value
+    return Path(value).name if _is_path(value, key) else value
 
 
 def _file_names(value: Any, key: str = "") -> Iterable[str]:
@@ -301,8 +307,13 @@ def _file_names(value: Any, key: str = "") -> Iterable[str]:
     elif isinstance(value, list):
         for item in value:
             yield from _file_names(item, key)
-    elif isinstance(value, str) and (key.rstrip("s") in _PATHS or Path(value).is_absolute()):
+    elif _is_path(value, key):
         yield Path(value).name
+
+
+def _is_path(value: Any, key: str) -> bool:
+    """Whether a field, by its name or its value, holds a path."""
+    return isinstance(value, str) and (key in _PATHS or Path(value).is_absolute())
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:

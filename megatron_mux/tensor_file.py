@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_mux.files import Pace, write_pieces
+from megatron_mux.files import Pace, write
 
 _DTYPES = {
     torch.float64: "F64",
@@ -59,7 +58,7 @@ def write_tensors(
     """
     infos = {key: TensorInfo(tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
     pieces = (bytes_of(tensors[key]) for key in in_file_order(infos))
-    write_pieces(path, chain(header(infos, metadata), pieces), pace)
+    write(path, *header(infos, metadata), *pieces, pace=pace)
 
 
 def in_file_order(tensors: Mapping[str, TensorInfo]) -> list[str]:

@@ -255,6 +255,7 @@ class Loop:
                     moved.append(name)
                     entry.step, entry.checkpoint = step, checkpoint_of(name, step)
                     state.config = self.engine.adapter_config(name)
+                    state.records = len(self.engine.task(name).data)
                     state.config["base_model_name_or_path"] = str(self.arguments.backbone.resolve())
             states.append(state)
         copies = self.engine.copy_states(moved, saver.memory)

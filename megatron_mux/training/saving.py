@@ -19,6 +19,7 @@ from megatron_mux.files import Pace
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.process_groups import new_group
 from megatron_mux.runtime import Parallel
+from megatron_mux.training.cards import CardWriter
 
 
 @dataclass(eq=False)
@@ -46,6 +47,7 @@ class Saver:
     precision: str = ""
     owner: str = ""
     memory: HostMemory = field(init=False)
+    _cards: CardWriter = field(init=False)
     _group: dist.ProcessGroup | None = None
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "saver"))
     _running: Future[None] | None = None
@@ -53,6 +55,7 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.memory = HostMemory(self.parallel.device)
+        self._cards = CardWriter(self.directory, self.backbone, self.parallel, self.precision)
         if len(self.parallel.model_ranks) > 1:
             # A group of its own: its exchanges run beside those of the steps.
             ranks = from_first(self.parallel.model_ranks, self.parallel)
@@ -80,6 +83,9 @@ class Saver:
                 state.snapshot = copies[state.entry.name].gather(self.parallel, self._group)
         if self.parallel.rank == 0:
             assert plan is not None
+            for state in states:
+                if state.snapshot is not None:
+                    state.card = self._cards.card(state)
             checkpoint.save(
                 self.directory, states, plan, self.backbone, self.keep, pace, self.precision, self.owner
             )

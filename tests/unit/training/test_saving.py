@@ -51,8 +51,9 @@ def saver(engine: Engine, tmp_path: Path) -> Iterator[Saver]:
 def save(engine: Engine, saver: Saver) -> list[SavedTask]:
     steps = {name: engine.progress(name)[0] for name in engine.tasks}
     states = [
-        TaskToSave(SavedTask(name, step, "running", "", checkpoint.checkpoint_of(name, step), {}, "data"))
+        TaskToSave(SavedTask(name, step, "running", "", checkpoint.checkpoint_of(name, step), spec, "data"))
         for name, step in steps.items()
+        for spec in [engine.task(name).spec.plain()]
     ]
     saver.begin(states, engine.copy_states(engine.tasks, saver.memory), engine.plan)
     return [state.entry for state in states]
