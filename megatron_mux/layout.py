@@ -22,6 +22,7 @@ from megatron_mux.balancing import NOT_BALANCED, BalancedRows, BalancedSequences
 from megatron_mux.kernels.attention import Bounds, Segment, bounds_of
 from megatron_mux.kernels.carry import Carry
 from megatron_mux.kernels.groups import RowGroups
+from megatron_mux.kernels.key_value_cache import KeyValueCache
 from megatron_mux.packing import (
     Array,
     PackedSequence,
@@ -63,6 +64,7 @@ class MicroBatch:
         carry: Keys and values that chunks of the same packs keep for each other; None: no sequence is cut.
         few: The labelled rows alone; None where this is them.
         balanced: Rows that count for a balancing loss; None: there are none.
+        cache: Keys and values of sequences that are generated; None: none are.
     """
 
     segments: tuple[Segment, ...]
@@ -81,6 +83,7 @@ class MicroBatch:
     carry: Carry | None = None
     few: MicroBatch | None = None
     balanced: BalancedRows | None = None
+    cache: KeyValueCache | None = None
 
     @property
     def rows(self) -> int:
@@ -164,6 +167,7 @@ class HostBatch:
         carry: Carry | None = None,
         staging: Tensor | None = None,
         tally: Tally | None = None,
+        cache: KeyValueCache | None = None,
     ) -> MicroBatch:
         """Take the batch to a device. The host does not wait.
 
@@ -172,6 +176,7 @@ class HostBatch:
             carry: See `MicroBatch.carry`; needed if spans leave tokens out.
             staging: Pinned memory of the buffer's size, to be left alone until the device has copied it; None takes
                 some from torch, which may wait for the device to get it.
+            cache: See `MicroBatch.cache`; then spans may leave tokens out without a `carry`.
             tally: That of the micro-batch, if an earlier chunk has made it; None: this one makes it, if it needs one.
         """
         whole = torch.from_numpy(self.buffer)
@@ -212,6 +217,7 @@ class HostBatch:
             carry=carry,
             few=few,
             balanced=BalancedRows.of(balancing, tally),
+            cache=cache,
             **common,
         )
 

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +18,7 @@ from rich.table import Table
 from megatron_mux.checkpoint import Manifest
 from megatron_mux.console import make_console
 from megatron_mux.engine import EvalResult, StepResult
+from megatron_mux.engine.eval_lines import eval_lines
 from megatron_mux.errors import UserError
 from megatron_mux.files import write_atomically
 from megatron_mux.pipeline.action import TimedAction
@@ -26,6 +27,9 @@ from megatron_mux.pipeline.trace import to_trace
 
 EXPERT_ACCESS = "expert_access.jsonl"
 """Which experts the steps between two lines selected, and which have moved."""
+
+SAMPLES = "samples.jsonl"
+"""What a task generates on some held-out prompts, evaluation by evaluation."""
 
 _HEADINGS = (
     "task",
@@ -145,10 +149,10 @@ class Reporter:
         task.after = result
         self._metrics(name, {"step": step, **{f"eval_{key}": value for key, value in result.values.items()}})
         if self._live is None:
-            figures = " ".join(
-                f"{key.replace('_', ' ')} {_shown(key, value)}" for key, value in result.values.items()
-            )
-            self.say(f"{name}: step {step} eval {figures}")
+            for line in eval_lines(name, step, result):
+                self.say(line)
+        for sample in result.samples:
+            self._append(f"{name}/{SAMPLES}", {"step": step, **asdict(sample)})
         self._refresh()
 
     def say(self, text: str, style: str | None = None) -> None:
@@ -343,7 +347,9 @@ def cut_metrics(directory: Path, manifest: Manifest | None, owner: str = "") -> 
     entries = manifest.tasks if manifest is not None else []
     # A failed task is not run again: what it wrote after its last good checkpoint stays.
     saved = {entry.name: float("inf") if entry.status == "failed" else entry.step for entry in entries}
-    for path in (*directory.glob(f"{owner or '*'}/metrics.jsonl"), *directory.glob(EXPERT_ACCESS)):
+    files = ("metrics.jsonl", SAMPLES)
+    own = [path for name in files for path in directory.glob(f"{owner or '*'}/{name}")]
+    for path in (*own, *directory.glob(EXPERT_ACCESS)):
         try:
             lines = path.read_text().splitlines()
             if path.name == EXPERT_ACCESS:
@@ -379,11 +385,6 @@ def _or_null(value: float) -> float | None:
 def _of(result: EvalResult | None, field: str) -> float | None:
     value = None if result is None else getattr(result, field)
     return None if value is None else float(value)
-
-
-def _shown(name: str, value: float) -> str:
-    """A figure of an evaluation: likelihoods as they are, shares in percent."""
-    return f"{value:.4f}" if name in ("loss", "perplexity") else f"{value:.1%}"
 
 
 def _change(first: float | None, last: float | None, form: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ class SegmentAttention(nn.Module):
         def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if batch.carry is not None:
                 key, value = batch.carry.extend(self.layer, key, value, batch.segments)
-            return segment_attention(
+            attend = segment_attention if batch.cache is None else partial(batch.cache.attend, self.layer)
+            return attend(
                 query,
                 key,
                 value,

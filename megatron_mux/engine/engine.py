@@ -7,7 +7,7 @@ clipping, accumulation, data order and fate.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine.agreement import first_problem, out_of_memory_on_every_rank
-from megatron_mux.engine.evaluate import EvalResult, Evaluator
+from megatron_mux.engine.evaluate import EvalResult
+from megatron_mux.engine.forward_passes import ForwardPasses
+from megatron_mux.engine.generate import Completion, Prompt
 from megatron_mux.engine.hand_over import HandOver
-from megatron_mux.engine.held_out import HeldOut, Records
+from megatron_mux.engine.held_out import Records
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size
 from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.snapshot import HostMemory, LocalState, Snapshot, copy_states
@@ -82,6 +84,7 @@ class Engine:
         self._runner = StepRunner(
             self.stages, parallel, self.planning, self.communicator, exchange, self._trials, make_update
         )
+        self._forward = ForwardPasses(self.stages, parallel, self.communicator, self._trials)
         self._tasks: dict[str, TaskState] = {}
         if parallel.experts.is_manager:
             for stage in own:
@@ -334,17 +337,12 @@ class Engine:
     # -- reading it out
 
     def evaluate(self, name: str, records: Records | None = None) -> EvalResult | None:
-        """Held-out figures of a task; None when it has no evaluation data. Every rank calls it.
-
-        Args:
-            name: The task.
-            records: Records to evaluate instead of its evaluation data.
+        """Held-out figures of one task, as of `evaluate_together`; None when it has no evaluation data.
 
         Raises:
-            UserError: The data could not be read; on every rank, so none waits for another.
+            UserError: It could not be evaluated; on every rank, so none waits for another.
         """
-        given = {} if records is None else {name: records}
-        found = self.evaluate_together([name], given).get(name)
+        found = self.evaluate_together([name], {} if records is None else {name: records}).get(name)
         if isinstance(found, UserError):
             raise found
         return found
@@ -352,7 +350,7 @@ class Engine:
     def evaluate_together(
         self, names: Sequence[str], records: Mapping[str, Records] | None = None
     ) -> dict[str, EvalResult | UserError]:
-        """Held-out figures of tasks, whose records share passes. Every rank calls it with the same names.
+        """Held-out figures of tasks whose records share passes. Every rank calls it with the same names.
 
         Args:
             names: The tasks; those without evaluation data are left out of the result.
@@ -361,16 +359,13 @@ class Engine:
         Returns:
             By task, its figures; or why it could not be evaluated, which leaves the others alone.
         """
-        tasks = {name: self._tasks[name] for name in names}
-        known = {name: task.task.evaluation for name, task in tasks.items()} | dict(records or {})
-        held_out = [
-            HeldOut(task, found) for name, task in tasks.items() if (found := known[name]) is not None
-        ]
-        if not held_out:
-            return {}
         self.adapters.prepare()
-        evaluator = Evaluator(self.stages, self.parallel, self.communicator, self._trials)
-        return dict(evaluator.evaluate(held_out))
+        return self._forward.evaluate({name: self._tasks[name] for name in names}, records or {})
+
+    def generate(self, prompts: Sequence[Prompt], stop: Collection[int]) -> list[Completion]:
+        """Continue prompts of registered tasks; see `Generator.generate`. Tokens in `stop` end a sequence."""
+        self.adapters.prepare()
+        return self._forward.generator(self._tasks, stop).generate(prompts)
 
     def copy_states(self, names: Sequence[str], memory: HostMemory) -> dict[str, LocalState]:
         """What this rank holds of tasks' states, copied to host memory as it is now; empty beside the first pipeline.

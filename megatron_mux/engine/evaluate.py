@@ -17,15 +17,13 @@ from torch import Tensor
 
 from megatron_mux import layout
 from megatron_mux.engine.compute import Stages
-from megatron_mux.engine.forward_compute import EvaluationCompute, ForwardCompute
+from megatron_mux.engine.forward_compute import EvaluationCompute, run_forward
 from megatron_mux.engine.held_out import HeldOut, HeldOutRecord, RecordGroups
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.trial import Trials
 from megatron_mux.errors import SharedError
 from megatron_mux.layout import MicroBatch, PackedSequence
 from megatron_mux.pipeline.communicate import Communicator
-from megatron_mux.pipeline.execute import execute
-from megatron_mux.pipeline.template import forward_only
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks.evaluation import TOKENS_PER_PASS, plain_choices
 
@@ -33,6 +31,21 @@ from megatron_mux.tasks.evaluation import TOKENS_PER_PASS, plain_choices
 PASSES_PER_STAGE = 8
 
 _SUMS = 5  # see `Evaluator._sums`
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a task generates on a held-out prompt, as text.
+
+    Attributes:
+        prompt: The prompt.
+        completion: What was generated.
+        reference: The record's own completion.
+    """
+
+    prompt: str
+    completion: str
+    reference: str
 
 
 @dataclass(frozen=True)
@@ -44,11 +57,15 @@ class EvalResult:
             log-likelihood over labelled tokens, and the task's metrics (see `EvalSpec`).
         records: Records evaluated.
         choices: Number of completions that each record was classified among; 0: records were not classified.
+        samples: Generated texts.
+        notes: What a reader should know of these.
     """
 
     values: Mapping[str, float]
     records: int
     choices: int = 0
+    samples: tuple[Sample, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def loss(self) -> float:
@@ -60,15 +77,6 @@ class EvalResult:
         """The first accuracy that was measured."""
         names = ("accuracy", "classification_accuracy", "token_accuracy")
         return next((self.values[name] for name in names if name in self.values), None)
-
-
-def run_forward(compute: ForwardCompute, parallel: Parallel, communicator: Communicator) -> None:
-    """Run this rank's forward passes of micro-batches, the same number on every rank of the pipeline."""
-    stages = compute.stages
-    ranks, each = parallel.pp_size, len(stages)
-    dtype = next(iter(stages.values())).dtype
-    template = forward_only(ranks, len(compute.batches), each)
-    execute(template, parallel.pp_rank, compute, communicator, dtype, stages=ranks * each)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a stage computes where nothing is learned: forward passes, of which the last stage keeps some figures."""
+"""What a stage computes where nothing is learned: forward passes, of which the last stage keeps figures or tokens."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from megatron_mux.engine.compute import Stages, zeros_for_next_stage
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.layout import MicroBatch
 from megatron_mux.pipeline.action import Action
+from megatron_mux.pipeline.communicate import Communicator
+from megatron_mux.pipeline.execute import execute
+from megatron_mux.pipeline.template import forward_only
+from megatron_mux.runtime import Parallel
 
 
 class ForwardCompute(ABC):
@@ -72,17 +76,26 @@ class ForwardCompute(ABC):
 
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
         """There is none."""
-        raise RuntimeError(f"an evaluation has no backward pass, yet {action} was asked for")
+        raise RuntimeError(f"a forward pass alone has no backward pass, yet {action} was asked for")
 
     def norm(self, action: Action, others: Tensor | None) -> Tensor:
         """There is no gradient."""
-        raise RuntimeError(f"an evaluation ends no bucket's step, yet {action} was asked for")
+        raise RuntimeError(f"a forward pass alone ends no bucket's step, yet {action} was asked for")
 
     update = norm
 
     def label(self, action: Action) -> str:
         """Tasks of the micro-batch."""
         return "eval " + "+".join(self.batches[action.micro_batch].task_rows)
+
+
+def run_forward(compute: ForwardCompute, parallel: Parallel, communicator: Communicator) -> None:
+    """Run this rank's forward passes of micro-batches, the same number on every rank of the pipeline."""
+    stages = compute.stages
+    ranks, each = parallel.pp_size, len(stages)
+    dtype = next(iter(stages.values())).dtype
+    template = forward_only(ranks, len(compute.batches), each)
+    execute(template, parallel.pp_rank, compute, communicator, dtype, stages=ranks * each)
 
 
 class EvaluationCompute(ForwardCompute):
@@ -113,3 +126,22 @@ class EvaluationCompute(ForwardCompute):
         columns = (nll, torch.ones_like(nll), (tokens == batch.labels) & counted, counted)
         rows = torch.stack([column.double() for column in columns], dim=1)
         self.sums.index_add_(0, sequences, rows)
+
+
+class GenerationCompute(ForwardCompute):
+    """Keeps the likeliest next token of every sequence.
+
+    Attributes:
+        tokens: Of each micro-batch, `[sequences]` int64 in row order; on the last stage only.
+    """
+
+    def __init__(self, stages: Stages, batches: Sequence[MicroBatch], failed: FailedBuckets) -> None:
+        super().__init__(stages, batches, failed)
+        one = next(iter(stages.values()))
+        self.tokens = [
+            torch.zeros(len(batch.segments), dtype=torch.int64, device=one.device) for batch in batches
+        ]
+
+    def keep(self, number: int, batch: MicroBatch, nll: Tensor, tokens: Tensor) -> None:
+        """See `ForwardCompute.keep`."""
+        self.tokens[number] = tokens

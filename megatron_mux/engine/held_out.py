@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron_mux.data.dataset import Example
 from megatron_mux.engine.agreement import everyones
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
-from megatron_mux.tasks.evaluation import EvalSpec, Metric, choices_among
+from megatron_mux.tasks.evaluation import EvalSpec, GenerateSpec, Metric, choices_among
+
+Tokens = npt.NDArray[np.int64]
 
 
 class Records(Protocol):
@@ -61,6 +66,22 @@ class HeldOut:
         return ["accuracy"] if self.spec is None else self.spec.metrics
 
     @property
+    def generates(self) -> GenerateSpec | None:
+        """What is generated: nothing for records that a program gave, or of which only lengths are known."""
+        is_own = self.records is self.task.task.evaluation and self.tokenizer is not None
+        return self.spec.generates if self.spec is not None and is_own else None
+
+    @property
+    def measures_texts(self) -> bool:
+        """Whether some metric needs a completion of every record."""
+        return self.spec is not None and self.spec.measures_texts
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the records; None if they have none."""
+        return getattr(self.records, "tokenizer", None)
+
+    @property
     def batch_size(self) -> int | None:
         """Most sequences of a pass that has some of this task; None is bound by tokens alone."""
         return None if self.spec is None else self.spec.per_device_eval_batch_size
@@ -69,6 +90,20 @@ class HeldOut:
     def choices(self) -> Sequence[str] | None:
         """The completions that are scored with every prompt; None: the record's own alone."""
         return choices_among(self.records, self.metrics)
+
+
+def prompt_and_completion(records: Records, number: int) -> tuple[Tokens, Tokens] | None:
+    """The tokens before a record's last run of labels, and those of the run; None if it has no prompt.
+
+    Raises:
+        UserError: It cannot be read.
+    """
+    example = records[number]
+    start, stop = np.flatnonzero(np.diff(example.labelled, prepend=False, append=False))[-2:].tolist()
+    # A text by itself has every token but the first one labelled, like a completion after a prompt of one token.
+    if start == 1 and hasattr(records, "record") and getattr(records.record(number), "prompt", "") is None:
+        return None
+    return example.tokens[:start], example.tokens[start:stop]
 
 
 @dataclass(frozen=True)

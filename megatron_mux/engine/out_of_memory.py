@@ -57,6 +57,11 @@ class FailedBuckets:
         """Whether any bucket has failed."""
         return bool(self._reasons)
 
+    @property
+    def reason(self) -> str:
+        """Where and why the first bucket failed; empty if none has."""
+        return next(iter(self._reasons.values()), "")
+
     def __contains__(self, entry: int) -> bool:
         """Whether a bucket, counted on over steps, has failed."""
         return entry % self._period in self._reasons

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_mux.data.dataset import MAX_DISTINCT, TaskDataset
+from megatron_mux.engine.held_out import prompt_and_completion
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.tasks.evaluation import choices_among, plain_choices
 
+_LOOKED_AT = 100
 _SHOWN = 4
 _LONGEST = 20
 
@@ -20,6 +22,14 @@ def problems_of_evaluation(spec: TaskSpec, records: TaskDataset) -> Iterator[str
             f"eval.metrics: classification_accuracy needs records that all have a prompt and a completion, with at "
             f"most {MAX_DISTINCT} distinct completions, which those of {records.path} are not: measure token_accuracy "
             "or exact_match"
+        )
+
+    if spec.eval.generates and not any(
+        prompt_and_completion(records, number) for number in range(min(len(records), _LOOKED_AT))
+    ):
+        yield (
+            f"eval: there is nothing to generate, for the first records of {records.path} are texts without a prompt: "
+            "leave out generate, exact_match and rouge"
         )
 
 

@@ -1,0 +1,49 @@
+"""What the engine does with attached adapters beside training them: evaluate tasks, and generate."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from megatron_mux.engine.compute import Stages
+from megatron_mux.engine.evaluate import EvalResult, Evaluator
+from megatron_mux.engine.generate import Attached, Generator
+from megatron_mux.engine.held_out import HeldOut, Records
+from megatron_mux.engine.held_out_texts import with_texts
+from megatron_mux.engine.task_state import TaskState
+from megatron_mux.engine.trial import Trials
+from megatron_mux.errors import UserError
+from megatron_mux.pipeline.communicate import Communicator
+from megatron_mux.runtime import Parallel
+
+
+@dataclass(frozen=True)
+class ForwardPasses:
+    """Forward passes over this rank's stages; every rank makes the same calls.
+
+    Attributes:
+        stages: This rank's, with the tasks' adapters attached.
+        parallel: Where this rank stands.
+        communicator: This rank's transfers.
+        trials: Tries the largest passes first; None: memory cannot run out, or only where a pass recovers from it.
+    """
+
+    stages: Stages
+    parallel: Parallel
+    communicator: Communicator
+    trials: Trials | None = None
+
+    def evaluate(
+        self, tasks: Mapping[str, TaskState], given: Mapping[str, Records]
+    ) -> dict[str, EvalResult | UserError]:
+        """See `Engine.evaluate_together`."""
+        known = {name: given.get(name, task.task.evaluation) for name, task in tasks.items()}
+        held_out = [HeldOut(tasks[name], records) for name, records in known.items() if records is not None]
+        if not held_out:
+            return {}
+        results = Evaluator(self.stages, self.parallel, self.communicator, self.trials).evaluate(held_out)
+        return dict(with_texts(results, held_out, lambda stop: self.generator(tasks, stop), self.parallel))
+
+    def generator(self, members: Mapping[str, Attached], stop: Collection[int]) -> Generator:
+        """Make what continues prompts of some tasks; see `Generator`."""
+        return Generator(self.stages, self.parallel, self.communicator, members, stop, self.trials)

@@ -1,0 +1,213 @@
+"""What tasks generate on their held-out prompts: exact match, ROUGE, and samples to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from megatron_mux.data.stop_tokens import stop_tokens
+from megatron_mux.engine.agreement import everyones
+from megatron_mux.engine.evaluate import EvalResult, Sample
+from megatron_mux.engine.generate import Completion, Generator, Prompt
+from megatron_mux.engine.held_out import HeldOut, Tokens, prompt_and_completion
+from megatron_mux.errors import SharedError, UserError
+from megatron_mux.runtime import Parallel
+from megatron_mux.tasks.evaluation import GenerateSpec
+
+MakeGenerator = Callable[[Collection[int]], Generator]
+"""Makes a generator that stops at some tokens."""
+
+PROMPTS_AT_ONCE = 1024
+"""Prompts that are read at a time for each pipeline: only so many are in memory, however long the files are."""
+
+_ROUGE = ("rouge1", "rouge2", "rougeL")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A held-out record as a prompt.
+
+    Attributes:
+        task: The task.
+        prompt: `[L]` int64.
+        reference: The record's own completion, tokens.
+    """
+
+    task: str
+    prompt: Tokens
+    reference: Tokens
+
+
+@dataclass
+class _Texts:
+    """What is known of a task's texts so far."""
+
+    task: HeldOut
+    count: int = 0
+    exact: int = 0
+    rouge: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_ROUGE, 0.0))
+    samples: list[Sample] = field(default_factory=list)
+    without_prompt: int = 0
+    at_length: int = 0
+    at_positions: int = 0
+
+    @property
+    def numbers(self) -> range:
+        """The records to generate for."""
+        count = len(self.task.records)
+        return range(count if self.task.measures_texts else min(count, self.generates.samples))
+
+    def add(self, asked: _Asked, completion: Completion) -> None:
+        """Count a completion."""
+        own = self._text(completion.tokens)
+        wanted = self._text(asked.reference.tolist())
+        self.count += 1
+        self.at_length += completion.finish == "length"
+        self.at_positions += completion.finish == "positions"
+        self.exact += own == wanted
+        if "rouge" in self.task.metrics:
+            scores = self._scorer.score(wanted, own)
+            for name in _ROUGE:
+                self.rouge[name] += scores[name].fmeasure
+        if len(self.samples) < self.generates.samples:
+            prompt = str(self._tokenizer.decode(asked.prompt.tolist()))
+            self.samples.append(Sample(prompt, own, wanted))
+
+    def completed(self, result: EvalResult) -> EvalResult:
+        """The evaluation's result with what was generated."""
+        values, count = dict(result.values), max(self.count, 1)
+        if "exact_match" in self.task.metrics:
+            values["exact_match"] = self.exact / count
+        if "rouge" in self.task.metrics:
+            values |= {name: total / count for name, total in self.rouge.items()}
+        longest = self.generates.max_new_tokens
+        notes = {
+            "records have no prompt to continue": self.without_prompt,
+            f"completions have max_new_tokens ({longest}) and no end": self.at_length,
+            "completions were cut at the last position of the backbone": self.at_positions,
+        }
+        seen = self.count + self.without_prompt
+        said = tuple(f"{number} of {seen} {what}" for what, number in notes.items() if number)
+        return replace(result, values=values, samples=tuple(self.samples), notes=said)
+
+    @property
+    def generates(self) -> GenerateSpec:
+        """What is generated."""
+        assert self.task.generates is not None
+        return self.task.generates
+
+    @property
+    def _tokenizer(self) -> Any:
+        return self.task.tokenizer
+
+    @cached_property
+    def _scorer(self) -> Any:
+        from rouge_score.rouge_scorer import RougeScorer  # an extra, of which task files are checked
+
+        return RougeScorer(list(_ROUGE))
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
+
+
+def with_texts(
+    results: Mapping[str, EvalResult | SharedError],
+    tasks: Sequence[HeldOut],
+    make: MakeGenerator,
+    parallel: Parallel,
+) -> dict[str, EvalResult | SharedError]:
+    """Add what tasks generate to the results of those that ask for it; every rank calls it.
+
+    Args:
+        results: By task, what was found without generating.
+        tasks: In the same order on every rank.
+        make: Makes the generator.
+        parallel: Where this rank stands.
+
+    Returns:
+        By task, its result; or why there is none.
+    """
+    found = dict(results)
+    texts = {
+        one.name: _Texts(one) for one in tasks if one.generates and isinstance(found[one.name], EvalResult)
+    }
+    if not texts:
+        return found
+    problems: dict[str, SharedError] = {}
+    generator = make(stop_tokens(next(iter(texts.values())).task.tokenizer))
+    for asked in _prompts(texts, problems, parallel):
+        for one, completion in zip(asked, _completions(asked, texts, generator, problems), strict=True):
+            if completion is not None:
+                texts[one.task].add(one, completion)
+    for name, own in texts.items():
+        result = found[name]
+        assert isinstance(result, EvalResult)
+        found[name] = problems[name] if name in problems else own.completed(result)
+    return found
+
+
+def _completions(
+    asked: Sequence[_Asked],
+    texts: Mapping[str, _Texts],
+    generator: Generator,
+    problems: dict[str, SharedError],
+) -> list[Completion | None]:
+    """The completions, all tasks at once; task by task if one of them has no memory for a sequence."""
+
+    def prompts(of: Sequence[_Asked]) -> list[Prompt]:
+        return [
+            Prompt(
+                one.task,
+                one.prompt,
+                texts[one.task].generates.max_new_tokens,
+                texts[one.task].task.batch_size,
+            )
+            for one in of
+        ]
+
+    try:
+        return list(generator.generate(prompts(asked)))
+    except SharedError:  # on every rank
+        found: list[Completion | None] = [None] * len(asked)
+        for name in texts:
+            own = [i for i, one in enumerate(asked) if one.task == name]
+            try:
+                for i, one in zip(own, generator.generate(prompts([asked[i] for i in own])), strict=True):
+                    found[i] = one
+            except SharedError as error:
+                problems[name] = error
+        return found
+
+
+def _prompts(
+    texts: Mapping[str, _Texts], problems: dict[str, SharedError], parallel: Parallel
+) -> Iterator[list[_Asked]]:
+    """Yield prompts, task after task, some at a time: the same on every rank, which reads all of them."""
+    numbers = [(name, number) for name, own in texts.items() for number in own.numbers]
+    size = PROMPTS_AT_ONCE * parallel.dp_size
+    for start in range(0, len(numbers), size):
+        asked: list[_Asked] = []
+        unread: dict[str, str] = {}
+        for name, number in numbers[start : start + size]:
+            if name in problems or name in unread:
+                continue
+            try:
+                one = _asked(texts[name].task, number)
+            except UserError as error:
+                unread[name] = str(error)
+                continue
+            texts[name].without_prompt += one is None
+            asked += [] if one is None else [one]
+        if parallel.total([bool(unread)])[0]:
+            for rank, own in enumerate(everyones(unread, parallel)):
+                for name, text in own.items():
+                    problems.setdefault(name, SharedError(f"rank {rank}: {text}" if rank else text))
+            asked = [one for one in asked if one.task not in problems]
+        yield asked
+
+
+def _asked(task: HeldOut, number: int) -> _Asked | None:
+    found = prompt_and_completion(task.records, number)
+    return None if found is None else _Asked(task.name, *found)

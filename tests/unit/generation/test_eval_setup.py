@@ -1,0 +1,85 @@
+"""What a task's held-out records cannot be measured by is refused before anything runs, and the accuracy is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_mux.data.dataset import TaskDataset
+from megatron_mux.data.stop_tokens import stop_tokens
+from megatron_mux.data.tokenizer import load_tokenizer
+from megatron_mux.engine.held_out import prompt_and_completion
+from megatron_mux.tasks import TaskSpec
+from megatron_mux.training.eval_setup import accuracy_measured, problems_of_evaluation
+from tests.end_to_end.workplace import write_tokenizer
+
+TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}<unk>\n{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Any:
+    write_tokenizer(tmp_path)
+    return load_tokenizer(tmp_path)
+
+
+def dataset(path: Path, tokenizer: Any, records: Sequence[dict[str, Any]]) -> TaskDataset:
+    file = path / "held-out.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return TaskDataset(file, tokenizer, 16, cache=path / "cache")
+
+
+def spec(**fields: Any) -> TaskSpec:
+    task = {"name": "t", "adapter": {"peft_type": "LORA"}, "data": {"path": "x"}}
+    return TaskSpec.model_validate({**task, "eval": {"path": "y", **fields}})
+
+
+def test_which_accuracy_is_measured(tmp_path: Path, tokenizer: Any) -> None:
+    pairs = [{"prompt": f"w{i}", "completion": f"w{i % 2}"} for i in range(8)]
+    labels = dataset(tmp_path, tokenizer, pairs)
+    assert "the likeliest of the 2 that occur (w0, w1)" in accuracy_measured(spec(), labels)
+    few = dataset(tmp_path, tokenizer, pairs[:7])
+    assert "share of labelled tokens" in accuracy_measured(spec(), few)
+    assert "beside the classification" in accuracy_measured(
+        spec(metrics=["accuracy", "classification_accuracy"]), few
+    )
+    assert not accuracy_measured(spec(metrics=["token_accuracy"]), few)
+    assert not list(problems_of_evaluation(spec(metrics=["classification_accuracy"], generate={}), few))
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    texts = dataset(tmp_path, tokenizer, [{"text": "w1 w2"}] * 5)
+    (refused,) = problems_of_evaluation(spec(metrics=["classification_accuracy"]), texts)
+    assert "classification_accuracy needs records that all have a prompt" in refused
+    (refused,) = problems_of_evaluation(spec(generate={"samples": 1}), texts)
+    assert "held-out.jsonl are texts without a prompt" in refused
+
+
+def test_prompts_and_completions(tmp_path: Path, tokenizer: Any) -> None:
+    tokenizer.chat_template = TEMPLATE
+    turns = [("user", "w1"), ("assistant", "w2"), ("user", "w3 w4"), ("assistant", "w5")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    records = dataset(
+        tmp_path, tokenizer, [{"messages": messages}, {"prompt": "w1", "completion": "w2"}, {"text": "w1 w2"}]
+    )
+
+    def texts(number: int) -> list[str] | None:
+        found = prompt_and_completion(records, number)
+        return None if found is None else [tokenizer.decode(part.tolist()) for part in found]
+
+    first = texts(0)
+    assert first is not None and first[0].endswith("w4 <unk> <s>") and first[1].startswith("w5")
+    assert texts(1) == ["w1", "w2 </s>"] and texts(2) is None
+
+
+def test_stop_tokens(tmp_path: Path, tokenizer: Any) -> None:
+    end, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
+    assert stop_tokens(tokenizer) == {end}
+    tokenizer.chat_template = TEMPLATE  # closes a turn with a special token
+    assert stop_tokens(tokenizer) == {end, unknown}
+    tokenizer.chat_template = "{{ no_such_function() }}"
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, 7]}))
+    assert stop_tokens(tokenizer) == {end, 7}
