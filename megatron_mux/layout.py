@@ -222,7 +222,7 @@ class HostBatch:
         )
 
     def _groups(self, ranges: Ranges, tensors: Sequence[Tensor]) -> RowGroups:
-        names = [name for name, (start, stop) in ranges.items() if start < stop]
+        names = [name for name, (start, stop) in ranges.items() if start < stop and name in self.slots]
         index, ids, table, tiles = tensors
         return RowGroups(
             slots=tuple(self.slots[name] for name in names),
@@ -258,7 +258,8 @@ def pack(
         multiple: Pad T to a multiple of this (sequence parallelism).
         training: See `MicroBatch.training`.
         spans: First token and one past the last token to take of each sequence; None takes all of them.
-        slots: Task name to its slot (see `RowGroups`); by default tasks are counted in the order of `task_names`.
+        slots: Task name to its slot (see `RowGroups`); by default tasks are counted in the order of `task_names`. Rows
+            of a name without one are given to no adapter.
         balanced: Sequences of the micro-batch that count for a balancing loss; None: there are none.
     """
     order = {name: i for i, name in enumerate(task_names)}

@@ -102,8 +102,9 @@ def _tokens_of(parts: Sequence[tuple[PackedSequence, Span]], lengths: Array) -> 
 
 
 def tables_of(ranges: Ranges, steps: Mapping[str, int], slots: Mapping[str, int]) -> tuple[Array, Array]:
-    """The table and the tiles of `RowGroups`, flat."""
-    present = [(slots[name], *rows, steps[name]) for name, rows in ranges.items() if rows[0] < rows[1]]
+    """The table and the tiles of `RowGroups`, flat; tasks without a slot are in neither."""
+    own = {name: rows for name, rows in ranges.items() if name in slots and rows[0] < rows[1]}
+    present = [(slots[name], *rows, steps[name]) for name, rows in own.items()]
     tiles = list(tiles_of([(start, stop) for _, start, stop, _ in present]))
     return np.array(present, np.int32).reshape(-1), np.array(tiles, np.int32).reshape(-1)
 

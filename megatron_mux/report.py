@@ -132,7 +132,7 @@ class Reporter:
             if result.router_aux_loss is not None:
                 line["router_aux_loss"] = result.router_aux_loss
                 balance = f" router aux loss {result.router_aux_loss:.4f}"
-            self._metrics(name, line)
+            self._metrics(name, line | dict(result.metrics))
             if due and self._live is None:
                 self.say(
                     f"{name}: step {result.step}/{result.total_steps} loss {result.loss:.4f}{balance} "

@@ -36,6 +36,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
 from megatron_mux.kernels.loss_head import predict, weighted_loss
 from megatron_mux.kernels.own_rows import Place, VocabularyPart
+from megatron_mux.kernels.preference_loss import RowScale, scale_gradient
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 
@@ -254,12 +255,13 @@ class Backbone:
         }
         return [found[rope] if rope else None for rope in (self.shape.ropes[layer] for layer in self.layers)]
 
-    def loss(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, hidden: Tensor, batch: MicroBatch, scale: RowScale | None = None) -> tuple[Tensor, Tensor]:
         """The micro-batch's share of its tasks' losses; last stage only.
 
         Args:
             hidden: What `forward` returned.
             batch: The micro-batch.
+            scale: Factors of the labelled rows' gradients, set before the backward pass; None: all are one.
 
         Returns:
             The scalar sum over labels of weight x negative log-likelihood, differentiable with respect to `hidden`;
@@ -269,6 +271,8 @@ class Backbone:
             if not batch.rows:
                 return hidden.sum(dtype=torch.promote_types(self.dtype, torch.float32)), batch.label_weights
             rows = self._rows(hidden, batch)
+            if scale is not None:
+                rows = scale_gradient(rows, scale)
             layer = self.vocabulary.output_layer(batch.labelled.task_rows, share=True)
             total, nll = weighted_loss(rows, batch.labels, batch.label_weights, layer)
         return total, nll.float()

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.data.records import BadRecordError, PromptCompletion, Record, parse_record
 from megatron_mux.data.token_cache import TokenCacheEntry
 from megatron_mux.data.tokenise import Example, Tokeniser
@@ -201,12 +202,19 @@ class DataFiles:
     cache: Path | None = None
     tokenised: Mapping[str, TokenisedFile | UserError] = field(default_factory=dict)
 
-    def open(self, path: str | os.PathLike[str], max_length: int) -> TaskDataset:
+    def open(self, path: str | os.PathLike[str], max_length: int, loss: str = "sft") -> TaskDataset:
         """Open a file, tokenising it if need be.
+
+        Args:
+            path: The file.
+            max_length: Tokens a sequence is cut to.
+            loss: Of the task: one of a preference has records of its own kind (`PreferenceDataset`).
 
         Raises:
             UserError: See `TaskDataset`.
         """
+        if loss != "sft":
+            return cast(TaskDataset, PreferenceDataset(path, self.tokenizer, max_length, loss, self.cache))
         known = self.tokenised.get(str(path))
         if isinstance(known, UserError):
             raise known

@@ -19,15 +19,19 @@ class Sampler:
         batch_size: Sequences of one optimizer step.
         seed: The task's seed.
         shuffle: Permute each epoch.
+        together: Neighbours in the data set that stay neighbours in an epoch: the sequences of a preference record.
     """
 
-    def __init__(self, num_records: int, batch_size: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, num_records: int, batch_size: int, seed: int, shuffle: bool = True, together: int = 1
+    ) -> None:
         if num_records < 1 or batch_size < 1:
             raise ValueError(f"a sampler needs records and a batch size, got {num_records} and {batch_size}")
         self.num_records = num_records
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
+        self.together = together
         # Only a cache: the order is a function of seed and epoch. Replaced at once, since threads share it.
         self._epoch: tuple[int, npt.NDArray[np.int64]] = (-1, np.empty(0, np.int64))
 
@@ -47,7 +51,8 @@ class Sampler:
             return list(range(start, stop))
         known, order = self._epoch
         if known != epoch:
-            order = permutation(self.num_records, self.seed, epoch)
+            units = permutation(self.num_records // self.together, self.seed, epoch)
+            order = (units[:, None] * self.together + np.arange(self.together)).ravel()
             self._epoch = (epoch, order)
         chosen: list[int] = order[start:stop].tolist()
         return chosen

@@ -64,7 +64,7 @@ def heaviest_batches(
         spec: TaskSpec, file: str | Path, choose: Callable[[RecordLengths], Batch], bound: Batch
     ) -> Batch:
         if can_read and Path(file).is_file():
-            return _read(Path(file), tokenizer(), spec.data.max_length, choose)
+            return _read(Path(file), tokenizer(), spec, choose)
         unread.append(spec.name)
         return bound
 
@@ -89,11 +89,12 @@ def _load_tokenizer(backbone: Path) -> Any:
     return load_tokenizer(backbone)
 
 
-def _read(path: Path, tokenizer: Any, max_length: int, choose: Callable[[RecordLengths], Batch]) -> Batch:
+def _read(path: Path, tokenizer: Any, spec: TaskSpec, choose: Callable[[RecordLengths], Batch]) -> Batch:
     """The batch chosen from a file's records."""
-    from megatron_mux.data.dataset import TaskDataset  # takes seconds to import
+    from megatron_mux.data.dataset import DataFiles  # takes seconds to import
 
-    with closing(TaskDataset(path, tokenizer, max_length)) as data:
+    files = DataFiles(tokenizer, lambda line: None)
+    with closing(files.open(path, spec.data.max_length, spec.training.loss)) as data:
         return choose(data)
 
 
@@ -124,7 +125,9 @@ def heaviest(spec: TaskSpec, data: RecordLengths) -> Batch:
         chosen = np.argsort(-lengths, kind="stable")[:count]
         most = int(np.sort(labels)[-count:].sum())
     else:
-        sampler = Sampler(len(lengths), spec.sequences_per_step, spec.training.seed, spec.data.shuffle)
+        together = spec.training.sequences_per_record
+        seed, shuffle = spec.training.seed, spec.data.shuffle
+        sampler = Sampler(len(lengths), spec.sequences_per_step, seed, shuffle, together)
         batches = [np.array(sampler.batch(step)) for step in range(total)]
         chosen = max(batches, key=lambda own: (int(lengths[own].sum()), int(lengths[own].max())))
         most = max(int(labels[own].sum()) for own in batches)

@@ -28,12 +28,21 @@ class LengthsOnlyDataset:
         self.lengths: npt.NDArray[np.int32] = np.array(lengths, np.int32)
         self.label_counts: npt.NDArray[np.int32] = np.array(labels, np.int32)
 
+        # Of a preference: every other sequence is the worse one.
+        self.completion_counts = self.label_counts
+        self.starts = self.lengths - self.label_counts
+        self.desirable = np.arange(len(self.lengths)) % 2 == 0
+
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, number: int) -> Example:
         length, labels = int(self.lengths[number]), int(self.label_counts[number])
         return Example(np.zeros(length, np.int64), np.arange(length) >= length - labels, None)
+
+    def mismatched(self, prompt: int, completion: int) -> Example:
+        """As long as the sequence itself."""
+        return self[prompt]
 
     def candidates(self, number: int) -> tuple[list[Example], int]:
         """None of them is to be classified."""

@@ -117,10 +117,10 @@ class StepBatches:
         step, own = self._own(unit)
         return sum(batch.labels for batch in step.batches[own])
 
-    def tasks(self, unit: Unit) -> list[set[str]]:
-        """The tasks of each batch of a unit; without laying it out."""
+    def tasks(self, unit: Unit) -> list[set[str] | None]:
+        """The tasks of each batch of a unit, None for one with rows of references; without laying it out."""
         step, own = self._own(unit)
-        return [set(batch.task_rows) for batch in step.batches[own]]
+        return [set(batch.task_rows) if batch.training else None for batch in step.batches[own]]
 
     @property
     def max_rows(self) -> int:

@@ -3,13 +3,15 @@
 Clipping needs the norm of a task's gradient over all stages, and only the last stage knows whether its loss is finite.
 Both travel to the first stage with the bucket's last gradients and back with its next hidden states
 (`pipeline.template.with_updates`), as a table of fp64: a row per task of the bucket with its loss, its squared norm,
-the number of ranks that ran out of memory, and, if a task of the bucket asks for it, its balancing loss.
+the number of ranks that ran out of memory, and, if a task of the bucket asks for it, its balancing loss; then, if a
+task of the bucket learns a preference, its figures.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from megatron_mux import runtime
 from megatron_mux.engine.optimize import gradient_buffer_size, reduce_gradients
 from megatron_mux.engine.out_of_memory import FailedBuckets
+from megatron_mux.engine.preference import PreferenceLosses
 from megatron_mux.engine.task_state import StepResult, TaskState
 from megatron_mux.engine.tied_rows import TiedRows
 from megatron_mux.engine.updates import BucketUpdate
@@ -41,6 +44,7 @@ class BucketFinalizer:
         failed: Buckets that ran out of memory on this rank.
         buffer: `[n]` uint8 to sum gradients in, of at least `gradient_buffer_size` of these tasks.
         updates: Of each bucket.
+        preferences: Losses and figures of preference tasks.
 
     Attributes:
         coefficients: Of each task with a balancing loss.
@@ -57,10 +61,12 @@ class BucketFinalizer:
         failed: FailedBuckets,
         buffer: Tensor,
         updates: Sequence[BucketUpdate],
+        preferences: PreferenceLosses,
     ) -> None:
         self.tasks = tasks
         self.failed = failed
         self.skipped: set[int] = set()
+        self.preferences = preferences
         coefficients = {name: task.task.spec.training.router_aux_loss_coef for name, task in tasks.items()}
         self.coefficients = {name: own for name, own in coefficients.items() if own}
         self.buckets = buckets
@@ -87,13 +93,21 @@ class BucketFinalizer:
         """A bucket, counted on over steps."""
         return self.buckets[entry % len(self.buckets)]
 
+    def step(self, entry: int) -> int:
+        """The step of a bucket that is counted on over steps."""
+        return entry // len(self.buckets)
+
     def table_shape(self, entry: int) -> tuple[int, int]:
         """Rows and columns of the table of a bucket, counted on over steps."""
         names = self.bucket(entry).tasks
-        return len(names), self._statistics(entry) + self._tied.width(names)
+        return len(names), self._read(entry) + self._tied.width(names)
 
-    def _statistics(self, entry: int) -> int:
-        """Columns of a bucket's table before those of `TiedRows`."""
+    def _read(self, entry: int) -> int:
+        """Columns of a bucket's table before those of `TiedRows`: those that are read on the host."""
+        return self._summed(entry) + self.preferences.columns(self.bucket(entry).tasks)
+
+    def _summed(self, entry: int) -> int:
+        """Columns before the figures of preference tasks: all but the first are sums over ranks."""
         return _BALANCING + any(name in self.coefficients for name in self.bucket(entry).tasks)
 
     def skip_all(self) -> None:
@@ -101,7 +115,14 @@ class BucketFinalizer:
         self._stopped.fill_(True)
         self._counts = False
 
-    def norm(self, action: Action, losses: Tensor, balancing: Tensor, others: Tensor | None) -> Tensor:
+    def norm(
+        self,
+        action: Action,
+        losses: Tensor,
+        balancing: Tensor,
+        others: Tensor | None,
+        figures: Tensor | None = None,
+    ) -> Tensor:
         """Reduce a bucket's gradients over ranks, and add this stage's norms to those of the stages after it.
 
         Args:
@@ -109,6 +130,7 @@ class BucketFinalizer:
             losses: `[tasks]` fp64 of the step, on the last stage: of this pipeline's sequences.
             balancing: `[tasks]` fp64 of this pipeline's sequences in this rank's layers, weighted.
             others: The table of the stages after this one; None on the last.
+            figures: On the last stage, those of the bucket's tasks over all pipelines, if some learn a preference.
 
         Returns:
             The table of this stage and those after it. With tensor parallelism, squares of this rank's own parts.
@@ -116,9 +138,9 @@ class BucketFinalizer:
         entry = action.bucket
         names, device = self.bucket(entry).tasks, self.parallel.device
         rows, count = self._rows[entry % len(self.buckets)], len(names)
-        columns = self._statistics(entry)
+        columns, read = self._summed(entry), self._read(entry)
         # It may allocate, so it comes before the sum over pipelines, which tells all of them who ran out of memory.
-        self.failed.attempt(action, lambda: self._penalise(names, entry // len(self.buckets)))
+        self.failed.attempt(action, lambda: self._penalise(names, self.step(entry)))
         # Read at the first stage of each pipeline, but summed over all pipelines: as the gradients are.
         sums = torch.full(
             (columns - _FAILED, count), float(entry in self.failed), dtype=torch.float64, device=device
@@ -128,15 +150,15 @@ class BucketFinalizer:
         tasks = [self.tasks[name] for name in names]
         reduce_gradients([task.adapter.arena for task in tasks], self.parallel, sums, self._buffer)
         if others is not None and self.parallel.is_first_stage:
-            self._tied.add(names, others[:, columns:])
+            self._tied.add(names, others[:, read:])
         squares = self._updates[entry % len(self.buckets)].squared_norms()
         if others is None:
             # Each tensor rank of the last stage has the whole loss of its pipeline.
             own = losses[rows]
             if self.parallel.dp_size > 1:
                 dist.all_reduce(own, group=self.parallel.dp_group)
-            table = torch.stack([own, squares, *sums], dim=1)
-            table = torch.cat([table, self._tied.send(names, device)], dim=1)
+            parts = [torch.stack([own, squares, *sums], dim=1), self._tied.send(names, device)]
+            table = torch.cat(parts if figures is None else [parts[0], figures, parts[1]], dim=1)
             if self.parallel.experts.broker is not None:
                 # Each of them owns a part of the adapters, and the master has the losses.
                 dist.all_reduce(table, group=self.parallel.experts.group)
@@ -164,7 +186,7 @@ class BucketFinalizer:
         Returns:
             The table.
         """
-        names, columns = self.bucket(entry).tasks, self._statistics(entry)
+        names, columns, read = self.bucket(entry).tasks, self._summed(entry), self._read(entry)
         if whole is None:
             whole = self._whole.pop(entry)
             if self.parallel.tp_size > 1:
@@ -172,7 +194,7 @@ class BucketFinalizer:
                 dist.all_reduce(own, group=self.parallel.tp_group)
                 whole[:, _SQUARE:columns] = own
         if self.parallel.is_last_stage:
-            self._tied.receive(names, whole[:, columns:])
+            self._tied.receive(names, whole[:, read:])
         rows = self._rows[entry % len(self.buckets)]
         stopped = self._stopped[rows] | ~torch.isfinite(whole).all(dim=1) | (whole[:, _FAILED] > 0)
         norms = whole[:, _SQUARE].sqrt()
@@ -185,7 +207,7 @@ class BucketFinalizer:
             if adapter.spec.acts_after_steps and self._counts:
                 adapter.after_step(self._first[name] + later + 1, stopped[i])
                 adapter.arena.refresh()
-        self._tables.append((entry, whole[:, :columns]))
+        self._tables.append((entry, whole[:, :read]))
         return whole
 
     def finish(self) -> list[dict[str, StepResult]]:
@@ -195,17 +217,18 @@ class BucketFinalizer:
             return results
         values = iter(torch.cat([table.flatten() for _, table in self._tables]).tolist())
         for entry, _ in self._tables:
-            step = entry // len(self.buckets)
+            step = self.step(entry)
             bucket = entry % len(self.buckets)
-            columns = self._statistics(entry)
+            columns, more = self._read(entry), self._summed(entry) - _BALANCING
             for name in self.bucket(entry).tasks:
-                loss, square, failed, *balancing = islice(values, columns)
+                loss, square, failed, *others = islice(values, columns)
                 if failed:
                     self.skipped.add(bucket)
                 if bucket in self.skipped:
                     continue
-                result = self._result(name, loss, math.sqrt(square), self.tokens[step][name], *balancing)
+                result = self._result(name, loss, math.sqrt(square), self.tokens[step][name], *others[:more])
                 if result is not None:
+                    result = replace(result, metrics=self.preferences.metrics(step, name, others[more:]))
                     results[step][name] = result
         for task in self.tasks.values():
             task.adapter.settle(task.step)

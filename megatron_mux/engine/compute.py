@@ -15,6 +15,7 @@ from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.interleaved import InterleavedPasses
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.part_times import PartTimes, PassTimes
+from megatron_mux.kernels.preference_loss import RowScale
 from megatron_mux.layout import MicroBatch
 from megatron_mux.pipeline.action import Action, Unit
 
@@ -65,6 +66,8 @@ class TrainingCompute:
         shape = (len(finalizer.tokens) * len(finalizer.buckets), len(finalizer.tasks))
         self.losses: Tensor = torch.zeros(shape, dtype=torch.float64, device=finalizer.parallel.device)
         self._balancing = torch.zeros_like(self.losses) if finalizer.coefficients else self.losses
+        self.preferences = finalizer.preferences
+        self._scales: dict[int, RowScale] = {}
         self._outputs: dict[tuple[int, Unit], list[Tensor]] = {}
         self._interleaved: dict[tuple[int, Unit], InterleavedPasses] = {}
         self._zeros = zeros_for_next_stage(stages, batches.max_rows, self.failed)
@@ -89,9 +92,11 @@ class TrainingCompute:
 
     def _trained_below(self, layer: int, unit: Unit) -> list[bool]:
         """For each batch of a unit, whether it needs gradients below a layer."""
-        if self._for_all_tasks:
-            return [min(self._lowest.values()) < layer] * len(self.batches.tasks(unit))
-        return [any(self._lowest[name] < layer for name in names) for names in self.batches.tasks(unit)]
+        whole = set(self._lowest) if self._for_all_tasks else set()
+        return [
+            names is not None and any(self._lowest[name] < layer for name in whole or names)
+            for names in self.batches.tasks(unit)
+        ]
 
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
         """Hidden states, or the step's share of the loss on the last stage; zeros once memory has run out."""
@@ -111,7 +116,7 @@ class TrainingCompute:
             return self._forward(action, batches[0], hidden)
         needed = self._trained_below(backbone.layers.start, action.unit)
         launch = self.finalizer.bucket(action.bucket).launch
-        if launch:
+        if launch and all(batch.training for batch in batches):
             passes = InterleavedPasses(backbone, batches, launch[action.stage], self.exchange)
             self._interleaved[action.stage, action.unit] = passes
             made = passes.forward(hidden, needed, self._observer(action, passes))
@@ -131,18 +136,26 @@ class TrainingCompute:
 
     def _forward(self, action: Action, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         backbone = self.stages[action.stage]
-        with layout.activate(batch):
+        # Rows of references are computed forward only.
+        with layout.activate(batch), torch.set_grad_enabled(batch.training):
             output = backbone.forward(batch, hidden, labelled_only=True)
-        return self._finish(action, batch, output)
+            return self._finish(action, batch, output)
 
     def _finish(self, action: Action, batch: MicroBatch, output: Tensor) -> Tensor:
         """What a stage's pass makes: its hidden states, or the loss on the last stage."""
         backbone = self.stages[action.stage]
         if not backbone.last:
             return output
+        step = self.finalizer.step(action.bucket)
+        scale = RowScale() if self.preferences.couples(step, batch) else None
         with layout.activate(batch):
-            loss, nll = backbone.loss(output, batch)
-        self.losses[action.bucket].index_add_(0, batch.label_tasks, (nll * batch.label_weights).double())
+            loss, nll = backbone.loss(output, batch, scale)
+        if scale is not None:
+            self.preferences.add(step, batch, nll)
+        if batch.training:
+            if scale is not None:
+                self._scales[id(batch)] = scale
+            self.losses[action.bucket].index_add_(0, batch.label_tasks, (nll * batch.label_weights).double())
         return loss
 
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
@@ -161,6 +174,9 @@ class TrainingCompute:
     def _back(self, action: Action, outputs: Sequence[Tensor], gradient: Tensor | None) -> None:
         batches = self.batches[action.unit]
         backbone = self.stages[action.stage]
+        for batch in batches if backbone.last else ():
+            if scale := self._scales.pop(id(batch), None):
+                self.preferences.settle(self.finalizer.step(action.bucket), batch, scale)
         trained = self._trained_below(backbone.layers.stop, action.unit)
         gradients: Sequence[Tensor | None] = [None] * len(outputs)
         if gradient is not None and any(trained):
@@ -182,7 +198,11 @@ class TrainingCompute:
 
     def norm(self, action: Action, others: Tensor | None) -> Tensor:
         """Losses and squared gradient norms of the bucket's tasks, summed over this and later stages."""
-        return self.finalizer.norm(action, self.losses[action.bucket], self._balancing[action.bucket], others)
+        losses, figures = self.losses[action.bucket], None
+        if others is None and self.preferences.columns(self.finalizer.bucket(action.bucket).tasks):
+            names = self.finalizer.bucket(action.bucket).tasks
+            figures = self.preferences.finish(self.finalizer.step(action.bucket), names, losses)
+        return self.finalizer.norm(action, losses, self._balancing[action.bucket], others, figures)
 
     def update(self, action: Action, whole: Tensor | None) -> Tensor:
         """Let the bucket's tasks step."""

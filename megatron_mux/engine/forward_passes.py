@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.engine.compute import Stages
 from megatron_mux.engine.evaluate import EvalResult, Evaluator
 from megatron_mux.engine.generate import Attached, Generator
 from megatron_mux.engine.held_out import HeldOut, Records
 from megatron_mux.engine.held_out_texts import with_texts
+from megatron_mux.engine.log_probs import LogProbs
+from megatron_mux.engine.preference_evaluation import evaluate_preferences
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.engine.trial import Trials
 from megatron_mux.errors import UserError
@@ -41,8 +44,26 @@ class ForwardPasses:
         held_out = [HeldOut(tasks[name], records) for name, records in known.items() if records is not None]
         if not held_out:
             return {}
-        results = Evaluator(self.stages, self.parallel, self.communicator, self.trials).evaluate(held_out)
-        return dict(with_texts(results, held_out, lambda stop: self.generator(tasks, stop), self.parallel))
+        preferences = [one for one in held_out if isinstance(one.records, PreferenceDataset)]
+        held_out = [one for one in held_out if one not in preferences]
+        results = self._evaluate_preferences(preferences)
+        if held_out:
+            evaluator = Evaluator(self.stages, self.parallel, self.communicator, self.trials)
+            found = evaluator.evaluate(held_out)
+            results |= with_texts(found, held_out, lambda stop: self.generator(tasks, stop), self.parallel)
+        return results
+
+    def _evaluate_preferences(self, tasks: Sequence[HeldOut]) -> dict[str, EvalResult | UserError]:
+        """Evaluate preference tasks, one after the other."""
+        results: dict[str, EvalResult | UserError] = {}
+        for one in tasks:
+            assert isinstance(one.records, PreferenceDataset)
+            log_probs = LogProbs(self.stages, self.parallel, self.communicator, one.task)
+            try:
+                results[one.name] = evaluate_preferences(log_probs, one.records)
+            except UserError as error:  # on every rank
+                results[one.name] = error
+        return results
 
     def generator(self, members: Mapping[str, Attached], stop: Collection[int]) -> Generator:
         """Make what continues prompts of some tasks; see `Generator`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,12 +17,13 @@ from typing import Any
 
 from megatron_mux import layout
 from megatron_mux.balancing import BalancedSequences, balanced_sequences
+from megatron_mux.data.tokenise import Example
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.alignment import padded_lengths
+from megatron_mux.fusion.alignment import Chunk, padded_lengths
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.step import Lengths, StepGrid, lockstep, must_keep_step, step_grid, step_template
-from megatron_mux.layout import HostBatch
+from megatron_mux.layout import HostBatch, PackedSequence
 from megatron_mux.pipeline.action import Unit
 from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.template import Template
@@ -39,12 +40,14 @@ class PreparedStep:
             pipelines have any. Empty if there are problems.
         tokens: Tokens of each task's batch over all pipelines.
         problems: Why the batch of a task cannot be read on this rank.
+        mismatched: KTO's mismatched sequences of each task that has a KL term.
     """
 
     grid: StepGrid
     batches: Mapping[Unit, tuple[HostBatch, ...]]
     tokens: Mapping[str, int]
     problems: Mapping[str, str]
+    mismatched: Mapping[str, list[Example]] = field(default_factory=dict)
 
     def chunks(self, unit: Unit) -> int:
         """Chunks of the unit's micro-batch."""
@@ -71,30 +74,81 @@ def prepare_step(
         grid = lockstep([step_grid(plan, lengths, other) for other in range(parallel.dp_size)])[rank]
     else:
         grid = step_grid(plan, lengths, rank)
-    sequences, problems = {}, {}
+    sequences, mismatched, problems = {}, {}, {}
     holds_rows = not parallel.experts.is_manager  # which makes the same passes without any
     for name, task in tasks.items() if holds_rows else ():
         try:
             sequences[name] = task.sequences(steps[name], pad_to.get(name, 0))
+            if task.task.spec.training.needs_kl:
+                mismatched[name] = task.mismatched(steps[name])
         except UserError as error:
             problems[name] = str(error)
     balanced = _balanced(grid, tasks, lengths)
+    packer = _Packer(tasks, steps, sequences, parallel)
     batches: dict[Unit, tuple[HostBatch, ...]] = {}
     for unit, chunks in grid.chunks.items() if not problems else ():
-        batches[unit] = tuple(
-            layout.pack(
-                [sequences[piece.task][piece.sequence] for piece in chunk] if holds_rows else [],
-                tuple(tasks),
-                steps,
-                {name: task.position_offset for name, task in tasks.items()},
-                parallel.tp_size if parallel.sequence_parallel else 1,
-                spans=[(piece.start, piece.stop) for piece in chunk] if holds_rows else [],
-                slots={name: task.slot for name, task in tasks.items()},
-                balanced=balanced.get((unit.bucket, unit.micro_batch)),
-            )
-            for chunk in chunks
+        made: list[HostBatch] = []
+        for chunk in chunks if holds_rows else ((),) * len(chunks):
+            refers = packer.refers(plan.buckets[unit.bucket].tasks if sharded else (p.task for p in chunk))
+            made += [packer.reference(chunk)] if refers else []
+            made.append(packer.trained(chunk, balanced.get((unit.bucket, unit.micro_batch))))
+        batches[unit] = tuple(made)
+    tokens = {name: sum(own.tokens) for name, own in lengths.items()}
+    return PreparedStep(grid, batches, tokens, problems, mismatched)
+
+
+@dataclass(frozen=True)
+class _Packer:
+    """Packs the chunks of a step.
+
+    Attributes:
+        tasks: Of the plan, in its order.
+        steps: The step of each.
+        sequences: Of each task's step.
+        parallel: Where this rank stands.
+    """
+
+    tasks: Mapping[str, TaskState]
+    steps: Mapping[str, int]
+    sequences: Mapping[str, Sequence[PackedSequence]]
+    parallel: Parallel
+
+    def refers(self, names: Iterable[str]) -> bool:
+        """Whether some of these tasks compute their rows a second time with a reference."""
+        return any(self.tasks[name].task.spec.training.refers_in_steps for name in names)
+
+    def trained(self, chunk: Chunk, balanced: BalancedSequences | None) -> HostBatch:
+        """The rows that tasks learn from."""
+        return layout.pack(
+            [self.sequences[piece.task][piece.sequence] for piece in chunk],
+            tuple(self.tasks),
+            self.steps,
+            {name: task.position_offset for name, task in self.tasks.items()},
+            self._multiple,
+            spans=[(piece.start, piece.stop) for piece in chunk],
+            slots={name: task.slot for name, task in self.tasks.items()},
+            balanced=balanced,
         )
-    return PreparedStep(grid, batches, {name: sum(own.tokens) for name, own in lengths.items()}, problems)
+
+    def reference(self, chunk: Chunk) -> HostBatch:
+        """The same rows of the tasks that refer, for a forward pass with their references."""
+        chunk = tuple(piece for piece in chunk if self.refers([piece.task]))
+        names = {name: task.reference_name for name, task in self.tasks.items()}
+        pieces = [(names[piece.task], self.sequences[piece.task][piece.sequence]) for piece in chunk]
+        return layout.pack(
+            [(name, *sequence[1:]) for name, sequence in pieces],
+            tuple(names.values()),
+            {names[name]: step for name, step in self.steps.items()},
+            {names[name]: task.reference_offset for name, task in self.tasks.items()},
+            self._multiple,
+            training=False,
+            spans=[(piece.start, piece.stop) for piece in chunk],
+            slots={key: slot for task in self.tasks.values() for key, slot in task.reference_slot.items()},
+        )
+
+    @property
+    def _multiple(self) -> int:
+        return self.parallel.tp_size if self.parallel.sequence_parallel else 1
 
 
 def _balanced(

@@ -14,10 +14,12 @@ from megatron_mux.engine.batches import Staging, StepBatches, agree
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.compute import Stages, TrainingCompute
 from megatron_mux.engine.interleaved import launch_problem
+from megatron_mux.engine.log_probs import LogProbs, kl_term
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.part_times import PartTimes
 from megatron_mux.engine.planning import Planning
+from megatron_mux.engine.preference import PreferenceLosses
 from megatron_mux.engine.prepared import PreparedStep, ReadAhead, checked_template, sizes_of
 from megatron_mux.engine.task_state import StepResult, TaskState
 from megatron_mux.engine.trial import Trials
@@ -98,6 +100,8 @@ class StepRunner:
             # Before anything is exchanged; stages whose pieces fit would wait for those that refuse.
             raise_on_every_rank(launch_problem(plan, self.stages), self.parallel)
         max_steps = max_steps if plan.schedule in ROLLING else 1
+        if any(tasks[name].task.spec.training.needs_kl for name in plan.tasks):
+            max_steps = 1  # its KL term is computed with the adapter as it is when the step begins
         count = min([max_steps, self.planning.steps_left, *(tasks[name].left for name in plan.tasks)])
         failures: dict[str, StepResult] = {}
         while plan.tasks:
@@ -131,12 +135,15 @@ class StepRunner:
         batches = StepBatches(steps, plan.tasks, self.parallel, self._staging)
         tokens = [step.tokens for step in steps]
 
+        kl: dict[str, Tensor] = {}
+
         def compute(failed: FailedBuckets, batches: StepBatches) -> TrainingCompute:
             updates = self._updates_of(plan, tasks)
             for index, update in enumerate(updates):
                 update.expect([sum(step.grid.sizes[index]) for step in steps])
+            preferences = PreferenceLosses(tasks, len(steps), kl, self.parallel)
             finalizer = BucketFinalizer(
-                tasks, plan.buckets, tokens, self.parallel, failed, self.buffer, updates
+                tasks, plan.buckets, tokens, self.parallel, failed, self.buffer, updates, preferences
             )
             return TrainingCompute(self.stages, batches, finalizer, self.exchange, self.copied)
 
@@ -151,6 +158,9 @@ class StepRunner:
         rolls = plan.schedule in ROLLING
         self.read_ahead.prepare_next((next_steps or len(steps)) if rolls else 1)
         failed = FailedBuckets(len(plan.buckets), self.stages.values(), self.parallel)
+        for name, examples in steps[0].mismatched.items():
+            log_probs = LogProbs(self.stages, self.parallel, self.communicator, tasks[name])
+            kl[name] = kl_term(log_probs.on_last_stage(examples, policy=True))
         work = compute(failed, batches)
         self._execute(template, work, plan, timer)
         self.planning.count(len(steps))

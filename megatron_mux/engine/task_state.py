@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.attach import AdapterSet
-from megatron_mux.data.dataset import TaskDataset
+from megatron_mux.data.dataset import Example, TaskDataset
+from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.engine.snapshot import Snapshot
@@ -61,6 +62,7 @@ class StepResult:
         diverged: Whether it failed for its loss or gradient, not for data that could not be read.
         router_aux_loss: The balancing loss before its coefficient, which `loss` leaves out (`megatron_mux.balancing`);
             None: the task does not ask for it.
+        metrics: Rewards and log-probabilities of a preference task, by TRL's names; empty for others.
     """
 
     step: int
@@ -73,6 +75,7 @@ class StepResult:
     reason: str = ""
     diverged: bool = False
     router_aux_loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -89,6 +92,10 @@ class TaskState:
         step: Optimizer steps done.
         status: Whether it goes on.
         parked: It does not fit beside the others, and waits until one of them leaves.
+        reference: A frozen copy of the adapter that a preference task started from; None: its reference is the
+            backbone, or it has none.
+        reference_log_probs: `[n]` fp64 of all sequences of its data under the reference, in host memory, if the task
+            asks for them beforehand and they have been computed.
     """
 
     task: Task
@@ -100,6 +107,8 @@ class TaskState:
     step: int = 0
     status: Status = "running"
     parked: bool = False
+    reference: TaskAdapter | None = None
+    reference_log_probs: Tensor | None = None
 
     def resume(self, snapshot: Snapshot) -> None:
         """Continue from a snapshot, whose adapter is in place already.
@@ -140,7 +149,10 @@ class TaskState:
         """Of the records of a step (from 0), without reading them: the same on every rank."""
         data, chosen = self.task.data, self.sampler.batch(step)
         return Lengths(
-            tuple(data.lengths[chosen].tolist()), tuple(data.label_counts[chosen].tolist()), pad_to
+            tuple(data.lengths[chosen].tolist()),
+            tuple(data.label_counts[chosen].tolist()),
+            pad_to,
+            self.task.spec.training.sequences_per_record,
         )
 
     def sequences(self, step: int, pad_to: int) -> list[PackedSequence]:
@@ -156,6 +168,8 @@ class TaskState:
         """
         examples = [self.task.data[i] for i in self.sampler.batch(step)]
         labels = sum(int(np.count_nonzero(example.labelled[1:])) for example in examples)
+        if self.task.spec.training.is_preference:
+            labels = 1  # their rows' weights follow from the step's log-probabilities (`engine.preference`)
         return [
             (
                 self.task.spec.name,
@@ -166,6 +180,35 @@ class TaskState:
             )
             for i, example in enumerate(examples)
         ]
+
+    def mismatched(self, step: int) -> list[Example]:
+        """KTO's mismatched sequences of a step: each prompt with the completion of the record before it.
+
+        Raises:
+            UserError: The data cannot be read any more.
+        """
+        chosen = self.sampler.batch(step)
+        return [self.preferences.mismatched(i, chosen[at - 1]) for at, i in enumerate(chosen)]
+
+    @property
+    def preferences(self) -> PreferenceDataset:
+        """The data of a preference task."""
+        return cast(PreferenceDataset, self.task.data)
+
+    @property
+    def reference_name(self) -> str:
+        """The name of the rows that are computed with the reference: of no task, since no task's name has an `@`."""
+        return reference_name(self.task.spec.name)
+
+    @property
+    def reference_slot(self) -> dict[str, int]:
+        """The slot of the frozen copy by the name of its rows; empty if rows of the reference go to no adapter."""
+        return {} if self.reference is None else {self.reference_name: self.reference.slot}
+
+    @property
+    def reference_offset(self) -> int:
+        """Virtual tokens in front of every sequence of the reference."""
+        return 0 if self.reference is None else self.position_offset
 
     @property
     def position_offset(self) -> int:
@@ -181,6 +224,11 @@ class TaskState:
     def left(self) -> int:
         """Optimizer steps to come."""
         return self.total_steps - self.step
+
+
+def reference_name(task: str) -> str:
+    """The name of a task's rows that are computed with its reference."""
+    return f"{task}@reference"
 
 
 def _padded(x: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:

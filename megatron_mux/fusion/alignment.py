@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
+from itertools import chain, groupby
 from typing import Literal, TypeVar
 
 Mode = Literal["dense", "max-length", "longest"]
@@ -54,12 +55,15 @@ class Item:
         sequence: Its number within the task's step.
         tokens: Its length, padding included.
         cost: What it weighs when micro-batches are balanced.
+        unit: Number of its record within the task's step: sequences of a record are never divided over pipelines or
+            micro-batches.
     """
 
     task: str
     sequence: int
     tokens: int
     cost: float
+    unit: int
 
 
 @dataclass(frozen=True)
@@ -139,9 +143,14 @@ def chunk_grid(
     Returns:
         C micro-batches, of which some may be empty; no chunk is.
     """
-    mine = share_out(items, [item.cost for item in items], filled.pipelines)[data_rank]
-    parts = share_out(mine, [item.cost for item in mine], filled.micro_batches[data_rank])
-    return tuple(_micro_batch(part, chunk) if part else () for part in parts)
+    records = [tuple(own) for _, own in groupby(items, key=lambda item: (item.task, item.unit))]
+    mine = share_out(records, [_cost(record) for record in records], filled.pipelines)[data_rank]
+    parts = share_out(mine, [_cost(record) for record in mine], filled.micro_batches[data_rank])
+    return tuple(_micro_batch(list(chain(*part)), chunk) if part else () for part in parts)
+
+
+def _cost(record: Sequence[Item]) -> float:
+    return sum(item.cost for item in record)
 
 
 def share_out(items: Sequence[Shared], costs: Sequence[float], filled: list[float]) -> list[list[Shared]]:

@@ -33,6 +33,7 @@ class TaskLoad:
         adapter: Where its adapter acts, and what it holds there.
         tensors: How many parameters it has.
         longest: Tokens of the longest record there is; a typical step need not have one.
+        refers: Whether its rows are computed a second time, forward only, with its reference.
     """
 
     name: str
@@ -43,6 +44,7 @@ class TaskLoad:
     adapter: TaskAdapters
     tensors: int
     longest: int = 0
+    refers: bool = False
 
     @classmethod
     def of(
@@ -71,6 +73,7 @@ class TaskLoad:
             adapter=TaskAdapters.of(spec, shape),
             tensors=sum(tensor.trained for tensor in spec.adapter.tensors(shape).values()),
             longest=int(lengths.max()),
+            refers=spec.training.refers_in_steps,
         )
 
     @property

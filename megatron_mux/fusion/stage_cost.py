@@ -83,6 +83,7 @@ class StageCosts:
         self._sites = [_by_stage(load.ops, self.stages) for load in self.loads]
         self._lowest = np.array([_lowest(load, shape.layers) for load in self.loads], dtype=np.int64)
         self._count = np.array([len(load.tokens) for load in self.loads])
+        self._refers = np.array([float(load.refers) for load in self.loads])
         self._total = np.array([float(load.total) for load in self.loads])
         self._labels = np.array([float(sum(load.labels)) for load in self.loads])
         self._longest = np.array([float(load.longest_sequence) for load in self.loads])
@@ -186,6 +187,10 @@ class StageCosts:
         seconds = self._frozen.seconds(total, labels, launched, lowest, self.recomputes) + adapters
         outside = self._frozen.outside(total, labels)
         seconds += outside
+        referred = rows @ self._refers
+        if referred.any():
+            share = referred / np.maximum(total, 1e-9)
+            seconds[:, 0] += self._of_references(referred, labels * share, attention * share[:, None])
         messages = np.zeros((len(rows), 2, 0))
         if self._messages.any:
             messages = self._messages.seconds(total, labels, lowest)
@@ -194,7 +199,7 @@ class StageCosts:
                 messages = messages[:, :, :0]
         transfer = np.zeros((len(rows), 0))
         if len(self.stages) > 1:
-            one = self._curves["transfer"].many(total)[0]
+            one = self._curves["transfer"].many(total + referred)[0]
             transfer = np.repeat(one[:, None], len(self.stages) - 1, axis=1)
         most = np.maximum(total, longest)
         memory = self.memory.passes(Rows(rows, most, labels * most / np.maximum(total, 1e-9), copied))
@@ -213,6 +218,13 @@ class StageCosts:
             replace(own, overlap=self.interleaving, kinds=layers, outside=both)
             for own, layers, both in extended
         ]
+
+    def _of_references(self, rows: Array, labels: Array, attention: Array) -> Array:
+        """`[B, S]` seconds of rows that are computed a second time, forward only and without adapters."""
+        nothing = np.full(len(rows), len(ORDER) * self.shape.layers)
+        layers = self._frozen.seconds(rows, labels, attention + self._cores.launch, nothing, False)
+        found: Array = layers[:, 0] + self._frozen.outside(rows, labels)[:, 0]
+        return found * (rows > 0)[:, None]
 
     # -- adapters
 

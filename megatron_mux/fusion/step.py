@@ -32,11 +32,13 @@ class Lengths:
         tokens: Of each.
         labels: Labelled tokens of each.
         pad_to: Each is padded to so many tokens; 0: not at all.
+        together: Neighbours that are in the same micro-batch, since their losses are coupled: those of a pair.
     """
 
     tokens: tuple[int, ...]
     labels: tuple[int, ...]
     pad_to: int = 0
+    together: int = 1
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def _items(plan: Plan, tasks: Sequence[str], lengths: Mapping[str, Lengths]) -> 
         own = lengths[name]
         for i, (tokens, labels) in enumerate(zip(own.tokens, own.labels, strict=True)):
             padded = max(tokens, own.pad_to)
-            items.append(Item(name, i, padded, plan.weights.of(padded, labels)))
+            items.append(Item(name, i, padded, plan.weights.of(padded, labels), i // own.together))
     return items
 
 

@@ -89,6 +89,11 @@ class ClientRun:
         Raises:
             UserError: Something is wrong with it.
         """
+        if spec.training.is_preference:
+            raise UserError(
+                f"task {spec.name!r}: training.loss: {spec.training.loss} is not supported with a split server: train "
+                "it with pretrain_mux.py"
+            )
         info = read_client_info(options.backbone, options.cut_front, options.cut_back)
         files = DataFiles(load_tokenizer(options.backbone), say)
         source, manifest = _newest(options, info, spec.name, say)

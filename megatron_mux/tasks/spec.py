@@ -6,7 +6,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
@@ -56,13 +56,32 @@ class TaskSpec(Section):
     eval: EvalSpec | None = None
     """Held-out data."""
 
+    @model_validator(mode="after")
+    def _suits_a_preference(self) -> TaskSpec:
+        training = self.training
+        if training.is_preference and self.eval is not None:
+            if self.eval.generates is not None or self.eval.metrics != ["accuracy"]:
+                raise problem(
+                    f"eval.metrics, eval.generate: with loss: {training.loss} an evaluation measures the loss and "
+                    "rewards: leave them out"
+                )
+        for name, value in self.adapter if training.is_preference and training.disable_dropout else ():
+            if name.endswith("_dropout") and value:
+                raise problem(
+                    f"adapter.{name}: TRL turns dropout off for loss: {training.loss}: set it to 0, or set "
+                    "training.disable_dropout: false"
+                )
+        return self
+
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of one optimizer step, over all ranks and accumulation steps."""
-        return self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
+        """Sequences of one optimizer step, over all ranks and accumulation steps: two for a pair of completions."""
+        training = self.training
+        records = training.per_device_train_batch_size * training.gradient_accumulation_steps
+        return records * training.sequences_per_record
 
     def total_steps(self, n_records: int) -> int:
-        """Optimizer steps of the whole task on `n_records` usable records, counted as transformers does.
+        """Optimizer steps of the whole task on `n_records` usable sequences, counted as transformers does.
 
         An epoch's last batch may be short and counts as a step; a fraction of an epoch is rounded up to whole steps.
         """

@@ -13,10 +13,10 @@ from megatron_mux.section import (
     LARGEST_COUNT,
     Number,
     Refused,
-    Section,
     TidyNumber,
     problem,
 )
+from megatron_mux.tasks.preference import PREFERENCE_REFUSED, PreferenceFields
 
 
 def _elsewhere(advice: str, *names: str) -> dict[str, Refused]:
@@ -77,7 +77,7 @@ _REFUSED: Mapping[str, Refused] = {
 }  # fmt: skip
 
 
-class TrainingSpec(Section):
+class TrainingSpec(PreferenceFields):
     """Hyper-parameters of training, with the spellings and defaults of `transformers.TrainingArguments`."""
 
     per_device_train_batch_size: int = Field(default=8, ge=1, le=LARGEST_BATCH)
@@ -114,7 +114,7 @@ class TrainingSpec(Section):
     seed: int = Field(default=42, ge=0, lt=2**32)
     """Seeds the adapter's initial values, the data's order and dropout."""
 
-    refused: ClassVar[Mapping[str, Refused]] = _REFUSED
+    refused: ClassVar[Mapping[str, Refused]] = {**PREFERENCE_REFUSED, **_REFUSED}
 
     @model_validator(mode="before")
     @classmethod

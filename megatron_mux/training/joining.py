@@ -34,8 +34,10 @@ class JoiningFile:
     @property
     def data(self) -> list[str]:
         """The data files of the tasks."""
-        evaluation = [spec.eval.path for spec in self.specs if spec.eval is not None]
-        return list(dict.fromkeys(map(str, [*(spec.data.path for spec in self.specs), *evaluation])))
+        # Those of preference tasks are tokenised when the task joins.
+        specs = [spec for spec in self.specs if not spec.training.is_preference]
+        evaluation = [spec.eval.path for spec in specs if spec.eval is not None]
+        return list(dict.fromkeys(map(str, [*(spec.data.path for spec in specs), *evaluation])))
 
 
 @dataclass

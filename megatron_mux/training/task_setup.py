@@ -11,6 +11,7 @@ from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.engine import Task
 from megatron_mux.errors import UserError
+from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.training.eval_setup import accuracy_measured, problems_of_evaluation
 
@@ -117,6 +118,15 @@ def open_tasks(
     return tasks
 
 
+def _check_preference(spec: TaskSpec, shape: BackboneShape) -> None:
+    """Refuse a preference task that trains an output layer, whose gradient is summed before the loss is known."""
+    if spec.training.is_preference and any("output" in own.places for own in spec.adapter.own_rows(shape)):
+        raise UserError(
+            f"adapter: an output layer, or rows of it, cannot be trained with loss: {spec.training.loss}: leave it out "
+            "of modules_to_save and trainable_token_indices"
+        )
+
+
 def _open(spec: TaskSpec, info: BackboneInfo, files: DataFiles, say: Progress, resumed: bool) -> Task:
     problems: list[str] = []
 
@@ -139,16 +149,18 @@ def _open(spec: TaskSpec, info: BackboneInfo, files: DataFiles, say: Progress, r
             f"training.router_aux_loss_coef: balances experts, and a {info.shape.family} has none: leave it out"
         )
     attempt(lambda: spec.adapter.tensors(info.shape))
-    data = attempt(lambda: files.open(spec.data.path, spec.data.max_length))
+    attempt(lambda: _check_preference(spec, info.shape))
+    loss = spec.training.loss
+    data = attempt(lambda: files.open(spec.data.path, spec.data.max_length, loss))
     evaluation = None
     if spec.eval is not None:
         path = spec.eval.path
-        evaluation = attempt(lambda: files.open(path, spec.data.max_length))
-        if evaluation is not None:
+        evaluation = attempt(lambda: files.open(path, spec.data.max_length, loss))
+        if evaluation is not None and not spec.training.is_preference:
             problems += problems_of_evaluation(spec, evaluation)
     initial = None
     source = spec.adapter.adapter_name_or_path
-    if source is not None and not resumed:
+    if source is not None and (not resumed or spec.training.needs_reference):
         initial = attempt(lambda: read_adapter(source, spec.adapter, info.shape))
     if problems:
         raise UserError(*problems)

@@ -34,14 +34,14 @@ def batches(draw: st.DrawFn) -> list[Item]:
     found = []
     for task in draw(st.permutations("abc")):
         for i, tokens in enumerate(draw(st.lists(st.integers(1, 60), max_size=6))):
-            found.append(Item(task, i, tokens, WEIGHTS.of(tokens, draw(st.integers(0, tokens)))))
+            found.append(Item(task, i, tokens, WEIGHTS.of(tokens, draw(st.integers(0, tokens))), i))
     return found
 
 
 def made(tasks: dict[str, list[int]]) -> list[Item]:
     """The sequences of these lengths."""
     return [
-        Item(task, i, tokens, WEIGHTS.of(tokens, 0))
+        Item(task, i, tokens, WEIGHTS.of(tokens, 0), i)
         for task, own in tasks.items()
         for i, tokens in enumerate(own)
     ]

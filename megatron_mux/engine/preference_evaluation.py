@@ -1,0 +1,55 @@
+"""Held-out loss and rewards of a preference task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_mux.data.preference_file import PreferenceDataset
+from megatron_mux.data.tokenise import Example
+from megatron_mux.engine.evaluate import EvalResult
+from megatron_mux.engine.log_probs import LogProbs, kl_term
+from megatron_mux.engine.preference import constants_of, loss_of, named
+from megatron_mux.kernels.preference_loss import SequenceSums
+
+_AT_ONCE = 512
+"""Sequences in host memory at a time."""
+
+
+def evaluate_preferences(log_probs: LogProbs, data: PreferenceDataset) -> EvalResult:
+    """Evaluate a preference task on a file. Every rank calls it and gets the answer.
+
+    The loss is the mean over all records, and so is KTO's KL term. The accuracy is the share of pairs whose chosen
+    sequence has the higher reward; for KTO the share of records whose reward has the sign of their label.
+
+    Raises:
+        UserError: The data could not be read, or some rank has no memory for a pass; on every rank.
+    """
+    spec = log_probs.task.task.spec.training
+    count = len(data)
+    policy, reference = _of_all(log_probs, data.completion, range(count))
+    prompts, kl = torch.zeros_like(policy), torch.zeros((), dtype=policy.dtype)
+    if spec.loss == "orpo":
+        prompts[0::2] = _of_all(log_probs, data.__getitem__, range(0, count, 2))[0] - policy[0::2]
+    if spec.needs_kl:
+        kl = kl_term(_of_all(log_probs, lambda i: data.mismatched(i, (i - 1) % count), range(count)))
+    constants = torch.from_numpy(constants_of(spec, data, range(count), None))
+    tokens, weights, signs = constants[1:4]
+    sums = SequenceSums(policy, prompts, reference, tokens, weights, signs, kl)
+    loss = loss_of(spec)
+    good = int((signs > 0).sum())
+    records = count // spec.sequences_per_record
+    metrics = named(loss, loss.figures(sums).tolist(), good, count - good, records)
+    accuracy = metrics.get("rewards/accuracies")
+    if accuracy is None:
+        accuracy = float(((policy - reference) * signs > 0).double().mean())
+    values = {"loss": float(loss.per_record(sums).mean()), "accuracy": accuracy}
+    return EvalResult(values | metrics, records)
+
+
+def _of_all(log_probs: LogProbs, example: Callable[[int], Example], numbers: range) -> Tensor:
+    """`[2, n]` log-probabilities of examples, with the adapter and with the reference, some read at a time."""
+    groups = [numbers[first : first + _AT_ONCE] for first in range(0, len(numbers), _AT_ONCE)]
+    return torch.cat([log_probs.everywhere([example(i) for i in own], policy=True) for own in groups], dim=1)

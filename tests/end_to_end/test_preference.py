@@ -1,0 +1,224 @@
+"""Preference tasks beside supervised ones come out as with TRL alone, and harm nobody."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor
+
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.engine import Engine, Planning, StepResult
+from megatron_mux.engine.evaluate import EvalResult
+from megatron_mux.runtime import Parallel
+from tests.end_to_end.families import FAMILIES, lora, prefix
+from tests.end_to_end.forked import Fault, Server
+from tests.end_to_end.harness import Case, adapter, assert_close, random_records
+from tests.end_to_end.outcome import assert_same_file, metrics
+from tests.end_to_end.preference_tasks import (
+    LENGTH,
+    LORA,
+    TRAINING,
+    Preferences,
+    furnished,
+    section,
+    steps_of,
+)
+from tests.end_to_end.workplace import Workplace
+from tests.reference import solo
+from tests.reference.peft_solo import load_model, wrap
+from tests.reference.trl_solo import TrlResult, train_trl
+
+STEPS = 20
+LOSS = 1e-4  # relative, every step
+NOISE = 1e-5  # absolute, of rewards near zero: differences of sums of about 30
+ADAPTER = 2e-3  # relative Frobenius norm
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "dpo": {"loss": "dpo"},
+    "ipo": {"loss": "dpo", "loss_type": "ipo", "beta": 0.2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5},
+    "robust": {"loss": "dpo", "loss_type": "robust", "label_smoothing": 0.1},
+    "orpo": {"loss": "orpo", "beta": 0.3},
+    "kto": {"loss": "kto", "desirable_weight": 1.3, "per_device_train_batch_size": 5},
+}
+
+
+class Run(NamedTuple):
+    """What an engine made of the tasks."""
+
+    results: dict[str, list[StepResult]]
+    tensors: dict[str, dict[str, Tensor]]
+    evaluations: dict[str, EvalResult | None]
+
+
+def supervised() -> list[Case]:
+    """Three neighbours of other kinds, sizes and recipes."""
+    kinds = (lora(FAMILIES["llama"].query_value, r=3), prefix(4), lora("all-linear", r=2))
+    return [
+        Case(
+            f"sft-{i}",
+            kind,
+            {**TRAINING, "seed": i, "max_steps": STEPS},
+            random_records(9, 90, 3, 20, seed=i),
+        )
+        for i, kind in enumerate(kinds)
+    ]
+
+
+@pytest.fixture(scope="module")
+def furniture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workplace, dict[str, list[dict[str, Any]]]]:
+    return furnished(tmp_path_factory.mktemp("preferences"))
+
+
+@pytest.fixture(scope="module")
+def place(furniture: tuple[Workplace, Any]) -> Workplace:
+    return furniture[0]
+
+
+@pytest.fixture(scope="module")
+def backbone(place: Workplace, parallel: Parallel) -> Backbone:
+    return Backbone.load(place.backbone, parallel)
+
+
+@pytest.fixture(scope="module")
+def initial(place: Workplace) -> dict[str, Tensor]:
+    return solo.random_adapter(place.backbone, LORA, seed=1)
+
+
+@pytest.fixture(scope="module")
+def preferences(place: Workplace) -> Preferences:
+    return Preferences(place)
+
+
+@pytest.fixture(scope="module")
+def together(
+    backbone: Backbone, parallel: Parallel, preferences: Preferences, initial: dict[str, Tensor]
+) -> Iterator[Run]:
+    """All losses beside three supervised tasks, in two micro-batches; one as cached, one from a fresh adapter."""
+    engine = Engine(backbone, parallel, Planning("spatial", 1, micro_batches=2))
+    tasks = [preferences.task(name, steps=STEPS, initial=initial, **more) for name, more in FIELDS.items()]
+    tasks.append(preferences.task("cached", "dpo", STEPS, initial, precompute_ref_log_probs=True))
+    tasks.append(preferences.task("fresh", "dpo", STEPS))
+    engine.register_tasks(tasks + [case.task for case in supervised()])
+    results = steps_of(engine, STEPS)
+    evaluations = {name: engine.evaluate(name) for name in FIELDS}
+    yield Run(results, {name: adapter(engine, name) for name in engine.tasks}, evaluations)
+    for name in engine.tasks:
+        engine.remove_task(name)
+
+
+@pytest.fixture(scope="module")
+def alone(
+    furniture: tuple[Workplace, Any], initial: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, TrlResult]:
+    """The same with TRL, a task at a time."""
+    found, (place, records) = {}, furniture
+    for name, more in FIELDS.items():
+        training = {**TRAINING, "max_steps": STEPS, **more}
+        found[name] = train_trl(
+            place.backbone,
+            LORA,
+            training,
+            records[more["loss"]],
+            initial,
+            LENGTH,
+            tmp_path_factory.mktemp(name),
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_losses_rewards_and_adapters_are_those_of_trl(
+    name: str, together: Run, alone: dict[str, TrlResult]
+) -> None:
+    parts = FIELDS[name].get("gradient_accumulation_steps", 1)
+    wanted = alone[name]
+    for step, result in enumerate(together.results[name]):
+        at = f"{name} step {step + 1}"
+        losses = wanted.losses[step * parts : (step + 1) * parts]
+        assert result.loss == pytest.approx(sum(losses) / parts, rel=LOSS), at
+        for key, value in result.metrics.items():
+            assert value == pytest.approx(wanted.logs[step][key], rel=LOSS, abs=NOISE), f"{at} {key}"
+    assert {"rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen"} <= result.metrics.keys()
+    assert len(together.results[name]) == STEPS
+    assert_close(together.tensors[name], wanted.tensors, ADAPTER, name)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_evaluations_are_those_of_trl(name: str, together: Run, alone: dict[str, TrlResult]) -> None:
+    found, wanted = together.evaluations[name], alone[name].evaluation
+    assert found is not None
+    assert found.loss == pytest.approx(wanted["eval_loss"], rel=LOSS)
+    for key, value in found.metrics.items():
+        assert value == pytest.approx(wanted[f"eval_{key}"], rel=LOSS, abs=NOISE), key
+
+
+def test_cached_references_give_the_same(together: Run) -> None:
+    for one, other in zip(together.results["cached"], together.results["dpo"], strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-5)
+    assert_close(together.tensors["cached"], together.tensors["dpo"], 1e-4, "cached")
+
+
+def test_a_fresh_adapter_refers_to_the_backbone(together: Run) -> None:
+    first, *others = together.results["fresh"]
+    assert first.metrics["rewards/chosen"] == pytest.approx(0, abs=NOISE), "B is zero"
+    assert any(abs(result.metrics["rewards/chosen"]) > 0.1 for result in others)
+
+
+def test_neighbours_come_out_the_same_whether_preferences_are_there_or_diverge(
+    together: Run,
+    backbone: Backbone,
+    parallel: Parallel,
+    preferences: Preferences,
+    initial: dict[str, Tensor],
+) -> None:
+    engine = Engine(backbone, parallel, Planning("spatial", 1, micro_batches=2))
+    bad = [
+        preferences.task(name, loss, STEPS, initial, learning_rate=1e30, max_grad_norm=0.0)
+        for name, loss in (("a-bad", "dpo"), ("b-bad", "orpo"), ("z-bad", "kto"))
+    ]
+    good = preferences.task("dpo", "dpo", STEPS, initial)
+    cases = supervised()
+    engine.register_tasks([*bad, good, *(case.task for case in cases)])
+    results = steps_of(engine, STEPS)
+    for task in bad:
+        assert results[task.spec.name][-1].diverged
+    for name in ("dpo", *(case.name for case in cases)):
+        for one, other in zip(results[name], together.results[name], strict=True):
+            assert one.loss == pytest.approx(other.loss, rel=1e-6), name
+        assert_close(adapter(engine, name), together.tensors[name], 1e-4, name)
+    for name in engine.tasks:
+        engine.remove_task(name)
+
+
+def test_a_run_reports_rewards_and_resumes_exactly(
+    place: Workplace, server: Server, initial: dict[str, Tensor], tmp_path: Path
+) -> None:
+    wrap(load_model(place.backbone), LORA, initial).save_pretrained(tmp_path / "start")
+    tasks = {
+        "cached": section(place, "dpo", 6, precompute_ref_log_probs=True),
+        "kto": section(place, "kto", 6) | {"adapter": {"adapter_name_or_path": str(tmp_path / "start")}},
+        "orpo": section(place, "orpo", 6),
+    }
+    file = place.write_tasks("preferences.yaml", tasks)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    more = ("--save-interval", "2", "--mux-data-cache", tmp_path / "cache")
+    run = server.run(place.arguments("--save", whole, *more, tasks=file))
+    assert run.status == 0, run.errors
+    fault = Fault("megatron_mux.engine.optimize:TaskOptimizer.step", 14, "kill before")
+    run = server.run(place.arguments("--save", parts, *more, tasks=file), fault=fault)
+    assert run.status == -signal.SIGKILL, run.errors
+    run = server.run(place.arguments("--save", parts, "--load", parts, *more, tasks=file))
+    assert run.status == 0, run.errors
+    for name in tasks:
+        ours, theirs = (root / name / "checkpoint-6" for root in (parts, whole))
+        for path in theirs.iterdir():
+            assert_same_file(ours / path.name, path)
+        assert metrics(parts, name) == metrics(whole, name)
+        keys = {key for line in metrics(whole, name) for key in line}
+        assert {"rewards/chosen", "rewards/margins", "logps/rejected"} <= keys
+        assert {"eval_loss", "eval_accuracy", "eval_rewards/chosen"} <= keys
+        assert ("kl" in keys) == (name == "kto")
