@@ -20,7 +20,7 @@ from megatron_mux.adapters.peft_format import CONFIG, WEIGHTS
 from megatron_mux.errors import UserError
 from megatron_mux.files import write
 from megatron_mux.merging.hf_directory import new_directory, write_json
-from megatron_mux.merging.low_rank import refuse_variants
+from megatron_mux.merging.low_rank import lora_scale, refuse_variants
 from megatron_mux.merging.stored_adapter import PREFIX, StoredAdapter
 from megatron_mux.model_card import Parent, base_model_name, combined_card
 from megatron_mux.tensor_file import write_tensors
@@ -32,6 +32,7 @@ _BY_SVD = ("svd", *(f"{name}_svd" for name in _ELEMENTWISE[1:]))
 METHODS = (_ELEMENTWISE[0], "cat", *_ELEMENTWISE[1:], *_BY_SVD)
 
 _NOT_COMBINED = ("use_dora", "target_parameters", "modules_to_save", "trainable_token_indices", "lora_bias")
+_OF_BACKBONE = ".base_layer."
 _ENDS = {".lora_A.weight": ".lora_B.weight", ".lora_embedding_A": ".lora_embedding_B"}
 
 
@@ -121,7 +122,7 @@ class _Member:
                 )
         modules = {path: end for end in _ENDS for path in stored.paths(end)}
         known = {PREFIX + path + side for path, end in modules.items() for side in (end, _ENDS[end])}
-        strange = sorted(key for key in stored.shapes.keys() ^ known if ".base_layer." not in key)
+        strange = sorted(key for key in stored.shapes.keys() ^ known if _OF_BACKBONE not in key)
         if strange or not modules:
             raise UserError(f"{stored.weights} is no plain LoRA adapter: {(strange or ['no matrices'])[0]}.")
         return cls(name, stored, weight, modules)
@@ -134,9 +135,7 @@ class _Member:
 
     def scale(self, path: str) -> float:
         """The factor of a module's product."""
-        rank = self.stored.shapes[PREFIX + path + self.modules[path]][0]
-        alpha = float(self.stored.of_pattern("alpha_pattern", path, self.stored.config.get("lora_alpha", 8)))
-        return alpha / (math.sqrt(rank) if self.stored.config.get("use_rslora") else rank)
+        return lora_scale(self.stored, path, self.stored.shapes[PREFIX + path + self.modules[path]][0])
 
     def matrices(self, path: str) -> tuple[Tensor, Tensor]:
         """A and B of a module."""
@@ -193,6 +192,7 @@ def combine(
             result.ranks[path] = a.shape[0]
             result.tensors |= {PREFIX + path + end: a, PREFIX + path + _ENDS[end]: b}
             progress(path, number, len(paths))
+        result.tensors |= _embeddings(members)
         config = _config(members, result.ranks, rank)
         write_json(directory / CONFIG, config)
         write_tensors(directory / WEIGHTS, result.tensors, {})
@@ -201,6 +201,19 @@ def combine(
         write(directory / "README.md", card.encode())
     size = sum(tensor.nbytes for tensor in result.tensors.values())
     return Combined(max(result.ranks.values()), len(paths), size, time.monotonic() - began)
+
+
+def _embeddings(members: Sequence[_Member]) -> dict[str, Tensor]:
+    """The weights that peft stores beside the matrices of an adapted embedding: the backbone's own, all alike."""
+    found: dict[str, Tensor] = {}
+    for member in members:
+        for key in (key for key in member.stored.shapes if _OF_BACKBONE in key):
+            weight = member.stored.read(key)
+            if not torch.equal(found.setdefault(key, weight), weight):
+                raise UserError(
+                    f"{key.removeprefix(PREFIX)} differs between the adapters, which have changed it."
+                )
+    return found
 
 
 def _rank(members: Sequence[_Member], recipe: Recipe, method: str) -> int:

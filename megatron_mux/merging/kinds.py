@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_mux.adapters.diff_pruning import gate
 from megatron_mux.errors import UserError
-from megatron_mux.merging.low_rank import LowRank, VeraMatrices, is_fused, lora_terms
+from megatron_mux.merging.low_rank import LowRank, VeraMatrices, lora_terms
 from megatron_mux.merging.stored_adapter import PREFIX, StoredAdapter
 from megatron_mux.merging.weights import Changes
 
@@ -18,25 +18,39 @@ from megatron_mux.merging.weights import Changes
 def merge_lora(adapter: StoredAdapter, changes: Changes) -> set[str]:
     """LoRA: add the products; with DoRA, scale each row of the sum to its magnitude."""
     used: set[str] = set()
-    shape = changes.info.shape
-    for term in lora_terms(adapter, shape):
+    for term in lora_terms(adapter, changes.info.shape):
         used |= {term.a, term.b}
-        if is_fused(term.path, shape):
+        check_fit(term, changes)
+        if term.experts:
             _merge_experts(term, changes)
             continue
-        size = changes.size(term.path, term.a)
-        wanted = size[::-1] if term.embedding else size
-        if term.shape != wanted:
-            raise _misfit(adapter, f"{term.b} and {term.a}", term.shape, wanted)
         if term.magnitude is not None:
             used.add(term.magnitude)
-            _check(adapter, term.magnitude, {size[:1]})
+            _check(adapter, term.magnitude, {term.shape[:1]})
         changes.add(term.path, partial(_plus_product, term), shared=_is_tied(adapter))
         bias = term.b.removesuffix("weight") + "bias"
         if bias in adapter.shapes:
             used.add(bias)
             _merge_bias(term, bias, changes)
     return used
+
+
+def check_fit(term: LowRank, changes: Changes) -> None:
+    """Check that a product is as large as the backbone's weight.
+
+    Raises:
+        UserError: It is not, or the backbone has no such module.
+    """
+    experts = changes.info.shape.experts
+    if term.experts:
+        assert experts is not None
+        down = (changes.info.shape.hidden, experts.ffn)
+        wanted = down if term.parameter == "down_proj" else (2 * experts.ffn, changes.info.shape.hidden)
+    else:
+        size = changes.size(term.path, term.a)
+        wanted = size[::-1] if term.embedding else size
+    if term.shape != wanted:
+        raise _misfit(term.adapter, f"{term.b} and {term.a}", term.shape, wanted)
 
 
 def _plus_product(term: LowRank, weight: Tensor) -> Tensor:
@@ -51,22 +65,11 @@ def _plus_product(term: LowRank, weight: Tensor) -> Tensor:
 
 
 def _merge_experts(term: LowRank, changes: Changes) -> None:
-    """LoRA on all routed experts: A holds one expert's ranks after the other's, B all experts' first ranks first."""
-    experts, hidden = changes.info.shape.experts, changes.info.shape.hidden
-    assert experts is not None
-    down = term.shape == (hidden, experts.ffn)
-    if not down and term.shape != (2 * experts.ffn, hidden):
-        raise _misfit(term.adapter, f"{term.b} and {term.a}", term.shape, (2 * experts.ffn, hidden))
-    if term.rank % experts.count:
-        raise UserError(f"{term.adapter.weights}: {term.a} is not of {experts.count} experts.")
-
     def change(weight: Tensor, *, expert: int, rows: slice) -> Tensor:
-        a, b = term.matrices()
-        a_of = a.view(experts.count, -1, a.shape[1])[expert]
-        b_of = b.view(b.shape[0], -1, experts.count)[rows, :, expert]
-        return weight + term.scale * (b_of @ a_of)
+        a, b = (matrices[expert] for matrices in term.experts_matrices())
+        return weight + term.scale * (b[rows] @ a)
 
-    changes.add_to_experts(term.path, change, down)
+    changes.add_to_experts(term.path, change, term.parameter == "down_proj")
 
 
 def _merge_bias(term: LowRank, key: str, changes: Changes) -> None:
@@ -79,6 +82,25 @@ def merge_vera(adapter: StoredAdapter, changes: Changes) -> set[str]:
     """VeRA: add the products of the scaled random matrices."""
     used = {key for key in VeraMatrices.KEYS if key in adapter.shapes}
     matrices = VeraMatrices(adapter, changes.info.shape)
+    for path, size, keys in check_vera(adapter, matrices, changes):
+
+        def change(weight: Tensor, path: str = path, size: tuple[int, int] = size) -> Tensor:
+            a, b = matrices.of(adapter, path, *size)
+            return weight + b @ a
+
+        changes.add(path, change)
+        used |= keys
+    return used
+
+
+def check_vera(
+    adapter: StoredAdapter, matrices: VeraMatrices, changes: Changes
+) -> Iterator[tuple[str, tuple[int, int], set[str]]]:
+    """Yield each module's path, output and input width, and keys of its vectors.
+
+    Raises:
+        UserError: They do not fit the backbone.
+    """
     for path in adapter.paths(".vera_lambda_b"):
         b, d = (f"{PREFIX}{path}.vera_lambda_{side}" for side in ("b", "d"))
         if d not in adapter.shapes:
@@ -88,14 +110,7 @@ def merge_vera(adapter: StoredAdapter, changes: Changes) -> set[str]:
         wide = matrices.b.shape[0], matrices.a.shape[1]
         if wide[0] < size[0] or wide[1] < size[1]:
             raise _misfit(adapter, "the pair of random matrices", wide, size)
-
-        def change(weight: Tensor, path: str = path, size: tuple[int, int] = size) -> Tensor:
-            a, b = matrices.of(adapter, path, *size)
-            return weight + b @ a
-
-        changes.add(path, change)
-        used |= {b, d}
-    return used
+        yield path, size, {b, d}
 
 
 def merge_ia3(adapter: StoredAdapter, changes: Changes) -> set[str]:

@@ -42,6 +42,8 @@ class LowRank:
         scale: Factor of the product.
         embedding: Whether A's columns are tokens: the module is an embedding, whose weight is `[V, H]`.
         magnitude: Key of DoRA's magnitudes, `[out]`; None without DoRA.
+        experts: Number of routed experts, of which A and B hold one product each; 0: an ordinary module.
+        parameter: Which of the experts' parameters it is: `gate_up_proj` or `down_proj`.
     """
 
     path: str
@@ -51,6 +53,8 @@ class LowRank:
     scale: float
     embedding: bool = False
     magnitude: str | None = None
+    experts: int = 0
+    parameter: str = ""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,12 +63,20 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """Rank of the product; with experts, the sum of their ranks."""
-        return self.adapter.shapes[self.a][0]
+        """Rank of the product; with experts, of one of them."""
+        return self.adapter.shapes[self.a][0] // max(1, self.experts)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """A and B in fp32."""
         return self.adapter.read(self.a), self.adapter.read(self.b)
+
+    def experts_matrices(self) -> tuple[Tensor, Tensor]:
+        """A, `[E, R, in]`, and B, `[E, out, R]`, of the experts.
+
+        Stored A holds one expert's ranks after the other's, stored B all experts' first ranks before their second ones.
+        """
+        a, b = self.matrices()
+        return a.view(self.experts, -1, a.shape[1]), b.view(b.shape[0], -1, self.experts).permute(2, 0, 1)
 
 
 def lora_terms(adapter: StoredAdapter, shape: BackboneShape) -> Iterator[LowRank]:
@@ -87,15 +99,25 @@ def lora_terms(adapter: StoredAdapter, shape: BackboneShape) -> Iterator[LowRank
                 raise UserError(f"{adapter.directory}: DoRA on the embedding ({path}) is not supported.")
             if config.get("use_dora") and not embedding and magnitude not in adapter.shapes:
                 raise UserError(f"{adapter.weights} lacks {magnitude}, though its config has use_dora.")
+            experts, parameter = _experts_of(adapter, path, a, b, shape)
+            rank = adapter.shapes[a][0] // max(1, experts)
             yield LowRank(
-                path.removesuffix(".base_layer"),
+                path.removesuffix(".base_layer") if experts else path,
                 adapter,
                 a,
                 b,
-                lora_scale(adapter, path, a, b, shape),
+                lora_scale(adapter, _named(adapter, path, parameter), rank),
                 embedding,
                 magnitude if magnitude in adapter.shapes else None,
+                experts,
+                parameter,
             )
+
+
+def lora_scale(adapter: StoredAdapter, path: str, rank: int) -> float:
+    """The factor of a module's product: `lora_alpha / r`, or `lora_alpha / sqrt(r)` with `use_rslora`."""
+    alpha = float(adapter.of_pattern("alpha_pattern", path, adapter.config.get("lora_alpha", 8)))
+    return alpha / (math.sqrt(rank) if adapter.config.get("use_rslora") else rank)
 
 
 def refuse_variants(adapter: StoredAdapter) -> None:
@@ -115,26 +137,27 @@ def refuse_variants(adapter: StoredAdapter) -> None:
         )
 
 
-def lora_scale(adapter: StoredAdapter, path: str, a: str, b: str, shape: BackboneShape) -> float:
-    """The factor of a module's product: `lora_alpha / r`, or `lora_alpha / sqrt(r)` with `use_rslora`."""
-    config, named, rank = adapter.config, path, adapter.shapes[a][0]
-    if is_fused(path, shape):
-        assert shape.experts is not None
-        out_features = adapter.shapes[b][0]
-        down = (out_features, adapter.shapes[a][1]) == (shape.hidden, shape.experts.ffn)
-        named = f"{path.removesuffix('.base_layer')}.{'down_proj' if down else 'gate_up_proj'}"
-        rank //= shape.experts.count
-    elif any(matches(target, f"{path}.weight") for target in config.get("target_parameters") or ()):
-        named = f"{path}.weight"
-    alpha = float(adapter.of_pattern("alpha_pattern", named, config.get("lora_alpha", 8)))
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+def _experts_of(adapter: StoredAdapter, path: str, a: str, b: str, shape: BackboneShape) -> tuple[int, str]:
+    """How many routed experts a product is of, and of which parameter; none if it is another module's.
+
+    peft wraps the module of all experts once for each parameter, so that shapes alone tell which is which.
+    """
+    experts = shape.experts
+    if experts is None or not path.removesuffix(".base_layer").endswith(f".{experts.names.fused}"):
+        return 0, ""
+    found, down = (adapter.shapes[b][0], adapter.shapes[a][1]), (shape.hidden, experts.ffn)
+    if adapter.shapes[a][0] % experts.count:
+        raise UserError(f"{adapter.weights}: {a} is not of {experts.count} experts.")
+    return experts.count, "down_proj" if found == down else "gate_up_proj"
 
 
-def is_fused(path: str, shape: BackboneShape) -> bool:
-    """Whether a path is that of all routed experts of a layer."""
-    return shape.experts is not None and path.removesuffix(".base_layer").endswith(
-        f".{shape.experts.names.fused}"
-    )
+def _named(adapter: StoredAdapter, path: str, parameter: str) -> str:
+    """What peft matches patterns with: the path of a module, or of a parameter that `target_parameters` names."""
+    if parameter:
+        return f"{path.removesuffix('.base_layer')}.{parameter}"
+    weight = f"{path}.weight"
+    named = any(matches(target, weight) for target in adapter.config.get("target_parameters") or ())
+    return weight if named else path
 
 
 def _check_pair(adapter: StoredAdapter, a: str, b: str) -> None:

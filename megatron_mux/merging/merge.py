@@ -85,13 +85,9 @@ def merge(
     """
     began = time.monotonic()
     _refuse_quantised(backbone)
-    info = read_backbone_info(backbone)
-    stored = StoredAdapter(adapter)
+    info, stored = read_backbone_info(backbone), StoredAdapter(adapter)
     with Checkpoint(backbone) as checkpoint, new_directory(output) as directory:
-        sizes = {name: checkpoint.tensors[place].shape for name, place in info.stored.items()}
-        if info.shape.tied:
-            sizes[f"{info.shape.names.head}.weight"] = sizes[f"{info.shape.names.embedding}.weight"]
-        changes = plan_changes(stored, Changes(info, sizes))
+        changes = plan_changes(stored, Changes.of_backbone(info))
         written = _plan(changes, checkpoint, dtype)
         total, done = sum(each.info.nbytes for each in written.values()), 0
 

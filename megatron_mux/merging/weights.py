@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_mux.backbone.registry import BackboneInfo
+from megatron_mux.backbone.resolve import expected
 from megatron_mux.errors import UserError
 
 Change = Callable[[Tensor], Tensor]
@@ -43,6 +44,14 @@ class Changes:
     info: BackboneInfo
     sizes: dict[str, tuple[int, ...]]
     of: dict[str, list[Change]] = field(default_factory=dict)
+
+    @classmethod
+    def of_backbone(cls, info: BackboneInfo) -> Changes:
+        """No changes yet."""
+        sizes, names = expected(info.shape), info.shape.names
+        if info.shape.tied:
+            sizes[f"{names.head}.weight"] = sizes[f"{names.embedding}.weight"]
+        return cls(info, sizes)
 
     @property
     def embedding(self) -> str:

@@ -35,7 +35,7 @@ def test_saved_adapters_have_cards(server: Server, tmp_path: Path) -> None:
             "diff": {**TASKS["diff"], "training": {**TASKS["diff"]["training"], "max_steps": 2}},
         },
     )
-    done = server.run(workplace.arguments("--save", save, "--save-interval", 2, tasks=tasks))
+    done = server.run(workplace.arguments("--save", save, "--save-interval", "2", tasks=tasks))
     assert done.status == 0, done.output
     metrics = [json.loads(line) for line in (save / "lora/metrics.jsonl").read_text().splitlines()]
     for step in (2, 4):
