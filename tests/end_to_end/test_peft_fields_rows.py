@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from peft import PeftModel
 
-from megatron_mux.adapters.peft_format import read_adapter
-from megatron_mux.engine import Engine, Task
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.conftest import BackboneOf, PathOf
-from tests.end_to_end.harness import Case, adapter, assert_close, assert_same, random_records, train
-from tests.end_to_end.test_export import assert_same_logits, save
+from tests.end_to_end.harness import Case, assert_close, random_records, train
 from tests.reference import peft_solo
 
 STEPS = 20
