@@ -21,7 +21,8 @@ _AT_ONCE = 512
 def evaluate_preferences(log_probs: LogProbs, data: PreferenceDataset) -> EvalResult:
     """Evaluate a preference task on a file. Every rank calls it and gets the answer.
 
-    The loss is the mean over all records, and so is KTO's KL term. The accuracy is the share of pairs whose chosen
+    The loss is the mean over all records, and so is KTO's KL term, whose completions are rotated within batches of the
+    training's size. The accuracy is the share of pairs whose chosen
     sequence has the higher reward; for KTO the share of records whose reward has the sign of their label.
 
     Raises:
@@ -34,7 +35,8 @@ def evaluate_preferences(log_probs: LogProbs, data: PreferenceDataset) -> EvalRe
     if spec.loss == "orpo":
         prompts[0::2] = _of_all(log_probs, data.__getitem__, range(0, count, 2))[0] - policy[0::2]
     if spec.needs_kl:
-        kl = kl_term(_of_all(log_probs, lambda i: data.mismatched(i, (i - 1) % count), range(count)))
+        batch = spec.per_device_train_batch_size
+        kl = kl_term(_of_all(log_probs, lambda i: data.mismatched(i, _before(i, batch, count)), range(count)))
     constants = torch.from_numpy(constants_of(spec, data, range(count), None))
     tokens, weights, signs = constants[1:4]
     sums = SequenceSums(policy, prompts, reference, tokens, weights, signs, kl)
@@ -47,6 +49,12 @@ def evaluate_preferences(log_probs: LogProbs, data: PreferenceDataset) -> EvalRe
         accuracy = float(((policy - reference) * signs > 0).double().mean())
     values = {"loss": float(loss.per_record(sums).mean()), "accuracy": accuracy}
     return EvalResult(values | metrics, records)
+
+
+def _before(number: int, batch: int, count: int) -> int:
+    """The record whose completion goes with a record's prompt: the one before it in its batch, as in TRL."""
+    first = number - number % batch
+    return number - 1 if number > first else min(first + batch, count) - 1
 
 
 def _of_all(log_probs: LogProbs, example: Callable[[int], Example], numbers: range) -> Tensor:

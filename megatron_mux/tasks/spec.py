@@ -59,12 +59,12 @@ class TaskSpec(Section):
     @model_validator(mode="after")
     def _suits_a_preference(self) -> TaskSpec:
         training = self.training
-        if training.is_preference and self.eval is not None:
-            if self.eval.generates is not None or self.eval.metrics != ["accuracy"]:
-                raise problem(
-                    f"eval.metrics, eval.generate: with loss: {training.loss} an evaluation measures the loss and "
-                    "rewards: leave them out"
-                )
+        measured = training.is_preference and self.eval
+        if measured and (measured.generates is not None or measured.metrics != ["accuracy"]):
+            raise problem(
+                f"eval.metrics, eval.generate: with loss: {training.loss} an evaluation measures the loss and rewards: "
+                "leave them out"
+            )
         for name, value in self.adapter if training.is_preference and training.disable_dropout else ():
             if name.endswith("_dropout") and value:
                 raise problem(

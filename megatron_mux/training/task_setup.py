@@ -120,7 +120,7 @@ def open_tasks(
 
 def _check_preference(spec: TaskSpec, shape: BackboneShape) -> None:
     """Refuse a preference task that trains an output layer, whose gradient is summed before the loss is known."""
-    if spec.training.is_preference and any("output" in own.places for own in spec.adapter.own_rows(shape)):
+    if spec.training.is_preference and any("head" in own.places for own in spec.adapter.own_rows(shape)):
         raise UserError(
             f"adapter: an output layer, or rows of it, cannot be trained with loss: {spec.training.loss}: leave it out "
             "of modules_to_save and trainable_token_indices"

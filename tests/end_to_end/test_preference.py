@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +38,13 @@ ADAPTER = 2e-3  # relative Frobenius norm
 
 FIELDS: dict[str, dict[str, Any]] = {
     "dpo": {"loss": "dpo"},
-    "ipo": {"loss": "dpo", "loss_type": "ipo", "beta": 0.2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5},
+    "ipo": {
+        "loss": "dpo",
+        "loss_type": "ipo",
+        "beta": 0.2,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.5,
+    },
     "robust": {"loss": "dpo", "loss_type": "robust", "label_smoothing": 0.1},
     "orpo": {"loss": "orpo", "beta": 0.3},
     "kto": {"loss": "kto", "desirable_weight": 1.3, "per_device_train_batch_size": 5},
@@ -96,7 +101,7 @@ def preferences(place: Workplace) -> Preferences:
 @pytest.fixture(scope="module")
 def together(
     backbone: Backbone, parallel: Parallel, preferences: Preferences, initial: dict[str, Tensor]
-) -> Iterator[Run]:
+) -> Run:
     """All losses beside three supervised tasks, in two micro-batches; one as cached, one from a fresh adapter."""
     engine = Engine(backbone, parallel, Planning("spatial", 1, micro_batches=2))
     tasks = [preferences.task(name, steps=STEPS, initial=initial, **more) for name, more in FIELDS.items()]
@@ -105,9 +110,10 @@ def together(
     engine.register_tasks(tasks + [case.task for case in supervised()])
     results = steps_of(engine, STEPS)
     evaluations = {name: engine.evaluate(name) for name in FIELDS}
-    yield Run(results, {name: adapter(engine, name) for name in engine.tasks}, evaluations)
+    run = Run(results, {name: adapter(engine, name) for name in engine.tasks}, evaluations)
     for name in engine.tasks:
         engine.remove_task(name)
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +158,10 @@ def test_evaluations_are_those_of_trl(name: str, together: Run, alone: dict[str,
     found, wanted = together.evaluations[name], alone[name].evaluation
     assert found is not None
     assert found.loss == pytest.approx(wanted["eval_loss"], rel=LOSS)
-    for key, value in found.metrics.items():
-        assert value == pytest.approx(wanted[f"eval_{key}"], rel=LOSS, abs=NOISE), key
+    assert {"rewards/chosen", "rewards/margins"} <= found.values.keys()
+    for key, value in found.values.items():
+        if key != "accuracy":  # that of rewards, which TRL does not have for KTO
+            assert value == pytest.approx(wanted[f"eval_{key}"], rel=LOSS, abs=NOISE), key
 
 
 def test_cached_references_give_the_same(together: Run) -> None:

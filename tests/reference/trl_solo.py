@@ -112,9 +112,11 @@ def _classes(loss: str) -> tuple[type[Any], type[Any]]:
 
         return ORPOConfig, ORPOTrainer
     if loss == "kto":
-        from trl import KTOConfig, KTOTrainer
+        from trl.trainer.kto_config import KTOConfig
+        from trl.trainer.kto_trainer import KTOTrainer
 
         return KTOConfig, KTOTrainer
-    from trl import DPOConfig, DPOTrainer
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
 
     return DPOConfig, DPOTrainer
