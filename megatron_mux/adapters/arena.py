@@ -8,14 +8,16 @@ go without moving those of others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from megatron_mux.adapters.adapter import AdapterParameter
+
+Kind = TypeVar("Kind")
 
 _ALIGNMENT = 16
 """Every parameter begins at a multiple of so many values: 32 bytes in half precision, as kernels load them."""
@@ -81,8 +83,12 @@ class Arena:
 
     def of(self, record: AdapterParameter, flat: Tensor) -> Tensor:
         """The part of a flat tensor that is a parameter's, `[size]`."""
-        first, last = self._place[record.key]
+        first, last = self.place(record)
         return flat[first:last]
+
+    def place(self, record: AdapterParameter) -> tuple[int, int]:
+        """First and one past the last value of a parameter."""
+        return self._place[record.key]
 
     def copy_of(self, record: AdapterParameter) -> Tensor:
         """A parameter in the compute dtype, without a gradient: a view of `copies`."""
@@ -99,20 +105,21 @@ class Arena:
         """First and one past the last value of each run of parameters with these attributes, such as `partial=True`."""
         key = tuple(wanted.items())
         if key not in self._ranges:  # each step asks for the same ones
-            self._ranges[key] = self._find_ranges(wanted)
+            runs = self.runs(lambda record: all(getattr(record, name) == value for name, value in key))
+            self._ranges[key] = [(first, last) for first, last, found in runs if found]
         return self._ranges[key]
 
-    def _find_ranges(self, wanted: Mapping[str, bool]) -> list[tuple[int, int]]:
-        found: list[tuple[int, int]] = []
+    def runs(self, kind: Callable[[AdapterParameter], Kind]) -> list[tuple[int, int, Kind]]:
+        """First and one past the last value of each run of neighbouring parameters of one kind, and the kind."""
+        found: list[tuple[int, int, Kind]] = []
         for record in self._records:
-            if any(getattr(record, name) != value for name, value in wanted.items()):
-                continue
             first, last = self._place[record.key]
             last += (first - last) % _ALIGNMENT
-            if found and found[-1][1] == first:
-                found[-1] = (found[-1][0], last)
+            own = kind(record)
+            if found and found[-1][1:] == (first, own):
+                found[-1] = (found[-1][0], last, own)
             else:
-                found.append((first, last))
+                found.append((first, last, own))
         return found
 
     def zero(self) -> None:

@@ -102,7 +102,7 @@ class StepTracker(Heartbeat):
                 for category, tensors in (
                     (Category.ADAPTERS, values),
                     (Category.GRADIENTS, [arena.gradients]),
-                    (Category.OPTIMIZER, list(optimizer.moments.values())),
+                    (Category.OPTIMIZER, optimizer.tensors),
                 ):
                     for tensor in tensors:
                         self._recorder.label(tensor, category)

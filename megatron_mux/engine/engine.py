@@ -240,7 +240,7 @@ class Engine:
         if experts is None or self.parallel.experts.broker is None:
             return 0.0
         values = sum(
-            math.prod(tensor.shape) * (1 + len(task.optimizer.moments))
+            math.prod(tensor.shape) * (1 + (task.optimizer.kind.states_per_value or 0))
             for task in self._tasks.values()
             for tensor in task.adapter.tensors.values()
             if tensor.expert_dim is not None

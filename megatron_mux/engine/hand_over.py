@@ -165,7 +165,8 @@ def _parts_of(task: TaskState) -> Iterator[_Part]:
     """What this rank holds of a task's state, in the order of `copy_states`; its values may be written to."""
     moments = task.optimizer.state()
     for p in stored_parameters(task.adapter):
-        for kind, value in {"value": p.value.detach(), **moments.get(p.key, {})}.items():
+        states = {name: stored.tensor for name, stored in moments.get(p.key, {}).items()}
+        for kind, value in {"value": p.value.detach(), **states}.items():
             yield _Part(p.key, kind, p.index, value)
 
 

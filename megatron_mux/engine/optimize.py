@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
 
-from megatron_mux.adapters.adapter import TaskAdapter
+from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
 from megatron_mux.adapters.arena import Arena
+from megatron_mux.errors import UserError
+from megatron_mux.optimizers.adamw import AdamW
+from megatron_mux.optimizers.optimizer import Options, Place, Run, Slot, Stored
+from megatron_mux.optimizers.registry import OPTIMIZERS
+from megatron_mux.optimizers.schedules import schedule
+from megatron_mux.optimizers.sgd import SGD
 from megatron_mux.runtime import GRADIENTS_AT_ONCE, Parallel
 from megatron_mux.tasks import TrainingSpec
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
 Flats = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """Values, gradients and, unless the optimizer is SGD, both moments, `[n]` each."""
+
+_Alike = tuple[float, float, bool]
+"""What neighbouring parameters must share to be stepped together: weight decay, the learning rate as a multiple of the
+task's, and whether this rank counts their norm."""
 
 
 class TaskOptimizer:
@@ -33,35 +36,71 @@ class TaskOptimizer:
         total_steps: Steps its schedule spans.
 
     Attributes:
-        moments: Name to `[n]`, in the order of the arena; empty for SGD.
+        kind: Steps the values; see `optimizers.registry`.
+
+    Raises:
+        UserError: The optimizer does not work with how the adapter is divided.
     """
 
     def __init__(self, adapter: TaskAdapter, spec: TrainingSpec, total_steps: int) -> None:
         self.arena = adapter.arena
         self.parameters = list(adapter.parameters)
         self.spec = spec
-        self._factor = _schedule(spec, total_steps)
-        values = self.arena.values
-        # Now, not in the first step: the task is refused if they do not fit.
-        self.moments = {} if spec.optim == "sgd" else {name: torch.zeros_like(values) for name in _MOMENTS}
-        self._count = torch.zeros((), device=values.device)
+        self._factor = schedule(
+            spec.lr_scheduler_type,
+            spec.learning_rate,
+            spec.warmup(total_steps),
+            total_steps,
+            spec.lr_scheduler_kwargs or {},
+        )
+        kind, parallel = OPTIMIZERS[spec.optim], adapter.host.parallel
+        if not kind.splits and parallel.experts.broker is not None:
+            raise UserError(
+                f"training.optim: {spec.optim} steps whole tensors, of which expert managers have parts that move: use "
+                "adamw_torch_fused, lion_32bit or sgd"
+            )
+        self._runs = self.arena.runs(self._alike)
+        runs = [Run(first, last, decay, rate) for first, last, (decay, rate, _) in self._runs]
+        group = parallel.tp_group if parallel.tp_size > 1 else None
+        place = Place(self.arena.values, self.arena.gradients, runs, self._slots(), group)
+        self.kind = kind(place, Options(spec.adam_beta1, spec.adam_beta2, spec.adam_epsilon))
+
+    def _alike(self, p: AdapterParameter) -> _Alike:
+        return (*self.spec.decay_and_rate(p.key, p.full_shape, p.decay), p.owner)
+
+    def _slots(self) -> list[Slot]:
+        found = []
+        for p in self.parameters:
+            first, last = self.arena.place(p)
+            decay, rate, _ = self._alike(p)
+            found.append(Slot(p, tuple(p.value.shape), Run(first, last, decay, rate)))
+        return found
 
     @property
     def owned(self) -> list[Tensor]:
         """The gradients whose norm this rank counts: every element of the whole adapter is counted on one rank."""
         return [self.arena.gradients[first:last] for first, last in self.arena.ranges(owner=True)]
 
-    def pieces(self) -> Iterator[tuple[Flats, Tensor | None, float, bool]]:
-        """Runs of parameters that are updated alike: their tensors, their copy if it is another one, weight decay, and
-        whether this rank counts their norm.
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that the optimizer keeps from step to step."""
+        return self.kind.tensors
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether `kernels.triton_update` can step it together with other tasks."""
+        return isinstance(self.kind, (AdamW, SGD))
+
+    def pieces(self) -> Iterator[tuple[Flats, Tensor | None, float, float, bool]]:
+        """Runs of parameters that are updated alike: their tensors, their copy if it is another one, weight decay, the
+        learning rate as a multiple of the task's, and whether this rank counts their norm.
         """
-        arena = self.arena
-        for decay, owner in itertools.product((True, False), repeat=2):
-            for first, last in arena.ranges(decay=decay, owner=owner):
-                average, square = (self.moments[n][first:last] if self.moments else None for n in _MOMENTS)
-                flats = arena.values[first:last], arena.gradients[first:last], average, square
-                copy = None if arena.copies is arena.values else arena.copies[first:last]
-                yield flats, copy, self.spec.weight_decay * decay, owner
+        arena, states = self.arena, self.kind.flats if isinstance(self.kind, AdamW) else {}
+        for first, last, (decay, rate, owner) in self._runs:
+            average, square = (states[name][first:last] if states else None for name in AdamW.state_names)
+            flats = arena.values[first:last], arena.gradients[first:last], average, square
+            copy = None if arena.copies is arena.values else arena.copies[first:last]
+            yield flats, copy, decay, rate, owner
 
     def options(self, step: int) -> tuple[float, float, float, float, float, int]:
         """Learning rate, betas, epsilon, the norm to clip to (0: any) and steps done, of optimizer step `step`."""
@@ -87,38 +126,9 @@ class TaskOptimizer:
 
         Args:
             step: Sets the learning rate.
-            skip: Scalar fp32 on the device: unless it is zero, parameters and moments stay as they are.
+            skip: Scalar fp32 on the device: unless it is zero, parameters and states stay as they are.
         """
-        rate, spec = self.learning_rate(step), self.spec
-        for (values, gradients, average, square), _, decay, _ in self.pieces():
-            # torch's fused optimizers look at `found_inf` for what a gradient scaler has found.
-            common: dict[str, Any] = {"lr": rate, "weight_decay": decay, "maximize": False, "found_inf": skip}
-            if average is None or square is None:
-                sgd(
-                    [values],
-                    [gradients],
-                    [None],
-                    momentum=0.0,
-                    dampening=0.0,
-                    nesterov=False,
-                    fused=True,
-                    **common,
-                )
-                continue
-            adamw(
-                [values],
-                [gradients],
-                [average],
-                [square],
-                [],
-                [self._count.fill_(step)],
-                beta1=spec.adam_beta1,
-                beta2=spec.adam_beta2,
-                eps=spec.adam_epsilon,
-                amsgrad=False,
-                fused=True,
-                **common,
-            )
+        self.kind.update(step, self.learning_rate(step), skip)
         self.arena.refresh()
         self.zero()
 
@@ -126,36 +136,15 @@ class TaskOptimizer:
         """Make the gradients zero."""
         self.arena.zero()
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Local moments by parameter key; empty for SGD."""
-        if not self.moments:
-            return {}
-        return {
-            p.key: {name: self.arena.of(p, flat).view(p.value.shape) for name, flat in self.moments.items()}
-            for p in self.parameters
-        }
+    def state(self) -> dict[str, dict[str, Stored]]:
+        """What this rank holds of the optimizer's state, by parameter key and name; empty for SGD."""
+        return self.kind.state()
 
-    def load_state(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restore `state()` of full tensors by key, cut to this rank's shards."""
-        for key, own in self.state().items() if moments else ():
-            p = next(p for p in self.parameters if p.key == key)
-            for name, local in own.items():
-                local.copy_(p.slice_of(moments[key][name]))
-
-
-def _schedule(spec: TrainingSpec, total_steps: int) -> Callable[[int], float]:
-    from transformers.optimization import get_scheduler
-
-    # The schedule is a pure function of the step; a throw-away optimizer is what its constructor asks for.
-    throw_away = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = get_scheduler(
-        spec.lr_scheduler_type,
-        throw_away,
-        num_warmup_steps=spec.warmup(total_steps),
-        num_training_steps=total_steps,
-    )
-    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
-    return factor
+    def load_state(self, full: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Restore `state()` from full tensors by key and name, cut to this rank's shards."""
+        if full:
+            for slot in self.kind.place.slots:
+                self.kind.load(slot, full[slot.parameter.key])
 
 
 def gradient_buffer_size(arenas: Sequence[Arena], parallel: Parallel) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
 from megatron_mux.engine.optimize import TaskOptimizer
+from megatron_mux.optimizers.optimizer import Stored
 from megatron_mux.runtime import Parallel, pinned
 
 
@@ -24,7 +25,7 @@ class Snapshot:
     Attributes:
         step: Optimizer steps done.
         adapter: Its tensors by key, as `adapter_model.safetensors` names them.
-        moments: Optimizer moments by key, then by name (`exp_avg`, `exp_avg_sq`); empty for SGD.
+        moments: States of the optimizer by key, then by name; empty for SGD.
         extra: What the adapter keeps besides parameters (diff pruning's mask), by key.
     """
 
@@ -177,9 +178,9 @@ class LocalState:
             step=self.step,
             adapter={key: named["value"] for key, named in full.items()},
             moments={
-                key: {n: named[n] for n in ("exp_avg", "exp_avg_sq")}
+                key: moments
                 for key, named in full.items()
-                if "exp_avg" in named
+                if (moments := {name: t for name, t in named.items() if name not in ("value", "extra")})
             },
             extra={key: named["extra"] for key, named in full.items() if "extra" in named},
         )
@@ -201,11 +202,13 @@ def copy_states(
         moments, extra = optimizer.state(), adapter.state()
         for p in stored_parameters(adapter):
             if p.owner or not owned:
-                named = {"value": p.value, **moments.get(p.key, {})}
-                named |= {"extra": extra[p.key]} if p.key in extra else {}
-                index = None if p.index is None else p.index.cpu().numpy()
-                places[name] += [(p.key, p.full_shape, p.dim, index, kind) for kind in named]
-                tensors += [tensor.detach() for tensor in named.values()]
+                whole = p.full_shape, p.dim, p.index
+                named = {"value": Stored(p.value, *whole), **moments.get(p.key, {})}
+                named |= {"extra": Stored(extra[p.key], *whole)} if p.key in extra else {}
+                for kind, (tensor, shape, dim, positions) in named.items():
+                    index = None if positions is None else positions.cpu().numpy()
+                    places[name].append((p.key, shape, dim, index, kind))
+                    tensors.append(tensor.detach())
     copies = iter(memory.copy(tensors))
     return {
         name: LocalState(step, places[name], [next(copies) for _ in places[name]], memory)

@@ -1,7 +1,8 @@
 """The optimizer steps of a bucket's tasks together: their gradients' norms, clipping, and the update.
 
-On a GPU they are three launches, whatever the number of tasks; elsewhere torch's fused optimizers step one task after
-the other. A task that skips its step is left out by selection, so its values stay as they are whatever its gradients.
+On a GPU they are three launches for all tasks with AdamW or SGD, whatever their number; other optimizers, and all of
+them elsewhere, step one task after the other. A task that skips its step is left out by selection, so its values stay
+as they are whatever its gradients.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ class GroupedUpdate(BucketUpdate):
         super().__init__(optimizers)
         self._kernels = kernels
         pieces = [
-            Piece(row, *tensors, copy, decay, counted)
+            Piece(row, *tensors, copy, decay, rate, counted)
             for row, optimizer in enumerate(self.optimizers)
-            for tensors, copy, decay, counted in optimizer.pieces()
+            for tensors, copy, decay, rate, counted in optimizer.pieces()
         ]
         self._device = self.optimizers[0].arena.values.device
         self._table = UpdateTable(pieces, len(self.optimizers)) if pieces else None
@@ -137,15 +138,58 @@ class DryUpdateKernels:
         """See `triton_update.update_`."""
 
 
+class MixedUpdate(BucketUpdate):
+    """Tasks whose optimizer kernels compute at once, then the others one after the other.
+
+    Args:
+        optimizers: As of `BucketUpdate`; some of either kind.
+        make: Makes the update of the former.
+    """
+
+    def __init__(self, optimizers: Sequence[TaskOptimizer], make: MakeUpdate) -> None:
+        super().__init__(optimizers)
+        device = self.optimizers[0].arena.values.device
+        self._parts: list[tuple[BucketUpdate, list[int], Tensor]] = []
+        for fused, made in ((True, make), (False, LoopUpdate)):
+            rows = [row for row, optimizer in enumerate(self.optimizers) if optimizer.is_fused == fused]
+            update = made([self.optimizers[row] for row in rows])
+            self._parts.append((update, rows, runtime.to_device(torch.tensor(rows), device)))
+
+    def prepare(self, first: Sequence[int], count: int) -> None:
+        """See `BucketUpdate.prepare`."""
+        for update, rows, _ in self._parts:
+            update.prepare([first[row] for row in rows], count)
+
+    def squared_norms(self) -> Tensor:
+        """See `BucketUpdate.squared_norms`."""
+        device = self.optimizers[0].arena.values.device
+        norms = torch.empty(len(self.optimizers), dtype=torch.float64, device=device)
+        for update, _, places in self._parts:
+            norms[places] = update.squared_norms()
+        return norms
+
+    def update(self, first: Sequence[int], later: int, norms: Tensor, stopped: Tensor) -> None:
+        """See `BucketUpdate.update`."""
+        for update, rows, places in self._parts:
+            update.update([first[row] for row in rows], later, norms[places], stopped[places])
+
+
 def update_of(optimizers: Sequence[TaskOptimizer]) -> BucketUpdate:
     """The update of tasks: at once where Triton kernels compute it."""
     values = optimizers[0].arena.values
     if not suits_triton(values.device, values.dtype):
         return LoopUpdate(optimizers)
     if isinstance(values, FakeTensor):
-        return GroupedUpdate(optimizers, DryUpdateKernels)
-    if not has_triton():
+        kernels: Any = DryUpdateKernels
+    elif has_triton():
+        from megatron_mux.kernels import triton_update as kernels
+    else:
         return LoopUpdate(optimizers)
-    from megatron_mux.kernels import triton_update
 
-    return GroupedUpdate(optimizers, triton_update)
+    def grouped(own: Sequence[TaskOptimizer]) -> BucketUpdate:
+        return GroupedUpdate(own, kernels)
+
+    fused = [optimizer.is_fused for optimizer in optimizers]
+    if all(fused):
+        return grouped(optimizers)
+    return MixedUpdate(optimizers, grouped) if any(fused) else LoopUpdate(optimizers)

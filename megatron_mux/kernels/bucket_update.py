@@ -15,7 +15,18 @@ TILE = 1024
 """Elements that a program updates."""
 LAUNCHES: Mapping[str, int] = {"squared_norms": 2, "update_": 1}
 """Device launches of each operation by Triton kernels at most, however many tasks there are."""
-ENTRY = ("value", "gradient", "exp_avg", "exp_avg_sq", "copy", "count", "row", "weight_decay", "counted")
+ENTRY = (
+    "value",
+    "gradient",
+    "exp_avg",
+    "exp_avg_sq",
+    "copy",
+    "count",
+    "row",
+    "weight_decay",
+    "counted",
+    "rate",
+)
 """Fields of a row of `UpdateTable.entries`: addresses (0: no such tensor), sizes, and the bits of an fp64 number."""
 
 
@@ -46,6 +57,7 @@ class Piece:
         exp_avg, exp_avg_sq: Moments of AdamW; None: SGD without momentum.
         copy: `[n]` of the values in the dtype of the computation; None: not copied.
         weight_decay: Decoupled with AdamW, part of the gradient with SGD.
+        rate: The learning rate as a multiple of the task's.
         counted: Whether this rank counts the gradient in the task's norm: one of those that have a replica does.
     """
 
@@ -56,6 +68,7 @@ class Piece:
     exp_avg_sq: Tensor | None = None
     copy: Tensor | None = None
     weight_decay: float = 0.0
+    rate: float = 1.0
     counted: bool = True
 
 
@@ -104,5 +117,5 @@ def _entry(piece: Piece) -> list[int]:
     tensors = (piece.value, piece.gradient, piece.exp_avg, piece.exp_avg_sq, piece.copy)
     assert all(t is None or (t.is_contiguous() and t.numel() == piece.value.numel()) for t in tensors)
     assert all(t is None or t.dtype == torch.float32 for t in tensors[:-1])
-    numbers = piece.value.numel(), piece.row, bits(piece.weight_decay), int(piece.counted)
+    numbers = piece.value.numel(), piece.row, bits(piece.weight_decay), int(piece.counted), bits(piece.rate)
     return [*map(address, tensors), *numbers]

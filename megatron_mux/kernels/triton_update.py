@@ -18,7 +18,7 @@ from megatron_mux.kernels.bucket_update import ENTRY, TILE, UpdateTable
 from megatron_mux.kernels.triton_low_rank_device import _number, _pointer
 
 _FIELDS = tl.constexpr(len(ENTRY))
-(_VALUE, _GRADIENT, _EXP_AVG, _EXP_AVG_SQ, _COPY, _COUNT, _ROW, _WEIGHT_DECAY, _COUNTED) = map(
+(_VALUE, _GRADIENT, _EXP_AVG, _EXP_AVG_SQ, _COPY, _COUNT, _ROW, _WEIGHT_DECAY, _COUNTED, _RATE_FACTOR) = map(
     tl.constexpr, range(len(ENTRY))
 )
 _RATE, _BETA1, _BETA2, _EPSILON, _CORRECTION1, _CORRECTION2, _MAX_NORM = map(tl.constexpr, range(7))
@@ -128,7 +128,7 @@ def _update(
         values = _pointer(entry, _VALUE, tl.float32, ALIGNED) + places
         value = tl.load(values, mask=mask, other=0.0)
         decay = _number(entry, _WEIGHT_DECAY)
-        rate = _option(options, row, _RATE)
+        rate = _option(options, row, _RATE) * _number(entry, _RATE_FACTOR)
         if tl.load(entry + _EXP_AVG) != 0:
             value -= (rate * decay).to(tl.float32) * value
             value -= _adam_step(entry, places, mask, gradient, options, row, rate, ALIGNED)

@@ -1,4 +1,6 @@
-"""Memory of the optimizers of `transformers.TrainingArguments`, by the names of its `optim`.
+"""Memory of optimizers in full fine-tuning, by the names of `transformers.TrainingArguments.optim`.
+
+Those of tasks are in `megatron_mux.optimizers`.
 
 `states` are bytes kept from step to step, `step` bytes that one step allocates and frees. If these are no multiple of
 the number of weights, they depend on the shapes of a model's tensors: see `Shapes`.
@@ -11,12 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_mux.optimizers.adamw_8bit import BLOCK, SMALL
+
 Zero = Literal[0, 1, 2, 3]
 """What data-parallel ranks shard: nothing, optimizer states (1), also gradients (2), also weights (3)."""
-_SMALL = 4096
-"""8-bit optimizers keep moments of tensors with fewer values in fp32."""
-_BLOCK = 256
-"""Number of values that share a scale in 8-bit moments."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Shapes:
         count = lines = math.prod(shape)
         if len(shape) > 1:
             lines = math.prod(shape[:-2]) * (shape[-2] + shape[-1])
-        return cls(lines, count if embeds or count < _SMALL else 0, count)
+        return cls(lines, count if embeds or count < SMALL else 0, count)
 
     def __add__(self, other: Shapes) -> Shapes:
         return Shapes(self.lines + other.lines, self.exact + other.exact, max(self.largest, other.largest))
@@ -108,7 +108,7 @@ class _EightBit(Optimizer):
     """AdamW of bitsandbytes: two moments of one byte, and their scales for each block of values."""
 
     def state_size(self, size: int) -> float:
-        return 2 * (1 + 4 / _BLOCK)
+        return 2 * (1 + 4 / BLOCK)
 
     def states(self, values: float, shapes: Shapes, size: int) -> float:
         exact = min(float(shapes.exact), values)

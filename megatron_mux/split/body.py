@@ -331,7 +331,8 @@ class Body:
         for record in stored_parameters(member.adapter):
             if not record.owner and record not in member.adapter.fixed:
                 continue  # fixed ones that the client owns are needed here to go on
-            named: Mapping[str, Tensor] = {"value": record.value, **moments.get(record.key, {})}
+            states = {name: stored.tensor for name, stored in moments.get(record.key, {}).items()}
+            named: Mapping[str, Tensor] = {"value": record.value, **states}
             if record.key in extra:
                 named = {**named, "extra": extra[record.key]}
             dim = record.dim if record.index is not None else None
@@ -345,7 +346,7 @@ class Body:
         """Bytes of a session's adapter, gradients and optimizer state: A + O of Menos' equation 3."""
         member = self._members[name]
         arena, fixed = member.adapter.arena, member.adapter.fixed
-        tensors = [arena.values, arena.gradients, arena.copies, *member.optimizer.moments.values()]
+        tensors = [arena.values, arena.gradients, arena.copies, *member.optimizer.tensors]
         return unique_bytes([*tensors, *(record.value for record in fixed)])
 
     @property

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
+from megatron_mux.optimizers.registry import OPTIMIZERS
 from megatron_mux.section import Section, problem, shown
 from megatron_mux.tasks.data import DataSpec
 from megatron_mux.tasks.evaluation import EvalSpec
@@ -112,4 +113,8 @@ class TaskSpec(Section):
     def _deciding(self) -> dict[str, dict[str, Any]]:
         data = self.plain()
         del data["adapter"]["adapter_name_or_path"], data["data"]["path"]
+        training = data["training"]
+        training["optim"] = OPTIMIZERS[training["optim"]].names[0]  # another name of it decides alike
+        for name in TrainingSpec.undecided:
+            del training[name]
         return {section: data[section] for section in ("adapter", "data", "training")}

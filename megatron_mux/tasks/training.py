@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from megatron_mux.optimizers.loraplus import group_of
+from megatron_mux.optimizers.registry import OPTIMIZERS
+from megatron_mux.optimizers.schedules import SCHEDULES, problem_of_kwargs
 from megatron_mux.section import (
     LARGEST_BATCH,
     LARGEST_COUNT,
@@ -28,16 +31,10 @@ _REFUSED: Mapping[str, Refused] = {
     **_elsewhere("is of the whole run: use --bf16 of pretrain_mux.py", "bf16", "bf16_full_eval"),
     **_elsewhere("fp16 is not supported: use --bf16 of pretrain_mux.py", "fp16", "fp16_full_eval", "fp16_opt_level"),
     **_elsewhere("is of the whole run: use --save DIR of pretrain_mux.py", "output_dir", "overwrite_output_dir"),
-    **_elsewhere("is of the whole run: use --save-interval of pretrain_mux.py", "save_steps", "save_strategy"),
-    **_elsewhere("is of the whole run: use --mux-keep-checkpoints of pretrain_mux.py", "save_total_limit"),
     **_elsewhere("is of the whole run: use --load DIR of pretrain_mux.py", "resume_from_checkpoint"),
     **_elsewhere(
         "is of the whole run: use --log-interval of pretrain_mux.py",
         "logging_steps", "logging_strategy", "logging_first_step",
-    ),
-    **_elsewhere(
-        "is of the whole run: use --tensorboard-dir of pretrain_mux.py",
-        "report_to", "logging_dir", "run_name", "project",
     ),
     **_elsewhere(
         "is of the whole run: use --recompute-granularity of pretrain_mux.py",
@@ -49,32 +46,73 @@ _REFUSED: Mapping[str, Refused] = {
         "eval_steps", "eval_strategy", "evaluation_strategy", "do_eval", "per_device_eval_batch_size", "eval_on_start",
     ),
     **_elsewhere("the task's seed orders its data too: use seed", "data_seed"),
+    **_elsewhere("use optim: adafactor", "adafactor"),
+    **_elsewhere(
+        "no supported optimizer takes arguments: betas of lion_32bit are adam_beta1 and adam_beta2, and momentum of "
+        "sgd is not supported",
+        "optim_args",
+    ),
     **_elsewhere("use data.max_length", "max_seq_length", "max_length"),
     **_elsewhere("use data.shuffle", "train_sampling_strategy", "group_by_length", "length_column_name"),
     **_elsewhere(
         "is a field of transformers.TrainingArguments that megatron-mux does not support: leave it out",
-        "accelerator_config", "adafactor", "auto_find_batch_size", "average_tokens_across_devices",
+        "accelerator_config", "auto_find_batch_size", "average_tokens_across_devices",
         "batch_eval_metrics",
         "dataloader_drop_last", "dataloader_in_order", "dataloader_multiprocessing_context", "dataloader_num_workers",
         "dataloader_persistent_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "ddp_backend",
         "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph", "ddp_timeout",
         "debug", "deepspeed", "disable_tqdm", "do_predict", "do_train", "enable_jit_checkpoint",
         "eval_accumulation_steps", "eval_delay", "eval_do_concat_batches", "eval_use_gather_object", "fsdp",
-        "fsdp_config", "full_determinism", "greater_is_better", "half_precision_backend", "hub_always_push",
+        "fsdp_config", "full_determinism", "half_precision_backend", "hub_always_push",
         "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy", "hub_token", "ignore_data_skip",
         "include_for_metrics", "include_inputs_for_metrics", "include_num_input_tokens_seen",
         "include_tokens_per_second",
-        "jit_mode_eval", "label_names", "label_smoothing_factor", "liger_kernel_config", "load_best_model_at_end",
-        "local_rank", "log_level", "log_level_replica", "log_on_each_node", "logging_nan_inf_filter",
-        "lr_scheduler_kwargs", "metric_for_best_model", "neftune_noise_alpha", "no_cuda", "optim_args",
-        "optim_target_modules", "parallelism_config", "past_index", "prediction_loss_only", "push_to_hub", "ray_scope",
-        "remove_unused_columns", "restore_callback_states_from_checkpoint", "save_on_each_node", "save_only_model",
+        "jit_mode_eval", "label_names", "liger_kernel_config", "local_rank", "log_level",
+        "log_level_replica", "log_on_each_node", "logging_nan_inf_filter", "no_cuda", "optim_target_modules",
+        "parallelism_config", "past_index", "prediction_loss_only", "push_to_hub", "ray_scope", "remove_unused_columns", "restore_callback_states_from_checkpoint", "save_on_each_node", "save_only_model",
         "save_safetensors", "skip_memory_metrics", "tf32", "torch_compile", "torch_compile_backend",
         "torch_compile_mode", "torch_empty_cache_steps", "torchdynamo", "tpu_num_cores", "trackio_bucket_id",
         "trackio_space_id", "trackio_static_space_id", "use_cache", "use_cpu", "use_ipex", "use_legacy_prediction_loop",
         "use_liger_kernel", "use_mps_device",
     ),
 }  # fmt: skip
+
+
+_OF_LORAPLUS = ("loraplus_weight_decay", "loraplus_lr_embedding")
+
+_NOT_OF_STEPS = {
+    "reduce_lr_on_plateau": "depends on evaluations, and a rate here is a function of the step alone",
+    "greedy": "depends on losses, and a rate here is a function of the step alone",
+}
+_OTHER_OPTIMIZERS = {
+    "adamw": "transformers calls it adamw_torch_fused, or adamw_torch",
+    "paged_adamw_8bit": "an adapter's states are small, nothing is paged: use adamw_8bit",
+    "paged_adamw_32bit": "an adapter's states are small, nothing is paged: use adamw_torch_fused",
+    "paged_adamw": "an adapter's states are small, nothing is paged: use adamw_torch_fused",
+    "paged_lion_32bit": "an adapter's states are small, nothing is paged: use lion_32bit",
+}
+
+
+def _schedule_name(value: Any) -> Any:
+    if isinstance(value, str) and value in _NOT_OF_STEPS:
+        raise problem(
+            f"{value} is not supported, it {_NOT_OF_STEPS[value]}: use one of {', '.join(SCHEDULES)}"
+        )
+    return value
+
+
+def _optimizer_name(value: Any) -> Any:
+    if isinstance(value, str) and value in _OTHER_OPTIMIZERS:
+        raise problem(f"{value}: {_OTHER_OPTIMIZERS[value]}")
+    return value
+
+
+if TYPE_CHECKING:
+    ScheduleName: TypeAlias = str
+    OptimizerName: TypeAlias = str
+else:
+    ScheduleName = Annotated[Literal[tuple(SCHEDULES)], BeforeValidator(_schedule_name)]
+    OptimizerName = Annotated[Literal[tuple(OPTIMIZERS)], BeforeValidator(_optimizer_name)]
 
 
 class TrainingSpec(PreferenceFields):
@@ -87,22 +125,30 @@ class TrainingSpec(PreferenceFields):
     """Number of parts in which an optimizer step's sequences are computed. Affects memory, not results."""
     learning_rate: Number = Field(default=5e-5, gt=0)
     """Peak learning rate."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    lr_scheduler_type: ScheduleName = "linear"
     """Schedule of the learning rate after the warm-up."""
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+    """Keyword arguments of the schedule, as `transformers.get_scheduler` takes them."""
     warmup_steps: TidyNumber = Field(default=0, ge=0, le=LARGEST_COUNT)
     """Steps over which the rate rises from zero; below 1, the share of all steps."""
     warmup_ratio: Number = Field(default=0.0, ge=0, le=1)
     """The same as a share of all steps; give one of the two."""
     weight_decay: Number = Field(default=0.0, ge=0)
-    """Decoupled for adamw_torch, L2 for sgd; biases are exempt."""
+    """Decoupled, but L2 for sgd; biases are exempt."""
     max_grad_norm: Number = Field(default=1.0, ge=0)
     """Maximum norm of the task's gradient; 0: no clipping."""
-    optim: Literal["adamw_torch", "sgd"] = "adamw_torch"
-    """AdamW, or plain SGD without momentum as in transformers."""
+    optim: OptimizerName = "adamw_torch_fused"
+    """The optimizer; `megatron_mux.optimizers` has a file for each."""
+    loraplus_lr_ratio: Number | None = Field(default=None, gt=0)
+    """LoRA+: B of LoRA, and vectors, have this many times the learning rate (`peft`'s `create_loraplus_optimizer`)."""
+    loraplus_weight_decay: Number = Field(default=0.0, ge=0)
+    """Weight decay with `loraplus_lr_ratio`, in place of `weight_decay`."""
+    loraplus_lr_embedding: Number = Field(default=1e-6, gt=0)
+    """Learning rate of LoRA on embeddings with `loraplus_lr_ratio`."""
     adam_beta1: Number = Field(default=0.9, ge=0, lt=1)
-    """Decay of AdamW's first moment."""
+    """Decay of the first moment of AdamW and Lion."""
     adam_beta2: Number = Field(default=0.999, ge=0, lt=1)
-    """Decay of AdamW's second moment."""
+    """Decay of the second moment of AdamW; of the momentum that Lion keeps."""
     adam_epsilon: Number = Field(default=1e-8, ge=0)
     """Keeps AdamW from dividing by zero."""
     router_aux_loss_coef: Number = Field(default=0.0, ge=0)
@@ -115,6 +161,8 @@ class TrainingSpec(PreferenceFields):
     """Seeds the adapter's initial values, the data's order and dropout."""
 
     refused: ClassVar[Mapping[str, Refused]] = {**PREFERENCE_REFUSED, **_REFUSED}
+    undecided: ClassVar[tuple[str, ...]] = ()
+    """Fields on which no update depends: a run that continues may change them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -140,7 +188,36 @@ class TrainingSpec(PreferenceFields):
             raise problem(
                 "lr_scheduler_type constant has no warm-up: write constant_with_warmup, or leave the warm-up out"
             )
+        if wrong := problem_of_kwargs(
+            self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate
+        ):
+            raise problem(f"lr_scheduler_kwargs: {wrong}")
+        if self.loraplus_lr_ratio is None:
+            fields = type(self).model_fields
+            given = [name for name in _OF_LORAPLUS if getattr(self, name) != fields[name].default]
+            if given:
+                raise problem(f"{given[0]} belongs to LoRA+: give loraplus_lr_ratio too, or leave it out")
+        elif self.weight_decay:
+            raise problem("with loraplus_lr_ratio, weight decay is loraplus_weight_decay: give that instead")
         return self
+
+    def decay_and_rate(self, key: str, shape: Sequence[int], decays: bool) -> tuple[float, float]:
+        """Weight decay of a parameter, and its learning rate as a multiple of `learning_rate`.
+
+        Args:
+            key: Its name in `adapter_model.safetensors`.
+            shape: Of the whole tensor.
+            decays: Whether weight decay applies to it.
+        """
+        if self.loraplus_lr_ratio is None:
+            return self.weight_decay * decays, 1.0
+        group = group_of(key, shape)
+        rates = {
+            "A": 1.0,
+            "B": self.loraplus_lr_ratio,
+            "embedding": self.loraplus_lr_embedding / self.learning_rate,
+        }
+        return self.loraplus_weight_decay * decays, rates[group]
 
     def warmup(self, total_steps: int) -> int:
         """Return the number of warm-up steps in a run of `total_steps`, counted as transformers does."""

@@ -135,6 +135,8 @@ def _expected(field: FieldInfo) -> str:
         return _bounded("a whole number", field)
     if float in options:
         return _bounded("a number", field)
+    if dict in options:
+        return "a mapping"
     if list in options:
         return "a list of module names such as [q_proj, v_proj]"
     return "a path" if Path in options else "text"

@@ -22,7 +22,7 @@ class Lasting(NamedTuple):
         head_in_use: The same for the output layer, while the loss is computed.
         adapters: Values of all tasks' adapters, and copies of them in the backbone's dtype.
         gradients: Their gradients.
-        moments: Their optimizers' moments.
+        moments: Their optimizers' states, and the buffers of their steps.
         buffer: The buffer in which gradients are summed over ranks.
     """
 

@@ -101,7 +101,9 @@ class EngineMemory:
         stages, tensor = self.stages, self.method.tensor
         values = np.array([[t.values(s.layers, tensor) for s in stages] for t in self.tasks])
         values = values.reshape(-1, len(stages)) * self.adapter_size  # [K, S]
-        moments = np.array([0.0 if task.optimizer == "sgd" else 2.0 for task in self.tasks])
+        states = [
+            sum(t.states(s.layers, tensor) + t.scratch(s.layers, tensor) for t in self.tasks) for s in stages
+        ]
         sizes = values.sum(axis=0)
         fixed = np.array([sum(task.fixed_values(stage.layers) for task in self.tasks) for stage in stages])
         copies = sizes / self.adapter_size * self.size * (self.size < self.adapter_size)
@@ -112,7 +114,7 @@ class EngineMemory:
             head_in_use=np.array([brought * float(stage.units[-1].total) for stage in stages]),
             adapters=sizes + copies + self.adapter_size * fixed,
             gradients=sizes,
-            moments=moments @ values,
+            moments=self.adapter_size * np.array(states, dtype=np.float64),
             buffer=np.minimum(sizes, GRADIENTS_AT_ONCE * self.adapter_size) * (self.method.data * tensor > 1),
         )
 

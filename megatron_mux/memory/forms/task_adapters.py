@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_mux.adapters.costs import Curve, Kept, Place
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.base_ops import COLUMN_PARALLEL, EXPERT_OPS, LATENT_OPS, MLP_OPS, SHARED_OPS, BaseOpName
 from megatron_mux.memory.forms.beginnings import FIRSTS, First
+from megatron_mux.optimizers.registry import OPTIMIZERS
 from megatron_mux.shape import BackboneShape, Module
 from megatron_mux.tasks import TaskSpec
 
@@ -59,13 +61,31 @@ def adapted_ops(adapter: AdapterSpec, shape: BackboneShape) -> tuple[AdaptedOp, 
     return tuple(found)
 
 
+class TrainedTensor(NamedTuple):
+    """A trained tensor of an adapter.
+
+    Attributes:
+        layer: The layer that it belongs to; None: all layers share it.
+        shape: Of the whole tensor.
+        dim: The dimension that tensor ranks divide; None: each of them has everything.
+    """
+
+    layer: int | None
+    shape: tuple[int, ...]
+    dim: int | None
+
+    def size(self, parts: int) -> int:
+        """Number of values on one of so many tensor ranks."""
+        return -(-math.prod(self.shape) // (1 if self.dim is None else parts))
+
+
 @dataclass(frozen=True)
 class TaskAdapters:
     """A task's adapter, as memory depends on it.
 
     Attributes:
         name: The task's name.
-        optimizer: `adamw` or `sgd`.
+        optimizer: Its name in `optimizers.registry`.
         ops: The BaseOps that it acts on.
         divided: `[L]` trained values of each layer that tensor ranks divide.
         copied: `[L]` trained values of each layer that every tensor rank has.
@@ -74,6 +94,7 @@ class TaskAdapters:
         virtual_tokens: Virtual tokens in front of each sequence.
         fixed: Untrained values on each rank with a part of the adapter.
         embeds: Whether it trains rows of the embedding, so that gradients go through all layers.
+        tensors: The trained tensors one by one, for optimizers whose states depend on shapes.
     """
 
     name: str
@@ -86,6 +107,7 @@ class TaskAdapters:
     virtual_tokens: int = 0
     fixed: float = 0.0
     embeds: bool = False
+    tensors: tuple[TrainedTensor, ...] = ()
 
     @classmethod
     def of(cls, spec: TaskSpec, shape: BackboneShape) -> TaskAdapters:
@@ -96,19 +118,21 @@ class TaskAdapters:
         """
         divided, copied = [0.0] * shape.layers, [0.0] * shape.layers
         fixed = 0.0
+        trained: list[TrainedTensor] = []
         for tensor in spec.adapter.tensors(shape).values():
             size = math.prod(tensor.shape)
+            if tensor.trained:
+                trained.append(TrainedTensor(tensor.layer, tensor.shape, tensor.dim))
             if not tensor.trained:
                 fixed += size
             elif tensor.layer is None:
                 copied = [values + size / shape.layers for values in copied]
             else:
                 (copied if tensor.dim is None else divided)[tensor.layer] += size
-        optimizer = "sgd" if spec.training.optim == "sgd" else "adamw"
         ops = adapted_ops(spec.adapter, shape)
         return cls(
             spec.name,
-            optimizer,
+            spec.training.optim,
             ops,
             tuple(divided),
             tuple(copied),
@@ -117,6 +141,7 @@ class TaskAdapters:
             spec.adapter.virtual_tokens,
             fixed,
             any("embedding" in matrix.places for matrix in spec.adapter.own_rows(shape)),
+            tuple(trained),
         )
 
     @property
@@ -137,6 +162,24 @@ class TaskAdapters:
     def values(self, layers: range, tensor: int) -> float:
         """Number of trained values in these layers, on one of `tensor` tensor ranks."""
         return sum(self.divided[i] / tensor + self.copied[i] for i in layers)
+
+    def states(self, layers: range, tensor: int) -> float:
+        """fp32 values of optimizer state for these layers, on one of `tensor` tensor ranks."""
+        kind = OPTIMIZERS[self.optimizer]
+        if kind.states_per_value is not None:
+            return kind.states_per_value * self.values(layers, tensor)
+        total = 0.0
+        for own in self.tensors:
+            share = len(layers) / len(self.divided) if own.layer is None else float(own.layer in layers)
+            if share:
+                total += share * kind.state_bytes(own.shape, own.dim, tensor) / 4
+        return total
+
+    def scratch(self, layers: range, tensor: int) -> float:
+        """fp32 values of buffers that the optimizer keeps to step the tensors of these layers."""
+        kind = OPTIMIZERS[self.optimizer]
+        own = [t.size(tensor) for t in self.tensors if t.layer is None or t.layer in layers]
+        return kind.scratch_bytes(own) / 4
 
     def fixed_values(self, layers: range) -> float:
         """Number of untrained values on a rank with these layers."""

@@ -76,7 +76,7 @@ def load(
         labels=tuple(max(1, n // 2) for n in lengths),
         max_length=max(lengths),
         accumulation=1,
-        adapter=TaskAdapters(name, "adamw", sites, values, (0.0,) * layers, 1, 64),
+        adapter=TaskAdapters(name, "adamw_torch", sites, values, (0.0,) * layers, 1, 64),
         tensors=4 * layers,
     )
     return dataclasses.replace(found, **changes)

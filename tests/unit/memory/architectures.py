@@ -62,7 +62,7 @@ def lora(architecture: Architecture, rank: int = 8, name: str = "lora") -> TaskA
     kept = spec.kept(Place("linear_qkv", a.hidden, a.queries + 2 * a.keys, 2), (), shape)
     return TaskAdapters(
         name,
-        "adamw",
+        "adamw_torch",
         tuple(AdaptedOp(layer, "linear_qkv", spec.curve(2), kept) for layer in range(count)),
         divided=(float(rank * (a.queries + a.keys)),) * count,
         copied=(float(2 * rank * a.hidden),) * count,

@@ -254,7 +254,7 @@ def test_all_sessions_share_one_storage_of_the_parameters(body: Body, server: Ba
     for name in SECTIONS:
         member = body._members[name]
         arena = member.adapter.arena
-        tensors += [arena.values, arena.gradients, *member.optimizer.moments.values()]
+        tensors += [arena.values, arena.gradients, *member.optimizer.tensors]
         tensors += [record.value for record in member.adapter.fixed]
     assert unique_bytes(tensors) == shared + sum(map(body.bytes_of, SECTIONS)), (
         "nothing is held twice, nothing else"

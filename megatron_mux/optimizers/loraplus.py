@@ -1,0 +1,23 @@
+"""LoRA+ (Hayou et al., 2024): which parameters have a learning rate of their own, grouped as `peft` groups them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+Group = Literal["A", "B", "embedding"]
+
+
+def group_of(key: str, shape: Sequence[int]) -> Group:
+    """The group of a parameter in `peft.optimizers.create_loraplus_optimizer`.
+
+    Args:
+        key: Its name in `adapter_model.safetensors`.
+        shape: Of the whole tensor.
+
+    Returns:
+        `B` for `lora_B` and vectors, `embedding` for LoRA of embeddings, else `A`.
+    """
+    if ".lora_embedding_" in key:
+        return "embedding"
+    return "B" if "lora_B" in key or len(shape) == 1 else "A"

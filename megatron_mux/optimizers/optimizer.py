@@ -1,0 +1,226 @@
+"""The interface of an optimizer of one task's adapter on this rank.
+
+An optimizer steps a flat tensor of values by a flat tensor of gradients, both in the arena's order. A device-side flag
+lets a step be skipped: values and states then stay as they are, whatever the gradients hold, and the host does not
+wait. Shapes: n values of the arena on this rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Parameter(Protocol):
+    """What an optimizer knows of a parameter: see `AdapterParameter`."""
+
+    key: str
+    full_shape: tuple[int, ...]
+    dim: int | None
+    index: Tensor | None
+
+    def slice_of(self, full: Tensor) -> Tensor:
+        """Copy the part of a full tensor that this rank holds."""
+
+
+class Run(NamedTuple):
+    """Neighbouring values of the arena that are stepped alike.
+
+    Attributes:
+        first, last: First and one past the last value.
+        weight_decay: Of these values.
+        rate: Their learning rate as a multiple of the task's.
+    """
+
+    first: int
+    last: int
+    weight_decay: float = 0.0
+    rate: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """One parameter in the arena.
+
+    Attributes:
+        parameter: The parameter.
+        shape: Of the part that this rank holds.
+        run: Where it is and how it is stepped.
+    """
+
+    parameter: Parameter
+    shape: tuple[int, ...]
+    run: Run
+
+    @property
+    def divided(self) -> int | None:
+        """The dimension of which this rank holds a part only; None: it holds the whole tensor."""
+        dim = self.parameter.dim
+        return None if dim is None or self.shape[dim] == self.parameter.full_shape[dim] else dim
+
+    def of(self, flat: Tensor) -> Tensor:
+        """This parameter's part of a flat tensor, in its shape."""
+        return flat[self.run.first : self.run.last].view(self.shape)
+
+
+class Stored(NamedTuple):
+    """A part of an optimizer's state as saves hold it.
+
+    Attributes:
+        tensor: What this rank holds.
+        full_shape: Of the whole tensor.
+        dim: The dimension that is divided over ranks; None: this rank holds everything.
+        positions: `[local size of dim]` int64 positions along `dim` of what is held here.
+    """
+
+    tensor: Tensor
+    full_shape: tuple[int, ...]
+    dim: int | None
+    positions: Tensor | None
+
+    def slice_of(self, full: Tensor) -> Tensor:
+        """The part of the whole tensor that this rank holds.
+
+        Raises:
+            ValueError: The tensor has another shape.
+        """
+        if tuple(full.shape) != self.full_shape:
+            raise ValueError(
+                f"expected an optimizer state of shape {self.full_shape}, got {tuple(full.shape)}"
+            )
+        if self.dim is None or self.positions is None:
+            return full
+        return full.index_select(self.dim, self.positions.to(full.device))
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """The parameters that an optimizer steps.
+
+    Attributes:
+        values, gradients: `[n]` flat tensors.
+        runs: Runs that cover all parameters, as long as possible.
+        slots: The parameters one by one.
+        group: Tensor ranks that hold the other parts of divided parameters; None: nothing is divided.
+    """
+
+    values: Tensor
+    gradients: Tensor
+    runs: Sequence[Run]
+    slots: Sequence[Slot]
+    group: dist.ProcessGroup | None = None
+
+
+class Options(NamedTuple):
+    """Options of all optimizers, with the names of `transformers.TrainingArguments`."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+
+
+class Optimizer(ABC):
+    """Steps the parameters of one task on this rank.
+
+    Args:
+        place: The parameters.
+        options: Betas and epsilon.
+    """
+
+    names: ClassVar[tuple[str, ...]]
+    """Its spellings in `TrainingArguments.optim`, with equal results; the first is its name here."""
+    states_per_value: ClassVar[int | None]
+    """fp32 values of state for each value that it steps; None: see `state_bytes`."""
+    splits: ClassVar[bool] = True
+    """Whether values are stepped independently, so that parts of a parameter may be on ranks that do not meet."""
+    needs: ClassVar[str] = ""
+    """The package that it imports; empty: none beside torch."""
+
+    def __init__(self, place: Place, options: Options) -> None:
+        self.place = place
+        self.options = options
+
+    @classmethod
+    def state_bytes(cls, shape: Sequence[int], dim: int | None, parts: int) -> float:
+        """Bytes of state that a rank keeps for an fp32 tensor.
+
+        Args:
+            shape: Of the whole tensor.
+            dim: The dimension that is divided; None: each rank holds everything.
+            parts: Number of ranks that divide it.
+        """
+        count = torch.Size(shape).numel() / (1 if dim is None else parts)
+        return 4.0 * (cls.states_per_value or 0) * count
+
+    @classmethod
+    def scratch_bytes(cls, sizes: Sequence[int]) -> float:
+        """Bytes of buffers that it keeps to step tensors of so many values on a rank."""
+        return 0.0
+
+    @abstractmethod
+    def update(self, step: int, rate: float, skip: Tensor) -> None:
+        """Step the values.
+
+        Args:
+            step: Steps done before this one.
+            rate: Learning rate of the task.
+            skip: Scalar fp32 on the device: unless it is zero, values and states stay as they are.
+        """
+
+    @property
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that it keeps from step to step."""
+
+    @abstractmethod
+    def state(self) -> dict[str, dict[str, Stored]]:
+        """What a save holds, by the parameter's key and by name."""
+
+    @abstractmethod
+    def load(self, slot: Slot, full: Mapping[str, Tensor]) -> None:
+        """Restore a parameter's state.
+
+        Args:
+            slot: The parameter.
+            full: The whole tensors that `state` gave on all ranks, by name.
+
+        Raises:
+            KeyError, ValueError: A tensor is missing or has another shape.
+        """
+
+
+class FlatOptimizer(Optimizer):
+    """An optimizer that steps each value by itself; its states are flat tensors in the arena's order."""
+
+    state_names: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, place: Place, options: Options) -> None:
+        super().__init__(place, options)
+        # Now, not in the first step: the task is refused if they do not fit.
+        self.flats = {name: torch.zeros_like(place.values) for name in self.state_names}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """See `Optimizer.tensors`."""
+        return list(self.flats.values())
+
+    def state(self) -> dict[str, dict[str, Stored]]:
+        """See `Optimizer.state`."""
+        found: dict[str, dict[str, Stored]] = {}
+        for slot in self.place.slots if self.flats else ():
+            p = slot.parameter
+            found[p.key] = {
+                name: Stored(slot.of(flat), p.full_shape, p.dim, p.index) for name, flat in self.flats.items()
+            }
+        return found
+
+    def load(self, slot: Slot, full: Mapping[str, Tensor]) -> None:
+        """See `Optimizer.load`."""
+        for name, flat in self.flats.items():
+            slot.of(flat).copy_(slot.parameter.slice_of(full[name]))

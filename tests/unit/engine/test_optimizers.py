@@ -1,0 +1,248 @@
+"""Optimizers against the libraries that users know them from; skipped steps, saved states and their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.optimization import Adafactor
+
+from megatron_mux.adapters.adapter import AdapterParameter
+from megatron_mux.optimizers import adafactor
+from megatron_mux.optimizers.optimizer import Optimizer, Options, Place, Run, Slot
+from megatron_mux.optimizers.registry import OPTIMIZERS
+from megatron_mux.optimizers.schedules import SCHEDULES, problem_of_kwargs, schedule
+from megatron_mux.tasks import TrainingSpec
+
+RATE, BETAS = 1e-2, (0.8, 0.95)
+SHAPES = ((8, 64), (128, 8), (64, 96), (100,), (2, 6, 5))  # (64, 96): large enough for 8 bits
+
+Groups = list[dict[str, Any]]
+
+
+def theirs(name: str, groups: Groups) -> torch.optim.Optimizer:
+    """The library's optimizer, as `transformers.Trainer` makes it."""
+    import bitsandbytes
+
+    optim: Any = bitsandbytes.optim
+
+    made: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "adamw_torch_fused": lambda: torch.optim.AdamW(groups, lr=RATE, betas=BETAS, fused=True),
+        "adamw_torch": lambda: torch.optim.AdamW(groups, lr=RATE, betas=BETAS),
+        "adamw_8bit": lambda: optim.AdamW(groups, lr=RATE, betas=BETAS, optim_bits=8),
+        "lion_32bit": lambda: optim.Lion(groups, lr=RATE, betas=BETAS, optim_bits=32),
+        "adafactor": lambda: Adafactor(groups, lr=RATE, scale_parameter=False, relative_step=False),
+        "sgd": lambda: torch.optim.SGD(groups, lr=RATE),
+    }
+    return made[name]()
+
+
+def make(name: str, tensors: Sequence[Tensor], values: Tensor, gradients: Tensor) -> Optimizer:
+    """Ours over the same tensors, laid end to end."""
+    slots, at = [], 0
+    for i, tensor in enumerate(tensors):
+        value = torch.nn.Parameter(torch.empty(0))
+        run = Run(at, at + tensor.numel(), 0.1 if tensor.dim() > 1 else 0.0, 1.0 + i % 2)
+        slots.append(Slot(AdapterParameter(str(i), value, tuple(tensor.shape)), tuple(tensor.shape), run))
+        at += tensor.numel()
+    place = Place(values, gradients, [slot.run for slot in slots], slots)
+    return OPTIMIZERS[name](place, Options(*BETAS))
+
+
+def state_of(optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+    """A copy of what a save holds."""
+    return {
+        key: {n: stored.tensor.clone() for n, stored in own.items()} for key, own in optimizer.state().items()
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["adamw_torch_fused", "adamw_torch", "adamw_8bit", "lion_32bit", "adafactor", "sgd"]
+)
+def test_twenty_steps_are_the_librarys_skipped_ones_change_nothing_and_states_are_restored(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    parameters = [torch.nn.Parameter(tensor.clone()) for tensor in tensors]
+    groups = [
+        {"params": [p], "weight_decay": 0.1 if p.dim() > 1 else 0.0, "lr": RATE * (1.0 + i % 2)}
+        for i, p in enumerate(parameters)
+    ]
+    reference = theirs(name, groups)
+    values = torch.cat([tensor.flatten() for tensor in tensors])
+    gradients = torch.zeros_like(values)
+    optimizer = make(name, tensors, values, gradients)
+    for step in range(20):
+        gradients.normal_(generator=generator)
+        for slot, parameter in zip(optimizer.place.slots, parameters, strict=True):
+            parameter.grad = slot.of(gradients).clone()
+        reference.step()
+        optimizer.update(step, RATE, torch.zeros(()))
+        if step == 10:
+            before, state = values.clone(), state_of(optimizer)
+            gradients.fill_(torch.nan)
+            optimizer.update(step + 1, RATE, torch.ones(()))
+            assert torch.equal(values, before)
+            assert all(
+                torch.equal(t, state[key][n])
+                for key, own in state_of(optimizer).items()
+                for n, t in own.items()
+            )
+            optimizer = make(name, tensors, values, gradients)
+            for slot in optimizer.place.slots if state else ():
+                optimizer.load(slot, state[slot.parameter.key])
+    for slot, parameter in zip(optimizer.place.slots, parameters, strict=True):
+        assert torch.dist(slot.of(values), parameter) <= 1e-6 * parameter.norm()
+    saved = sum(stored.tensor.nbytes for own in optimizer.state().values() for stored in own.values())
+    assert saved == sum(optimizer.state_bytes(shape, None, 1) for shape in SHAPES)
+    buffers = optimizer.scratch_bytes([tensor.numel() for tensor in tensors])
+    assert sum(tensor.nbytes for tensor in optimizer.tensors) == pytest.approx(saved + buffers, rel=0.03)
+
+
+def test_eight_bit_states_of_other_shards_are_rounded_to_their_blocks() -> None:
+    """What two tensor ranks saved continues on one: codes with the scale of each value, rounded once more."""
+    shape = (64, 96)
+    own = [Slot(AdapterParameter("w", cast(Any, None), shape, 1, half), (64, 48), Run(0, 64 * 48)) for half in
+           torch.arange(96).split(48)]  # fmt: skip
+    kinds, parts = OPTIMIZERS["adamw_8bit"], []
+    for rank, slot in enumerate(own):
+        gradients = torch.randn(64 * 48, generator=torch.Generator().manual_seed(rank)) * (1 + 9 * rank)
+        optimizer = kinds(Place(torch.zeros(64 * 48), gradients, [slot.run], [slot]), Options())
+        optimizer.update(0, RATE, torch.zeros(()))
+        parts.append(optimizer.state()["w"])
+    full = {name: torch.cat([part[name].tensor for part in parts], dim=1) for name in parts[0]}
+    again = kinds(Place(torch.zeros(64 * 48), torch.zeros(64 * 48), [own[1].run], own[1:]), Options())
+    again.load(own[1], full)
+    assert all(torch.equal(again.state()["w"][name].tensor, parts[1][name].tensor) for name in full), "exact"
+    whole = Slot(AdapterParameter("w", cast(Any, None), shape), shape, Run(0, 64 * 96))
+    alone = kinds(Place(torch.zeros(64 * 96), torch.zeros(64 * 96), [whole.run], [whole]), Options())
+    alone.load(whole, full)
+    found = {name: stored.tensor for name, stored in alone.state()["w"].items()}
+    codes = cast(Any, alone)._codes
+    for name, code in zip(("exp_avg", "exp_avg_sq"), codes, strict=True):
+        scales = found[f"{name}_scale"].repeat_interleave(256).view(shape)
+        before, after = code[full[name].int()] * full[f"{name}_scale"], code[found[name].int()] * scales
+        assert torch.dist(before, after) <= 0.02 * before.norm()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_adafactor_of_a_divided_matrix_is_that_of_the_whole(
+    dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two parts step in turn; their sums over ranks are those of a recorded first run of both."""
+    shape, half = (12, 10), [12, 10][dim] // 2
+    generator = torch.Generator().manual_seed(1)
+    start, gradient = (torch.randn(shape, generator=generator) for _ in range(2))
+    values, gradients = start.flatten().clone(), gradient.flatten().clone()
+    optimizer = make("adafactor", [start], values, gradients)
+    optimizer.update(0, RATE, torch.zeros(()))
+    optimizer.update(1, RATE, torch.zeros(()))
+
+    def parts() -> list[Optimizer]:
+        made: list[Optimizer] = []
+        for index in torch.arange(shape[dim]).split(half):
+            local = [half if i == dim else size for i, size in enumerate(shape)]
+            slot = Slot(
+                AdapterParameter("w", cast(Any, None), shape, dim, index), tuple(local), Run(0, 60, 0.1)
+            )
+            value, grad = (t.index_select(dim, index).flatten() for t in (start, gradient))
+            made.append(OPTIMIZERS["adafactor"](Place(value, grad, [slot.run], [slot]), Options()))
+        return made
+
+    sums: list[list[Tensor]] = [[], []]
+    for _ in range(4):  # each pass learns one more sum
+        for rank, own in enumerate(both := parts()):
+            own_sums = iter(range(4))
+
+            def all_reduce(tensor: Tensor, group: Any, rank: int = rank, count: Any = own_sums) -> None:
+                at = next(count)
+                sums[rank][at:] = [tensor.clone()]
+                if len(sums[1 - rank]) > at:
+                    tensor += sums[1 - rank][at]
+
+            monkeypatch.setattr(adafactor, "dist", SimpleNamespace(all_reduce=all_reduce))
+            kept = [list(s) for s in sums]
+            for step in (0, 1):
+                own.update(step, RATE, torch.zeros(()))
+            sums[1 - rank] = kept[1 - rank]
+    found = torch.cat([own.place.values.view(own.place.slots[0].shape) for own in both], dim=dim)
+    assert torch.dist(found, values.view(shape)) <= 1e-6 * values.norm()
+
+
+SCHEDULED: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "cosine": {"num_cycles": 1.5},
+    "cosine_with_restarts": {"num_cycles": 3},
+    "polynomial": {"lr_end": 1e-5, "power": 2.0},
+    "constant": {},
+    "constant_with_warmup": {},
+    "inverse_sqrt": {"timescale": 7},
+    "cosine_with_min_lr": {"min_lr": 1e-5},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1, "warmup_lr_rate": 0.2},
+    "warmup_stable_decay": {"num_decay_steps": 6, "decay_type": "1-sqrt", "min_lr_ratio": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_rates_are_those_of_transformers(name: str) -> None:
+    from transformers import get_scheduler
+
+    warmup = 0 if name == "constant" else 4
+    kwargs = SCHEDULED[name]
+    assert not problem_of_kwargs(name, kwargs, RATE)
+    reference = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
+    scheduler = get_scheduler(name, reference, warmup, 20, kwargs)
+    factor = schedule(name, RATE, warmup, 20, kwargs)
+    for step in range(20):
+        assert RATE * factor(step) == scheduler.get_last_lr()[0]
+        reference.step()
+        scheduler.step()
+
+
+def test_schedules_take_what_those_of_transformers_take() -> None:
+    import inspect
+
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+    from transformers.trainer_utils import SchedulerType
+
+    given = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch", "_", "kwargs"}
+    wanted = {
+        kind.value: set(inspect.signature(cast(Any, TYPE_TO_SCHEDULER_FUNCTION[kind])).parameters) - given
+        for kind in SchedulerType
+        if kind.value not in ("reduce_lr_on_plateau", "greedy")
+    }
+    assert {name: set(takes) for name, takes in SCHEDULES.items()} == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "wrong"),
+    [
+        ("linear", {"power": 2}, "'power' is unknown: linear takes none"),
+        ("cosine", {"cycles": 2}, "'cycles' is unknown: cosine takes num_cycles"),
+        ("cosine_with_restarts", {"num_cycles": 1.5}, "num_cycles must be a whole number of at least 1"),
+        ("cosine_with_min_lr", {}, "needs one of min_lr and min_lr_rate"),
+        ("warmup_stable_decay", {}, "needs num_decay_steps"),
+        (
+            "warmup_stable_decay",
+            {"num_decay_steps": 2, "decay_type": "exp"},
+            "decay_type must be one of linear",
+        ),
+        ("polynomial", {"lr_end": 1.0}, "lr_end (1.0) must be smaller than learning_rate (0.01)"),
+    ],
+)
+def test_wrong_kwargs_are_refused_with_what_the_schedule_takes(
+    name: str, kwargs: dict[str, Any], wrong: str
+) -> None:
+    assert wrong in problem_of_kwargs(name, kwargs, RATE)
+
+
+def test_groups_of_lora_plus() -> None:
+    spec = TrainingSpec(loraplus_lr_ratio=16.0, loraplus_weight_decay=0.1, learning_rate=1e-3)
+    at = "base_model.model.q_proj."
+    assert spec.decay_and_rate(at + "lora_A.weight", (4, 8), True) == (0.1, 1.0)
+    assert spec.decay_and_rate(at + "lora_B.weight", (8, 4), True) == (0.1, 16.0)
+    assert spec.decay_and_rate(at + "lora_B.bias", (8,), False) == (0.0, 16.0)
+    assert spec.decay_and_rate(at + "lora_embedding_A", (4, 8), True) == pytest.approx((0.1, 1e-3))
