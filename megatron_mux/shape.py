@@ -22,6 +22,7 @@ from megatron_mux.base_ops import (
 )
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Experts
+from megatron_mux.quantised.scheme import Quantisation
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,7 @@ class BackboneShape:
         padding_token: The token whose row of the embedding transformers never trains, if the config names one.
         experts: The experts of its layers, if any; `ffn` is then the inner width of layers without.
         latent: Sizes of multi-head latent attention, if it has that; `head_dim` is then of queries and keys.
+        quantisation: How the weights of its linear modules are held, if not in the backbone's dtype.
     """
 
     family: str
@@ -259,6 +261,7 @@ class BackboneShape:
     padding_token: int | None = None
     experts: Experts | None = None
     latent: Latent | None = None
+    quantisation: Quantisation | None = None
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts instead of an MLP."""
@@ -300,6 +303,18 @@ class BackboneShape:
         """
         if self.latent is not None:
             raise UserError(f"{what} does not know multi-head latent attention, which a {self.family} has.")
+
+    def refuse_quantised(self, what: str) -> None:
+        """Refuse a backbone whose weights are quantised where that is not known.
+
+        Args:
+            what: What does not know it, as the beginning of a sentence.
+
+        Raises:
+            UserError: The weights are quantised.
+        """
+        if self.quantisation is not None:
+            raise UserError(f"{what} does not read quantised weights: these are in {self.quantisation}.")
 
     @property
     def norm_leaves(self) -> tuple[str, ...]:
@@ -423,7 +438,20 @@ class BackboneShape:
             problems.append(f"tensor parallel size {tp} does not divide its MLP width {self.ffn}")
         if self.layers < pipeline_parallel:
             problems.append(f"its {self.layers} layers cannot fill {pipeline_parallel} pipeline stages")
-        return problems + self._expert_problems(tensor_parallel, expert_parallel, expert_tensor_parallel)
+        problems += self._expert_problems(tensor_parallel, expert_parallel, expert_tensor_parallel)
+        return problems + self._quantised_problems(tensor_parallel, expert_tensor_parallel)
+
+    def _quantised_problems(self, tensor: int, expert_tensor: int) -> list[str]:
+        """One problem for each BaseOp: its modules are alike in all layers."""
+        if self.quantisation is None:
+            return []
+        found: dict[BaseOpName, str] = {}
+        for module in self.modules:
+            parts = 1 if module.op in COLUMN_PARALLEL else expert_tensor if module.experts else tensor
+            if module.op not in found and self.quantisation.covers(module.path, module.experts):
+                problem = self.quantisation.problem(module.path, module.in_features, parts)
+                found |= {} if problem is None else {module.op: problem}
+        return list(found.values())
 
     def _expert_problems(self, tensor: int, expert: int, expert_tensor: int) -> list[str]:
         if self.experts is None:

@@ -181,6 +181,11 @@ def _moving_experts(arguments: MuxArguments) -> list[str]:
             f"{flag}: experts are on one rank, or one group of tensor ranks: it needs {where}"
             for flag in asking
         ]
+    if arguments.mux_backbone_dtype is not None:
+        problems += [
+            f"{flag}: contradicts --mux-backbone-dtype {arguments.mux_backbone_dtype}: only experts in place move"
+            for flag in asking
+        ]
     if arguments.mux_backbone_weights != "resident":
         problems += [
             f"{flag}: contradicts --mux-backbone-weights {arguments.mux_backbone_weights}: only resident experts move"

@@ -21,6 +21,7 @@ from megatron_mux.arguments.values import (
     size,
 )
 from megatron_mux.errors import UserError
+from megatron_mux.quantised.scheme import METHODS, Method
 
 if TYPE_CHECKING:
     import torch
@@ -168,6 +169,12 @@ class MuxArguments(ExpertFlags):
         "offloaded: in host memory; sharded-offloaded: over data-parallel ranks, in host memory",
         "resident",
         choices=("resident", "sharded", "offloaded", "sharded-offloaded"),
+    )
+    mux_backbone_dtype: Method | None = flag(
+        "mux",
+        "hold weights of linear modules in nf4 (double quantisation), fp8 or int8, and dequantise a layer at a time "
+        "(default: as the checkpoint stores them)",
+        choices=METHODS,
     )
     mux_watch: Path | None = flag(
         "mux",

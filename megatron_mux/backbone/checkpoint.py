@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,14 @@ from megatron_mux.files import read_json
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_QUANTISED_DTYPES = {
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+_READABLE = _DTYPES | _QUANTISED_DTYPES
 _MEGATRON_SIGNS = ("latest_checkpointed_iteration.txt", "metadata.json", ".metadata", "common.pt")
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _LARGEST_HEADER = 100_000_000
@@ -139,7 +147,7 @@ class Checkpoint:
                 raise ValueError(f"{name} is also in {self.tensors[name].file.name}")
             start, stop = entry["data_offsets"]
             stored = Stored(file, entry["dtype"], tuple(entry["shape"]), data + start)
-            known = _DTYPES.get(stored.dtype)
+            known = _READABLE.get(stored.dtype)
             if known is not None and stop - start != math.prod(stored.shape) * known.itemsize:
                 raise ValueError(f"{name} of shape {list(stored.shape)} takes {stop - start} bytes")
             self.tensors[name] = stored
@@ -153,12 +161,19 @@ class Checkpoint:
         """A tensor's dtype, which `check_dtype` accepts."""
         return _DTYPES[self.tensors[name].dtype]
 
-    def check_dtype(self, name: str) -> str | None:
-        """The problem with a tensor's dtype; None if it is supported."""
+    def check_dtype(self, name: str, supported: Collection[str] = ()) -> str | None:
+        """The problem with a tensor's dtype; None if it is supported.
+
+        Args:
+            name: Of the tensor.
+            supported: Safetensors dtypes that it may have; empty: any of weights that are not quantised.
+        """
         stored = self.tensors[name]
-        if stored.dtype in _DTYPES:
+        if stored.dtype in (supported or _DTYPES):
             return None
-        return f"{stored.file} stores {name} as {stored.dtype}: supported are {', '.join(_DTYPES)}."
+        return (
+            f"{stored.file} stores {name} as {stored.dtype}: supported are {', '.join(supported or _DTYPES)}."
+        )
 
     def read(self, name: str, rows: slice, columns: slice | None = None) -> Tensor:
         """A part of a tensor, in its stored dtype, on the CPU; nothing else of the file is read.
@@ -169,7 +184,7 @@ class Checkpoint:
             columns: Along its second, where it has one.
         """
         stored = self.tensors[name]
-        dtype = _DTYPES[stored.dtype]
+        dtype = _READABLE[stored.dtype]
         first, last, _ = rows.indices(stored.shape[0])
         count = max(0, last - first)
         width = math.prod(stored.shape[1:])

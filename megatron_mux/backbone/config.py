@@ -31,7 +31,7 @@ class Family:
 
 
 _IGNORED = frozenset(
-    # How the checkpoint was made, options of sampling and of other heads.
+    # How the checkpoint was made, options of sampling and of other heads; quantisation is read by `registry`.
     """
     _name_or_path _num_labels num_labels _attn_implementation architectures attn_implementation auto_map bos_token_id
     chunk_size_feed_forward classifier_dropout dtype eos_token_id finetuning_task gradient_checkpointing id2label
@@ -44,6 +44,7 @@ _IGNORED = frozenset(
     length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
     output_scores remove_invalid_values repetition_penalty return_dict_in_generate sep_token_id suppress_tokens
     temperature tf_legacy_loss top_k top_p typical_p
+    quantization_config compression_config
     """.split()
 )
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -53,7 +54,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (None,),
-    "quantization_config": (None,),
     "pruned_heads": (None, {}),
     "rope_interleaved": (False,),
 }

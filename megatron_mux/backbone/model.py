@@ -38,6 +38,7 @@ from megatron_mux.kernels.loss_head import predict, weighted_loss
 from megatron_mux.kernels.own_rows import Place, VocabularyPart
 from megatron_mux.kernels.preference_loss import RowScale, scale_gradient
 from megatron_mux.layout import MicroBatch
+from megatron_mux.quantised.scheme import Method
 from megatron_mux.runtime import Parallel
 
 Recompute = Literal["none", "full", "selective"]
@@ -130,6 +131,7 @@ class Backbone:
         config_only: bool = False,
         placement: Placement | None = None,
         ends: bool = True,
+        quantise: Method | None = None,
     ) -> Backbone:
         """Build this rank's share of a stage and fill it, reading nothing else of the checkpoint.
 
@@ -144,11 +146,12 @@ class Backbone:
             config_only: Do not look for weights: make parameters with undefined values.
             placement: Which expert ranks hold which experts; by default neighbouring ones share a rank.
             ends: Whether the first stage embeds tokens, and the last one has the final norm and the output layer.
+            quantise: How to quantise the weights of linear modules, if the checkpoint does not store them so.
 
         Raises:
             UserError: The directory, its config or its tensors are invalid or unsupported, or cannot be divided so.
         """
-        info = info_without_weights(path) if config_only else read_backbone_info(path)
+        info = (info_without_weights if config_only else read_backbone_info)(path, quantise)
         # A manager may be without experts.
         ranks = 1 if parallel.experts.broker else parallel.experts.size
         info.check_parallel(parallel.tp_size, parallel.pp_size, ranks, parallel.experts.tensor_size)
@@ -335,7 +338,9 @@ class Backbone:
         """
         assert self.placement is not None
         if self.residence.units:
-            raise UserError("Experts cannot move: that needs --mux-backbone-weights resident.")
+            raise UserError(
+                "Experts cannot move: that needs --mux-backbone-weights resident and no quantisation."
+            )
         received = 0
         for index, layer in zip(self.layers, self.model.decoder.layers, strict=True):
             if self.shape.has_experts(index):
@@ -434,10 +439,22 @@ def load_stages(
     residence: Kind = "resident",
     config_only: bool = False,
     placement: Placement | None = None,
+    quantise: Method | None = None,
 ) -> list[Backbone]:
     """Load all stages of this rank, in the order of the model; see `Backbone.load`."""
     stages = len(split) if split else parallel.pp_size
     return [
-        Backbone.load(path, parallel, dtype, recompute, split, stage, residence, config_only, placement)
+        Backbone.load(
+            path,
+            parallel,
+            dtype,
+            recompute,
+            split,
+            stage,
+            residence,
+            config_only,
+            placement,
+            quantise=quantise,
+        )
         for stage in range(parallel.pp_rank, stages, parallel.pp_size)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_mux.backbone import config, resolve
@@ -13,6 +13,8 @@ from megatron_mux.backbone.checkpoint import Checkpoint, refuse_megatron
 from megatron_mux.backbone.config import Family
 from megatron_mux.errors import UserError
 from megatron_mux.files import read_json
+from megatron_mux.quantised.config import read_quantisation
+from megatron_mux.quantised.scheme import Method, agree
 from megatron_mux.shape import BackboneShape
 
 FAMILIES = (
@@ -60,7 +62,8 @@ class BackboneInfo:
     Attributes:
         path: Its directory.
         shape: Its sizes.
-        fingerprint: SHA-256 of config.json, of the safetensors headers and of samples of their data.
+        fingerprint: SHA-256 of config.json, of the safetensors headers and of samples of their data; and of how the
+            weights are quantised, if that is done on load.
         stored: Full Hugging Face name of each tensor to its name in the checkpoint.
     """
 
@@ -86,17 +89,18 @@ class BackboneInfo:
             )
 
 
-def read_shape(path: str | Path) -> BackboneShape:
+def read_shape(path: str | Path, quantise: Method | None = None) -> BackboneShape:
     """The shape alone, from config.json.
 
     Args:
         path: A backbone's directory, or a config.json by itself, whatever it is called.
+        quantise: How to quantise weights on load, if the checkpoint does not store them so.
 
     Raises:
         UserError: The config is missing, of an unknown family, or asks for something unsupported.
     """
     path = Path(path)
-    return _read_file(path) if path.is_file() else _read_config(path)
+    return _read_file(path, quantise) if path.is_file() else _read_config(path, quantise)
 
 
 def stored_dtype(path: str | Path) -> str | None:
@@ -113,35 +117,45 @@ def stored_dtype(path: str | Path) -> str | None:
     return found.removeprefix("torch.") if isinstance(found, str) else None
 
 
-def read_backbone_info(path: str | Path) -> BackboneInfo:
+def read_backbone_info(path: str | Path, quantise: Method | None = None) -> BackboneInfo:
     """Read config.json and the headers of the safetensors: milliseconds, whatever the size.
 
     (Seconds for a checkpoint that stores an output layer though its config ties it: the two are compared.)
+
+    Args:
+        path: The backbone's directory.
+        quantise: See `read_shape`.
 
     Raises:
         UserError: As `read_shape`; or tensors are missing, unreadable, superfluous, or contradict the config.
     """
     path = Path(path)
-    shape = _read_config(path)
+    shape = _read_config(path, quantise)
     with Checkpoint(path) as checkpoint:
         stored = resolve.resolve(shape, checkpoint)
         digest = hashlib.sha256((path / "config.json").read_bytes())
         digest.update(checkpoint.digest.encode())
+    if shape.quantisation is not None and shape.quantisation.is_made:
+        digest.update(str(shape.quantisation).encode())
     return BackboneInfo(path, shape, digest.hexdigest(), stored)
 
 
-def info_without_weights(path: str | Path) -> BackboneInfo:
+def info_without_weights(path: str | Path, quantise: Method | None = None) -> BackboneInfo:
     """Metadata from config.json alone, as if all weights were there; the fingerprint is empty.
+
+    Args:
+        path: The backbone's directory.
+        quantise: See `read_shape`.
 
     Raises:
         UserError: As `read_shape`.
     """
     path = Path(path)
-    shape = _read_config(path)
+    shape = _read_config(path, quantise)
     return BackboneInfo(path, shape, "", {name: name for name in resolve.expected(shape)})
 
 
-def _read_config(path: Path) -> BackboneShape:
+def _read_config(path: Path, quantise: Method | None) -> BackboneShape:
     if not path.is_dir():
         raise UserError(f"The backbone {path} is not a directory.")
     refuse_megatron(path)
@@ -149,10 +163,11 @@ def _read_config(path: Path) -> BackboneShape:
         raise UserError(
             f"The backbone {path} holds no config.json: give the directory of a Hugging Face model."
         )
-    return _read_file(path / "config.json")
+    return _read_file(path / "config.json", quantise)
 
 
-def _read_file(path: Path) -> BackboneShape:
+def _read_file(path: Path, quantise: Method | None) -> BackboneShape:
     raw = read_json(path)
     found = family(raw.get("model_type", ""))
-    return found.shape(config.complete(found, raw, path))
+    quantisation = agree(read_quantisation(raw), quantise, str(path))
+    return replace(found.shape(config.complete(found, raw, path)), quantisation=quantisation)

@@ -1,7 +1,7 @@
 """Where a stage's frozen weights live between uses: in place, divided over data-parallel ranks, in host memory.
 
-A unit is a layer, the embedding or the output layer. Its parameters are views of one buffer, which has memory only
-while the unit is in use; meanwhile the next unit's weights are fetched. Between uses each rank keeps its share.
+A unit is a layer, the embedding or the output layer (`weight_unit.py`). Its weights are in place only while it is in
+use, unless they are resident and not quantised; meanwhile the next unit's bytes are fetched.
 
 Autograd would need weights in an order that depends on a rank's rows, and data-parallel ranks, whose rows differ, would
 wait for each other. So each layer has a graph of its own, run backward by a function that first fetches the layer's
@@ -17,17 +17,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_mux.backbone.weight_unit import SideStream, WeightUnit
+from megatron_mux.quantised.matrix import QuantisedMatrix
 from megatron_mux.runtime import Parallel
 
 Kind = Literal["resident", "sharded", "offloaded", "sharded-offloaded"]
 Key = int | Literal["embedding", "head"]
 """A unit of a stage: a layer, by its index in the stage, the embedding or the output layer."""
-
-_ALIGNMENT = 256
-"""Parameters and shares start at multiples of so many bytes, like torch's own allocations."""
 
 
 def unit_of(parameter: str, layers: int) -> Key:
@@ -45,121 +43,6 @@ def unit_of(parameter: str, layers: int) -> Key:
     return int(rest[1]) if rest[0] == "layers" else layers - 1
 
 
-class _SideStream:
-    """Runs work beside computation: on a stream of its own on a GPU, at once on a CPU.
-
-    Args:
-        device: The device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        there = device.type == "cuda" and torch.cuda.is_available()  # a dry run has none
-        self._stream = torch.cuda.Stream(device) if there else None
-
-    @contextmanager
-    def after_what_came_before(self) -> Iterator[None]:
-        """Run what is enqueued inside on the side stream, after everything enqueued before."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def join(self) -> None:
-        """Let computation enqueued from now on wait for the side stream."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-
-class WeightUnit:
-    """The frozen parameters of a unit: fetched before use, dropped after.
-
-    Args:
-        parameters: All of them, filled; they become views of the unit's buffer.
-        parallel: Ranks, groups and device of this process.
-        shares: Number of ranks of `parallel.dp_group` that keep a share each; 1: each rank keeps everything.
-        offloaded: Whether the share is kept in host memory.
-        side: Stream of copies and gathers.
-
-    Attributes:
-        uses: How many passes are using the weights: those that are interleaved share them.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        parallel: Parallel,
-        shares: int,
-        offloaded: bool,
-        side: _SideStream,
-    ) -> None:
-        self._side = side
-        self._coming: list[dist.Work] = []
-        self._here = False
-        self.uses = 0
-        starts = [0]
-        for parameter in parameters:
-            starts.append(starts[-1] + _aligned(parameter.nbytes))
-        size = _aligned(-(-starts[-1] // shares))
-        self._group = parallel.dp_group if shares > 1 and size else None
-        # Bytes, so that one buffer serves whatever dtypes there are.
-        self.whole = torch.zeros(size * shares, dtype=torch.uint8, device=parallel.device)
-        for parameter, start in zip(parameters, starts, strict=False):
-            place = self.whole[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-            place.copy_(parameter.detach())
-            # This keeps the parameter's own version counter: autograd does not mistake a refill for a change.
-            parameter.data = place
-        rank = parallel.dp_rank if shares > 1 else 0
-        self._place = self.whole[rank * size : (rank + 1) * size]
-        self.share = self._place.to("cpu", copy=True) if offloaded else self._place.clone()
-        if offloaded and parallel.device.type == "cuda":
-            self.share = self.share.pin_memory()
-        self._empty()
-
-    def bring(self) -> None:
-        """Start to fill the buffer, unless it is filled or being filled already."""
-        if self._here:
-            return
-        self.whole.untyped_storage().resize_(self.whole.nbytes)
-        self._here = True
-        with self._side.after_what_came_before():
-            self._place.copy_(self.share, non_blocking=True)
-            if self._group is not None:
-                work = dist.all_gather_into_tensor(self.whole, self._place, group=self._group, async_op=True)
-                self._coming.append(work)
-
-    def wait(self) -> None:
-        """Make the computations that follow wait until the buffer is filled."""
-        self.bring()
-        self._arrive()
-
-    def abandon(self) -> None:
-        """Drop the weights, fetched or being fetched, after a pass was interrupted."""
-        self.uses = 0
-        self._arrive()
-        self.drop()
-
-    def drop(self) -> None:
-        """Give the buffer's memory back."""
-        self._here = False
-        self._empty()
-
-    def _arrive(self) -> None:
-        while self._coming:
-            self._coming.pop(0).wait()
-        self._side.join()
-
-    def _empty(self) -> None:
-        # What autograd has saved are views too: they see the weights again once the buffer is filled.
-        self.whole.untyped_storage().resize_(0)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
 class Residence:
     """Keeps the frozen weights of a stage between uses.
 
@@ -171,14 +54,14 @@ class Residence:
 
     Attributes:
         shares: Number of ranks that keep a share each; 1: each rank keeps everything.
-        units: The units that are fetched and dropped; empty if everything stays in place.
+        units: The units that are fetched or dequantised, and dropped; empty if everything stays in place.
     """
 
     def __init__(self, kind: Kind, parallel: Parallel) -> None:
         self.parallel = parallel
         self.shares = parallel.dp_size if kind.startswith("sharded") else 1
         self._offloaded = kind.endswith("offloaded")
-        self._side = _SideStream(parallel.device)
+        self._side = SideStream(parallel.device)
         self._anchor = torch.zeros(0, device=parallel.device, requires_grad=True)
         self.units: dict[Key, WeightUnit] = {}
 
@@ -187,10 +70,23 @@ class Residence:
         """Whether data-parallel ranks must make the same passes, because each needs the shares of the others."""
         return self.shares > 1
 
-    def settle(self, key: Key, parameters: Sequence[nn.Parameter]) -> None:
-        """Take over filled parameters as the unit `key`."""
-        if self.shares > 1 or self._offloaded:
-            self.units[key] = WeightUnit(parameters, self.parallel, self.shares, self._offloaded, self._side)
+    def settle(
+        self,
+        key: Key,
+        parameters: Sequence[nn.Parameter],
+        quantised: Sequence[tuple[nn.Parameter, QuantisedMatrix]] = (),
+    ) -> None:
+        """Take over parameters as the unit `key`.
+
+        Args:
+            key: The unit.
+            parameters: Those that are not quantised, filled.
+            quantised: The others, empty, with their matrices.
+        """
+        if self.shares > 1 or self._offloaded or quantised:
+            self.units[key] = WeightUnit.of(
+                parameters, quantised, self.parallel, self.shares, self._offloaded, self._side
+            )
 
     def tie(self, key: Key, other: Key) -> None:
         """Make `key` another name of the unit `other`, which has the same weights."""

@@ -8,6 +8,7 @@ from collections.abc import Collection
 import torch
 
 from megatron_mux.backbone.checkpoint import Checkpoint
+from megatron_mux.backbone.quantised_source import Companion, stored_tensors
 from megatron_mux.base_ops import EXPERT_OPS
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Experts
@@ -50,11 +51,46 @@ def _expected_experts(shape: BackboneShape, experts: Experts, prefix: str) -> di
     }
     if experts.routing.bias:
         found[f"{prefix}.{names.stored_router}.{names.router_bias}"] = (experts.count,)
+    return found | _expert_weights(shape, experts, prefix)
+
+
+def _expert_weights(shape: BackboneShape, experts: Experts, prefix: str) -> dict[str, tuple[int, int]]:
+    names, found = experts.names, dict[str, tuple[int, int]]()
     for expert in range(experts.count):
         module = f"{prefix}.{names.stored.format(expert)}"
         found |= {f"{module}.{leaf}.weight": (experts.ffn, shape.hidden) for leaf in (names.gate, names.up)}
         found[f"{module}.{names.down}.weight"] = (shape.hidden, experts.ffn)
     return found
+
+
+def quantised_weights(shape: BackboneShape) -> dict[str, tuple[int, int]]:
+    """Full Hugging Face names of the weights that are held quantised, with their output and input features."""
+    quantisation = shape.quantisation
+    if quantisation is None:
+        return {}
+    found = {
+        f"{module.path}.weight": (module.out_features, module.in_features)
+        for module in shape.modules
+        if not module.experts and quantisation.covers(module.path)
+    }
+    for layer in filter(shape.has_experts, range(shape.layers)):
+        assert shape.experts is not None
+        for name, size in _expert_weights(shape, shape.experts, shape.names.layer.format(layer)).items():
+            if quantisation.covers(name.removesuffix(".weight"), expert=True):
+                found[name] = size
+    return found
+
+
+def _needed(shape: BackboneShape) -> dict[str, Companion]:
+    """Every tensor that a checkpoint of this shape must hold, and those that it may hold; any dtype that is known."""
+    needed = {name: Companion((), (size,)) for name, size in expected(shape).items()}
+    quantisation = shape.quantisation
+    if quantisation is None or quantisation.is_made:
+        return needed
+    for name, size in quantised_weights(shape).items():
+        del needed[name]
+        needed |= stored_tensors(quantisation, name, size)
+    return needed
 
 
 def resolve(
@@ -78,20 +114,20 @@ def resolve(
     missing: list[str] = []
     problems: list[str] = []
     misshapen: list[str] = []
-    needed = expected(shape)
+    needed = _needed(shape)
     for name in needed if wanted is None else [name for name in needed if name in wanted]:
-        size = needed[name]
+        dtypes, sizes, optional = needed[name]
         stored = next((n for n in (name, name.removeprefix(names.base)) if n in checkpoint.tensors), None)
         if stored is None:
-            missing.append(name)
+            missing += [] if optional else [name]
             continue
         found[name] = stored
         record = checkpoint.tensors[stored]
-        if record.shape != size:
+        if sizes and record.shape not in sizes:
             misshapen.append(
-                f"{record.file} holds {stored} of shape {list(record.shape)}, but config.json asks for {list(size)}"
+                f"{record.file} holds {stored} of shape {list(record.shape)}, but config.json asks for {list(sizes[0])}"
             )
-        elif (wrong := checkpoint.check_dtype(stored)) is not None:
+        elif (wrong := checkpoint.check_dtype(stored, dtypes)) is not None:
             problems.append(wrong)
     if misshapen:
         more = f" ({len(misshapen) - 1} more tensors like it)" if len(misshapen) > 1 else ""

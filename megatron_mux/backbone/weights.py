@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_mux.backbone import columns
+from megatron_mux.backbone import columns, resolve
 from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
+from megatron_mux.backbone.quantised_source import QuantisedSource
 from megatron_mux.backbone.residence import Key, Residence, unit_of
 from megatron_mux.base_ops import EXPERT_OPS, BaseOpName
 from megatron_mux.expert_shape import Placement
+from megatron_mux.quantised.matrix import QuantisedMatrix
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 
@@ -118,6 +120,8 @@ class Piece:
 
 
 Plan = dict[str, list[Piece]]
+Quantised = tuple[nn.Parameter, QuantisedMatrix]
+"""A parameter whose values are there during use only, and what they are dequantised from."""
 
 
 def plan(shape: BackboneShape, layers: range, part: Part) -> Plan:
@@ -268,39 +272,90 @@ def load(
     units: dict[Key, Plan] = {}
     for name, pieces in filled.items():
         units.setdefault(unit_of(name, len(layers)), {})[name] = pieces
+    reader = _Reader(shape, source, stored, parallel.device, dtype)
     with source:
         for key, own in units.items():
             parallel.heartbeat.at(Reading(layers[key] if isinstance(key, int) else None), long=True)
-            home.settle(key, _fill(model, own, stored, source, parallel.device, dtype))
+            home.settle(key, *reader.fill(model, own))
     if tied_here:
         shared = model.embedding.word_embeddings.weight if embedding is None else embedding
         model.output_layer.register_parameter("weight", shared)
         home.tie("head", "embedding")
 
 
-def _fill(
-    model: Any,
-    filled: Plan,
-    stored: dict[str, str],
-    source: Checkpoint | NoWeights,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> list[nn.Parameter]:
-    """Replace parameters on the meta device by frozen ones with the checkpoint's values, and return those."""
-    made = []
-    for name, pieces in filled.items():
-        shape = model.get_parameter(name).shape
+class _Reader:
+    """Reads parameters, and quantised matrices in the place of some.
+
+    Args:
+        shape: The backbone's.
+        source: To read from.
+        stored: Stored name of each tensor.
+        device: Of the parameters.
+        dtype: Of those that are not wide.
+    """
+
+    def __init__(
+        self,
+        shape: BackboneShape,
+        source: Checkpoint | NoWeights,
+        stored: dict[str, str],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._source, self._stored = source, stored
+        self._device, self._dtype = device, dtype
+        self._quantised = resolve.quantised_weights(shape)
+        if shape.quantisation is not None:
+            on_gpu = device.type == "cuda"
+            self._matrices = QuantisedSource(source, stored, shape.quantisation, dtype, on_gpu)
+
+    def fill(self, model: Any, filled: Plan) -> tuple[list[nn.Parameter], list[Quantised]]:
+        """Replace parameters on the meta device by frozen ones with the checkpoint's values, and return those.
+
+        Quantised ones come apart from the others, without values.
+        """
+        made, quantised = [], []
+        for name, pieces in filled.items():
+            shape = model.get_parameter(name).shape
+            if all(piece.source in self._quantised for piece in pieces) and pieces:
+                nothing = torch.empty(0, dtype=self._dtype, device=self._device)
+                parameter = nn.Parameter(nothing, requires_grad=False)
+                quantised.append((parameter, self._matrix(pieces)))
+            else:
+                parameter = nn.Parameter(self._value(shape, pieces), requires_grad=False)
+                made.append(parameter)
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner).register_parameter(leaf, parameter)
+        return made, quantised
+
+    def _value(self, shape: torch.Size, pieces: list[Piece]) -> Tensor:
         covered = sum(piece.length for piece in pieces) == shape[0]
         make = torch.empty if covered else torch.zeros
         wide = any(piece.wide for piece in pieces)
-        kept = torch.promote_types(dtype, torch.float32) if wide else dtype
-        value = make(shape, dtype=kept, device=device)
+        kept = torch.promote_types(self._dtype, torch.float32) if wide else self._dtype
+        value = make(shape, dtype=kept, device=self._device)
         for piece in pieces:
-            _copy(value, piece, stored[piece.source], source)
-        owner, _, leaf = name.rpartition(".")
-        made.append(nn.Parameter(value, requires_grad=False))
-        model.get_submodule(owner).register_parameter(leaf, made[-1])
-    return made
+            if piece.source in self._quantised:  # fused with one that is not
+                self._matrix([piece]).dequantise_into(value[piece.row : piece.row + piece.length])
+            else:
+                _copy(value, piece, self._stored[piece.source], self._source)
+        return value
+
+    def _matrix(self, pieces: list[Piece]) -> QuantisedMatrix:
+        """The rows and columns of some pieces, in the order of the parameter's rows."""
+        inputs = pieces[0].inputs
+        assert inputs is not None
+        begins, parts, before = dict[str, int](), [], 0
+        for piece in pieces:
+            if piece.source not in begins:
+                whole = self._matrices.matrix(piece.source, self._quantised[piece.source], piece.transposed)
+                parts.append(whole.cut(inputs))
+                begins[piece.source], before = before, before + whole.rows
+        rows = [
+            torch.arange(piece.length) + begins[piece.source] + piece.start
+            for piece in sorted(pieces, key=lambda piece: piece.row)
+        ]
+        return type(parts[0]).joined(parts).take(torch.cat(rows)).on(self._device)
 
 
 def _copy(value: Tensor, piece: Piece, name: str, checkpoint: Checkpoint | NoWeights) -> None:

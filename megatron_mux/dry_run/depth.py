@@ -19,6 +19,7 @@ from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.memory.stream.events import StreamError
 from megatron_mux.memory.stream.extension import Grouping, extended
 from megatron_mux.memory.trace.model import configuration
+from megatron_mux.quantised.scheme import Method
 from megatron_mux.tasks import TaskSpec
 
 _RESIDENT = Grouping(first=2)
@@ -36,7 +37,7 @@ def shallow(run: RunSpec) -> list[RunSpec]:
     (diff pruning), if stages are hardly deeper, if a rank has several stages, if hybrid tasks are computed in turns,
     and on a CPU.
     """
-    info = read_info(run.config)
+    info = read_info(run.config, run.quantise)
     grouping = _grouping(run)
     if run.device == "cpu" or run.plan.virtual > 1 or any(bucket.launch for bucket in run.plan.buckets):
         return []
@@ -56,7 +57,7 @@ def deepened(run: RunSpec, rank: int, two: Recording, three: Recording) -> Recor
         StreamError: They do not line up.
     """
     stage = rank // (run.world // run.plan.ranks)
-    layers = stage_layers(_split(run, read_info(run.config)))[stage]
+    layers = stage_layers(_split(run, read_info(run.config, run.quantise)))[stage]
     grouping = _grouping(run)
     begins = stage * grouping.layers(2), stage * grouping.layers(3), layers.start
     stream = extended(two.stream, three.stream, len(layers), grouping, begins)
@@ -71,15 +72,19 @@ def deepened(run: RunSpec, rank: int, two: Recording, three: Recording) -> Recor
     return Recording(stream, marks, three.communicators)
 
 
-def read_info(config: Mapping[str, Any]) -> BackboneInfo:
+def read_info(config: Mapping[str, Any], quantise: Method | None = None) -> BackboneInfo:
     """A backbone's shape and names, from the contents of its config.json.
+
+    Args:
+        config: The contents.
+        quantise: How weights are quantised on load; None: as the config says.
 
     Raises:
         UserError: The engine does not support it.
     """
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
-        return info_without_weights(directory)
+        return info_without_weights(directory, quantise)
 
 
 def _grouping(run: RunSpec) -> Grouping:

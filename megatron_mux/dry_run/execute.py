@@ -46,7 +46,7 @@ def import_all(run: RunSpec) -> None:
 
     for one in run.tasks:
         TaskSpec.model_validate(one.task)
-    read_info(run.config)
+    read_info(run.config, run.quantise)
 
 
 def execute_dry_run(run: RunSpec, rank: int, around: Around = contextlib.nullcontext) -> Recording:
@@ -129,6 +129,7 @@ def record_steps(
             run.residence,
             config_only=answer is not None,
             placement=run.placement,
+            quantise=run.quantise,
         )
         watch.follow(stages)
         recorder.vocabulary = stages[0].shape.padded_vocab // parallel.tp_size

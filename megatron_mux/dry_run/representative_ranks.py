@@ -65,7 +65,7 @@ class _Work:
 
     def __init__(self, run: RunSpec) -> None:
         self._tensor = run.tensor if run.sequence_parallel else 1
-        info = read_info(run.config)
+        info = read_info(run.config, run.quantise)
         self._loads = [
             TaskLoad.of(
                 TaskSpec.model_validate(one.task), np.array(one.lengths), np.array(one.labels), info.shape

@@ -13,6 +13,7 @@ from megatron_mux.gpus import Gpu
 from megatron_mux.memory.assumed_routes import Access
 from megatron_mux.memory.stream.events import Stream
 from megatron_mux.memory.trace.case import Precision
+from megatron_mux.quantised.scheme import Method
 
 if TYPE_CHECKING:
     from megatron_mux.backbone.residence import Kind
@@ -83,6 +84,7 @@ class RunSpec:
         expert_tensor: Ranks that divide the matrices of an expert.
         placement: Which expert ranks hold which experts; None: neighbouring ones share a rank.
         access: How likely rows select each expert; None: all equally.
+        quantise: How the backbone's weights are quantised on load; None: as `config` says.
     """
 
     config: Mapping[str, Any]
@@ -101,6 +103,7 @@ class RunSpec:
     expert_tensor: int = 1
     placement: Placement | None = None
     access: Access | None = None
+    quantise: Method | None = None
 
     @property
     def world(self) -> int:

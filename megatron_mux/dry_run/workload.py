@@ -60,7 +60,9 @@ class Workload:
             task_records(spec, *batches, plan.ranks, plan.data)
             for spec, batches in zip(self.specs, self.batches, strict=True)
         ]
-        expert, expert_tensor = arguments.expert_sizes(read_info(self.config).shape)
+        expert, expert_tensor = arguments.expert_sizes(
+            read_info(self.config, arguments.mux_backbone_dtype).shape
+        )
         return RunSpec(
             self.config,
             tasks,
@@ -77,6 +79,7 @@ class Workload:
             expert_tensor=expert_tensor,
             placement=self.placement,
             access=self.access,
+            quantise=arguments.mux_backbone_dtype,
         )
 
     def _plan(self, arguments: MuxArguments, gpus: int) -> Plan:

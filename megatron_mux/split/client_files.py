@@ -77,7 +77,9 @@ def read_client_info(path: str | Path, cut_front: int, cut_back: int) -> Backbon
             changed.
     """
     path = Path(path)
-    check_cuts(read_shape(path), cut_front, cut_back)
+    shape = read_shape(path)
+    shape.refuse_quantised("Split fine-tuning")
+    check_cuts(shape, cut_front, cut_back)
     if not (path / EXPORT).is_file():
         return read_backbone_info(path)
     exported, info = read_export(path)

@@ -55,7 +55,7 @@ def run(arguments: MuxArguments) -> None:
     if save is not None and save != resume:
         checkpoint.refuse_used(save)
     specs = load_task_file(arguments.mux_tasks, data_later=True) if arguments.mux_tasks is not None else []
-    info = read_backbone_info(arguments.backbone)
+    info = read_backbone_info(arguments.backbone, arguments.mux_backbone_dtype)
     arguments.check_shape(info.shape)
     info.check_parallel(
         arguments.tensor_model_parallel_size,
@@ -197,6 +197,7 @@ def _load_backbone(
         planning.split,
         arguments.mux_backbone_weights,
         placement=placement,
+        quantise=arguments.mux_backbone_dtype,
     )
 
 

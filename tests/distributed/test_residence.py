@@ -101,7 +101,7 @@ def _train(
     while len(taken) < STEPS:
         taken += engine.steps(STEPS - len(taken))
     units = [unit for stage in stages for unit in stage.residence.units.values()]
-    assert {unit.whole.untyped_storage().nbytes() for unit in units} <= {0}
+    assert {unit.fetched.whole.untyped_storage().nbytes() for unit in units} <= {0}
     tensors = {case.name: engine.adapter_tensors(case.name) or {} for case in cases}
     losses = [{name: (r.loss, r.grad_norm) for name, r in step.items()} for step in taken]
     return losses, {f"{name}/{key}": tensor for name, own in tensors.items() for key, tensor in own.items()}
@@ -189,7 +189,7 @@ def test_a_rank_keeps_its_share_alone(
     parameters = list(whole.model.parameters())
     size, filling = sum(p.nbytes for p in parameters), 256 * (len(parameters) + 4 * len(units))
     problems = []
-    if not size <= 4 * sum(unit.share.untyped_storage().nbytes() for unit in units) <= size + filling:
+    if not size <= 4 * sum(unit.fetched.share.untyped_storage().nbytes() for unit in units) <= size + filling:
         problems.append("the shares are not a fourth")
     alive = {id(p.untyped_storage()): p.untyped_storage().nbytes() for p in backbone.model.parameters()}
     if sum(alive.values()):

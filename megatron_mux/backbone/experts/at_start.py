@@ -44,6 +44,10 @@ def check_experts(shape: BackboneShape, parallel: Parallel, residence: Kind) -> 
         raise UserError(
             f"--mux-backbone-weights {residence}: not with --mux-expert-managers yet: remove it, or start more managers"
         )
+    if shape.quantisation is not None and parallel.experts.broker is not None:
+        raise UserError(
+            f"The backbone is held in {shape.quantisation}: not with --mux-expert-managers yet: leave them out"
+        )
     if residence.startswith("sharded") and parallel.experts.over_data:
         raise UserError(
             f"--mux-backbone-weights {residence} divides weights over data-parallel ranks, but their experts differ: "

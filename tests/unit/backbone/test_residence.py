@@ -101,7 +101,9 @@ def test_one_data_parallel_rank_has_nobody_to_share_with(
 
 def _storages(backbone: Backbone) -> dict[int, int]:
     """Bytes that each unit's buffer has now."""
-    return {id(unit): unit.whole.untyped_storage().nbytes() for unit in backbone.residence.units.values()}
+    return {
+        id(unit): unit.fetched.whole.untyped_storage().nbytes() for unit in backbone.residence.units.values()
+    }
 
 
 @contextmanager
@@ -158,7 +160,9 @@ def test_names_and_values_are_untouched(checkpoints: Callable[..., Path], parall
         with away.residence.using(unit_of(name, len(away.layers))):
             assert torch.equal(parameter, wanted[name]), name
             assert parameter.data_ptr() % 64 == 0, "where torch would put it itself"
-    kept = sum(unit.share.nbytes for unit in {id(u): u for u in away.residence.units.values()}.values())
+    kept = sum(
+        unit.fetched.share.nbytes for unit in {id(u): u for u in away.residence.units.values()}.values()
+    )
     size = sum(p.nbytes for p in whole.model.parameters())
     assert size <= kept <= size + 256 * (len(wanted) + len(away.residence.units))
 

@@ -1,0 +1,109 @@
+"""INT8 and FP8 (e4m3) weights: a byte for each value, scales for rows or for blocks of values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from megatron_mux.quantised.matrix import QuantisedMatrix
+
+Format = Literal["int8", "fp8"]
+
+_LARGEST_FP8 = 448.0
+_TINY = torch.finfo(torch.float32).eps
+"""Scale of a row of zeros."""
+
+
+def quantise(chunks: Iterable[Tensor], to: Format) -> EightBitMatrix:
+    """Quantise a whole Hugging Face tensor, with one scale for each row, as torchao does.
+
+    Args:
+        chunks: Its rows, some at a time: `[n, K]`.
+        to: The format.
+    """
+    codes, scales = [], []
+    for chunk in chunks:
+        values = chunk.float()
+        absmax = values.abs().amax(dim=1, keepdim=True)
+        if to == "int8":
+            scale = (absmax / 127.5).clamp(min=_TINY)
+            codes.append((values * (1 / scale)).round().clamp(-128, 127).to(torch.int8))
+        else:
+            scale = (absmax / _LARGEST_FP8).clamp(min=_TINY)
+            codes.append((values / scale).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn))
+        scales.append(scale)
+    return EightBitMatrix.of(torch.cat([one.view(torch.uint8) for one in codes]), torch.cat(scales), to)
+
+
+class EightBitMatrix(QuantisedMatrix):
+    """A matrix in 8 bits. See `QuantisedMatrix`.
+
+    Row-wise are `codes`, as bytes, and `scales`, one for each block of values of a row, or one for all of it.
+    """
+
+    @classmethod
+    def of(
+        cls, codes: Tensor, scales: Tensor, to: Format, rounded_to: torch.dtype | None = None
+    ) -> EightBitMatrix:
+        """A whole Hugging Face tensor.
+
+        Args:
+            codes: `[N, K]` uint8: the bytes of the values.
+            scales: `[N, blocks]` fp32.
+            to: What the bytes are.
+            rounded_to: See `QuantisedMatrix`.
+        """
+        kind: type[EightBitMatrix] = Int8Matrix if to == "int8" else Fp8Matrix
+        return kind({"codes": codes, "scales": scales}, {}, codes.shape[1], rounded_to)
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, blocks: int, to: Format) -> EightBitMatrix:
+        """A matrix whose contents are undefined; it has so many scales in a row."""
+        return cls.of(torch.empty(rows, columns, dtype=torch.uint8), torch.empty(rows, blocks), to)
+
+    @property
+    def block(self) -> int:
+        """See `QuantisedMatrix`."""
+        blocks = self.rowwise["scales"].shape[1]
+        return 1 if blocks == 1 else self.columns // blocks
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """See `QuantisedMatrix`."""
+        together = {name: torch.cat([part.rowwise[name] for part in parts]) for name in parts[0].rowwise}
+        return parts[0]._with(together, parts[0].shared, parts[0].columns)
+
+    def _cut(self, columns: range) -> dict[str, Tensor]:
+        scales = self.rowwise["scales"]
+        if scales.shape[1] > 1:
+            scales = scales[:, columns.start // self.block : columns.stop // self.block]
+        codes = self.rowwise["codes"][:, columns.start : columns.stop]
+        return {"codes": codes.contiguous(), "scales": scales.contiguous()}
+
+    def _fill(self, rows: slice, values: Tensor) -> None:
+        values.copy_(self.rowwise["codes"][rows].view(self._stored))
+        scales = self.rowwise["scales"][rows]
+        values.view(*scales.shape, -1).mul_(scales[:, :, None])
+
+    @property
+    def _stored(self) -> torch.dtype:
+        raise NotImplementedError
+
+
+class Int8Matrix(EightBitMatrix):
+    """Signed integers times scales."""
+
+    @property
+    def _stored(self) -> torch.dtype:
+        return torch.int8
+
+
+class Fp8Matrix(EightBitMatrix):
+    """e4m3 numbers times scales."""
+
+    @property
+    def _stored(self) -> torch.dtype:
+        return torch.float8_e4m3fn
