@@ -18,6 +18,8 @@ from megatron_mux.merging.weights import Changes
 def merge_lora(adapter: StoredAdapter, changes: Changes) -> set[str]:
     """LoRA: add the products; with DoRA, scale each row of the sum to its magnitude."""
     used: set[str] = set()
+    names = changes.info.shape.names
+    is_tied = changes.info.shape.tied and bool(adapter.config.get("ensure_weight_tying"))
     for term in lora_terms(adapter, changes.info.shape):
         used |= {term.a, term.b}
         check_fit(term, changes)
@@ -27,7 +29,9 @@ def merge_lora(adapter: StoredAdapter, changes: Changes) -> set[str]:
         if term.magnitude is not None:
             used.add(term.magnitude)
             _check(adapter, term.magnitude, {term.shape[:1]})
-        changes.add(term.path, partial(_plus_product, term), shared=_is_tied(adapter))
+        if is_tied and term.path == names.head and adapter.paths(".lora_embedding_A"):
+            continue  # the embedding's product once more, transposed
+        changes.add(term.path, partial(_plus_product, term), shared=is_tied)
         bias = term.b.removesuffix("weight") + "bias"
         if bias in adapter.shapes:
             used.add(bias)
@@ -178,11 +182,6 @@ def merge_kind(adapter: StoredAdapter, changes: Changes) -> set[str]:
         return merge(adapter, changes)
     reason = UNMERGEABLE.get(adapter.kind, f"only {', '.join(MERGES)} are supported")
     raise UserError(f"{adapter.directory}: {adapter.kind} cannot be merged into a backbone: {reason}.")
-
-
-def _is_tied(adapter: StoredAdapter) -> bool:
-    """Whether the adapter keeps the output layer equal to the embedding."""
-    return bool(adapter.config.get("ensure_weight_tying"))
 
 
 def _check(adapter: StoredAdapter, key: str, allowed: set[tuple[int, ...]]) -> None:

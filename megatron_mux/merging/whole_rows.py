@@ -37,7 +37,8 @@ def replace_rows(adapter: StoredAdapter, changes: Changes) -> set[str]:
                 f"{path}, which is [{rows}, {width}]."
             )
         index = torch.tensor(tokens)
-        changes.add(path, partial(_with_rows, adapter, key, index), shared=len(paths) == 1)
+        shared = paths == [changes.info.shape.names.embedding]
+        changes.add(path, partial(_with_rows, adapter, key, index), shared=shared)
         used.add(key)
     return used
 

@@ -38,6 +38,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "head-untied": ("qwen3", lora(["q_proj"], 4, modules_to_save=["lm_head"])),
     "embedding-untied": ("qwen3", lora(["q_proj", "embed_tokens"], 4)),
     "saved-embedding-untied": ("llama-tied", lora(["q_proj"], 4, modules_to_save=["embed_tokens"])),
+    "saved-embedding-and-head": (
+        "qwen3",
+        lora(["q_proj"], 4, modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    ),
+    "embedding-and-head": ("llama-tied", lora(["q_proj", "embed_tokens"], 4, ensure_weight_tying=True)),
+    "tokens-of-head-untied": ("qwen3", lora(["o_proj"], 4, trainable_token_indices={"lm_head": [9, 1]})),
+    "tokens-of-both-untied": (
+        "qwen3",
+        lora(["o_proj"], 4, trainable_token_indices={"embed_tokens": [3], "lm_head": [9, 1]}),
+    ),
     "tokens": ("qwen3", lora(["o_proj"], 4, trainable_token_indices=[3, 50, 7])),
     "tokens-of-head": (
         "llama",
