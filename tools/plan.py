@@ -159,6 +159,7 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_mux.fusion.meshes import adapts_experts, possible_meshes
     from megatron_mux.fusion.plan_tables import print_meshes, print_plan
     from megatron_mux.tasks import load_task_file
+    from megatron_mux.training.eval_setup import evaluation_time
     from megatron_mux.training.task_setup import open_tasks
 
     given = [getattr(arguments, name) for name in _DEGREES]
@@ -191,6 +192,7 @@ def run(arguments: argparse.Namespace) -> None:
     start = time.perf_counter()
     comparison = planner.compare(loads)
     seconds += time.perf_counter() - start
+    evaluation = evaluation_time(tasks, planner.context)
     if arguments.subgraphs:
         from megatron_mux.dry_run.layer_subgraphs import with_subgraphs
 
@@ -200,9 +202,10 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         others = [{**asdict(p.mesh), "predicted_latency_s": p.predicted_latency_s} for _, p, _ in found]
         extra = {"planning_s": seconds, "flags": flags(planner.context), "mesh": others}
+        extra["evaluation"] = evaluation and asdict(evaluation)
         print(json.dumps({**best.to_json(), **asdict(comparison), **extra}))
         return
-    print_plan(best, comparison, {name: load.total for name, load in loads.items()}, seconds)
+    print_plan(best, comparison, {name: load.total for name, load in loads.items()}, seconds, evaluation)
     if arguments.gpus is not None:
         print_meshes([(plan, flags(other.context)) for other, plan, _ in found], refused)
     print(f"run it with: {_command(arguments, planner.context)}")

@@ -25,7 +25,7 @@ from megatron_mux.errors import SharedError
 from megatron_mux.layout import MicroBatch, PackedSequence
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.runtime import Parallel
-from megatron_mux.tasks.evaluation import TOKENS_PER_PASS, plain_choices
+from megatron_mux.tasks.evaluation import TOKENS_PER_PASS, plain_choices, tokens_per_pass
 
 # Passes of one group, times the stages: the pipeline drains between groups, and these keep that rare.
 PASSES_PER_STAGE = 8
@@ -229,6 +229,8 @@ class Evaluator:
         current: list[PackedSequence] = []
         tokens, most = 0, math.inf
         examples = [(record.task, example) for record in group for example in record.examples]
+        total = sum(len(example.tokens) for _, example in examples)
+        max_tokens = min(max_tokens, tokens_per_pass(total, self.parallel.pp_size))
         for i, (name, example) in enumerate(examples):
             length, limit = len(example.tokens), members[name].batch_size or math.inf
             if current and (tokens + length > max_tokens or len(current) >= min(most, limit)):

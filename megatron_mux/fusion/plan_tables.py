@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from megatron_mux.console import make_console
+from megatron_mux.fusion.evaluation_time import EvaluationTime
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner import Comparison
@@ -14,7 +15,13 @@ from megatron_mux.fusion.planner import Comparison
 _BUCKET_COLUMNS = ("tokens a step", "micro-batches", "chunk", "chunks", "forward ms", "backward ms")
 
 
-def print_plan(plan: Plan, comparison: Comparison, tokens: Mapping[str, int], seconds: float) -> None:
+def print_plan(
+    plan: Plan,
+    comparison: Comparison,
+    tokens: Mapping[str, int],
+    seconds: float,
+    evaluation: EvaluationTime | None = None,
+) -> None:
     """Print a plan as tables.
 
     Args:
@@ -22,6 +29,7 @@ def print_plan(plan: Plan, comparison: Comparison, tokens: Mapping[str, int], se
         comparison: What it is compared with.
         tokens: Of a step of each task.
         seconds: How long planning has taken.
+        evaluation: How long evaluations take; None: no task is evaluated.
     """
     console = make_console()
     console.print(_buckets(plan, tokens))
@@ -37,6 +45,11 @@ def print_plan(plan: Plan, comparison: Comparison, tokens: Mapping[str, int], se
         console.print(f"predicted memory of each stage: {memory}{limit} GiB")
     else:
         console.print("memory is not predicted for experts that are divided so")
+    if evaluation is not None:
+        console.print(
+            f"evaluating all tasks together: {evaluation.together_s:.4g} s predicted, one after another "
+            f"{evaluation.one_by_one_s:.4g} s"
+        )
     console.print(f"predicted by the {plan.costs}; planned in {seconds:.3f} s")
 
 

@@ -26,6 +26,11 @@ LOWER_IS_BETTER = frozenset({"loss", "perplexity"})
 
 MOST_SAMPLES = 1000
 
+# A small evaluation is cut into as many passes, times the ranks of a pipeline, unless they get smaller than
+# `_LEAST_PER_PASS` tokens: with fewer the stages wait for each other.
+_FILLING = 4
+_LEAST_PER_PASS = 128
+
 _PLAIN_CHOICES = 16
 _RECORDS_PER_CHOICE = 4
 _LONGEST_CHOICE = 40
@@ -84,6 +89,18 @@ class EvalSpec(Section):
     def measures_texts(self) -> bool:
         """Whether some metric compares generated texts with the records' own."""
         return not OF_TEXTS.isdisjoint(self.metrics)
+
+
+def tokens_per_pass(total: int, ranks: int) -> int:
+    """Tokens of a pass of an evaluation.
+
+    Args:
+        total: Tokens that a pipeline evaluates.
+        ranks: Of the pipeline.
+    """
+    if ranks == 1:
+        return TOKENS_PER_PASS
+    return min(TOKENS_PER_PASS, max(_LEAST_PER_PASS, -(-total // (_FILLING * ranks))))
 
 
 class Completions(Protocol):

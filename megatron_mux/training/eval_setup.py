@@ -1,11 +1,14 @@
-"""Checks what a task's evaluation measures against its held-out records, and says which accuracy it is."""
+"""What tasks' evaluations amount to: checked against held-out records, put in words, predicted in seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_mux.data.dataset import MAX_DISTINCT, TaskDataset
+from megatron_mux.engine import Task
 from megatron_mux.engine.held_out import prompt_and_completion
+from megatron_mux.fusion.evaluation_time import EvaluatedLoad, EvaluationTime, predicted_evaluation
+from megatron_mux.fusion.planning_context import PlanningContext
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.tasks.evaluation import choices_among, plain_choices
 
@@ -49,3 +52,19 @@ def accuracy_measured(spec: TaskSpec, records: TaskDataset) -> str:
         f"{spec.name}: accuracy is the share of records whose own completion is the likeliest of the {len(plain)} that "
         f"occur ({', '.join(names)}{more}); eval.metrics: [token_accuracy] counts tokens instead"
     )
+
+
+def evaluation_time(tasks: Sequence[Task], context: PlanningContext) -> EvaluationTime | None:
+    """Predicted seconds of the tasks' evaluation; None if none is evaluated."""
+    loads = {
+        task.spec.name: EvaluatedLoad.of(
+            task.spec,
+            task.evaluation.lengths,
+            task.evaluation.label_counts,
+            len(choices_among(task.evaluation, task.spec.eval.metrics) or ()),
+            context.info.shape,
+        )
+        for task in tasks
+        if task.evaluation is not None and task.spec.eval is not None
+    }
+    return predicted_evaluation(context, loads) if loads else None
