@@ -82,10 +82,10 @@ PREFERENCE_REFUSED: Mapping[str, Refused] = {
 def _loss_type(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]  # TRL takes a list of losses that it adds up
-    if value is None or value in {name for names in LOSS_TYPES.values() for name in names}:
-        return value
     if isinstance(value, (list, tuple)):
         raise problem(f"must be one loss, got {shown(value)}: combinations of losses are not supported")
+    if value is None or any(value == name for names in LOSS_TYPES.values() for name in names):
+        return value
     if isinstance(value, str) and value in _UNSUPPORTED_TYPES:
         raise problem(f"{value} is not supported: {_UNSUPPORTED_TYPES[value]}")
     known = "; ".join(f"{', '.join(names)} (loss: {loss})" for loss, names in LOSS_TYPES.items())
