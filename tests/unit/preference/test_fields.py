@@ -28,28 +28,6 @@ def task(
     )
 
 
-def test_defaults_are_those_of_trl() -> None:
-    from trl.experimental.orpo import ORPOConfig
-    from trl.trainer.dpo_config import DPOConfig
-    from trl.trainer.kto_config import KTOConfig
-
-    for loss, config in (("dpo", DPOConfig), ("orpo", ORPOConfig), ("kto", KTOConfig)):
-        ours, theirs = task(loss=loss).training, config(output_dir="/tmp/none", bf16=False, use_cpu=True)
-        for name in (
-            "beta",
-            "learning_rate",
-            "label_smoothing",
-            "discopop_tau",
-            "desirable_weight",
-            "undesirable_weight",
-        ):
-            assert not hasattr(theirs, name) or getattr(ours, name) == getattr(theirs, name), f"{loss} {name}"
-        assert ours.truncation_mode == getattr(theirs, "truncation_mode", "keep_start")
-        assert ours.disable_dropout == theirs.disable_dropout
-        variant = getattr(theirs, "loss_type", "")
-        assert ours.variant == (variant[0] if isinstance(variant, list) else variant)
-
-
 def test_spellings_of_trl_are_taken() -> None:
     spec = task(
         loss="dpo", loss_type=["ipo"], truncation_mode="keep_start", padding_free=True, sync_ref_model=False

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mux.data.sampler import Sampler
+from megatron_mux.fusion.alignment import Slice
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
 from megatron_mux.fusion.step import Lengths, step_grid
+from tests.unit.fusion import backbone
+from tests.unit.fusion.test_stage_cost import costs
 
 
 @given(
@@ -44,3 +50,24 @@ def test_an_epoch_has_every_pair_once(records: int, batch: int, shuffle: bool) -
         assert all(
             first % 2 == 0 and second == first + 1 for first, second in zip(own[::2], own[1::2], strict=True)
         )
+
+
+def test_the_planner_counts_rows_of_references_forward_only() -> None:
+    lengths = [40, 64, 64, 50]
+    plain, bare = backbone.load("t", lengths), backbone.load("t", lengths, sites=())
+    own = costs([plain]).hybrid((0,), 1)
+    model = costs([replace(plain, refers=True, together=2)])
+    found, again = model.hybrid((0,), 1), costs([bare]).hybrid((0,), 1)
+    assert [a - b for a, b in zip(found.forward, own.forward, strict=True)] == pytest.approx(again.forward)
+    assert found.backward == pytest.approx(own.backward), "they are not back-propagated"
+    assert found.memory == pytest.approx(own.memory), "nothing of them is kept"
+    slices = tuple(Slice("t", i, 0, n) for i, n in enumerate(lengths))
+    assert model.chunks([slices])[0].forward == pytest.approx(found.forward)
+
+
+def test_a_pair_is_the_smallest_micro_batch() -> None:
+    lengths = [64, 64, 64, 64]
+    model = costs([replace(backbone.load("t", lengths), together=2)])
+    assert model.hybrid((0,), 8).micro_batches == 2
+    single = costs([backbone.load("t", lengths)])
+    assert all(pair > one for pair, one in zip(model.longest(0), single.longest(0), strict=True))

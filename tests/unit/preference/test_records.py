@@ -36,23 +36,6 @@ def answer(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
-@pytest.mark.parametrize(
-    ("chosen", "rejected"),
-    [
-        ("The sky is blue.", "The sky is green."),
-        ("w1 w2 w3", "w1 w2 w4 w5"),
-        (SKY + answer("w3"), SKY + answer("w4 w5")),
-    ],
-)
-def test_a_missing_prompt_is_found_as_trl_finds_it(chosen: Any, rejected: Any) -> None:
-    from trl.data_utils import extract_prompt
-
-    found = parse_preference({"chosen": chosen, "rejected": rejected}, "dpo")
-    wanted = extract_prompt({"chosen": chosen, "rejected": rejected})
-    assert found.prompt == wanted["prompt"]
-    assert found.completions == (wanted["chosen"], wanted["rejected"])
-
-
 def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
     record = parse_preference({"prompt": SKY, "chosen": answer("w3"), "rejected": answer("w4 w5")}, "dpo")
     for example, text in zip(
@@ -65,22 +48,6 @@ def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
         assert example.tokens.tolist() == whole
         assert whole[: len(prompt)] == prompt
         assert example.labelled.tolist() == [False] * len(prompt) + [True] * (len(whole) - len(prompt))
-
-
-def test_pairs_of_a_kto_task_are_divided_as_trl_divides_them(tokenizer: Any, tmp_path: Path) -> None:
-    from datasets import Dataset
-    from trl.data_utils import unpair_preference_dataset
-
-    pairs = [{"prompt": f"w{i}", "chosen": f" w{i + 1}", "rejected": f" w{i + 2} w9"} for i in range(5)]
-    path = write(tmp_path / "pairs.jsonl", pairs)
-    data = PreferenceDataset(path, tokenizer, 16, "kto", tmp_path)
-    wanted = unpair_preference_dataset(Dataset.from_list(pairs))
-    texts = [tokenizer.decode(data[i].tokens[:-1]) for i in range(len(data))]
-    assert texts == [row["prompt"] + row["completion"] for row in wanted]
-    assert data.desirable.tolist() == wanted["label"]
-    mixed = data.mismatched(3, 8)
-    assert tokenizer.decode(mixed.tokens[:-1]) == wanted[3]["prompt"] + wanted[8]["completion"]
-    assert mixed.labelled.tolist() == [False, True, True, True]
 
 
 def test_long_records_are_cut_and_those_without_a_completion_left_out(tokenizer: Any, tmp_path: Path) -> None:
