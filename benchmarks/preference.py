@@ -4,8 +4,8 @@ python benchmarks/preference.py --output benchmarks/results/preference-cpu-2-cor
 python benchmarks/preference.py --backbone-shape tiny --rounds 2                            # to try it out
 
 One LoRA task on the same pairs, four times: with the reference's rows in every step and with cached log-probabilities
-(`precompute_ref_log_probs`), ours and TRL's. The four take turns, a step each, so that all see the same machine. Lengths
-differ, as they do in real data: TRL pads the pairs of a batch to the longest.
+(`precompute_ref_log_probs`), ours and TRL's. The four take turns, a step each, so that all see the same machine.
+Lengths differ, as they do in real data: TRL pads the pairs of a batch to the longest.
 """
 
 from __future__ import annotations
