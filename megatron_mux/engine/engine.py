@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron_mux import runtime
-from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.backbone.communication import GroupExchange
 from megatron_mux.backbone.exchange import Exchange
@@ -29,9 +28,10 @@ from megatron_mux.engine.held_out import Records
 from megatron_mux.engine.log_probs import LogProbs
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size
 from megatron_mux.engine.planning import Planning
+from megatron_mux.engine.reference import attach_reference, compute_references, detach
 from megatron_mux.engine.snapshot import HostMemory, LocalState, Snapshot, copy_states
 from megatron_mux.engine.step_runner import Results, StepRunner
-from megatron_mux.engine.task_state import Status, StepResult, Task, TaskState, reference_name
+from megatron_mux.engine.task_state import Status, StepResult, Task, TaskState
 from megatron_mux.engine.trial import Trials
 from megatron_mux.engine.updates import MakeUpdate
 from megatron_mux.errors import UserError, failed_allocation
@@ -138,37 +138,18 @@ class Engine:
             load = self._load_of(task)
             optimizer = TaskOptimizer(adapter, spec.training, total)
             state = TaskState(task, adapter, optimizer, sampler, load, total)
-            state.reference = self._frozen_copy(task, total)
+            state.reference = attach_reference(self.adapters, task, total)
             if task.resume is not None:
                 state.resume(task.resume)
             self._reserve_gradient_buffer()
         except torch.OutOfMemoryError as error:
-            self._detach(spec.name)
+            detach(self.adapters, spec.name)
             return f"task {spec.name!r}: there is no memory for its optimizer ({failed_allocation(error)})"
         except BaseException:
-            self._detach(spec.name)
+            detach(self.adapters, spec.name)
             raise
         self._tasks[spec.name] = state
         return ""
-
-    def _frozen_copy(self, task: Task, total: int) -> TaskAdapter | None:
-        """Attach a copy of the adapter that a preference task starts from, which is its reference as in TRL."""
-        spec = task.spec
-        if spec.training.is_preference and self.parallel.experts.broker is not None:
-            raise UserError(
-                f"task {spec.name!r}: training.loss: {spec.training.loss} does not run with expert managers: use "
-                "expert-parallel ranks"
-            )
-        if task.initial is None or not spec.training.needs_reference:
-            return None
-        copy = spec.model_copy(update={"name": reference_name(spec.name)})
-        return self.adapters.add(copy, total, task.initial)
-
-    def _detach(self, name: str) -> None:
-        """Detach a task's adapter, and the copy that is its reference."""
-        self.adapters.remove(name)
-        if reference_name(name) in self.adapters.tasks:
-            self.adapters.remove(reference_name(name))
 
     def remove_task(self, name: str) -> None:
         """Detach a task's adapter; the others and the backbone are untouched.
@@ -178,7 +159,7 @@ class Engine:
         """
         self._runner.read_ahead.forget()  # it knows the task, whose memory is to be free
         del self._tasks[name]
-        self._detach(name)
+        detach(self.adapters, name)
         self._reserve_gradient_buffer()
         for task in self._tasks.values():
             task.parked = False
@@ -344,24 +325,12 @@ class Engine:
         """
         self.adapters.prepare()
         for name in self.active:
-            self._compute_references(self._tasks[name])
+            task = self._tasks[name]
+            compute_references(LogProbs(self.stages, self.parallel, self.communicator, task))
         while True:
             plan = self.planning.begin(self._loads())
             if results := self._runner.run(plan, self._tasks, max_steps, timer, next_steps):
                 return results
-
-    def _compute_references(self, task: TaskState) -> None:
-        """Compute what a task's reference makes of all its data, if it asks for that and it has not been done."""
-        training = task.task.spec.training
-        if not training.precompute_ref_log_probs or task.reference_log_probs is not None:
-            return
-        if (
-            runtime.is_dry_run()
-        ):  # its values count for nothing, and its passes are smaller than those of a step
-            task.reference_log_probs = torch.zeros(len(task.task.data), dtype=torch.float64)
-        else:
-            log_probs = LogProbs(self.stages, self.parallel, self.communicator, task)
-            task.reference_log_probs = log_probs.of_data(task.preferences)
 
     def close(self) -> None:
         """End the engine's thread. The engine takes no further steps."""

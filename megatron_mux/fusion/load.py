@@ -34,6 +34,7 @@ class TaskLoad:
         tensors: How many parameters it has.
         longest: Tokens of the longest record there is; a typical step need not have one.
         refers: Whether its rows are computed a second time, forward only, with its reference.
+        together: Sequences of a record, which are in one micro-batch.
     """
 
     name: str
@@ -45,6 +46,7 @@ class TaskLoad:
     tensors: int
     longest: int = 0
     refers: bool = False
+    together: int = 1
 
     @classmethod
     def of(
@@ -74,6 +76,7 @@ class TaskLoad:
             tensors=sum(tensor.trained for tensor in spec.adapter.tensors(shape).values()),
             longest=int(lengths.max()),
             refers=spec.training.refers_in_steps,
+            together=spec.training.sequences_per_record,
         )
 
     @property
@@ -90,6 +93,11 @@ class TaskLoad:
     def elements(self) -> float:
         """Elements of its parameters."""
         return sum(self.adapter.divided) + sum(self.adapter.copied)
+
+    @property
+    def records(self) -> int:
+        """Records of a typical step, at least one."""
+        return max(1, len(self.tokens) // self.together)
 
     @property
     def longest_sequence(self) -> int:

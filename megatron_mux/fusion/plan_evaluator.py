@@ -80,7 +80,7 @@ class PlanEvaluator:
         self.weights = self.costs.weights()
         self.tokens = [float(load.total) for load in self.loads]
         self.lengths = {
-            name: Lengths(load.tokens, load.labels, self.pad_to.get(name, 0))
+            name: Lengths(load.tokens, load.labels, self.pad_to.get(name, 0), load.together)
             for name, load in self.raw.items()
         }
         self.limit: list[float] | None = None

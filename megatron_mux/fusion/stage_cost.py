@@ -82,7 +82,8 @@ class StageCosts:
         self._cores = AttentionCosts(profile)
         self._sites = [_by_stage(load.ops, self.stages) for load in self.loads]
         self._lowest = np.array([_lowest(load, shape.layers) for load in self.loads], dtype=np.int64)
-        self._count = np.array([len(load.tokens) for load in self.loads])
+        self._count = np.array([load.records for load in self.loads])
+        self._together = np.array([float(load.together) for load in self.loads])
         self._refers = np.array([float(load.refers) for load in self.loads])
         self._total = np.array([float(load.total) for load in self.loads])
         self._labels = np.array([float(sum(load.labels)) for load in self.loads])
@@ -115,13 +116,13 @@ class StageCosts:
         member = np.zeros((len(sets), len(self.loads)))
         for i, tasks in enumerate(sets):
             member[i, list(tasks)] = 1.0
-        # There are no more micro-batches than sequences.
+        # There are no more micro-batches than records.
         parts = np.maximum(1, np.minimum(micro_batches * self.data, member @ self._count))
         return self._combine(
             member * self._total / parts[:, None],
             member @ self._labels / parts,
             member @ self._attention / parts[:, None],
-            (member * self._longest).max(axis=1),
+            (member * self._longest * self._together).max(axis=1),
             np.zeros(len(sets)),
             np.ceil(parts / self.data),
         )
@@ -144,14 +145,15 @@ class StageCosts:
         return self._combine(rows, labels, attention, np.zeros(len(chunks)), kept, np.ones(len(chunks)))
 
     def longest(self, task: int, length: float | None = None) -> tuple[float, ...]:
-        """`[S]` bytes of one sequence that a task may have: kept, and taken besides.
+        """`[S]` bytes of one sequence that a task may have (of a pair: both): kept, and taken besides.
 
         Args:
             task: Which.
             length: Of the sequence; by default the longest there is.
         """
         rows = np.zeros((1, len(self.loads)))
-        rows[0, task] = length = self._longest[task] if length is None else length
+        length = self._longest[task] if length is None else length
+        rows[0, task] = length * self._together[task]
         virtual = self.loads[task].virtual_tokens
         alone = Rows(rows, rows[0, [task]], rows[0, [task]], np.array([float(virtual)]))
         found = self.memory.passes(alone, length=length)

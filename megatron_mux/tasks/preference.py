@@ -82,10 +82,10 @@ PREFERENCE_REFUSED: Mapping[str, Refused] = {
 def _loss_type(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]  # TRL takes a list of losses that it adds up
-    if value is None or value in {name for names in LOSS_TYPES.values() for name in names}:
-        return value
     if isinstance(value, (list, tuple)):
         raise problem(f"must be one loss, got {shown(value)}: combinations of losses are not supported")
+    if value is None or any(value == name for names in LOSS_TYPES.values() for name in names):
+        return value
     if isinstance(value, str) and value in _UNSUPPORTED_TYPES:
         raise problem(f"{value} is not supported: {_UNSUPPORTED_TYPES[value]}")
     known = "; ".join(f"{', '.join(names)} (loss: {loss})" for loss, names in LOSS_TYPES.items())
@@ -150,8 +150,9 @@ class PreferenceFields(Section):
             raise problem(
                 "loss_type exo_pair needs a label_smoothing above 0, such as 1e-3: without one it is infinite"
             )
-        if self.is_preference and getattr(self, "router_aux_loss_coef", None):
-            raise problem(f"router_aux_loss_coef is not supported with loss: {self.loss}: leave it out")
+        for name in ("router_aux_loss_coef", "label_smoothing_factor", "neftune_noise_alpha"):
+            if self.is_preference and getattr(self, name, None):
+                raise problem(f"{name} is not supported with loss: {self.loss}: leave it out")
         return self
 
     @property

@@ -10,9 +10,13 @@ import pytest
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.data.preference import parse_preference
+from megatron_mux.data.preference_file import PreferenceDataset
+from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine, Planning, StepResult
 from megatron_mux.engine.evaluate import EvalResult
 from megatron_mux.runtime import Parallel
+from megatron_mux.tasks import TrainingSpec
 from tests.end_to_end.families import FAMILIES, lora, prefix
 from tests.end_to_end.forked import Fault, Server
 from tests.end_to_end.harness import Case, adapter, assert_close, random_records
@@ -32,6 +36,7 @@ from tests.reference.peft_solo import load_model, wrap
 from tests.reference.trl_solo import TrlResult, train_trl
 
 STEPS = 20
+SKY = [{"role": "user", "content": "w1 w2"}]
 LOSS = 1e-4  # relative, every step
 NOISE = 1e-5  # absolute, of rewards near zero: differences of sums of about 30
 ADAPTER = 2e-3  # relative Frobenius norm
@@ -230,3 +235,62 @@ def test_a_run_reports_rewards_and_resumes_exactly(
         assert {"rewards/chosen", "rewards/margins", "logps/rejected"} <= keys
         assert {"eval_loss", "eval_accuracy", "eval_rewards/chosen"} <= keys
         assert ("kl" in keys) == (name == "kto")
+
+
+def test_defaults_are_those_of_trl() -> None:
+    from trl.experimental.orpo import ORPOConfig
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.kto_config import KTOConfig
+
+    for loss, config in (("dpo", DPOConfig), ("orpo", ORPOConfig), ("kto", KTOConfig)):
+        ours, theirs = (
+            TrainingSpec.model_validate({"loss": loss}),
+            config(output_dir="/tmp/none", bf16=False, use_cpu=True),
+        )
+        for name in (
+            "beta",
+            "learning_rate",
+            "label_smoothing",
+            "discopop_tau",
+            "desirable_weight",
+            "undesirable_weight",
+        ):
+            assert not hasattr(theirs, name) or getattr(ours, name) == getattr(theirs, name), f"{loss} {name}"
+        assert ours.truncation_mode == getattr(theirs, "truncation_mode", "keep_start")
+        assert ours.disable_dropout == theirs.disable_dropout
+        variant = getattr(theirs, "loss_type", "")
+        assert ours.variant == (variant[0] if isinstance(variant, list) else variant)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"),
+    [
+        ("The sky is blue.", "The sky is green."),
+        ("w1 w2 w3", "w1 w2 w4 w5"),
+        ([*SKY, {"role": "assistant", "content": "w3"}], [*SKY, {"role": "assistant", "content": "w4"}]),
+    ],
+)
+def test_a_missing_prompt_is_found_as_trl_finds_it(chosen: Any, rejected: Any) -> None:
+    from trl.data_utils import extract_prompt
+
+    found = parse_preference({"chosen": chosen, "rejected": rejected}, "dpo")
+    wanted = extract_prompt({"chosen": chosen, "rejected": rejected})
+    assert found.prompt == wanted["prompt"]
+    assert found.completions == (wanted["chosen"], wanted["rejected"])
+
+
+def test_pairs_of_a_kto_task_are_divided_as_trl_divides_them(place: Workplace, tmp_path: Path) -> None:
+    from datasets import Dataset
+    from trl.data_utils import unpair_preference_dataset
+
+    pairs = [{"prompt": f"w{i}", "chosen": f" w{i + 1}", "rejected": f" w{i + 2} w9"} for i in range(5)]
+    path = place.write_records("divided.jsonl", pairs)
+    tokenizer = load_tokenizer(place.backbone)
+    data = PreferenceDataset(path, tokenizer, 16, "kto", tmp_path)
+    wanted = unpair_preference_dataset(Dataset.from_list(pairs))
+    texts = [tokenizer.decode(data[i].tokens[:-1]) for i in range(len(data))]
+    assert texts == [row["prompt"] + row["completion"] for row in wanted]
+    assert data.desirable.tolist() == wanted["label"]
+    mixed = data.mismatched(3, 8)
+    assert tokenizer.decode(mixed.tokens[:-1]) == wanted[3]["prompt"] + wanted[8]["completion"]
+    assert mixed.labelled.tolist() == [False, True, True, True]

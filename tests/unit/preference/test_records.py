@@ -1,0 +1,97 @@
+"""Preference records: TRL's columns, prompts that are found, pairs that are divided; bad lines by number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_mux.data.preference import PreferenceTokeniser, parse_preference
+from megatron_mux.data.preference_file import PreferenceDataset
+from megatron_mux.data.records import BadRecordError
+from megatron_mux.data.tokenizer import load_tokenizer
+from megatron_mux.errors import UserError
+from tests.end_to_end.workplace import write_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+SKY = [{"role": "user", "content": "w1 w2"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(directory)
+    found = load_tokenizer(directory)
+    found.chat_template = TEMPLATE
+    return found
+
+
+def answer(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
+    record = parse_preference({"prompt": SKY, "chosen": answer("w3"), "rejected": answer("w4 w5")}, "dpo")
+    for example, text in zip(
+        PreferenceTokeniser(tokenizer, "dpo").encode(record), ("w3", "w4 w5"), strict=True
+    ):
+        whole = tokenizer.apply_chat_template(SKY + answer(text), tokenize=True, return_dict=False)
+        prompt = tokenizer.apply_chat_template(
+            SKY, tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+        assert example.tokens.tolist() == whole
+        assert whole[: len(prompt)] == prompt
+        assert example.labelled.tolist() == [False] * len(prompt) + [True] * (len(whole) - len(prompt))
+
+
+def test_long_records_are_cut_and_those_without_a_completion_left_out(tokenizer: Any, tmp_path: Path) -> None:
+    pairs = [
+        {"prompt": "w1 w2", "chosen": " w3 w4 w5 w6", "rejected": " w7"},
+        {"prompt": "w1 w2 w3 w4 w5", "chosen": " w6", "rejected": " w7"},
+    ]
+    path = write(tmp_path / "long.jsonl", pairs)
+    data = PreferenceDataset(path, tokenizer, 5, "dpo", tmp_path)
+    assert (len(data), data.dropped) == (2, 1)
+    assert data.lengths.tolist() == [5, 4]
+    assert data.completion_counts.tolist() == [3, 2]
+    assert data.starts.tolist() == [2, 2]
+    odds = PreferenceDataset(path, tokenizer, 5, "orpo", tmp_path)
+    begins = tokenizer.bos_token_id
+    assert [int(odds[i].tokens[0]) for i in range(2)] == [begins, begins], "as ORPO's trainer begins them"
+    assert odds.label_counts.tolist() == [4, 2], "a chosen sequence's prompt is learned, too"
+    assert np.count_nonzero(odds[0].labelled) == 4
+
+
+@pytest.mark.parametrize(
+    ("loss", "record", "words"),
+    [
+        ("dpo", {"prompt": "w1", "completion": "w2"}, ["loss: dpo", '"chosen"', "'completion'"]),
+        ("kto", {"prompt": "w1", "completion": "w2"}, ["loss: kto", '"label"']),
+        ("kto", {"prompt": "w1", "completion": "w2", "label": "yes"}, ['"label"', "true or false"]),
+        ("dpo", {"prompt": "w1", "chosen": 3, "rejected": "w2"}, ['"chosen"', "text"]),
+        ("dpo", {"prompt": "w1", "chosen": "w1", "rejected": SKY}, ["both"]),
+        ("dpo", {"chosen": "w1", "rejected": "v2 v3"}, ['"prompt"', "alike"]),
+    ],
+)
+def test_bad_records_are_refused_by_line(
+    loss: str, record: dict[str, Any], words: list[str], tokenizer: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(BadRecordError):
+        parse_preference(record, loss)
+    good = {"prompt": "w1", "chosen": " w2", "rejected": " w3"}
+    path = write(tmp_path / "bad.jsonl", [good, record, good])
+    with pytest.raises(UserError) as raised:
+        PreferenceDataset(path, tokenizer, 16, loss, tmp_path)
+    assert len(raised.value.problems) == 1
+    assert all(word in str(raised.value) for word in ["line 2", *words]), raised.value
+
+
+def write(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
