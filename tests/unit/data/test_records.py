@@ -63,7 +63,20 @@ def test_a_mark_of_byte_order_is_skipped() -> None:
         (b'{"messages": []}', "at least one message"),
         (b'{"messages": [{"role": "user"}]}', 'message 1 must be an object with "role" and "content"'),
         (b'{"messages": [{"role": "user", "content": null}]}', '"content" of message 1 must be text'),
-        (b'{"messages": [{"role": "user", "content": "a"}], "tools": [1]}', '"tools" beside "messages"'),
+        (
+            b'{"messages": [{"role": "user", "content": "a"}], "tools": [1]}',
+            '"tools" must be a list of JSON schemas',
+        ),
+        (b'{"messages": [{"role": "user", "content": "a"}], "tools": "[1"}', "or one as JSON text"),
+        (
+            b'{"messages": [{"role": "user", "content": "a"}], "documents": [1]}',
+            '"documents" beside messages is not',
+        ),
+        (b'{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}', '"completion" must be a list'),
+        (
+            b'{"prompt": [{"role": "user", "content": 1}], "completion": []}',
+            '"content" of message 1 of "prompt"',
+        ),
         (b'{"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}', '"tool_calls" of message 1'),
     ],
 )
