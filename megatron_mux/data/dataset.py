@@ -91,12 +91,15 @@ class TaskDataset:
             usable = [file.entry.usable(max_length, truncation_side) for file in self._files]
             self.cut = sum((file.entry.cut(max_length, truncation_side) for file in self._files), Cut())
             self.dropped = self.cut.empty + self.cut.emptied
-            for file, (numbers, _, _) in zip(self._files, usable, strict=True):
-                if not len(numbers):
-                    raise UserError(
+            empty = [file for file, (own, _, _) in zip(self._files, usable, strict=True) if not len(own)]
+            if empty:
+                raise UserError(
+                    *(
                         f"{file.label}: none of its {file.entry.records} records has a token to learn within "
                         f"data.max_length {max_length}: raise it, or give the records something to learn"
+                        for file in empty
                     )
+                )
         except BaseException:
             self.close()
             raise

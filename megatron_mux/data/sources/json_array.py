@@ -93,21 +93,19 @@ class _Text:
         """Read a JSON value."""
         piece = _PIECE
         while True:
+            problem = ""
             try:
                 found, end = _DECODER.raw_decode(self._text, self._at)
-                # A number or a name may go on in the next piece.
-                if end < len(self._text) or self._ended:
-                    start, self._at = self._at, end
-                    self._count(start)
-                    return found
-                error = None
-            except json.JSONDecodeError as caught:
-                error = caught
-            if len(self._text) - self._at > _LARGEST or not self._more(piece):
-                if error is None:
-                    continue
-                self.line += self._text.count("\n", self._at, error.pos)
-                raise ValueError(error.msg)
+            except json.JSONDecodeError as error:  # not kept: it holds the text
+                problem, end = error.msg, error.pos
+            # A number or a name may go on in the next piece.
+            if not problem and (end < len(self._text) or self._ended):
+                start, self._at = self._at, end
+                self._count(start)
+                return found
+            if len(self._text) - self._at > _LARGEST or (not self._more(piece) and problem):
+                self.line += self._text.count("\n", self._at, end)
+                raise ValueError(problem)
             piece *= 2
 
     def _more(self, size: int) -> bool:

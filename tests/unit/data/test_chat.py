@@ -44,7 +44,7 @@ def learned(tokenizer: Any, example: Example) -> str:
 
 
 def test_a_template_that_looks_back() -> None:
-    tokenizer = build(FORGETFUL)
+    tokenizer: Any = build(FORGETFUL)
     tokeniser = Tokeniser(tokenizer, 256)
     alone = tokeniser.encode(Messages([ASK, ANSWER]))
     assert learned(tokenizer, alone) == "thinking... hello world<|im_end|>"

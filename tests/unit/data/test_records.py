@@ -96,3 +96,21 @@ def test_any_line_is_answered_not_crashed_on(line: bytes) -> None:
         parse_record(line)
     except BadRecordError as error:
         assert "\n" not in str(error)
+
+
+def test_conversations() -> None:
+    """ShareGPT's keys, a prompt and a completion of messages, tools as a list or as JSON text."""
+    ask, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    assert parse({"conversations": shared}) == parse({"messages": [ask, answer]}) == Messages([ask, answer])
+    assert parse({"prompt": [ask], "completion": [answer]}) == Messages([ask, answer], prompt=1)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": None}}}]
+    for given_tools in (tools, json.dumps(tools)):
+        assert parse({"messages": [ask], "tools": given_tools}) == Messages([ask], tools=tools)
+    assert (
+        parse({"messages": [ask], "tools": []}) == parse({"messages": [ask], "tools": ""}) == Messages([ask])
+    )
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}], "name": None}
+    wanted = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    assert parse({"messages": [ask, call]}) == Messages([ask, wanted])
+    assert parse({"text": "a", "prompt": None, "completion": None}) == PromptCompletion(None, "a")
