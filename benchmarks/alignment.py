@@ -106,7 +106,7 @@ def _open_data(specs: Sequence[Any], backbone: Path) -> list[Any]:
     from megatron_mux.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(backbone)
-    return [TaskDataset(spec.data.path, tokenizer, spec.data.max_length) for spec in specs]
+    return [TaskDataset(spec.data.sources, tokenizer, spec.data.max_length) for spec in specs]
 
 
 def _shares(specs: Sequence[Any], data: Sequence[Any]) -> dict[str, float]:

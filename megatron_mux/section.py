@@ -125,6 +125,14 @@ def _path(value: Any, info: ValidationInfo) -> Any:
     raise problem(f"must be a path, got {shown(value)}")
 
 
+def _paths(value: Any, info: ValidationInfo) -> Any:
+    if not isinstance(value, (list, tuple)):
+        return _path(value, info)
+    if not value:
+        raise problem("must be a path or a list of paths, got an empty list")
+    return tuple(_path(one, info) for one in value)
+
+
 def _modules(value: Any) -> list[str] | str | None:
     if value is None:
         return None
@@ -155,6 +163,9 @@ TidyNumber = Annotated[float, BeforeValidator(_number), AfterValidator(_whole_if
 
 FilePath = Annotated[Path, BeforeValidator(_path)]
 """A path; relative ones start from the task file's directory."""
+
+FilePaths = Annotated[Path | tuple[Path, ...], BeforeValidator(_paths)]
+"""A path, or a list of them; relative ones start from the task file's directory."""
 
 Modules = Annotated[list[str] | str | None, PlainValidator(_modules)]
 """Hugging Face module names; as in peft, a single text is a regular expression for whole paths."""

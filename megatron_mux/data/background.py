@@ -11,12 +11,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import megatron_mux
-from megatron_mux.data.tokenised_file import Progress, TokenisedFile, progress_lines, tokenise_file
+from megatron_mux.data.section import DataSource
+from megatron_mux.data.tokenised_file import (
+    Progress,
+    TokenisedFile,
+    as_source,
+    progress_lines,
+    tokenise_file,
+)
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.errors import UserError
 
 Results = dict[str, TokenisedFile | UserError]
-"""For each file its tokens, or what is wrong with it."""
+"""For each source, by its `DataSource.key`, its tokens, or what is wrong with it."""
 
 # Not handed on: the process is none of the run's ranks.
 _OF_A_RANK = (
@@ -31,13 +38,13 @@ _OF_A_RANK = (
 
 
 class BackgroundTokenising:
-    """A process that tokenises files into the cache.
+    """A process that tokenises sources into the cache.
 
-    It ends when the files are done, when it is cancelled, or soon after this process ends.
+    It ends when they are done, when it is cancelled, or soon after this process ends.
 
     Args:
         backbone: Directory of the tokenizer.
-        paths: The files.
+        sources: Files, or paths of single ones.
         cache: See `token_cache_directory`.
         niceness: Of the process, relative to this one; 19 is idle priority.
 
@@ -46,8 +53,15 @@ class BackgroundTokenising:
         results: None until it is done.
     """
 
-    def __init__(self, backbone: Path, paths: Sequence[str], cache: Path | None, niceness: int = 19) -> None:
-        self.paths = tuple(dict.fromkeys(paths))
+    def __init__(
+        self,
+        backbone: Path,
+        sources: Sequence[str | os.PathLike[str] | DataSource],
+        cache: Path | None,
+        niceness: int = 19,
+    ) -> None:
+        by_key = {source.key: source for source in map(as_source, sources)}
+        self.sources = tuple(by_key.values())
         self.news: list[str] = []
         self.results: Results | None = None
         environment = {key: value for key, value in os.environ.items() if key not in _OF_A_RANK}
@@ -55,7 +69,7 @@ class BackgroundTokenising:
         environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment["CUDA_VISIBLE_DEVICES"] = ""
         self._connection, theirs = Pipe()
-        self._connection.send((backbone, self.paths, cache, niceness))
+        self._connection.send((backbone, self.sources, cache, niceness))
         # Not by `multiprocessing`, which would run this program's main module again.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megatron_mux.data.background"],
@@ -72,7 +86,7 @@ class BackgroundTokenising:
             try:
                 message = self._connection.recv()
             except (EOFError, OSError):
-                message = dict.fromkeys(self.paths, self._died(self._process.wait()))
+                message = _all(self.sources, self._died(self._process.wait()))
             if isinstance(message, str):
                 self.news.append(message)
             else:
@@ -87,30 +101,39 @@ class BackgroundTokenising:
 
     def _died(self, status: int) -> UserError:
         how = f"was killed by signal {-status}" if status < 0 else f"failed with status {status}"
-        return UserError(f"{', '.join(self.paths)}: the process that tokenises {how}")
+        return UserError(f"{_labels(self.sources)}: the process that tokenises {how}")
 
 
 def work(connection: Connection) -> None:
     """Tokenise what `BackgroundTokenising`, at the other end of a connection, asks for: the work of its process."""
-    backbone, paths, cache, niceness = connection.recv()
+    backbone, sources, cache, niceness = connection.recv()
     os.nice(niceness)
     results: Results = {}
     try:
         tokenizer = load_tokenizer(backbone)
-        for path in paths:
+        for source in sources:
             try:
-                results[path] = tokenise_file(Path(path), tokenizer, cache, _progress(Path(path), connection))
+                results[source.key] = tokenise_file(
+                    source, tokenizer, cache, _progress(source.label, connection)
+                )
             except UserError as error:
-                results[path] = error
+                results[source.key] = error
     except Exception as error:
-        what = f"{', '.join(paths)}: the process that tokenises failed: {error}"
-        results = dict.fromkeys(paths, UserError(what))
+        results = _all(sources, UserError(f"{_labels(sources)}: the process that tokenises failed: {error}"))
     connection.send(results)
 
 
-def _progress(path: Path, connection: Connection) -> Progress:
+def _labels(sources: Sequence[DataSource]) -> str:
+    return ", ".join(source.label for source in sources)
+
+
+def _all(sources: Sequence[DataSource], error: UserError) -> Results:
+    return {source.key: error for source in sources}
+
+
+def _progress(label: str, connection: Connection) -> Progress:
     """Sends lines for people; ends this process once nobody waits for the results any more."""
-    show = progress_lines(path, connection.send)
+    show = progress_lines(label, connection.send)
 
     def tell(done: int, size: int, records: int) -> None:
         if connection.poll():

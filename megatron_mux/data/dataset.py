@@ -1,10 +1,11 @@
-"""A task's records: tokens from the token cache, text from the file itself; both may be larger than memory."""
+"""A task's records: tokens from the token cache, text from the files themselves; both may be larger than memory."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,79 +13,103 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from megatron_mux.data.mixture import Mixing
 from megatron_mux.data.preference_file import PreferenceDataset
-from megatron_mux.data.records import BadRecordError, PromptCompletion, Record, parse_record
-from megatron_mux.data.token_cache import TokenCacheEntry
+from megatron_mux.data.record_file import RecordFile
+from megatron_mux.data.records import PromptCompletion, Record
+from megatron_mux.data.section import DataSource
+from megatron_mux.data.token_cache import Cut
 from megatron_mux.data.tokenise import Example, Tokeniser
-from megatron_mux.data.tokenised_file import Progress, TokenisedFile, progress_lines, tokenise_file
+from megatron_mux.data.tokenised_file import (
+    Progress,
+    TokenisedFile,
+    as_source,
+    progress_lines,
+    tokenise_file,
+)
 from megatron_mux.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Example", "TaskDataset"]
+__all__ = ["DataFiles", "Example", "TaskDataset"]
 
 MAX_DISTINCT = 128
 """Records can be classified among at most this many distinct completions: each is scored with every prompt."""
 
 
 class TaskDataset:
-    """The usable records of a JSON Lines file, by number: those with a label within the maximum length.
+    """The usable records of a source, or of several that are mixed, by number: those with a label after the cut.
 
-    The file is tokenised when it is first opened (see `tokenise_file`); its tokens are then mapped into memory. The
-    file is kept open: replacing it by another one does not disturb a run.
+    A source is tokenised when it is first opened (see `tokenise_file`); its tokens are then mapped into memory. Files
+    are kept open: replacing them by others does not disturb a run.
 
     Args:
-        path: The file.
+        source: The path of a file, or a source, or the sources of a mixture.
         tokenizer: The backbone's tokenizer.
         max_length: Tokens a sequence is cut to.
         progress: Told how far tokenising is.
-        tokenised: What another process of this host made of the file; by default it is tokenised here, if need be.
+        tokenised: What another process of this host made of the sources; by default they are tokenised here.
         cache: See `token_cache_directory`.
+        truncation_side: Where sequences are cut, "right" or "left".
+        mixing: How several sources are mixed; a record may then have several numbers.
 
     Attributes:
+        path: Names the sources in messages.
         lengths: `[n]` int32, tokens of each record.
         label_counts: `[n]` int32, labels of each record, never zero.
-        dropped: Records left out because they have no label within `max_length`.
+        cut: What was lost by the cut.
+        dropped: Records left out because they have no label after it.
 
     Raises:
-        UserError: See `tokenise_file`; or no record is usable; or the file is not the one that was tokenised.
+        UserError: See `tokenise_file`; or no record is usable; or a file is not the one that was tokenised.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        source: str | os.PathLike[str] | DataSource | Sequence[DataSource],
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         progress: Progress | None = None,
-        tokenised: TokenisedFile | None = None,
+        tokenised: TokenisedFile | Sequence[TokenisedFile] | None = None,
         cache: Path | None = None,
+        truncation_side: str = "right",
+        mixing: Mixing | None = None,
     ) -> None:
-        self.path = Path(path)
+        given = [source] if isinstance(source, (str, os.PathLike, DataSource)) else source
+        sources = [as_source(one) for one in given]
+        self.path = " + ".join(one.label for one in sources)
         self.max_length = max_length
-        self._tokeniser = Tokeniser(tokenizer, max_length)
-        self.tokenised = tokenised or tokenise_file(self.path, tokenizer, cache, progress)
+        self._tokeniser = Tokeniser(tokenizer, max_length, truncation_side)
+        if tokenised is None:
+            tokenised = [tokenise_file(one, tokenizer, cache, progress) for one in sources]
+        self.tokenised = (tokenised,) if isinstance(tokenised, TokenisedFile) else tuple(tokenised)
+        self._files: list[RecordFile] = []
         try:
-            self._entry = TokenCacheEntry(Path(self.tokenised.entry))
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(
-                f"{self.path}: its tokens were taken from the cache ({self.tokenised.entry}): begin again"
-            ) from error
-        self._numbers, self.lengths, self.label_counts = self._entry.usable(max_length)
-        self.dropped = self._entry.records - len(self)
-        if not len(self):
-            raise UserError(
-                f"{self.path}: none of its {self.dropped} records has a token to learn within data.max_length "
-                f"{max_length}: raise it, or give the records something to learn"
-            )
-        try:
-            self._file = open(self.path, "rb")  # noqa: SIM115 (kept open)
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be read: {error.strerror or error}") from error
-        if not self.tokenised.is_of(self._file):
-            self._file.close()
-            raise self._changed()
-        self._lock = threading.Lock()
+            for one, made in zip(sources, self.tokenised, strict=True):
+                self._files.append(RecordFile(one, made, self._tokeniser))
+            usable = [file.entry.usable(max_length, truncation_side) for file in self._files]
+            self.cut = sum((file.entry.cut(max_length, truncation_side) for file in self._files), Cut())
+            self.dropped = self.cut.empty + self.cut.emptied
+            empty = [file for file, (own, _, _) in zip(self._files, usable, strict=True) if not len(own)]
+            if empty:
+                raise UserError(
+                    *(
+                        f"{file.label}: none of its {file.entry.records} records has a token to learn within "
+                        f"data.max_length {max_length}: raise it, or give the records something to learn"
+                        for file in empty
+                    )
+                )
+        except BaseException:
+            self.close()
+            raise
+        numbers, lengths, labels = (np.concatenate(parts) for parts in zip(*usable, strict=True))
+        owners = np.repeat(np.arange(len(usable), dtype=np.int16), [len(numbers) for numbers, _, _ in usable])
+        if mixing is not None:
+            order = mixing.order([len(numbers) for numbers, _, _ in usable])
+            numbers, lengths, labels, owners = numbers[order], lengths[order], labels[order], owners[order]
+        self._mixed = None if mixing is None else hashlib.sha256(order.tobytes()).hexdigest()
+        self._numbers, self._owners, self.lengths, self.label_counts = numbers, owners, lengths, labels
 
     def __len__(self) -> int:
         """Usable records."""
@@ -97,12 +122,8 @@ class TaskDataset:
             IndexError: There is no such record.
             UserError: The file was changed while in use.
         """
-        tokens, labelled = self._entry.read(self._row(number), self.max_length)
-        if not self.tokenised.is_of(self._file):
-            again = self._encode(self.record(number))
-            if not np.array_equal(again.tokens, tokens):
-                raise self._changed()
-        return Example(tokens, labelled, None)
+        file, row = self._find(number)
+        return file.example(row)
 
     def record(self, number: int) -> Record:
         """A record as it stands in the file.
@@ -111,18 +132,8 @@ class TaskDataset:
             IndexError: There is no such record.
             UserError: The file was changed while in use.
         """
-        offset = self._entry.line(self._row(number))
-        try:
-            # A reader of its own: another one's buffer may hold what the file held before.
-            with self._lock, open(self._file.fileno(), "rb", closefd=False) as file:
-                file.seek(offset)
-                line = file.readline()
-            record = parse_record(line)
-        except (OSError, BadRecordError) as error:
-            raise self._changed() from error
-        if record is None:
-            raise self._changed()
-        return record
+        file, row = self._find(number)
+        return file.record(row)
 
     def candidates(self, number: int) -> tuple[list[Example], int]:
         """A record with each of the `distinct_completions` in turn, and which of them is its own.
@@ -131,16 +142,20 @@ class TaskDataset:
         """
         if self.distinct_completions is None:
             return [self[number]], 0
-        record = self.record(number)
+        file, row = self._find(number)
+        record = file.record(row)
         if not isinstance(record, PromptCompletion) or record.completion not in self.distinct_completions:
-            raise self._changed()
-        examples = [self._encode(replace(record, completion=text)) for text in self.distinct_completions]
+            raise file.changed()
+        examples = [file.encode(replace(record, completion=text)) for text in self.distinct_completions]
         return examples, self.distinct_completions.index(record.completion)
 
     @cached_property
     def distinct_completions(self) -> list[str] | None:
         """The completions that occur, in order of appearance, if every record has one and at most 128 differ."""
-        digests = self._entry.completions(self._numbers)
+        digests = np.empty(len(self), np.uint64)
+        for owner, file in enumerate(self._files):
+            own = self._owners == owner
+            digests[own] = file.entry.completions(self._numbers[own])
         if not digests.all():
             return None
         _, first = np.unique(digests, return_index=True)
@@ -161,29 +176,22 @@ class TaskDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the file's content."""
-        return self._entry.fingerprint
+        """Identifies the records and their order: what the files hold, and how they are mixed."""
+        prints = [file.entry.fingerprint for file in self._files]
+        if self._mixed is None:
+            return prints[0]
+        return hashlib.sha256(json.dumps([prints, self._mixed]).encode()).hexdigest()
 
     def close(self) -> None:
-        """Close the file; the data set is of no use afterwards."""
-        self._file.close()
+        """Close the files; the data set is of no use afterwards."""
+        for file in self._files:
+            file.close()
 
-    def _row(self, number: int) -> int:
-        """A record's row in the cache entry."""
+    def _find(self, number: int) -> tuple[RecordFile, int]:
+        """The source of a record, and its row in the source's cache entry."""
         if not -len(self) <= number < len(self):
             raise IndexError(f"{self.path} has {len(self)} usable records, no number {number}")
-        return int(self._numbers[number])
-
-    def _encode(self, record: Record) -> Example:
-        try:
-            return self._tokeniser.encode(record)
-        except BadRecordError as error:
-            raise self._changed() from error
-
-    def _changed(self) -> UserError:
-        return UserError(
-            f"{self.path}: was changed while in use: leave data files alone while tasks learn from them"
-        )
+        return self._files[self._owners[number]], int(self._numbers[number])
 
 
 @dataclass(frozen=True)
@@ -194,7 +202,7 @@ class DataFiles:
         tokenizer: The backbone's.
         say: Shows a line for people: how far tokenising a long file is.
         cache: See `token_cache_directory`.
-        tokenised: What is known of files already: their tokens, or what is wrong with them.
+        tokenised: What is known of sources already, by `DataSource.key`: their tokens, or what is wrong with them.
     """
 
     tokenizer: Any
@@ -202,21 +210,48 @@ class DataFiles:
     cache: Path | None = None
     tokenised: Mapping[str, TokenisedFile | UserError] = field(default_factory=dict)
 
-    def open(self, path: str | os.PathLike[str], max_length: int, loss: str = "sft") -> TaskDataset:
-        """Open a file, tokenising it if need be.
+    def open(
+        self,
+        source: str | os.PathLike[str] | DataSource | Sequence[DataSource],
+        max_length: int,
+        truncation_side: str = "right",
+        mixing: Mixing | None = None,
+        loss: str = "sft",
+    ) -> TaskDataset:
+        """Open files, tokenising them if need be; see `TaskDataset`.
 
         Args:
-            path: The file.
+            source: The path of a file, or a source, or the sources of a mixture.
             max_length: Tokens a sequence is cut to.
-            loss: Of the task: one of a preference has records of its own kind (`PreferenceDataset`).
+            truncation_side: Where sequences are cut.
+            mixing: How several sources are mixed.
+            loss: Of the task: one of a preference has records of its own kind (`PreferenceDataset`), in one source.
 
         Raises:
-            UserError: See `TaskDataset`.
+            UserError: With the problems of all sources.
         """
+        given = [source] if isinstance(source, (str, os.PathLike, DataSource)) else source
+        sources = [as_source(one) for one in given]
         if loss != "sft":
-            return cast(TaskDataset, PreferenceDataset(path, self.tokenizer, max_length, loss, self.cache))
-        known = self.tokenised.get(str(path))
+            (only,) = sources
+            return cast(TaskDataset, PreferenceDataset(only, self.tokenizer, max_length, loss, self.cache))
+        made: list[TokenisedFile] = []
+        problems: list[str] = []
+        for one in sources:
+            try:
+                made.append(self._tokenised(one))
+            except UserError as error:
+                problems += error.problems
+        if problems:
+            raise UserError(*dict.fromkeys(problems))
+        return TaskDataset(
+            sources, self.tokenizer, max_length, None, made, self.cache, truncation_side, mixing
+        )
+
+    def _tokenised(self, source: DataSource) -> TokenisedFile:
+        known = self.tokenised.get(source.key)
         if isinstance(known, UserError):
             raise known
-        progress = progress_lines(Path(path), self.say)
-        return TaskDataset(path, self.tokenizer, max_length, progress, known, self.cache)
+        return known or tokenise_file(
+            source, self.tokenizer, self.cache, progress_lines(source.label, self.say)
+        )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.data.preference import DESIRABLE, PreferenceRecord, PreferenceTokeniser, parse_preference
-from megatron_mux.data.records import BadRecordError
-from megatron_mux.data.token_cache import TokenCacheEntry, TokenCacheWriter, token_cache_directory
+from megatron_mux.data.records import BadRecordError, row_object
+from megatron_mux.data.section import DataSource
+from megatron_mux.data.sources.selection import Selection
+from megatron_mux.data.sources.source import Row
+from megatron_mux.data.token_cache import Cut, TokenCacheEntry, TokenCacheWriter, token_cache_directory
 from megatron_mux.data.tokenise import Example
+from megatron_mux.data.tokenised_file import as_source
 from megatron_mux.data.tokenizer import tokenizer_fingerprint
 from megatron_mux.errors import UserError
 
 _BATCH = 1000
-"""Lines that are unpaired together: the desirable records of all, then the undesirable ones, as in TRL."""
+"""Rows that are unpaired together: the desirable records of all, then the undesirable ones, as in TRL."""
 _SHOWN = 20
 _UNCUT = 1 << 62
 
@@ -32,7 +37,7 @@ class PreferenceDataset:
     A pair's chosen and rejected sequence have the numbers `2 i` and `2 i + 1`.
 
     Args:
-        path: JSON Lines file.
+        source: Files, or the path of one.
         tokenizer: The backbone's.
         max_length: Tokens a sequence is cut to.
         loss: dpo, orpo or kto.
@@ -44,6 +49,7 @@ class PreferenceDataset:
         completion_counts: `[n]` int32, tokens of each completion.
         starts: `[n]` int32, where each completion begins.
         desirable: `[n]` bool; True for the chosen sequences of pairs.
+        cut: What was lost by the cut: tokens of completions.
         dropped: Records left out since a completion begins beyond `max_length`.
 
     Raises:
@@ -54,18 +60,20 @@ class PreferenceDataset:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        source: str | os.PathLike[str] | DataSource,
         tokenizer: Any,
         max_length: int,
         loss: str,
         cache: Path | None = None,
     ) -> None:
-        self.path = Path(path)
+        given = as_source(source)
+        self.path = given.label
         self.max_length = max_length
         self.loss = loss
         self.together = 1 if loss == "kto" else 2
         self.end_of_sequence = int(tokenizer.eos_token_id)
-        self._entry = _entry(self.path, tokenizer, loss, token_cache_directory(cache))
+        with closing(Selection(given)) as selection:
+            self._entry = _entry(selection, tokenizer, loss, token_cache_directory(cache))
         numbers, lengths, counts = self._entry.usable(max_length)
         fits = np.zeros(self._entry.records, np.bool_)
         fits[numbers] = True
@@ -81,6 +89,7 @@ class PreferenceDataset:
         self.lengths, self.completion_counts = lengths[chosen], counts[chosen]
         self.starts = self.lengths - self.completion_counts
         self.label_counts = self.completion_counts.copy()
+        self.cut = self._cut()
         if loss == "orpo":
             self.label_counts[0::2] = self.lengths[0::2] - 1
 
@@ -117,6 +126,12 @@ class PreferenceDataset:
             return np.equal(np.arange(len(self)) % 2, 0)
         return np.equal(self._entry.completions(self._numbers), _DESIRABLE)
 
+    def _cut(self) -> Cut:
+        longest = self._entry.lengths.reshape(-1, self.together).max(axis=1)
+        labels = self._entry.cut(self.max_length).labels
+        lost = labels - int(self.completion_counts.sum())
+        return Cut(len(longest), int((longest > self.max_length).sum()), 0, self.dropped, labels, lost)
+
     @property
     def fingerprint(self) -> str:
         """Identifies the file's content."""
@@ -132,86 +147,58 @@ _DESIRABLE = np.uint64(
 """The token cache's digest of a desirable record."""
 
 
-def _entry(path: Path, tokenizer: Any, loss: str, directory: Path) -> TokenCacheEntry:
-    """The tokens of a file, from the cache or made now."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    digest = hashlib.sha256(content).hexdigest()
-    kind = loss if loss == "orpo" else "kto" if loss == "kto" else "pairs"
-    name = f"{digest[:32]}-{tokenizer_fingerprint(tokenizer)[:16]}-{kind}"
+def _entry(selection: Selection, tokenizer: Any, loss: str, directory: Path) -> TokenCacheEntry:
+    """The tokens of a source, from the cache or made now."""
+    fingerprint = selection.fingerprint()
+    kind = loss if loss in ("orpo", "kto") else "pairs"
+    name = f"{fingerprint[:32]}-{tokenizer_fingerprint(tokenizer)[:16]}-{kind}"
     try:
         return TokenCacheEntry(directory / name)
     except (OSError, ValueError, KeyError):
         pass
     try:
-        return TokenCacheEntry(
-            _write(path, content, PreferenceTokeniser(tokenizer, loss), loss, directory, name, digest)
-        )
+        with TokenCacheWriter(directory) as writer:
+            _write(selection, PreferenceTokeniser(tokenizer, loss), loss, writer)
+            return TokenCacheEntry(writer.finish(name, fingerprint, selection.size))
     except OSError as error:
         raise UserError(
-            f"{directory}: the tokens of {path} cannot be kept there: {error.strerror or error}: make room, or choose "
-            "another directory with --mux-data-cache"
+            f"{directory}: the tokens of {selection.label} cannot be kept there: {error.strerror or error}: make room, "
+            "or choose another directory with --mux-data-cache"
         ) from error
 
 
-def _write(
-    path: Path,
-    content: bytes,
-    tokeniser: PreferenceTokeniser,
-    loss: str,
-    directory: Path,
-    name: str,
-    digest: str,
-) -> Path:
+def _write(selection: Selection, tokeniser: PreferenceTokeniser, loss: str, writer: TokenCacheWriter) -> None:
     problems: list[str] = []
     count = 0
-    lines = content.splitlines(keepends=True)
-    with TokenCacheWriter(directory) as writer:
-        for first in range(0, len(lines), _BATCH):
-            records = list(_records(path, lines[first : first + _BATCH], first + 1, loss, problems))
-            for line, record in _unpaired(records) if loss == "kto" else records:
-                count += 1
-                try:
-                    writer.add([(line, example) for example in tokeniser.encode(record)])
-                except BadRecordError as error:
-                    problems.append(f"{path}: line {line}: {error}")
-                except UserError as error:
-                    raise UserError(*(f"{path}: {text}" for text in error.problems)) from error
-        if problems:
-            more = f"{path}: {len(problems)} bad lines in all, of which the first are named above"
-            raise UserError(*problems[:_SHOWN], *([more] if len(problems) > _SHOWN else []))
-        if not count:
-            raise UserError(f"{path}: is empty: it must hold at least one record")
-        return writer.finish(name, digest, len(content))
+    rows = selection.rows()
+    while some := list(islice(rows, _BATCH)):
+        records = list(_records(some, loss, problems))
+        for row, record in _unpaired(records) if loss == "kto" else records:
+            count += 1
+            try:
+                writer.add([(row.place, example) for example in tokeniser.encode(record)])
+            except BadRecordError as error:
+                problems.append(f"{row.where}: {error}")
+            except UserError as error:
+                raise UserError(*(f"{selection.label}: {text}" for text in error.problems)) from error
+    if problems:
+        more = f"{selection.label}: {len(problems)} bad rows in all, of which the first are named above"
+        raise UserError(*problems[:_SHOWN], *([more] if len(problems) > _SHOWN else []))
+    if not count:
+        raise UserError(f"{selection.label}: is empty: it must hold at least one record")
 
 
-def _records(
-    path: Path, lines: Sequence[bytes], number: int, loss: str, problems: list[str]
-) -> Iterator[tuple[int, PreferenceRecord]]:
-    """The records of some lines with the number of each; problems are added to the list."""
-    for line, text in enumerate(lines, number):
-        if not (text := text.removeprefix(b"\xef\xbb\xbf")).strip():
-            continue
+def _records(rows: Sequence[Row], loss: str, problems: list[str]) -> Iterator[tuple[Row, PreferenceRecord]]:
+    """The records of some rows; problems are added to the list."""
+    for row in rows:
         try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            problems.append(f"{path}: line {line}: not valid JSON: {error}")
-            continue
-        if not isinstance(value, dict):
-            problems.append(f"{path}: line {line}: must hold a JSON object")
-            continue
-        try:
-            yield line, parse_preference(value, loss)
+            yield row, parse_preference(row_object(row.value), loss)
         except BadRecordError as error:
-            problems.append(f"{path}: line {line}: {error}")
+            problems.append(f"{row.where}: {error}")
 
 
-def _unpaired(records: Sequence[tuple[int, PreferenceRecord]]) -> list[tuple[int, PreferenceRecord]]:
+def _unpaired(records: Sequence[tuple[Row, PreferenceRecord]]) -> list[tuple[Row, PreferenceRecord]]:
     """Records with one completion each: the desirable halves of pairs, then the others."""
-    halves = [[(line, half) for half in record.unpaired()] for line, record in records]
+    halves = [[(row, half) for half in record.unpaired()] for row, record in records]
     first = [own[0] for own in halves]
     return first + [own[1] for own in halves if len(own) > 1]

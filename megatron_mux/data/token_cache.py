@@ -17,6 +17,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import astuple, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
@@ -24,15 +25,15 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.data.tokenise import Example
+from megatron_mux.data.tokenise import Example, kept_part
 from megatron_mux.files import cache_directory, sync_directory, write
 
-_FORMAT = 1
+_FORMAT = 2
 _META, _TOKENS, _INDEX, _SPANS = "meta.json", "tokens.bin", "index.bin", "spans.bin"
 
-# One row per record, in the order of the file, and a last row with the ends: where the record's line begins, its first
-# token, its first span of labels, and a digest of its completion (0 where the record has none).
-_ROW = np.dtype([("line", "<i8"), ("token", "<i8"), ("span", "<i8"), ("completion", "<u8")])
+# One row per record, in the order of the files, and a last row with the ends: the record's place (`Selection.record`),
+# its first token, its first span of labels, and a digest of its completion (0 where the record has none).
+_ROW = np.dtype([("place", "<i8"), ("token", "<i8"), ("span", "<i8"), ("completion", "<u8")])
 # The first label and the token after the last, counted from the record's first token.
 _SPAN = np.dtype(("<i4", 2))
 _TOKEN = np.dtype("<u4")
@@ -58,6 +59,47 @@ def token_cache_directory(given: Path | None = None) -> Path:
     return Path(tempfile.gettempdir()) / f"megatron-mux-{os.getuid()}" / "tokens"
 
 
+@dataclass(frozen=True)
+class Cut:
+    """What is lost by cutting records to a maximum length.
+
+    Attributes:
+        records: All records.
+        longer: Those that are longer than that.
+        empty: Those that have no label even uncut.
+        emptied: Those that have no label left.
+        labels: Labels of all records, uncut.
+        lost: Labels that are cut off.
+    """
+
+    records: int = 0
+    longer: int = 0
+    empty: int = 0
+    emptied: int = 0
+    labels: int = 0
+    lost: int = 0
+
+    def lines(self, max_length: int) -> list[str]:
+        """Say what was lost, in lines for people; none if nothing was."""
+        found = []
+        if self.longer:
+            share = f"{self.lost:,} of {self.labels:,} tokens to learn" if self.lost else "no token to learn"
+            emptied = f", {self.emptied:,} records all of theirs: these were dropped" if self.emptied else ""
+            found.append(
+                f"{self.longer:,} of {self.records:,} records are longer than {max_length} tokens; cutting them loses "
+                f"{share}{emptied}"
+            )
+        if self.empty:
+            found.append(
+                f"{self.empty:,} of {self.records:,} records have no token to learn and were dropped"
+            )
+        return found
+
+    def __add__(self, other: Cut) -> Cut:
+        """Both together."""
+        return Cut(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+
 class TokenCacheEntry:
     """A tokenised file, opened for reading.
 
@@ -65,7 +107,7 @@ class TokenCacheEntry:
         directory: Of the entry.
 
     Attributes:
-        fingerprint: SHA-256 of the file.
+        fingerprint: Of the files.
         records: How many there are.
 
     Raises:
@@ -87,36 +129,76 @@ class TokenCacheEntry:
             os.utime(directory / _META)
 
     def usable(
-        self, max_length: int
+        self, max_length: int, truncation_side: str = "right"
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """The records that have a label within their first `max_length` tokens.
+        """The records that have a label within the `max_length` tokens that are left after the cut.
 
         Returns:
             `[n]` each: their numbers in the entry; tokens, and labels, of each after the cut.
         """
-        starts = self._rows["token"]
-        lengths = np.minimum(np.diff(starts), max_length)
-        first_spans = self._rows["span"]
-        limits = np.repeat(lengths, np.diff(first_spans))
-        inside = np.minimum(self._spans, limits[:, None])
-        total = np.concatenate([[0], np.cumsum(inside[:, 1] - inside[:, 0])])
-        labels = total[first_spans[1:]] - total[first_spans[:-1]]
+        whole = self.lengths
+        lengths = np.minimum(whole, max_length)
+        # The first token that is left is no label, since nothing precedes it.
+        first = (
+            np.where(whole > max_length, whole - max_length + 1, 0)
+            if truncation_side == "left"
+            else 0 * whole
+        )
+        last = whole if truncation_side == "left" else lengths
+        labels = self._labels(first, last)
         numbers = np.flatnonzero(labels)
         return numbers, lengths[numbers].astype(np.int32), labels[numbers].astype(np.int32)
 
-    def read(self, number: int, max_length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """`[n]`, tokens of all records, uncut."""
+        found: npt.NDArray[np.int64] = np.diff(self._rows["token"])
+        return found
+
+    def cut(self, max_length: int, truncation_side: str = "right") -> Cut:
+        """What is lost by cutting records to `max_length`."""
+        whole = self.lengths
+        before = self._labels(0 * whole, whole)
+        after = np.zeros_like(before)
+        numbers, _, labels = self.usable(max_length, truncation_side)
+        after[numbers] = labels
+        emptied = (before > 0) & (after == 0)
+        return Cut(
+            self.records,
+            int((whole > max_length).sum()),
+            int((before == 0).sum()),
+            int(emptied.sum()),
+            int(before.sum()),
+            int((before - after).sum()),
+        )
+
+    def _labels(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Labels of each record between a first token and the one after the last."""
+        spans = self._rows["span"]
+        counts = np.diff(spans)
+        inside = np.clip(self._spans, np.repeat(first, counts)[:, None], np.repeat(last, counts)[:, None])
+        total = np.concatenate([[0], np.cumsum(inside[:, 1] - inside[:, 0])])
+        labels: npt.NDArray[np.int64] = total[spans[1:]] - total[spans[:-1]]
+        return labels
+
+    def read(
+        self, number: int, max_length: int, truncation_side: str = "right"
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """A record's tokens and which of them are labels, cut to `max_length`."""
         row, end = self._rows[number], self._rows[number + 1]
         start = int(row["token"])
-        tokens = self._tokens[start : min(int(end["token"]), start + max_length)].astype(np.int64)
-        labelled = np.zeros(len(tokens), np.bool_)
+        kept = kept_part(int(end["token"]) - start, max_length, truncation_side)
+        tokens = self._tokens[start + kept.start : start + kept.stop].astype(np.int64)
+        labelled = np.zeros(kept.stop, np.bool_)
         for first, stop in self._spans[row["span"] : end["span"]].tolist():
             labelled[first:stop] = True
+        labelled = labelled[kept]
+        labelled[:1] = False
         return tokens, labelled
 
-    def line(self, number: int) -> int:
-        """Where a record's line begins in the file."""
-        return int(self._rows["line"][number])
+    def place(self, number: int) -> int:
+        """Where a record is in its files; see `Selection.record`."""
+        return int(self._rows["place"][number])
 
     def completions(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """Digests of records' completions: equal for equal texts, 0 for a record without one."""
@@ -139,7 +221,7 @@ class TokenCacheWriter:
         directory.mkdir(parents=True, exist_ok=True)
         self._partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory))
         self._tokens: IO[bytes] = open(self._partial / _TOKENS, "wb")  # noqa: SIM115 (closed in `__exit__`)
-        self._lines, self._starts, self._completions = array("q"), array("q"), array("Q")
+        self._places, self._starts, self._completions = array("q"), array("q"), array("Q")
         self._first_spans, self._spans = array("q"), array("i")
         self._count = 0
 
@@ -152,10 +234,10 @@ class TokenCacheWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def add(self, records: Sequence[tuple[int, Example]]) -> None:
-        """Append records: where the line of each begins in the file, and its tokens, uncut."""
+        """Append records: the place of each in its files, and its tokens, uncut."""
         if not records:
             return
-        lines, examples = zip(*records, strict=True)
+        places, examples = zip(*records, strict=True)
         lengths = [len(example.tokens) for example in examples]
         starts = np.cumsum([0, *lengths[:-1]])
         # Runs of labels never join across records: the first token of a record is no label.
@@ -165,7 +247,7 @@ class TokenCacheWriter:
         counts = np.bincount(owners, minlength=len(examples))
         self._first_spans.extend(len(self._spans) // 2 + np.cumsum(counts) - counts)
         self._spans.extend((edges - starts[owners, None]).ravel())
-        self._lines.extend(lines)
+        self._places.extend(places)
         self._starts.extend(self._count + starts)
         self._completions.extend(_digest(example.completion_text) for example in examples)
         self._count += sum(lengths)
@@ -176,17 +258,17 @@ class TokenCacheWriter:
 
         Args:
             name: Of the entry.
-            fingerprint: SHA-256 of the file.
-            size: Bytes of the file.
+            fingerprint: Of the files.
+            size: Bytes of the files.
 
         Returns:
             The entry's directory.
         """
         self._tokens.flush()
         os.fsync(self._tokens.fileno())
-        rows = np.zeros(len(self._lines) + 1, _ROW)
+        rows = np.zeros(len(self._places) + 1, _ROW)
         for field, values, end in (
-            ("line", self._lines, size),
+            ("place", self._places, size),
             ("token", self._starts, self._count),
             ("span", self._first_spans, len(self._spans) // 2),
             ("completion", self._completions, 0),
@@ -194,7 +276,7 @@ class TokenCacheWriter:
             rows[field][:-1], rows[field][-1] = values, end
         write(self._partial / _INDEX, rows.tobytes())
         write(self._partial / _SPANS, np.array(self._spans, _SPAN.base).tobytes())
-        counts = {"records": len(self._lines), "tokens": self._count, "spans": len(self._spans) // 2}
+        counts = {"records": len(self._places), "tokens": self._count, "spans": len(self._spans) // 2}
         meta: dict[str, Any] = {"format": _FORMAT, "fingerprint": fingerprint, **counts}
         write(self._partial / _META, json.dumps(meta).encode())
         sync_directory(self._partial)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_mux.data.chat import Chat, ChatTemplate, common_beginning
 from megatron_mux.data.records import BadRecordError, Messages, PromptCompletion, Record
 from megatron_mux.errors import UserError
 
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 
 _one_at_a_time = threading.Lock()
 """Held while a tokenizer works: all data sets share one, which must not be called by two threads at once."""
+
+
+def kept_part(length: int, max_length: int | None, truncation_side: str) -> slice:
+    """The part of a sequence of `length` tokens that is left after it is cut to `max_length`."""
+    if max_length is None or length <= max_length:
+        return slice(0, length)
+    return slice(0, max_length) if truncation_side == "right" else slice(length - max_length, length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,15 +43,6 @@ class Example:
     completion_text: str | None
 
 
-@dataclass(frozen=True)
-class _Chat:
-    """A rendered conversation: character ranges to learn, and whether its last turn is still to be closed."""
-
-    text: str
-    spans: tuple[tuple[int, int], ...]
-    append_end: bool
-
-
 class Tokeniser:
     """Turns records into examples for one tokenizer and one maximum length.
 
@@ -51,21 +50,26 @@ class Tokeniser:
       is appended and learned with the completion.
     - Text is tokenised, end-of-sequence appended; every token is learned.
     - Messages go through the tokenizer's chat template; the assistant's turns are learned, their end-of-turn included.
-    - Longer sequences are cut to `max_length` on the right.
+      Of prompt and completion as messages all is learned that the completion adds to the rendered prompt.
+    - Longer sequences are cut to `max_length`.
 
     Args:
         tokenizer: A Hugging Face tokenizer with an end-of-sequence token.
         max_length: Tokens a sequence is cut to; None leaves sequences whole.
+        truncation_side: Where they are cut, "right" or "left".
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_length: int | None, truncation_side: str = "right"
+    ) -> None:
         self.tokenizer: Any = tokenizer
         self.max_length = max_length
+        self.truncation_side = truncation_side
         self.end_of_sequence = int(self.tokenizer.eos_token_id)
         self._trailing = self._trailing_specials()
         specials = {str(t) for t in self.tokenizer.all_special_tokens}
         specials |= {str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special}
-        self._special_texts = tuple(sorted(specials - {""}))
+        self._template = ChatTemplate(tokenizer, tuple(sorted(specials - {""})))
 
     def encode(self, record: Record) -> Example:
         """One record's example; see the class.
@@ -81,22 +85,28 @@ class Tokeniser:
 
     def encode_many(self, records: Sequence[Record]) -> list[Example | BadRecordError]:
         """The examples of several records, tokenised together for speed; the results are the same as one by one."""
-        parts: list[PromptCompletion | _Chat | BadRecordError] = []
+        parts: list[PromptCompletion | Chat | BadRecordError] = []
         for record in records:
             try:
-                parts.append(self._render(record) if isinstance(record, Messages) else record)
+                parts.append(self._template.render(record) if isinstance(record, Messages) else record)
             except BadRecordError as error:
                 parts.append(error)
         pairs = [part for part in parts if isinstance(part, PromptCompletion)]
         heads = iter(self._heads([p.completion if p.prompt is None else p.prompt for p in pairs]))
         tails = iter(self._plain([p.completion for p in pairs if p.prompt is not None]))
-        chats = iter(self._with_offsets([p.text for p in parts if isinstance(p, _Chat)]))
+        chats = [part for part in parts if isinstance(part, Chat)]
+        turns = iter(self._with_offsets([chat.text for chat in chats if chat.prompt is None]))
+        rendered = [text for chat in chats if chat.prompt is not None for text in (chat.prompt, chat.text)]
+        completions = iter(self._plain(rendered))
         examples: list[Example | BadRecordError] = []
         for part in parts:
             if isinstance(part, BadRecordError):
                 examples.append(part)
-            elif isinstance(part, _Chat):
-                examples.append(self._chat_example(part, *next(chats)))
+            elif isinstance(part, Chat) and part.prompt is not None:
+                same = common_beginning(next(completions), whole := next(completions))
+                examples.append(self._example(whole, [i >= same for i in range(len(whole))], None))
+            elif isinstance(part, Chat):
+                examples.append(self._chat_example(part, *next(turns)))
             elif part.prompt is None:
                 ids = [*next(heads), self.end_of_sequence]
                 examples.append(self._example(ids, [True] * len(ids), None))
@@ -107,8 +117,8 @@ class Tokeniser:
         return examples
 
     def _example(self, tokens: Sequence[int], labelled: Sequence[bool], completion: str | None) -> Example:
-        ids = np.array(tokens[: self.max_length], np.int64)
-        mask = np.array(labelled[: self.max_length], np.bool_)
+        kept = kept_part(len(tokens), self.max_length, self.truncation_side)
+        ids, mask = np.array(tokens[kept], np.int64), np.array(labelled[kept], np.bool_)
         mask[:1] = False
         return Example(ids, mask, completion)
 
@@ -151,7 +161,7 @@ class Tokeniser:
         found = self._call(texts, add_special_tokens=False, return_offsets_mapping=True)
         return list(zip(found["input_ids"], found["offset_mapping"], strict=True))
 
-    def _chat_example(self, chat: _Chat, ids: list[int], offsets: list[tuple[int, int]]) -> Example:
+    def _chat_example(self, chat: Chat, ids: list[int], offsets: list[tuple[int, int]]) -> Example:
         places = np.array(offsets, np.int64).reshape(-1, 2)
         mask = np.zeros(len(ids), np.bool_)
         for start, stop in chat.spans:
@@ -161,46 +171,3 @@ class Tokeniser:
         if chat.append_end:
             ids, labelled = [*ids, self.end_of_sequence], [*labelled, True]
         return self._example(ids, labelled, None)
-
-    def _render(self, record: Messages) -> _Chat:
-        """Render a conversation and find the assistant's turns by rendering its beginnings."""
-        messages = record.messages
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if turns and turns[0] == 0:
-            raise BadRecordError(
-                "a conversation must not begin with the assistant: nothing asks for that turn"
-            )
-        text = self._apply(messages)
-        spans: list[tuple[int, int]] = []
-        append_end = False
-        for i in turns:
-            before = self._apply(messages[:i], add_generation_prompt=True)
-            after = text if i == len(messages) - 1 else self._apply(messages[: i + 1])
-            if not (text.startswith(after) and after.startswith(before)):
-                raise BadRecordError(
-                    "the tokenizer's chat template renders the beginning of this conversation differently when more "
-                    f"follows, so the assistant's turn (message {i + 1}) cannot be found: use another template, or one "
-                    "turn a record"
-                )
-            turn = after[len(before) :]
-            closed = turn.rstrip()
-            ends_special = closed.endswith(self._special_texts)
-            # White space after the end of turn belongs to the frame: nothing generates it.
-            spans.append((len(before), len(before) + len(closed if ends_special else turn)))
-            content = messages[i]["content"].strip()
-            append_end = not ends_special and (closed.endswith(content) if content else not closed)
-        return _Chat(text, tuple(spans), append_end and turns[-1] == len(messages) - 1)
-
-    def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
-        if not self.tokenizer.chat_template:
-            raise UserError(
-                "messages need a chat template, and the backbone's tokenizer has none: add chat_template.jinja to "
-                "the backbone's directory, or write the records as prompt and completion"
-            )
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except Exception as error:  # a template is a program: it may fail in any way
-            raise BadRecordError(f"the chat template does not take this conversation: {error}") from error
-        return str(text)

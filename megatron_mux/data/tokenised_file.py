@@ -1,16 +1,20 @@
-"""One pass over a data file: every record to tokens in the cache, or everything that is wrong with the file."""
+"""One pass over data files: every record to tokens in the cache, or everything that is wrong with the files."""
 
 from __future__ import annotations
 
-import hashlib
+import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from megatron_mux.data.records import BadRecordError, Record, parse_record
+from megatron_mux.data.records import BadRecordError, Record
+from megatron_mux.data.section import DataSource
+from megatron_mux.data.sources.selection import Selection
+from megatron_mux.data.sources.source import Row, Stamp
 from megatron_mux.data.token_cache import TokenCacheEntry, TokenCacheWriter, token_cache_directory
 from megatron_mux.data.tokenise import Example, Tokeniser
 from megatron_mux.data.tokenizer import tokenizer_fingerprint
@@ -23,77 +27,74 @@ Progress = Callable[[int, int, int], None]
 """Called now and then with the bytes read, the bytes in all and the records read."""
 
 _SHOWN = 20
-# Lines (and bytes) that are tokenised together.
+# Rows (and bytes) that are tokenised together.
 _BATCH = 256
 _BATCH_BYTES = 1 << 22
 _SECONDS_BETWEEN_LINES = 10.0
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class TokenisedFile:
-    """Where the tokens of a data file are; plain data that one process may send to others of its host.
+    """Where the tokens of a source are; plain data that one process may send to others of its host.
 
     Attributes:
         entry: Directory of the tokens.
-        size, modified_ns: Of the file when it was tokenised.
+        stamps: Of the files when they were tokenised.
     """
 
     entry: str
-    size: int
-    modified_ns: int
+    stamps: tuple[Stamp, ...]
 
-    def is_of(self, file: IO[bytes]) -> bool:
-        """Whether the open file has not been written to since."""
-        status = os.fstat(file.fileno())
-        return (status.st_size, status.st_mtime_ns) == (self.size, self.modified_ns)
+
+def as_source(given: str | os.PathLike[str] | DataSource) -> DataSource:
+    """The source that a path by itself is."""
+    if isinstance(given, DataSource):
+        return given.source
+    return DataSource.model_validate({"path": Path(given)})
 
 
 def tokenise_file(
-    path: Path,
+    source: str | os.PathLike[str] | DataSource,
     tokenizer: PreTrainedTokenizerBase,
     cache: Path | None = None,
     progress: Progress | None = None,
 ) -> TokenisedFile:
-    """Find a file's tokens in the cache, or else read, check and tokenise every line of it.
+    """Find the tokens of a source in the cache, or else read, check and tokenise every row of it.
 
-    Memory holds about 40 bytes a record meanwhile.
+    Memory holds about 40 bytes a record meanwhile. Of several processes of a host that want the same tokens, one makes
+    them while the others wait.
 
     Args:
-        path: JSON Lines file.
+        source: Files, or the path of one.
         tokenizer: The backbone's.
         cache: See `token_cache_directory`.
         progress: Told how far the pass is, if there is one.
 
     Raises:
-        UserError: The file cannot be read, is empty, or has bad lines (all counted, the first ones named by number); or
-            the cache cannot be written.
+        UserError: A file cannot be read, there are no records, or there are bad rows (all counted, the first ones named
+            by file and number); or the cache cannot be written.
     """
     directory = token_cache_directory(cache)
-    tokeniser = Tokeniser(tokenizer, None)
-    suffix = f"-{tokenizer_fingerprint(tokenizer)[:16]}"
+    selection = Selection(as_source(source))
     try:
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            name = hashlib.file_digest(file, "sha256").hexdigest()[:32] + suffix
-            try:
-                entry = TokenCacheEntry(directory / name).directory
-            except (OSError, ValueError, KeyError):
-                file.seek(0)
-                entry = _tokenise(path, file, tokeniser, directory, suffix, progress)
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return TokenisedFile(str(entry), status.st_size, status.st_mtime_ns)
+        fingerprint = selection.fingerprint()
+        name = f"{fingerprint[:32]}-{tokenizer_fingerprint(tokenizer)[:16]}"
+        entry = _known(directory / name)
+        if entry is None:
+            with _alone(directory / f".{name}.lock"):
+                entry = _known(directory / name) or _tokenise(
+                    selection, Tokeniser(tokenizer, None), directory, name, fingerprint, progress
+                )
+        return TokenisedFile(str(entry), selection.stamps)
+    finally:
+        selection.close()
 
 
-def progress_lines(path: Path, say: Callable[[str], None]) -> Progress:
+def progress_lines(label: object, say: Callable[[str], None]) -> Progress:
     """A line for people every ten seconds, for files that take longer than that.
 
     Args:
-        path: The file.
+        label: Names the files.
         say: Shows a line.
     """
     start = last = time.monotonic()
@@ -103,50 +104,87 @@ def progress_lines(path: Path, say: Callable[[str], None]) -> Progress:
         now = time.monotonic()
         if now - last >= _SECONDS_BETWEEN_LINES:
             last = now
-            say(f"tokenising {path}: {done / size:.0%}, {records / (now - start):,.0f} records/s")
+            say(f"tokenising {label}: {done / size:.0%}, {records / (now - start):,.0f} records/s")
 
     return tell
 
 
+def _known(directory: Path) -> Path | None:
+    """An entry's directory, if the entry is whole."""
+    try:
+        return TokenCacheEntry(directory).directory
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Keep other processes of this host from doing the same; where files cannot be locked, they may."""
+    handle = None
+    with suppress(OSError):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        handle = open(lock, "w")  # noqa: SIM115 (closed below)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            # Whoever waits for it holds the file itself, and finds the entry in the cache.
+            with suppress(OSError):
+                lock.unlink(missing_ok=True)
+            handle.close()
+
+
 def _tokenise(
-    path: Path, file: IO[bytes], tokeniser: Tokeniser, directory: Path, suffix: str, progress: Progress | None
+    selection: Selection,
+    tokeniser: Tokeniser,
+    directory: Path,
+    name: str,
+    fingerprint: str,
+    progress: Progress | None,
 ) -> Path:
-    """Make the entry of an open file."""
-    size = os.fstat(file.fileno()).st_size
-    digest, bad, records, offset = hashlib.sha256(), _BadLines(path), 0, 0
+    """Make the entry of open files."""
+    bad, records = _BadRows(selection.label), 0
     try:
         with TokenCacheWriter(directory) as writer:
-            for number, lines in _batches(path, file):
-                digest.update(b"".join(lines))
-                parsed: list[tuple[int, int, Record]] = []
-                for i, line in enumerate(lines, number):
-                    record = bad.note(i, _parsed(line))
-                    if record is not None:
-                        parsed.append((i, offset, record))
-                    offset += len(line)
+            for rows in _batches(selection):
+                parsed: list[tuple[Row, Record]] = []
+                for row in rows:
+                    record = _parsed(selection, row)
+                    if isinstance(record, BadRecordError):
+                        bad.note(row, record)
+                    else:
+                        parsed.append((row, record))
                 records += len(parsed)
-                if not bad.too_many:  # else the file is refused anyway: only count what is bad
-                    examples = _encoded(path, tokeniser, [record for _, _, record in parsed])
-                    good = [(at, bad.note(i, one)) for (i, at, _), one in zip(parsed, examples, strict=True)]
-                    writer.add([(at, example) for at, example in good if example is not None])
+                if not bad.too_many:  # else the files are refused anyway: only count what is bad
+                    good: list[tuple[int, Example]] = []
+                    examples = _encoded(selection.label, tokeniser, [record for _, record in parsed])
+                    for (row, _), example in zip(parsed, examples, strict=True):
+                        if isinstance(example, BadRecordError):
+                            bad.note(row, example)
+                        else:
+                            good.append((row.place, example))
+                    writer.add(good)
                 if progress is not None:
-                    progress(offset, size, records)
+                    progress(rows[-1].done, selection.size, records)
             bad.raise_if_any()
             if not records:
-                raise UserError(f"{path}: is empty: it must hold at least one record")
-            return writer.finish(digest.hexdigest()[:32] + suffix, digest.hexdigest(), offset)
+                raise UserError(f"{selection.label}: is empty: it must hold at least one record")
+            if not selection.is_unchanged():
+                raise UserError(f"{selection.label}: was changed while it was read: begin again")
+            return writer.finish(name, fingerprint, selection.size)
     except OSError as error:
         raise UserError(
-            f"{directory}: the tokens of {path} cannot be kept there: {error.strerror or error}: make room, or choose "
-            "another directory with --mux-data-cache"
+            f"{directory}: the tokens of {selection.label} cannot be kept there: {error.strerror or error}: make room, "
+            "or choose another directory with --mux-data-cache"
         ) from error
 
 
-class _BadLines:
-    """Counts lines that hold no record, and keeps those that are shown."""
+class _BadRows:
+    """Counts rows that hold no record, and keeps those that are shown."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, label: str) -> None:
+        self._label = label
         self._count = 0
         self._first: list[tuple[int, str]] = []
 
@@ -155,53 +193,44 @@ class _BadLines:
         """Whether there are more than are shown."""
         return self._count > _SHOWN
 
-    def note(self, number: int, found: T | BadRecordError) -> T | None:
-        """What was made of a line, unless that is a mistake: then it is counted."""
-        if not isinstance(found, BadRecordError):
-            return found
+    def note(self, row: Row, error: BadRecordError) -> None:
+        """Count a row."""
         self._count += 1
         if len(self._first) < 2 * _BATCH:  # enough to show the first ones in order: a batch is tokenised late
-            self._first.append((number, str(found)))
-        return None
+            self._first.append((row.place, f"{row.where}: {error}"))
 
     def raise_if_any(self) -> None:
         """Raise a `UserError` that names them."""
-        problems = [f"{self._path}: line {number}: {text}" for number, text in sorted(self._first)[:_SHOWN]]
+        problems = [text for _, text in sorted(self._first)[:_SHOWN]]
         if self.too_many:
             problems.append(
-                f"{self._path}: {self._count} bad lines in all, of which the first are named above"
+                f"{self._label}: {self._count} bad rows in all, of which the first are named above"
             )
         if problems:
             raise UserError(*problems)
 
 
-def _parsed(line: bytes) -> Record | BadRecordError | None:
+def _parsed(selection: Selection, row: Row) -> Record | BadRecordError:
     try:
-        return parse_record(line)
+        return selection.parse(row.value)
     except BadRecordError as error:
         return error
 
 
-def _encoded(path: Path, tokeniser: Tokeniser, records: list[Record]) -> list[Example | BadRecordError]:
+def _encoded(label: str, tokeniser: Tokeniser, records: list[Record]) -> list[Example | BadRecordError]:
     try:
         return tokeniser.encode_many(records)
     except UserError as error:
-        raise UserError(*(f"{path}: {text}" for text in error.problems)) from error
+        raise UserError(*(f"{label}: {text}" for text in error.problems)) from error
 
 
-def _batches(path: Path, file: IO[bytes]) -> Iterator[tuple[int, list[bytes]]]:
-    """Lines that are tokenised together, with the number of the first."""
-    number, size, lines = 1, 0, list[bytes]()
-    try:
-        for line in file:
-            if number == 1 and not lines and line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-                raise UserError(f"{path}: is one JSON array: write one JSON object a line (JSON Lines)")
-            lines.append(line)
-            size += len(line)
-            if len(lines) >= _BATCH or size >= _BATCH_BYTES:
-                yield number, lines
-                number, size, lines = number + len(lines), 0, []
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if lines:
-        yield number, lines
+def _batches(selection: Selection) -> Iterator[list[Row]]:
+    """Rows that are tokenised together, at least one."""
+    before, rows = 0, list[Row]()
+    for row in selection.rows():
+        rows.append(row)
+        if len(rows) >= _BATCH or row.done - before >= _BATCH_BYTES:
+            yield rows
+            before, rows = row.done, []
+    if rows:
+        yield rows

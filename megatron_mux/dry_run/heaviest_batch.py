@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache, partial
+from glob import has_magic
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,9 @@ from megatron_mux.dry_run.run_spec import RecordLengths, TaskRecords
 from megatron_mux.errors import UserError
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.tasks.evaluation import TOKENS_PER_PASS
+
+if TYPE_CHECKING:
+    from megatron_mux.data.dataset import DataFiles
 
 STEPS, STEPS_THAT_PRUNE = 2, 3
 """From the second step on all persistent tensors exist; diff pruning fixes its masks after it, so takes a third."""
@@ -57,45 +62,41 @@ def heaviest_batches(
     found: list[tuple[Batch, Batch | None]] = []
     unread: list[str] = []
     problems: list[str] = []
-    tokenizer = cache(lambda: _load_tokenizer(backbone))
     can_read = any((backbone / name).is_file() for name in _TOKENIZER)
 
+    @cache
+    def files() -> DataFiles:
+        from megatron_mux.data.dataset import DataFiles  # takes seconds to import
+        from megatron_mux.data.tokenizer import load_tokenizer
+
+        return DataFiles(load_tokenizer(backbone), lambda line: None)
+
     def chosen(
-        spec: TaskSpec, file: str | Path, choose: Callable[[RecordLengths], Batch], bound: Batch
+        spec: TaskSpec, held_out: bool, choose: Callable[[RecordLengths], Batch], bound: Batch
     ) -> Batch:
-        if can_read and Path(file).is_file():
-            return _read(Path(file), tokenizer(), spec, choose)
+        sources = [spec.eval] if held_out and spec.eval is not None else spec.data.sources
+        paths = [path for source in sources for path in source.paths]
+        if can_read and all(os.path.exists(path) or has_magic(str(path)) for path in paths):
+            mixing = None if held_out else spec.data.mixing(spec.training.seed)
+            cut, loss = (spec.data.max_length, spec.data.truncation_side), spec.training.loss
+            with closing(files().open(sources, *cut, mixing, loss)) as data:
+                return choose(data)
         unread.append(spec.name)
         return bound
 
     for spec in specs:
         try:
-            step = chosen(spec, spec.data.path, partial(heaviest, spec), longest(spec))
+            step = chosen(spec, False, partial(heaviest, spec), longest(spec))
             evaluation = None
             if spec.eval is not None:
                 bound = longest(spec, -(-TOKENS_PER_PASS // spec.data.max_length))
-                evaluation = chosen(spec, spec.eval.path, densest, bound)
+                evaluation = chosen(spec, True, densest, bound)
             found.append((step, evaluation))
         except UserError as error:
             problems += [f"task {spec.name!r}: {problem}" for problem in error.problems]
     if problems:
         raise UserError(*problems)
     return found, list(dict.fromkeys(unread))
-
-
-def _load_tokenizer(backbone: Path) -> Any:
-    from megatron_mux.data.tokenizer import load_tokenizer  # takes seconds to import
-
-    return load_tokenizer(backbone)
-
-
-def _read(path: Path, tokenizer: Any, spec: TaskSpec, choose: Callable[[RecordLengths], Batch]) -> Batch:
-    """The batch chosen from a file's records."""
-    from megatron_mux.data.dataset import DataFiles  # takes seconds to import
-
-    files = DataFiles(tokenizer, lambda line: None)
-    with closing(files.open(path, spec.data.max_length, spec.training.loss)) as data:
-        return choose(data)
 
 
 def longest(spec: TaskSpec, sequences: int | None = None) -> Batch:

@@ -23,6 +23,8 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.data.dataset import DataFiles
+from megatron_mux.data.section import DataSource
+from megatron_mux.data.sources.locate import files_of
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Task
 from megatron_mux.errors import UserError
@@ -289,7 +291,7 @@ def _privacy(options: SplitTrainer, task: Task, say: Say) -> Privacy | None:
         secret = read_secret(folder / "noise.secret")
     steps = spec.total_steps(len(task.data))
     evaluated = _evaluations(task, steps)
-    same = spec.eval is not None and spec.eval.path.samefile(spec.data.path)
+    same = spec.eval is not None and _share_a_file(spec.eval, *spec.data.sources)
     planned = Releases.of_training(
         len(task.data), spec.sequences_per_step, steps, evaluated.activations if same else 0
     )
@@ -302,6 +304,12 @@ def _privacy(options: SplitTrainer, task: Task, say: Say) -> Privacy | None:
         "does not cover)"
     )
     return noise
+
+
+def _share_a_file(held_out: DataSource, *sources: DataSource) -> bool:
+    """Whether records may be both learned and held out."""
+    theirs = files_of(held_out)
+    return any(file.samefile(other) for source in sources for file in files_of(source) for other in theirs)
 
 
 def _evaluations(task: Task, steps: int) -> Releases:

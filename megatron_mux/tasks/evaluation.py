@@ -8,7 +8,8 @@ from typing import Any, Literal, Protocol, get_args
 
 from pydantic import Field, model_validator
 
-from megatron_mux.section import LARGEST_BATCH, LARGEST_COUNT, FilePath, Section, problem
+from megatron_mux.data.section import DataSource
+from megatron_mux.section import LARGEST_BATCH, LARGEST_COUNT, Section, problem
 
 TOKENS_PER_PASS = 2048
 """Of an evaluation: large enough to use the processor well, small enough to bound activations."""
@@ -46,11 +47,9 @@ class GenerateSpec(Section):
     metric of generated texts nothing else is generated."""
 
 
-class EvalSpec(Section):
-    """Held-out records, and when to evaluate on them."""
+class EvalSpec(DataSource):
+    """Held-out records, read like those of the `data` section, and when to evaluate on them."""
 
-    path: FilePath
-    """JSON Lines file of held-out records."""
     eval_steps: int = Field(default=500, ge=1, le=LARGEST_COUNT)
     """Evaluate every so many of the task's steps, besides at its beginning and end."""
     per_device_eval_batch_size: int | None = Field(default=None, ge=1, le=LARGEST_BATCH)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from glob import has_magic, iglob
 from pathlib import Path
 from typing import Any
 
@@ -130,24 +131,34 @@ def _task(item: Any, base: Path) -> tuple[TaskSpec | None, list[str], list[str]]
     return task, found, _missing_files(_data_paths(item, base))
 
 
-def _data_paths(item: Mapping[str, Any], base: Path) -> dict[str, Path]:
+def _data_paths(item: Mapping[str, Any], base: Path) -> list[tuple[str, Path]]:
     """Return a task's data files. The task may be invalid, so only what looks like a path counts."""
-    paths = {}
+    given: list[tuple[str, Any]] = []
     for section in ("data", "eval"):
         value = item.get(section)
-        given = value.get("path") if isinstance(value, dict) else None
-        if isinstance(given, str) and given.strip() and "\0" not in given:
-            paths[f"{section}.path"] = base / os.path.expanduser(given)
-    return paths
+        if isinstance(value, dict):
+            given.append((section, value.get("path")))
+            mixture = value.get("mixture")
+            parts = enumerate(mixture if isinstance(mixture, list) else [])
+            given += [
+                (f"{section}.mixture[{i}]", part.get("path")) for i, part in parts if isinstance(part, dict)
+            ]
+    return [
+        (f"{section}.path", base / os.path.expanduser(path))
+        for section, paths in given
+        for path in (paths if isinstance(paths, list) else [paths])
+        if isinstance(path, str) and path.strip() and "\0" not in path
+    ]
 
 
-def _missing_files(paths: Mapping[str, Path]) -> list[str]:
+def _missing_files(paths: Iterable[tuple[str, Path]]) -> list[str]:
     found = []
-    for where, path in paths.items():
+    for where, path in paths:
         if not os.path.exists(path):
-            found.append(f"{where}: no such file: {plain(str(path))}")
-        elif not os.path.isfile(path):
-            found.append(f"{where}: is not a file: {plain(str(path))}")
+            if not has_magic(str(path)):
+                found.append(f"{where}: no such file: {plain(str(path))}")
+            elif next(iglob(str(path), recursive=True), None) is None:
+                found.append(f"{where}: no file matches {plain(str(path))}")
         elif not os.access(path, os.R_OK):
             found.append(f"{where}: may not be read: {plain(str(path))}")
     return found

@@ -66,6 +66,12 @@ class TaskSpec(Section):
                 f"eval.metrics, eval.generate: with loss: {training.loss} an evaluation measures the loss and rewards: "
                 "leave them out"
             )
+        if training.is_preference:
+            for name in ("mixture", "truncation_side", "chat_template_kwargs"):
+                if getattr(self.data, name) != DataSpec.model_fields[name].get_default(
+                    call_default_factory=True
+                ):
+                    raise problem(f"data.{name}: is not supported with loss: {training.loss}: leave it out")
         for name, value in self.adapter if training.is_preference and training.disable_dropout else ():
             if name.endswith("_dropout") and value:
                 raise problem(
@@ -113,6 +119,8 @@ class TaskSpec(Section):
     def _deciding(self) -> dict[str, dict[str, Any]]:
         data = self.plain()
         del data["adapter"]["adapter_name_or_path"], data["data"]["path"]
+        for source in data["data"]["mixture"] or ():
+            del source["path"]
         training = data["training"]
         training["optim"] = OPTIMIZERS[training["optim"]].names[0]  # another name of it decides alike
         for name in TrainingSpec.undecided:

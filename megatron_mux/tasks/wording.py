@@ -85,9 +85,21 @@ def _walk(loc: tuple[Any, ...]) -> tuple[str, type[BaseModel], FieldInfo | None]
         elif field is None:
             path.append(plain(str(part)))
             field = model.model_fields.get(str(part))
+        elif isinstance(part, int) and (inner := _list_of(field)) is not None:
+            path[-1] += f"[{part}]"
+            model, field = inner, None
         else:
             break  # inside a field's own value
     return ".".join(path), model, field
+
+
+def _list_of(field: FieldInfo) -> type[Section] | None:
+    """Return the section that a field has a list of."""
+    for option in (field.annotation, *typing.get_args(field.annotation)):
+        for item in typing.get_args(_without_metadata(option)):
+            if isinstance(item, type) and issubclass(item, Section):
+                return item
+    return None
 
 
 def _keys(model: type[BaseModel]) -> str:
@@ -144,9 +156,12 @@ def _expected(field: FieldInfo) -> str:
 
 def _bare(annotation: Any) -> Any:
     """Strip `Annotated` metadata and parameters from a type."""
-    if typing.get_origin(annotation) is Annotated:
-        annotation = typing.get_args(annotation)[0]
+    annotation = _without_metadata(annotation)
     return typing.get_origin(annotation) or annotation
+
+
+def _without_metadata(annotation: Any) -> Any:
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
 
 
 def _bounded(what: str, field: FieldInfo) -> str:

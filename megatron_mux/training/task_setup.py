@@ -97,7 +97,7 @@ def open_tasks(
         specs: Validated tasks.
         info: The backbone's shape and module names.
         files: Opens their data.
-        say: Told how many records were dropped.
+        say: Told how many records were cut or dropped, and what they lost.
         resumed: Names of tasks that continue from a checkpoint instead of `adapter_name_or_path`.
 
     Returns:
@@ -151,11 +151,11 @@ def _open(spec: TaskSpec, info: BackboneInfo, files: DataFiles, say: Progress, r
     attempt(lambda: spec.adapter.tensors(info.shape))
     attempt(lambda: _check_preference(spec, info.shape))
     loss = spec.training.loss
-    data = attempt(lambda: files.open(spec.data.path, spec.data.max_length, loss))
+    cut = spec.data.max_length, spec.data.truncation_side
+    data = attempt(lambda: files.open(spec.data.sources, *cut, spec.data.mixing(spec.training.seed), loss))
     evaluation = None
-    if spec.eval is not None:
-        path = spec.eval.path
-        evaluation = attempt(lambda: files.open(path, spec.data.max_length, loss))
+    if (held_out := spec.eval) is not None:
+        evaluation = attempt(lambda: files.open(held_out, *cut, None, loss))
         if evaluation is not None and not spec.training.is_preference:
             problems += problems_of_evaluation(spec, evaluation)
     initial = None
@@ -165,11 +165,9 @@ def _open(spec: TaskSpec, info: BackboneInfo, files: DataFiles, say: Progress, r
     if problems:
         raise UserError(*problems)
     for dataset in (data, evaluation):
-        if dataset is not None and dataset.dropped:
-            say(
-                f"{spec.name}: {dataset.path}: {dataset.dropped} of {dataset.dropped + len(dataset)} records have no "
-                f"token to learn from within {spec.data.max_length} tokens and were dropped"
-            )
+        if dataset is not None:
+            for line in dataset.cut.lines(spec.data.max_length):
+                say(f"{spec.name}: {dataset.path}: {line}")
     if evaluation is not None and (measured := accuracy_measured(spec, evaluation)):
         say(measured)
     return Task(spec, data, evaluation, initial)

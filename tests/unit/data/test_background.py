@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_mux.data.background import BackgroundTokenising, work
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.token_cache import TokenCacheWriter
-from megatron_mux.data.tokenised_file import TokenisedFile
+from megatron_mux.data.tokenised_file import TokenisedFile, as_source
 from megatron_mux.errors import UserError
 
 
@@ -26,6 +26,10 @@ def backbone(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedToke
     directory = tmp_path_factory.mktemp("backbone")
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def key(path: str) -> str:
+    return as_source(path).key
 
 
 def records(path: Path, count: int) -> str:
@@ -52,7 +56,7 @@ def test_it_gives_what_tokenising_here_gives(
     process = BackgroundTokenising(backbone, [good, str(bad), missing], tmp_path / "tokens", niceness=0)
     wait(process.poll)
     assert process.results is not None
-    found = process.results[good]
+    found = process.results[key(good)]
     assert isinstance(found, TokenisedFile)
 
     def forbidden(*arguments: object) -> None:
@@ -61,7 +65,7 @@ def test_it_gives_what_tokenising_here_gives(
     monkeypatch.setattr(TokenCacheWriter, "__init__", forbidden)
     files = DataFiles(tokenizer, print, tmp_path / "tokens", process.results)
     data = files.open(good, 8)
-    assert len(data) == 30 and Path(data.tokenised.entry).parent == tmp_path / "tokens"
+    assert len(data) == 30 and Path(data.tokenised[0].entry).parent == tmp_path / "tokens"
     for path, said in ((str(bad), f"{bad}: line 2: not valid JSON"), (missing, f"{missing}: no such file")):
         with pytest.raises(UserError) as caught:
             files.open(path, 8)
@@ -74,11 +78,11 @@ def test_the_end_of_its_process_is_an_error(tmp_path: Path, backbone: Path) -> N
     process._process.kill()
     wait(process.poll)
     assert process.results is not None
-    assert str(process.results[path]) == f"{path}: the process that tokenises was killed by signal 9"
+    assert str(process.results[key(path)]) == f"{path}: the process that tokenises was killed by signal 9"
     process = BackgroundTokenising(tmp_path / "nowhere", [path], None, niceness=0)
     wait(process.poll)
     assert process.results is not None
-    said = str(process.results[path])
+    said = str(process.results[key(path)])
     assert said.startswith(f"{path}: the process that tokenises failed: ") and "nowhere" in said
 
 
@@ -100,10 +104,10 @@ def test_it_has_idle_priority_and_leaves_with_its_parent(
     path = records(tmp_path / "data.jsonl", 1000)
     monkeypatch.setattr("subprocess.Popen", lambda command, **more: None)
     asks = BackgroundTokenising(backbone, [path], tmp_path / "tokens")
-    request = (backbone, asks.paths, tmp_path / "tokens", 19)
+    request = (backbone, asks.sources, tmp_path / "tokens", 19)
     mine.send(request)
     work(its)
-    assert nice == [19] and list(mine.recv()) == [path]
+    assert nice == [19] and list(mine.recv()) == [key(path)]
     (entry,) = (tmp_path / "tokens").iterdir()
     shutil.rmtree(entry)
     mine.send(request)

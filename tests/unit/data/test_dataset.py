@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import pickle
+import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megatron_mux.data.dataset import TaskDataset
+from megatron_mux.data.mixture import Mixing
 from megatron_mux.data.records import PromptCompletion
+from megatron_mux.data.section import DataSource
+from megatron_mux.data.token_cache import TokenCacheWriter
 from megatron_mux.data.tokenise import Tokeniser
+from megatron_mux.data.tokenised_file import as_source, tokenise_file
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.errors import UserError
 from tests.unit.data.tiny_tokenizers import build
@@ -91,17 +97,11 @@ def test_many_bad_lines_are_counted(path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError) as caught:
         TaskDataset(path, tokenizer, 8)
     assert len(caught.value.problems) == 21
-    assert "1000 bad lines in all" in caught.value.problems[-1]
-
-
-def test_one_json_array_is_told(path: Path, tokenizer: Tokenizer) -> None:
-    path.write_text(json.dumps([pair("a", "b")], indent=1))
-    with pytest.raises(UserError, match="is one JSON array: write one JSON object a line"):
-        TaskDataset(path, tokenizer, 8)
+    assert "1000 bad rows in all" in caught.value.problems[-1]
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    for wrong, said in ((tmp_path, "cannot be read: Is a directory"), (tmp_path / "missing", "no such file")):
+    for wrong, said in ((tmp_path, "is no directory of data files"), (tmp_path / "missing", "no such file")):
         with pytest.raises(UserError, match=said):
             TaskDataset(wrong, tokenizer, 8)
 
@@ -212,3 +212,89 @@ def test_tokenizers_that_are_of_no_use(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=said) as caught:
             load_tokenizer(tmp_path / name)
         assert "\n" not in str(caught.value)
+
+
+# -- cuts, mixtures, several files
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_what_a_cut_loses_is_counted(path: Path, tokenizer: Tokenizer, side: str) -> None:
+    long = "hello world this is a test" * 3
+    rows = [pair(long, "yes"), pair("a", "yes, " + long), pair("a", "b"), {"text": long}]
+    write(path, *rows, {"messages": [{"role": "user", "content": "a"}]})
+    uncut = TaskDataset(path, tokenizer, 1000)
+    assert (uncut.cut.longer, uncut.cut.lost, uncut.dropped) == (0, 0, 1)
+    assert uncut.cut.lines(1000) == ["1 of 5 records have no token to learn and were dropped"]
+    data = TaskDataset(path, tokenizer, 9, truncation_side=side)
+    emptied = int(side == "right")  # of the first record the completion is last
+    assert (data.cut.longer, data.cut.emptied, data.dropped) == (3, emptied, 1 + emptied)
+    assert data.cut.labels == uncut.label_counts.sum()
+    assert data.cut.lost == uncut.label_counts.sum() - data.label_counts.sum()
+    said = f"3 of 5 records are longer than 9 tokens; cutting them loses {data.cut.lost} of {data.cut.labels} tokens"
+    assert data.cut.lines(9)[0].startswith(said)
+    for i in range(len(data)):
+        example, whole = data[i], uncut[i + emptied]
+        kept = slice(None, 9) if side == "right" else slice(-9, None)
+        assert example.tokens.tolist() == whole.tokens[kept].tolist()
+        assert example.labelled[1:].tolist() == whole.labelled[kept][1:].tolist() and not example.labelled[0]
+        again = Tokeniser(tokenizer, 9, side).encode(data.record(i))
+        assert again.tokens.tolist() == example.tokens.tolist()
+        assert again.labelled.tolist() == example.labelled.tolist()
+        assert (data.lengths[i], data.label_counts[i]) == (len(example.tokens), example.labelled.sum())
+
+
+def test_a_mixture_of_sources(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    many = write(tmp_path / "many.jsonl", *(pair(f"a {i}", "yes") for i in range(30)))
+    few = write(tmp_path / "few.jsonl", pair("a" * 50, "cut off"), *(pair(f"b {i}", "no") for i in range(3)))
+    sources = [as_source(many), as_source(few)]
+    data = TaskDataset(sources, tokenizer, 20, mixing=Mixing((1.0, 2.0), True, 3))
+    order = Mixing((1.0, 2.0), True, 3).order([30, 3])
+    alone = [f"a {i}" for i in range(30)] + [f"b {i}" for i in range(3)]
+    records = [data.record(i) for i in range(len(data))]
+    assert [record.prompt for record in records if isinstance(record, PromptCompletion)] == [
+        alone[i] for i in order
+    ]
+    assert (data.dropped, data.distinct_completions) == (1, ["yes", "no"] if order[0] < 30 else ["no", "yes"])
+    tokeniser = Tokeniser(tokenizer, 20)
+    for i, record in enumerate(records):
+        assert data[i].tokens.tolist() == tokeniser.encode(record).tokens.tolist()
+    prints = {
+        TaskDataset(sources, tokenizer, 20, mixing=Mixing(weights, True, seed)).fingerprint
+        for weights, seed in (((1.0, 2.0), 3), ((1.0, 2.0), 4), ((2.0, 2.0), 3))
+    }
+    assert len(prints) == 3 and data.fingerprint in prints
+    with pytest.raises(UserError, match=r"many.jsonl: none of its 30 (.|\n)*few.jsonl: none of its 4 "):
+        TaskDataset(sources, tokenizer, 2, mixing=Mixing())
+
+
+def test_several_files_and_a_change_in_one(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    first = write(tmp_path / "1.jsonl", pair("a", "b"))
+    second = tmp_path / "2.csv"
+    second.write_text("prompt,completion\nc,d\ne,f\n")
+    data = TaskDataset(DataSource(path=(first, second)), tokenizer, 20)
+    assert [data.record(i) for i in range(3)] == [PromptCompletion(*two) for two in ("ab", "cd", "ef")]
+    with open(second, "r+") as file:
+        file.write("prompt,completion\nc,d\nx,f")
+    assert len(data[0].tokens) and len(data[1].tokens)
+    with pytest.raises(UserError, match="was changed while in use"):
+        data[2]
+
+
+def test_one_process_of_a_host_tokenises(
+    path: Path, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one waits for it, and finds the tokens."""
+    write(path, *(pair("a", str(i)) for i in range(100)))
+    made: list[Path] = []
+    init = TokenCacheWriter.__init__
+
+    def slow(self: TokenCacheWriter, directory: Path) -> None:
+        init(self, directory)
+        made.append(directory)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(TokenCacheWriter, "__init__", slow)
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda _: tokenise_file(path, tokenizer, tmp_path / "tokens"), range(3)))
+    assert len(made) == 1 and len({one.entry for one in found}) == 1
+    assert [entry.name for entry in (tmp_path / "tokens").iterdir()] == [Path(found[0].entry).name]

@@ -63,7 +63,20 @@ def test_a_mark_of_byte_order_is_skipped() -> None:
         (b'{"messages": []}', "at least one message"),
         (b'{"messages": [{"role": "user"}]}', 'message 1 must be an object with "role" and "content"'),
         (b'{"messages": [{"role": "user", "content": null}]}', '"content" of message 1 must be text'),
-        (b'{"messages": [{"role": "user", "content": "a"}], "tools": [1]}', '"tools" beside "messages"'),
+        (
+            b'{"messages": [{"role": "user", "content": "a"}], "tools": [1]}',
+            '"tools" must be a list of JSON schemas',
+        ),
+        (b'{"messages": [{"role": "user", "content": "a"}], "tools": "[1"}', "or one as JSON text"),
+        (
+            b'{"messages": [{"role": "user", "content": "a"}], "documents": [1]}',
+            '"documents" beside messages is not',
+        ),
+        (b'{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}', '"completion" must be a list'),
+        (
+            b'{"prompt": [{"role": "user", "content": 1}], "completion": []}',
+            '"content" of message 1 of "prompt"',
+        ),
         (b'{"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}', '"tool_calls" of message 1'),
     ],
 )
@@ -83,3 +96,21 @@ def test_any_line_is_answered_not_crashed_on(line: bytes) -> None:
         parse_record(line)
     except BadRecordError as error:
         assert "\n" not in str(error)
+
+
+def test_conversations() -> None:
+    """ShareGPT's keys, a prompt and a completion of messages, tools as a list or as JSON text."""
+    ask, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    assert parse({"conversations": shared}) == parse({"messages": [ask, answer]}) == Messages([ask, answer])
+    assert parse({"prompt": [ask], "completion": [answer]}) == Messages([ask, answer], prompt=1)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": None}}}]
+    for given_tools in (tools, json.dumps(tools)):
+        assert parse({"messages": [ask], "tools": given_tools}) == Messages([ask], tools=tools)
+    assert (
+        parse({"messages": [ask], "tools": []}) == parse({"messages": [ask], "tools": ""}) == Messages([ask])
+    )
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}], "name": None}
+    wanted = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    assert parse({"messages": [ask, call]}) == Messages([ask, wanted])
+    assert parse({"text": "a", "prompt": None, "completion": None}) == PromptCompletion(None, "a")

@@ -93,21 +93,6 @@ def test_a_template_without_an_end_of_turn_gets_the_end_of_sequence() -> None:
     assert learned(tokenizer, unfinished) == "hello world\n"
 
 
-def test_a_template_that_looks_back_is_told(tokenizer: PreTrainedTokenizerFast) -> None:
-    forgetful = (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-        "{% if m['role'] == 'assistant' and loop.last %}{{ 'thinking... ' }}{% endif %}"
-        "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    tokeniser = Tokeniser(build(forgetful), 256)
-    assert (
-        learned(tokenizer, tokeniser.encode(conversation(ASK, ANSWER))) == "thinking... hello world<|im_end|>"
-    )
-    with pytest.raises(BadRecordError, match=r"differently when more follows.*\(message 2\)"):
-        tokeniser.encode(conversation(ASK, ANSWER, *MORE))
-
-
 def test_conversations_that_cannot_be_rendered(tokenizer: PreTrainedTokenizerFast) -> None:
     picky = build("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(BadRecordError, match="does not take this conversation: roles must alternate"):

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_mux.data.dataset import DataFiles
+from megatron_mux.data.section import DataSource
+from megatron_mux.data.tokenised_file import as_source
 from megatron_mux.training import joining
 from megatron_mux.training.joining import STOP, JoiningFiles, WatchedDirectory
 
@@ -18,8 +20,8 @@ class Process:
 
     made: list[Process]
 
-    def __init__(self, backbone: Path, paths: list[str], cache: Path | None) -> None:
-        self.paths = paths
+    def __init__(self, backbone: Path, sources: list[DataSource], cache: Path | None) -> None:
+        self.paths = [source.label for source in sources]
         self.news = ["half of it"]
         self.results: dict[str, Any] | None = None
         self.cancelled = False
@@ -33,8 +35,11 @@ class Process:
 
 
 def specs(name: str, *paths: str) -> list[Any]:
-    evaluation = SimpleNamespace(path="held-out")
-    return [SimpleNamespace(name=f"{name}-{p}", data=SimpleNamespace(path=p), eval=evaluation) for p in paths]
+    evaluation = SimpleNamespace(source=as_source("held-out"))
+    return [
+        SimpleNamespace(name=f"{name}-{p}", data=SimpleNamespace(sources=(as_source(p),)), eval=evaluation)
+        for p in paths
+    ]
 
 
 @pytest.fixture

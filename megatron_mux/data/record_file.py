@@ -1,0 +1,95 @@
+"""The tokens of one source, and its records as they stand in the files."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from megatron_mux.data.records import BadRecordError, Record
+from megatron_mux.data.section import DataSource
+from megatron_mux.data.sources.selection import Selection
+from megatron_mux.data.token_cache import TokenCacheEntry
+from megatron_mux.data.tokenise import Example, Tokeniser
+from megatron_mux.data.tokenised_file import TokenisedFile
+from megatron_mux.errors import UserError
+
+
+class RecordFile:
+    """A tokenised source, its files kept open: replacing them by others does not disturb a run.
+
+    Args:
+        source: What a task file says.
+        tokenised: Where its tokens are.
+        tokeniser: Made those, cut as they are read.
+
+    Attributes:
+        entry: The tokens.
+
+    Raises:
+        UserError: The files cannot be read, or are not those that were tokenised.
+    """
+
+    def __init__(self, source: DataSource, tokenised: TokenisedFile, tokeniser: Tokeniser) -> None:
+        self.label = source.label
+        self._tokeniser = tokeniser
+        try:
+            self.entry = TokenCacheEntry(Path(tokenised.entry))
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(
+                f"{self.label}: its tokens were taken from the cache ({tokenised.entry}): begin again"
+            ) from error
+        self._selection = Selection(source)
+        if self._selection.stamps != tokenised.stamps:
+            self.close()
+            raise self.changed()
+        self._lock = threading.Lock()
+
+    def example(self, row: int) -> Example:
+        """A record's example, without its completion's text.
+
+        Raises:
+            UserError: Its file was changed while in use.
+        """
+        limit, side = self._tokeniser.max_length, self._tokeniser.truncation_side
+        assert limit is not None
+        tokens, labelled = self.entry.read(row, limit, side)
+        if not self._selection.is_unchanged(self.entry.place(row)):
+            again = self.encode(self.record(row))
+            if not np.array_equal(again.tokens, tokens):
+                raise self.changed()
+        return Example(tokens, labelled, None)
+
+    def record(self, row: int) -> Record:
+        """A record as it stands in its file.
+
+        Raises:
+            UserError: The file was changed while in use.
+        """
+        try:
+            with self._lock:
+                return self._selection.record(self.entry.place(row))
+        except (OSError, BadRecordError) as error:
+            raise self.changed() from error
+
+    def encode(self, record: Record) -> Example:
+        """Tokenise a record again.
+
+        Raises:
+            UserError: It cannot be: the file was changed while in use.
+        """
+        try:
+            return self._tokeniser.encode(record)
+        except BadRecordError as error:
+            raise self.changed() from error
+
+    def close(self) -> None:
+        """Close the files."""
+        self._selection.close()
+
+    def changed(self) -> UserError:
+        """The error for files that no longer hold what was tokenised."""
+        return UserError(
+            f"{self.label}: was changed while in use: leave data files alone while tasks learn from them"
+        )

@@ -1,0 +1,201 @@
+"""The rows that a task's section names: of several files, of a split, a slice; with the columns that it maps."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from megatron_mux.data.records import BadRecordError, Record, listed, record_of
+from megatron_mux.data.section import DataSource, template_columns
+from megatron_mux.data.sources.json_lines import JsonLines
+from megatron_mux.data.sources.locate import is_sliced, locate, open_file, row_ranges
+from megatron_mux.data.sources.source import Row, Source, Stamp
+from megatron_mux.errors import UserError
+
+# A place is that in its file, with the file's number above these bits.
+_BITS = 47
+
+
+class Selection:
+    """The rows of a source, in order, and a row again by its place.
+
+    Args:
+        source: What a task file says.
+
+    Attributes:
+        label: Names it in messages.
+        stamps: Of its files, when they were opened.
+        size: Bytes of its files.
+
+    Raises:
+        UserError: It is not there, a file cannot be read, or it is open which files are meant.
+    """
+
+    def __init__(self, source: DataSource) -> None:
+        self._source = source
+        self.label = source.label
+        self._layout = _Layout(source)
+        located, self._asked = locate(source)
+        self._files: list[Source] = []
+        try:
+            for path, _ in located:
+                self._files.append(open_file(path, self._layout.columns))
+        except BaseException:
+            self.close()
+            raise
+        self._splits = [split for _, split in located]
+        self.stamps: tuple[Stamp, ...] = tuple(file.stamp for file in self._files)
+        self.size = sum(file.size for file in self._files)
+
+    def rows(self) -> Iterator[Row]:
+        """All rows; `Row.where` begins with the file, and `Row.value` is a mapping of a record's keys."""
+        for number, start, stop, before in self._parts():
+            file = self._files[number]
+            for row in islice(file.rows(), start, stop):
+                yield replace(
+                    row,
+                    place=(number << _BITS) + row.place,
+                    where=f"{file.path}: {row.where}",
+                    value=self._mapped(row.value),
+                    done=before + row.done,
+                )
+
+    def record(self, place: int) -> Record:
+        """Read a row again from its file.
+
+        Raises:
+            BadRecordError: It is no record, or no longer.
+            OSError: The file cannot be read.
+        """
+        value = self._mapped(self._files[place >> _BITS].row(place & ((1 << _BITS) - 1)))
+        return self.parse(value)
+
+    def parse(self, value: Any) -> Record:
+        """Read the record of a row.
+
+        Raises:
+            BadRecordError: It holds none.
+        """
+        if isinstance(value, BadRecordError):
+            raise value
+        try:
+            return record_of(value)
+        except BadRecordError as error:
+            raise BadRecordError(f"{error}{self._layout.origin(str(error))}") from None
+
+    def is_unchanged(self, place: int | None = None) -> bool:
+        """Whether the file of a row, or all of them, have not been written to since they were opened."""
+        files = self._files if place is None else [self._files[place >> _BITS]]
+        return all(file.is_unchanged for file in files)
+
+    def fingerprint(self) -> str:
+        """Identify the rows and what becomes of them: SHA-256 of the files and of the section's other fields."""
+        digests = [file.digest() for file in self._files]
+        options = {
+            "columns": self._source.columns,
+            "templates": self._source.templates,
+            "chat_template_kwargs": self._source.chat_template_kwargs,
+            "slices": self._asked if is_sliced(self._asked) else None,
+            "splits": self._splits if is_sliced(self._asked) else None,
+            "kinds": [type(file).__name__ for file in self._files],
+        }
+        plain = len(digests) == 1 and isinstance(self._files[0], JsonLines)
+        if plain and not any(options[key] for key in options if key != "kinds"):
+            return digests[0]  # as it was before there were other sources
+        about = {"files": digests, **{key: value for key, value in options.items() if value}}
+        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            with suppress(OSError):
+                file.close()
+
+    def _parts(self) -> Iterator[tuple[int, int, int | None, int]]:
+        """The parts of files: number of the file, first row, the row after the last, bytes of the files before."""
+        if not is_sliced(self._asked):
+            before = 0
+            for number, file in enumerate(self._files):
+                yield number, 0, None, before
+                before += file.size
+            return
+        counts = [file.count() for file in self._files]
+        totals = dict.fromkeys(self._splits, 0)
+        for split, count in zip(self._splits, counts, strict=True):
+            totals[split] += count
+        try:
+            ranges = row_ranges(self._asked, totals)
+        except ValueError as error:
+            raise UserError(
+                f"{self.label}: split: must be such as train[:90%] or train[100:200], got {self._asked!r}: {error}"
+            ) from error
+        for wanted, start, stop in ranges:
+            first = before = 0
+            for number, (split, count) in enumerate(zip(self._splits, counts, strict=True)):
+                if split == wanted:
+                    if start < first + count and stop > first:
+                        yield number, max(0, start - first), min(count, stop - first), before
+                    first += count
+                before += self._files[number].size
+
+    def _mapped(self, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        try:
+            return self._layout.apply(value)
+        except BadRecordError as error:
+            return error
+
+
+class _Layout:
+    """What becomes of a row's columns.
+
+    Attributes:
+        columns: The columns that are read; None: those with the names of a record's keys.
+    """
+
+    def __init__(self, source: DataSource) -> None:
+        self._columns = source.columns
+        self._templates = source.templates
+        self._options = source.chat_template_kwargs
+        named = {name for template in self._templates.values() for name in template_columns(template)}
+        wanted = sorted(named | set(self._columns.values()))
+        self.columns: list[str] | None = wanted or None
+
+    def apply(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The keys of a record.
+
+        Raises:
+            BadRecordError: A column is missing, or no text.
+        """
+        if self.columns is not None:
+            for column in self.columns:
+                if column not in row:
+                    raise BadRecordError(f"has no column {column!r}, only {listed(row)}")
+            found = {key: row[column] for key, column in self._columns.items()}
+            for key, template in self._templates.items():
+                found[key] = template.format(
+                    **{name: _text(name, row[name]) for name in template_columns(template)}
+                )
+            row = found
+        if self._options:
+            own = row.get("chat_template_kwargs") or {}
+            row = {**row, "chat_template_kwargs": {**self._options, **own} if isinstance(own, dict) else own}
+        return row
+
+    def origin(self, problem: str) -> str:
+        """Name the columns of the keys in a message."""
+        named = [f"{key} is column {name!r}" for key, name in self._columns.items() if f'"{key}"' in problem]
+        return f" ({', '.join(named)})" if named else ""
+
+
+def _text(column: str, value: Any) -> str:
+    if isinstance(value, (str, int, float)):
+        return str(value)
+    kind = "null" if value is None else type(value).__name__
+    raise BadRecordError(f"column {column!r} must be text or a number, as data.templates uses it, got {kind}")
