@@ -23,7 +23,11 @@ def all_logits(backbone: Backbone, batch: MicroBatch, hidden: Tensor | None = No
         hidden = backbone.forward(batch)
     parallel = backbone.parallel
     with torch.no_grad(), backbone.residence.using("head"):
-        local = torch.mm(backbone._all_rows(hidden), backbone.model.output_layer.weight.t())
+        rows, layer = backbone._all_rows(hidden), backbone.vocabulary.output_layer(batch.task_rows, share=False)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        local = torch.empty(rows.shape[0], layer.weight.shape[0], dtype=wide, device=rows.device)
+        for part, used, scores in layer.chunks(rows):
+            local[part, : used.weight.shape[0]] = scores
         if parallel.tp_size > 1:
             local = gather_from_tensor_model_parallel_region(local, group=parallel.tp_group)
         return local[:, : backbone.shape.vocab]

@@ -42,6 +42,7 @@ class AdapterParameter:
         owner: Whether this rank counts the part in norms and saves it: each element of the full tensor has exactly
             one owner over tensor and pipeline ranks.
         decay: Whether weight decay applies (not to biases and masks).
+        of_stage: Whether the owner is on this pipeline stage.
     """
 
     key: str
@@ -52,6 +53,12 @@ class AdapterParameter:
     partial: bool = False
     owner: bool = True
     decay: bool = True
+    of_stage: bool = True
+
+    @property
+    def precedence(self) -> tuple[bool, ...]:
+        """Its place in an `Arena`: the lowest comes first."""
+        return not self.of_stage, not self.partial, not self.decay, not self.owner
 
     def slice_of(self, full: Tensor) -> Tensor:
         """Copy the part of `full` that this rank holds.
@@ -254,12 +261,12 @@ class TaskAdapter(ABC):
             owner: Whether this stage owns it; of tensor ranks that each hold the same, the first does.
             start: What the local part of a fresh adapter starts from; None: from `AdapterTensor.init`.
         """
-        tensor, parallel = self.tensors[key], self.host.parallel
+        tensor, parallel, of_stage = self.tensors[key], self.host.parallel, owner
         if tensor.dim is None:
             owner = owner and parallel.tp_rank == 0
         partial = tensor.dim is None and (parallel.sequence_parallel or not tensor.on_output)
         value = nn.Parameter(torch.empty(0), requires_grad=tensor.trained)
-        record = AdapterParameter(key, value, tensor.shape, dim, index, partial, owner, tensor.decay)
+        record = AdapterParameter(key, value, tensor.shape, dim, index, partial, owner, tensor.decay, of_stage)
         if start is not None:
             local = start
         elif self.initial is None or not tensor.stored:

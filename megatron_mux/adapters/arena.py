@@ -39,9 +39,9 @@ class _Rounded(torch.autograd.Function):
 class Arena:
     """Flat storage of trained parameters; their `value` becomes a view of it, and has its gradient from the start.
 
-    Parameters that belong together come first in this order: those this rank owns, those whose gradient tensor ranks
-    sum, those that weight decay applies to. Among equals they keep the given order, next to each other where their
-    sizes allow.
+    Parameters that belong together come first in this order: those this stage owns, those whose gradient tensor ranks
+    sum, those that weight decay applies to, those this rank owns. Among equals they keep the given order, next to each
+    other where their sizes allow. So gradients that tensor ranks sum are in the same order on all of them.
 
     Args:
         parameters: With an empty `value` each, and the tensor that it starts from.
@@ -61,7 +61,7 @@ class Arena:
         dtype: torch.dtype,
         compute_dtype: torch.dtype,
     ) -> None:
-        ordered = sorted(parameters, key=lambda own: (not own[0].owner, not own[0].partial, not own[0].decay))
+        ordered = sorted(parameters, key=lambda own: own[0].precedence)
         self._place: dict[str, tuple[int, int]] = {}
         self._ranges: dict[tuple[tuple[str, bool], ...], list[tuple[int, int]]] = {}
         at = 0

@@ -67,3 +67,107 @@ def test_tasks_train_as_with_peft(
         norms = [result.grad_norm for result in trained.results[case.name]]
         assert norms == pytest.approx(alone.grad_norms, rel=1e-3), case.name
         assert_close(trained.tensors[case.name], alone.tensors, 2e-3, case.name)
+
+
+@pytest.mark.parametrize("name", ["both", "tokens", "other tokens"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma3_text"])
+def test_other_families_train_as_with_peft(
+    family: str, name: str, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    """Tied matrices with other names, learned positions, a scaled embedding; padding that occurs in records."""
+    path, fields = path_of(family), dict(FIELDS[name])
+    if family == "gpt2":
+        names = {"embed_tokens": "wte"}
+        for field, value in fields.items():
+            if isinstance(value, dict):
+                fields[field] = {names.get(key, key): own for key, own in value.items()}
+            elif isinstance(value[0], str):
+                fields[field] = [names.get(key, key) for key in value]
+    case = make_case(path, name, section(fields, family))
+    for tokens, _ in case.records.pairs:
+        tokens[1::5] = 0  # Gemma's padding token, whose row peft does not train
+    trained = train(backbone_of(family), parallel, [case], 4)
+    assert case.initial is not None
+    alone = peft_solo.train_solo(path, case.adapter, case.training, case.steps(4), case.initial)
+    assert trained.losses(case.name) == pytest.approx(alone.losses, rel=LOSSES)
+    assert_close(trained.tensors[case.name], alone.tensors, 2e-3, name)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_files_are_peft_s(
+    family: str, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel, tmp_path: Path
+) -> None:
+    """What peft wrote is read with equal logits, and what is written after a step, peft reads with equal logits."""
+    backbone, path = backbone_of(family), path_of(family)
+    engine = Engine(backbone, parallel)
+    for name in ("both", "tokens", "other tokens"):
+        case = make_case(path, name, section(FIELDS[name]))
+        model = peft_solo.wrap(peft_solo.load_model(path), case.adapter, case.initial)
+        model.save_pretrained(tmp_path / case.name)  # type: ignore[operator]
+        read = read_adapter(tmp_path / case.name, case.spec.adapter, backbone.shape)
+        engine.register_tasks([Task(case.spec, case.records.as_dataset(), initial=read)])
+        try:
+            assert case.initial is not None
+            assert_same(adapter(engine, case.name), case.initial, name)
+            assert_same_logits(engine, case, model)
+            engine.step()
+            written = save(engine, case, tmp_path / f"{case.name} written")
+            loaded = PeftModel.from_pretrained(peft_solo.load_model(path), written)
+            loaded.eval()
+            assert_same_logits(engine, case, loaded)
+        finally:
+            engine.remove_task(case.name)
+
+
+def test_a_diverging_task_changes_nothing(
+    backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    """Three tasks with rows of their own, and one without; one of them is NaN in all of its rows."""
+    backbone, path = backbone_of("llama-tied"), path_of("llama-tied")
+    cases = {
+        name: make_case(path, name, section(fields))
+        for name, fields in (*((n, FIELDS[n]) for n in ("both", "tokens", "other tokens")), ("none", {}))
+    }
+    weights = {name: value.clone() for name, value in backbone.model.named_parameters()}
+    for poisoned in ("both", "tokens"):
+        healthy = train(backbone, parallel, list(cases.values()), 1)
+        before = cases[poisoned].initial
+        assert before is not None
+        spoiled = {k: v if "lora" in k else torch.full_like(v, math.nan) for k, v in before.items()}
+        cases[poisoned].initial = spoiled
+        sick = train(backbone, parallel, list(cases.values()), 3)
+        cases[poisoned].initial = before
+        (failed,) = sick.results[poisoned]
+        assert failed.status == "failed"
+        for name in sorted(cases.keys() - {poisoned}):
+            own = cases[name].name
+            assert sick.losses(own)[0] == healthy.losses(own)[0]
+            assert_same(sick.after_first[own], healthy.tensors[own], f"{own} beside {poisoned}")
+            assert len(sick.results[own]) == 3
+    assert_same(dict(backbone.model.named_parameters()), weights, "the backbone")
+    assert not any(part.own for part in backbone.vocabulary.parts.values())
+
+
+def test_a_fresh_task_starts_as_the_backbone(
+    backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    """Its rows are the backbone's, its logits too, and evaluation uses what it has trained."""
+    backbone, path = backbone_of("llama"), path_of("llama")
+    engine = Engine(backbone, parallel)
+    for name in ("both", "other tokens"):
+        case = make_case(path, name, section(FIELDS[name]))
+        case.initial = None
+        bare = peft_solo.load_model(path)
+        engine.register_tasks([case.task])
+        try:
+            assert_same_logits(engine, case, bare)
+            before = engine.evaluate(case.name, case.records)  # type: ignore[arg-type]
+            for _ in range(8):
+                engine.step()
+            after = engine.evaluate(case.name, case.records)  # type: ignore[arg-type]
+            assert before is not None and after is not None and after.loss < before.loss
+            tensors = adapter(engine, case.name)
+            model = peft_solo.wrap(bare, case.adapter, tensors)
+            assert_same_logits(engine, case, model)
+        finally:
+            engine.remove_task(case.name)
