@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -27,14 +26,22 @@ from torch import Tensor
 from megatron_mux import model_card
 from megatron_mux.adapters.peft_format import CONFIG as ADAPTER_CONFIG
 from megatron_mux.adapters.peft_format import WEIGHTS as ADAPTER_WEIGHTS
-from megatron_mux.engine import LossHealth, Snapshot
+from megatron_mux.engine import BestEvaluation, LossHealth, Snapshot
 from megatron_mux.errors import UserError
 from megatron_mux.files import Pace, sync_directory, write, write_atomically
 from megatron_mux.fusion.plan import Plan
+from megatron_mux.saved_files import (
+    MANIFESTS,
+    TRAINING_STATE,
+    limit_checkpoints,
+    manifest_name,
+    manifests,
+    named_by,
+    prune,
+    write_best,
+)
 from megatron_mux.tensor_file import write_tensors
 
-TRAINING_STATE = "training_state.safetensors"
-_MANIFESTS = "manifests"
 _FORMAT = 2
 
 
@@ -52,6 +59,7 @@ class SavedTask:
         data: Fingerprint of its training records.
         good: Directory of its last good checkpoint: `checkpoint` or one before it; empty if none is known to be good.
         health: Whether its loss goes its usual way.
+        best: Its best evaluation so far, if it compares them.
     """
 
     name: str
@@ -63,6 +71,7 @@ class SavedTask:
     data: str
     good: str = ""
     health: LossHealth = field(default_factory=LossHealth)
+    best: BestEvaluation = field(default_factory=BestEvaluation)
 
     def note(self, step: int, loss: float) -> None:
         """Record a step with a finite gradient and its loss; both judge the adapter that the step before it left."""
@@ -107,6 +116,7 @@ class TaskToSave:
         config: Content of `adapter_config.json`.
         records: Number of its training records; None: not known.
         card: Content of the adapter's `README.md`; empty: it gets none.
+        limit: How many of its checkpoints to keep, besides those that this save names; None: all.
     """
 
     entry: SavedTask
@@ -114,6 +124,7 @@ class TaskToSave:
     config: dict[str, Any] = field(default_factory=dict)
     records: int | None = None
     card: str = ""
+    limit: int | None = None
 
 
 def checkpoint_of(name: str, step: int) -> str:
@@ -154,14 +165,20 @@ def save(
         for state in states:
             if state.snapshot is not None:
                 state.entry.checkpoint = _write_checkpoint(directory, state, previous, pace)
-        number = 1 + max((m for m, _ in _manifests(directory / owner)), default=0)
+        number = 1 + max((m for m, _ in manifests(directory / owner)), default=0)
         entries = [state.entry for state in states]
         manifest = Manifest(number, backbone, entries, plan.to_json(), precision=precision)
         text = json.dumps(asdict(manifest), indent=1)
-        write_atomically(directory / owner / _MANIFESTS / _manifest_name(number), text)
+        write_atomically(directory / owner / MANIFESTS / manifest_name(number), text)
         write_atomically(directory / owner / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
+        write_best(
+            directory, {entry.name: entry.best.checkpoint for entry in entries if entry.best.checkpoint}
+        )
         if keep is not None:
-            _prune(directory, keep, owner)
+            prune(directory, keep, owner)
+        limits = {state.entry.name: state.limit for state in states if state.limit is not None}
+        named = {checkpoint for entry in entries for checkpoint in named_by(asdict(entry))}
+        limit_checkpoints(directory, limits, named, owner)
     except OSError as error:
         raise UserError(
             f"--save {directory}: could not save: {error.strerror or error} ({error.filename or directory}). What was "
@@ -254,7 +271,7 @@ class _IncompleteError(Exception):
 def _newest(directory: Path, owner: str, before: int | None = None) -> tuple[Manifest | None, list[str]]:
     """The newest manifest whose checkpoints are all there, and what is wrong with each newer one."""
     problems: list[str] = []
-    for number, path in sorted(_manifests(directory / owner), reverse=True):
+    for number, path in sorted(manifests(directory / owner), reverse=True):
         if before is not None and number >= before:
             continue
         try:
@@ -270,7 +287,14 @@ def _read_manifest(directory: Path, path: Path) -> Manifest:
         if value["format"] != _FORMAT:
             raise UserError(f"{path}: written by another version of megatron-mux (format {value['format']})")
         value["tasks"] = [
-            SavedTask(**{**task, "health": LossHealth(**task["health"])}) for task in value["tasks"]
+            SavedTask(
+                **{
+                    **task,
+                    "health": LossHealth(**task["health"]),
+                    "best": BestEvaluation(**task.get("best", {})),
+                }
+            )
+            for task in value["tasks"]
         ]
         manifest = Manifest(**value)
     except (ValueError, KeyError, TypeError) as error:
@@ -283,6 +307,8 @@ def _read_manifest(directory: Path, path: Path) -> Manifest:
                 raise _IncompleteError(f"{path.name} names {task.checkpoint}/{name}, which {wrong}")
         if task.good and _what_is_wrong(directory / task.good / ADAPTER_WEIGHTS):
             task.good = ""
+        if task.best.checkpoint and _what_is_wrong(directory / task.best.checkpoint / ADAPTER_WEIGHTS):
+            task.best.checkpoint = ""
     return manifest
 
 
@@ -331,7 +357,7 @@ def refuse_used(directory: Path, owner: str = "") -> None:
     Raises:
         UserError: `directory` holds checkpoints already.
     """
-    if next(iter(_manifests(directory / owner)), None) is not None:
+    if next(iter(manifests(directory / owner)), None) is not None:
         raise UserError(
             f"--save {directory}: holds checkpoints of {owner or 'a run'} already: continue it with "
             f"--load {directory}, or choose another directory."
@@ -346,53 +372,3 @@ def prepare(directory: Path) -> str:
             return ""
     except OSError as error:
         return f"--save {directory}: cannot be written: {error.strerror or error}: choose another directory"
-
-
-def _manifests(directory: Path) -> list[tuple[int, Path]]:
-    """Every manifest with its number; a file with any other name is not ours, and does not count."""
-    found = []
-    for path in (directory / _MANIFESTS).glob("manifest-*.json"):
-        match = re.fullmatch(r"manifest-([0-9]{8,})\.json", path.name)
-        if match is not None and path.name == _manifest_name(int(match[1])):
-            found.append((int(match[1]), path))
-    return found
-
-
-def _manifest_name(number: int) -> str:
-    return f"manifest-{number:08d}.json"
-
-
-def newest_steps(directory: Path, name: str, count: int, owner: str = "") -> list[int]:
-    """Steps of a task's checkpoints that the newest `count` saves name; damaged ones are passed over."""
-    steps: list[int] = []
-    for _, path in sorted(_manifests(directory / owner), reverse=True):
-        try:
-            tasks = json.loads(path.read_text())["tasks"]
-            steps += [task["step"] for task in tasks if task["name"] == name and task["checkpoint"]]
-        except (ValueError, KeyError, TypeError):
-            continue
-    return steps[:count]
-
-
-def drop_after(directory: Path, number: int, owner: str = "") -> None:
-    """Forget the saves after a number: what was done after it will be done again. Their checkpoints stay."""
-    for found, path in _manifests(directory / owner):
-        if found > number:
-            path.unlink()
-
-
-def _prune(directory: Path, keep: int, owner: str) -> None:
-    """Drop all but the newest `keep` manifests, and the checkpoints that only the dropped ones name."""
-    named: dict[Path, set[str]] = {}
-    for _, path in sorted(_manifests(directory / owner), reverse=True):
-        try:
-            tasks = json.loads(path.read_text())["tasks"]
-            named[path] = {checkpoint for task in tasks for checkpoint in (task["checkpoint"], task["good"])}
-        except (ValueError, KeyError, TypeError):
-            continue  # damaged: it is no save, and says nothing of what may be dropped
-    kept = set().union(*list(named.values())[:keep])
-    for path, checkpoints in list(named.items())[keep:]:
-        path.unlink()
-        for checkpoint in checkpoints - kept - {""}:
-            if not os.path.isabs(checkpoint):  # another run's is not ours to delete
-                shutil.rmtree(directory / checkpoint, ignore_errors=True)

@@ -258,13 +258,20 @@ class Backbone:
         }
         return [found[rope] if rope else None for rope in (self.shape.ropes[layer] for layer in self.layers)]
 
-    def loss(self, hidden: Tensor, batch: MicroBatch, scale: RowScale | None = None) -> tuple[Tensor, Tensor]:
+    def loss(
+        self,
+        hidden: Tensor,
+        batch: MicroBatch,
+        scale: RowScale | None = None,
+        smoothing: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """The micro-batch's share of its tasks' losses; last stage only.
 
         Args:
             hidden: What `forward` returned.
             batch: The micro-batch.
             scale: Factors of the labelled rows' gradients, set before the backward pass; None: all are one.
+            smoothing: See `weighted_loss`.
 
         Returns:
             The scalar sum over labels of weight x negative log-likelihood, differentiable with respect to `hidden`;
@@ -277,7 +284,7 @@ class Backbone:
             if scale is not None:
                 rows = scale_gradient(rows, scale)
             layer = self.vocabulary.output_layer(batch.labelled.task_rows, share=True)
-            total, nll = weighted_loss(rows, batch.labels, batch.label_weights, layer)
+            total, nll = weighted_loss(rows, batch.labels, batch.label_weights, layer, smoothing)
         return total, nll.float()
 
     def predict(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:

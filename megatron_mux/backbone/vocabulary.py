@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux.backbone.residence import Key, Residence
+from megatron_mux.kernels.embedding_noise import EmbeddingNoise
 from megatron_mux.kernels.loss_head import OutputLayer
 from megatron_mux.kernels.own_rows import Lookup, Place, VocabularyPart
 from megatron_mux.layout import MicroBatch
@@ -32,6 +33,7 @@ class Vocabulary:
 
     Attributes:
         parts: This rank's part of each matrix that the stage has; empty on expert managers.
+        noise: Added to the embeddings of tasks while they train.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Vocabulary:
         size = shape.padded_vocab // parallel.tp_size
         start = min(parallel.tp_rank * size, shape.vocab)
         stop = min(start + size, shape.vocab)
+        self.noise: dict[str, EmbeddingNoise] = {}
         self.parts: dict[Place, VocabularyPart] = {}
         if first and not parallel.experts.is_manager:
             self.parts["embedding"] = VocabularyPart(
@@ -96,6 +99,8 @@ class Vocabulary:
             words = self._with_own_rows(words, batch, divided=embedding.reduce_scatter_embeddings)
             if self._scale is not None:
                 words = words * self._scale
+            if self.noise and batch.training:
+                words = self._with_noise(words, batch, divided=embedding.reduce_scatter_embeddings)
             if embedding.reduce_scatter_embeddings:
                 return words
             hidden: Tensor = words.transpose(0, 1)
@@ -116,6 +121,18 @@ class Vocabulary:
         first = self._parallel.tp_rank * flat.shape[0] if divided else 0
         lookup = Lookup(self.parts["embedding"], batch.tokens, own, first, divided, self._group)
         return lookup.replace(flat, self._anchor).view_as(words)
+
+    def _with_noise(self, words: Tensor, batch: MicroBatch, divided: bool) -> Tensor:
+        flat = words.reshape(-1, words.shape[-1]).clone()
+        first = self._parallel.tp_rank * flat.shape[0] if divided else 0
+        for name, rows in batch.task_rows.items():
+            start, stop = (min(max(row - first, 0), flat.shape[0]) for row in rows)
+            if name in self.noise and start < stop:
+                part = slice(start + first, stop + first)
+                ids, index = batch.groups.sequence_ids[part], batch.groups.token_index[part]
+                noise = self.noise[name].of(batch.task_steps[name], ids, index, flat.shape[1])
+                flat[start:stop] += noise.to(flat.dtype)
+        return flat.view_as(words)
 
     def output_layer(self, labelled: Mapping[str, tuple[int, int]], share: bool) -> OutputLayer:
         """The output layer of a micro-batch.

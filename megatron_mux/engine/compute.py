@@ -18,6 +18,7 @@ from megatron_mux.engine.part_times import PartTimes, PassTimes
 from megatron_mux.kernels.preference_loss import RowScale
 from megatron_mux.layout import MicroBatch
 from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.runtime import to_device
 
 Stages = Mapping[int, Backbone]
 """A rank's stages by their number."""
@@ -68,6 +69,10 @@ class TrainingCompute:
         self._balancing = torch.zeros_like(self.losses) if finalizer.coefficients else self.losses
         self.preferences = finalizer.preferences
         self._scales: dict[int, RowScale] = {}
+        factors = [task.task.spec.training.label_smoothing_factor for task in finalizer.tasks.values()]
+        self._smoothing: Tensor | None = None
+        if any(factors) and any(stage.last for stage in stages.values()):
+            self._smoothing = to_device(torch.tensor(factors), finalizer.parallel.device)
         self._outputs: dict[tuple[int, Unit], list[Tensor]] = {}
         self._interleaved: dict[tuple[int, Unit], InterleavedPasses] = {}
         self._zeros = zeros_for_next_stage(stages, batches.max_rows, self.failed)
@@ -149,7 +154,8 @@ class TrainingCompute:
         step = self.finalizer.step(action.bucket)
         scale = RowScale() if self.preferences.couples(step, batch) else None
         with layout.activate(batch):
-            loss, nll = backbone.loss(output, batch, scale)
+            smoothing = None if self._smoothing is None else self._smoothing[batch.label_tasks]
+            loss, nll = backbone.loss(output, batch, scale, smoothing)
         if scale is not None:
             self.preferences.add(step, batch, nll)
         if batch.training:

@@ -38,6 +38,8 @@ from megatron_mux.errors import UserError, failed_allocation
 from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
+from megatron_mux.kernels.dropout import key_of
+from megatron_mux.kernels.embedding_noise import EmbeddingNoise
 from megatron_mux.kernels.own_rows import Place, VocabularyPart
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import Timer
@@ -149,6 +151,10 @@ class Engine:
             detach(self.adapters, spec.name)
             raise
         self._tasks[spec.name] = state
+        alpha = spec.training.neftune_noise_alpha
+        if alpha is not None and 0 in self.stages:
+            key = key_of(spec.training.seed, "neftune")
+            self.stages[0].vocabulary.noise[spec.name] = EmbeddingNoise(key, alpha, state.sequence_lengths)
         return ""
 
     def remove_task(self, name: str) -> None:
@@ -160,9 +166,16 @@ class Engine:
         self._runner.read_ahead.forget()  # it knows the task, whose memory is to be free
         del self._tasks[name]
         detach(self.adapters, name)
+        if 0 in self.stages:
+            self.stages[0].vocabulary.noise.pop(name, None)
         self._reserve_gradient_buffer()
         for task in self._tasks.values():
             task.parked = False
+
+    def finish_early(self, name: str) -> None:
+        """Let a task have done its last step, though steps are left. Every rank calls it, between steps."""
+        self._runner.read_ahead.forget()  # it has prepared more steps
+        self._tasks[name].status = "finished"
 
     def _reserve_gradient_buffer(self) -> None:
         """Have a buffer to sum the gradients of all tasks in, so that no rank runs out of memory while others wait.

@@ -49,16 +49,44 @@ def keep_mask(
         `[n, features]` bool, True where the entry is kept.
     """
     start, stop = features
-    low, high = halves(key)
-    row = sequence_ids.to(torch.int32) ^ mix(step ^ low)
-    row = _mix_(_mix_(row) + token_index.to(torch.int32)) ^ high
-    row = _mix_(row)  # [n]
+    low = halves(key)[0]
+    row = _row_hash(key, step, sequence_ids, token_index)
     # A hash has 32 bits and a decision takes 16: one hash serves two neighbouring features.
     first, last = start // 2, (stop + 1) // 2
     column = _mix_(torch.arange(first, last, dtype=torch.int32, device=row.device) ^ low)  # [pairs]
     bits = _mix_(row[:, None] ^ column[None, :]).view(torch.int16)  # [n, 2 * pairs]
     bits = bits[:, start - 2 * first : stop - 2 * first]
     return bits >= threshold(probability)
+
+
+def _row_hash(key: int, step: int, sequence_ids: Tensor, token_index: Tensor) -> Tensor:
+    """`[n]` int32, the share of rows in a hash."""
+    low, high = halves(key)
+    row = sequence_ids.to(torch.int32) ^ mix(step ^ low)
+    return _mix_(_mix_(_mix_(row) + token_index.to(torch.int32)) ^ high)
+
+
+def row_uniform(key: int, step: int, sequence_ids: Tensor, token_index: Tensor, features: int) -> Tensor:
+    """Uniform numbers for the features of rows.
+
+    Args:
+        key: From `key_of(task seed, ...)`.
+        step: Optimizer steps that the task has done.
+        sequence_ids: `[n]` int64, the sequence of each row.
+        token_index: `[n]` int64, the token of each row within its sequence.
+        features: Number of features.
+
+    Returns:
+        `[n, features]` fp32 strictly between 0 and 1.
+    """
+    row = _row_hash(key, step, sequence_ids, token_index)
+    column = _mix_(torch.arange(features, dtype=torch.int32, device=row.device) ^ halves(key)[0])
+    return _uniform_of(_mix_(row[:, None] ^ column[None, :]))
+
+
+def _uniform_of(bits: Tensor) -> Tensor:
+    # 23 bits and a half fit fp32 exactly, so neither end of the interval is ever reached.
+    return ((bits >> 9) & 0x7FFFFF).to(torch.float32).add_(0.5).div_(1 << 23)
 
 
 def threshold(probability: float) -> int:
@@ -80,9 +108,7 @@ def uniform(key: int, rows: Tensor, columns: Tensor) -> Tensor:
     low, high = halves(key)
     row = _mix_(_mix_(rows.to(torch.int32) ^ low) ^ high)
     column = _mix_(_mix_(columns.to(torch.int32) ^ high) ^ low)
-    bits = _mix_(row[:, None] ^ column[None, :])
-    # 23 bits and a half fit fp32 exactly, so neither end of the interval is ever reached.
-    return ((bits >> 9) & 0x7FFFFF).to(torch.float32).add_(0.5).div_(1 << 23)
+    return _uniform_of(_mix_(row[:, None] ^ column[None, :]))
 
 
 def halves(key: int) -> tuple[int, int]:

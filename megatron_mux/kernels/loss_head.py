@@ -104,8 +104,10 @@ class _Statistics:
     mine: Tensor
 
 
-def _statistics(scores: Tensor, labels: Tensor, layer: OutputLayer) -> _Statistics:
-    """Softmax statistics over the whole vocabulary; `scores` is overwritten."""
+def _statistics(
+    scores: Tensor, labels: Tensor, layer: OutputLayer, smoothing: Tensor | None = None
+) -> _Statistics:
+    """Softmax statistics over the whole vocabulary; `scores` is overwritten. With `smoothing`, `nll` is smoothed."""
     top = scores.amax(dim=1)
     if layer.group is not None:
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=layer.group)
@@ -115,6 +117,11 @@ def _statistics(scores: Tensor, labels: Tensor, layer: OutputLayer) -> _Statisti
     columns = columns.clamp(0, scores.shape[1] - 1)
     rows = torch.arange(scores.shape[0], device=scores.device)
     target = scores[rows, columns].masked_fill_(~mine, 0.0)
+    if smoothing is not None:
+        # Selected, so that rows without smoothing are what they were; padding columns are no tokens.
+        mean = scores[:, : layer.valid].sum(dim=1) / layer.vocab
+        smoothed = target * (1 - smoothing) + mean * smoothing
+        target = torch.where(smoothing > 0, smoothed, target)
     scores.exp_()
     total = scores.sum(dim=1)
     if layer.group is not None:
@@ -127,16 +134,22 @@ def _statistics(scores: Tensor, labels: Tensor, layer: OutputLayer) -> _Statisti
 class _WeightedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, labels: Tensor, weights: Tensor, layer: OutputLayer
+        ctx: Any,
+        hidden: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        layer: OutputLayer,
+        smoothing: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         wanted = ctx.needs_input_grad[0]
         gradient = torch.empty_like(hidden) if wanted else None
         nlls = []
         for part, used, scores in layer.chunks(hidden.detach()):
-            found = _statistics(scores, labels[part], used)
+            soft = None if smoothing is None else smoothing[part].to(scores.dtype)
+            found = _statistics(scores, labels[part], used, soft)
             nlls.append(found.nll)
             if gradient is not None:
-                gradient[part] = _hidden_gradient(found, weights[part], used, hidden.detach()[part])
+                gradient[part] = _hidden_gradient(found, weights[part], used, hidden.detach()[part], soft)
         nll = torch.cat(nlls) if nlls else hidden.new_zeros(0, dtype=_statistics_dtype(hidden))
         if gradient is not None:
             if layer.group is not None and layer.reduce_gradient:
@@ -146,23 +159,28 @@ class _WeightedLoss(torch.autograd.Function):
         return (nll * weights.to(nll.dtype)).sum(), nll
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad.to(gradient.dtype), None, None, None
+        return gradient * grad.to(gradient.dtype), None, None, None, None
 
 
 def _statistics_dtype(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
-def _hidden_gradient(found: _Statistics, weights: Tensor, layer: OutputLayer, hidden: Tensor) -> Tensor:
-    """`[n, H]`: weight x (softmax - one-hot) x output layer, this rank's columns only.
+def _hidden_gradient(
+    found: _Statistics, weights: Tensor, layer: OutputLayer, hidden: Tensor, smoothing: Tensor | None
+) -> Tensor:
+    """`[n, H]`: weight x (softmax - labels, smoothed or not) x output layer, this rank's columns only.
 
     The gradient of rows that a task trains is added here, too: the engine back-propagates the loss as it is, so
     nothing multiplies it later, and no tensor as large as an output layer waits for the backward pass.
     """
     scores, total, dtype = found.exponentials, found.total, hidden.dtype
-    scores[found.rows, found.columns] -= total.masked_fill(~found.mine, 0.0)
+    label = total if smoothing is None else total * (1 - smoothing)
+    scores[found.rows, found.columns] -= label.masked_fill(~found.mine, 0.0)
+    if smoothing is not None:
+        scores[:, : layer.valid] -= (total * smoothing / layer.vocab).unsqueeze(1)
     factor = weights.to(total.dtype)
     if dtype == scores.dtype:
         # Dividing the small product instead of the wide scores saves a pass over them.
@@ -176,7 +194,11 @@ def _hidden_gradient(found: _Statistics, weights: Tensor, layer: OutputLayer, hi
 
 
 def weighted_loss(
-    hidden: Tensor, labels: Tensor, weights: Tensor, layer: OutputLayer
+    hidden: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    layer: OutputLayer,
+    smoothing: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of the labels' negative log-likelihoods.
 
@@ -185,12 +207,14 @@ def weighted_loss(
         labels: `[N]` int64.
         weights: `[N]`, of each label in the sum.
         layer: The output layer.
+        smoothing: `[N]` share of each label that is spread evenly over the vocabulary, as `transformers`' LabelSmoother
+            does; None: zero for all.
 
     Returns:
-        The sum as a scalar, differentiable with respect to `hidden` (the gradient of `layer.own` is added at once), and the `[N]` negative log-likelihoods, detached;
-        fp32, or fp64 for fp64 hidden states.
+        The sum as a scalar, differentiable with respect to `hidden` (the gradient of `layer.own` is added at once), and
+        the `[N]` negative log-likelihoods, smoothed where asked, detached; fp32, or fp64 for fp64 hidden states.
     """
-    scalar, nll = _WeightedLoss.apply(hidden, labels, weights, layer)  # type: ignore[no-untyped-call]
+    scalar, nll = _WeightedLoss.apply(hidden, labels, weights, layer, smoothing)  # type: ignore[no-untyped-call]
     return scalar, nll
 
 

@@ -9,6 +9,7 @@ from megatron_mux.backbone.checkpoint import Checkpoint
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.base_ops import BaseOpInfo
+from megatron_mux.kernels.preference_loss import RowScale
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.remote import RemoteBody
@@ -60,7 +61,7 @@ class SplitBackbone(Backbone):
         self.layers = range(front.shape.layers)
         self.first = self.last = True
         self.placement = None
-        self.residence = front.residence
+        self.residence, self.vocabulary = front.residence, front.vocabulary
         self.lowest_adapter = front.lowest_adapter
 
     @property
@@ -78,9 +79,15 @@ class SplitBackbone(Backbone):
         hidden = self.remote(batch, self.front.forward(batch))
         return self.back.forward(batch, hidden, labelled_only)
 
-    def loss(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def loss(
+        self,
+        hidden: Tensor,
+        batch: MicroBatch,
+        scale: RowScale | None = None,
+        smoothing: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """See `Backbone.loss`."""
-        return self.back.loss(hidden, batch)
+        return self.back.loss(hidden, batch, scale, smoothing)
 
     def predict(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """See `Backbone.predict`."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_mux import checkpoint
+from megatron_mux import checkpoint, saved_files
 from megatron_mux.adapters.peft_format import read_adapter
 from megatron_mux.adapters.targets import ALL_LINEAR, match_targets
 from megatron_mux.arguments import MuxArguments
@@ -29,6 +29,7 @@ from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Task
 from megatron_mux.errors import UserError
 from megatron_mux.files import write_atomically
+from megatron_mux.optimizers.registry import OPTIMIZERS
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
@@ -95,6 +96,11 @@ class ClientRun:
             raise UserError(
                 f"task {spec.name!r}: training.loss: {spec.training.loss} is not supported with a split server: train "
                 "it with pretrain_mux.py"
+            )
+        if not OPTIMIZERS[spec.training.optim].splits:
+            raise UserError(
+                f"task {spec.name!r}: training.optim: {spec.training.optim} steps whole tensors and is not supported "
+                "with a split server: use adamw_torch_fused, lion_32bit or sgd"
             )
         info = read_client_info(options.backbone, options.cut_front, options.cut_back)
         files = DataFiles(load_tokenizer(options.backbone), say)
@@ -203,7 +209,7 @@ class ClientRun:
                 f"{self.name}: the server has nothing of step {_step(newest)}: going back to step {_step(manifest)}"
             )
             if source == self.options.save:
-                checkpoint.drop_after(source, manifest.number, self.name)
+                saved_files.drop_after(source, manifest.number, self.name)
         return link, manifest
 
     # -- training
@@ -240,7 +246,7 @@ class ClientRun:
         """Steps that an attempt may begin at."""
         for directory in (self.options.save, self.options.load):
             if directory is not None:
-                steps = checkpoint.newest_steps(directory, self.name, _SAVES_TO_RETURN_TO, self.name)
+                steps = saved_files.newest_steps(directory, self.name, _SAVES_TO_RETURN_TO, self.name)
                 if steps:
                     return steps
         return []

@@ -80,6 +80,12 @@ class TaskSpec(Section):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _compares_what_is_measured(self) -> TaskSpec:
+        if wrong := self.training.problem_of_metric(self.eval, any_figure=self.training.is_preference):
+            raise problem(wrong)
+        return self
+
     @property
     def sequences_per_step(self) -> int:
         """Sequences of one optimizer step, over all ranks and accumulation steps: two for a pair of completions."""

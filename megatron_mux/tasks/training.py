@@ -19,6 +19,7 @@ from megatron_mux.section import (
     TidyNumber,
     problem,
 )
+from megatron_mux.tasks.keeping import KeepingFields
 from megatron_mux.tasks.preference import PREFERENCE_REFUSED, PreferenceFields
 
 
@@ -115,7 +116,7 @@ else:
     OptimizerName = Annotated[Literal[tuple(OPTIMIZERS)], BeforeValidator(_optimizer_name)]
 
 
-class TrainingSpec(PreferenceFields):
+class TrainingSpec(KeepingFields, PreferenceFields):
     """Hyper-parameters of training, with the spellings and defaults of `transformers.TrainingArguments`."""
 
     per_device_train_batch_size: int = Field(default=8, ge=1, le=LARGEST_BATCH)
@@ -151,6 +152,10 @@ class TrainingSpec(PreferenceFields):
     """Decay of the second moment of AdamW; of the momentum that Lion keeps."""
     adam_epsilon: Number = Field(default=1e-8, ge=0)
     """Keeps AdamW from dividing by zero."""
+    label_smoothing_factor: Number = Field(default=0.0, ge=0, le=1)
+    """Share of each label that is spread evenly over the vocabulary, in training."""
+    neftune_noise_alpha: Number | None = Field(default=None, gt=0)
+    """Noise on the embeddings while training, of magnitude alpha / sqrt(length x hidden size); None: none."""
     router_aux_loss_coef: Number = Field(default=0.0, ge=0)
     """Coefficient of the loss that balances experts, sequence by sequence (`megatron_mux.balancing`); 0: none."""
     max_steps: int | None = Field(default=None, ge=1, le=LARGEST_COUNT)
@@ -161,7 +166,7 @@ class TrainingSpec(PreferenceFields):
     """Seeds the adapter's initial values, the data's order and dropout."""
 
     refused: ClassVar[Mapping[str, Refused]] = {**PREFERENCE_REFUSED, **_REFUSED}
-    undecided: ClassVar[tuple[str, ...]] = ()
+    undecided: ClassVar[tuple[str, ...]] = tuple(KeepingFields.model_fields)
     """Fields on which no update depends: a run that continues may change them."""
 
     @model_validator(mode="before")
@@ -188,6 +193,10 @@ class TrainingSpec(PreferenceFields):
             raise problem(
                 "lr_scheduler_type constant has no warm-up: write constant_with_warmup, or leave the warm-up out"
             )
+        given = self.label_smoothing_factor and "label_smoothing_factor"
+        given = given or (self.neftune_noise_alpha and "neftune_noise_alpha")
+        if given and self.is_preference:
+            raise problem(f"{given} is not supported with loss: {self.loss}: leave it out")
         if wrong := problem_of_kwargs(
             self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate
         ):

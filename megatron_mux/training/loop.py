@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 
 from megatron_mux.arguments import MuxArguments
@@ -18,6 +19,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
+from megatron_mux.training.best import Judge
 from megatron_mux.training.expert_watch import ExpertWatch
 from megatron_mux.training.garbage import freeze_objects, unfreeze_objects
 from megatron_mux.training.joining import WatchedDirectory
@@ -74,6 +76,7 @@ class Loop:
                 arguments.precision,
                 self.reporter.owner,
             )
+        self._judge = Judge(self.registry.entries, self.reporter.say)
         self._is_frozen = False
         self._step_loop = StepLoop(self.arguments.mux_rolling, self.arguments.mux_watch is not None)
         directory = self.arguments.load
@@ -165,7 +168,11 @@ class Loop:
             self.watch.after(len(steps))
         # Every task's turn, whatever is due already.
         self._evaluate([name for name, result in last.items() if self._evaluates_after(name, result)])
-        if any(self._saves_after(result) for result in last.values()):
+        for name in self._judge.stopped():
+            self.engine.finish_early(name)
+            last[name] = replace(last[name], status="finished")
+            self._note_status(name, last[name])
+        if any(self._saves_after(name, result) for name, result in last.items()):
             self._save()
         elif self.watch is not None and any(result.status != "running" for result in last.values()):
             self.watch.flush()  # slots of tasks that leave may be taken by others
@@ -173,6 +180,7 @@ class Loop:
             if result.status == "failed":
                 self._tell_what_is_kept(name)
             if result.status != "running":
+                self._judge.tell_best(name, self.arguments.save)
                 self.engine.remove_task(name)
 
     def _due(self) -> Iterator[Due]:
@@ -181,7 +189,11 @@ class Loop:
             yield from self.watch.due()
         for name in self.engine.active:
             step, spec = self.engine.progress(name)[0], self.engine.task(name).spec
-            for interval in (self.arguments.save_interval, spec.eval and spec.eval.eval_steps):
+            for interval in (
+                self.arguments.save_interval,
+                self._own_interval(name),
+                spec.eval and spec.eval.eval_steps,
+            ):
                 if interval:
                     yield interval - step % interval, interval
 
@@ -192,14 +204,27 @@ class Loop:
             return False
         return result.status == "finished" or result.step % spec.eval_steps == 0
 
-    def _saves_after(self, result: StepResult) -> bool:
+    def _saves_after(self, name: str, result: StepResult) -> bool:
         """Whether a save is due."""
-        interval = self.arguments.save_interval
-        return result.status != "running" or bool(interval and result.step % interval == 0)
+        intervals = self.arguments.save_interval, self._own_interval(name)
+        improved = self._judge.is_best(name, result.step) and self.engine.task(name).spec.training.keeps_best
+        due = any(interval and result.step % interval == 0 for interval in intervals)
+        return result.status != "running" or improved or due
 
-    def _note(self, name: str, result: StepResult) -> None:
+    def _own_interval(self, name: str) -> int | None:
+        """Steps between the saves that a task asks for."""
+        task = self.engine.task(name)
+        epoch = math.ceil(len(task.data) / task.spec.sequences_per_step)
+        return task.spec.training.save_interval(self.engine.progress(name)[1], epoch)
+
+    def _note_status(self, name: str, result: StepResult) -> None:
         entry = self.registry.entries[name]
         entry.status, entry.reason = result.status, result.reason
+        self.reporter.history[name].status = result.status
+
+    def _note(self, name: str, result: StepResult) -> None:
+        self._note_status(name, result)
+        entry = self.registry.entries[name]
         if result.diverged:
             entry.health.good = False
         elif result.status != "failed":
@@ -227,7 +252,9 @@ class Loop:
             if isinstance(result, UserError):  # on every rank
                 self.reporter.say(f"{name} could not be evaluated: {result}")
             else:
-                self.reporter.evaluation(name, self.engine.progress(name)[0], result)
+                step = self.engine.progress(name)[0]
+                self.reporter.evaluation(name, step, result)
+                self._judge.note(name, self.engine.task(name).spec.training, step, result)
 
     def _save(self, leaving: Sequence[str] = ()) -> None:
         """One manifest for all tasks, so that a resume continues them from the same moment.
@@ -257,6 +284,10 @@ class Loop:
                     state.config = self.engine.adapter_config(name)
                     state.records = len(self.engine.task(name).data)
                     state.config["base_model_name_or_path"] = str(self.arguments.backbone.resolve())
+                training = self.engine.task(name).spec.training
+                state.limit = training.save_total_limit
+                if training.keeps_best and entry.step == entry.best.step:
+                    entry.best.checkpoint = entry.checkpoint
             states.append(state)
         copies = self.engine.copy_states(moved, saver.memory)
         plan = None

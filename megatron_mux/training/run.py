@@ -32,6 +32,7 @@ from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel, has_bf16, initialize, use_tf32
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import load_task_file
+from megatron_mux.training.best import check_best_is_saved
 from megatron_mux.training.expert_placement import expert_placement, kept_placement, placement_on_managers
 from megatron_mux.training.expert_topology import check_topology
 from megatron_mux.training.expert_watch import watch_experts
@@ -80,6 +81,7 @@ def run(arguments: MuxArguments) -> None:
         files = DataFiles(tokenizer, reporter.say, arguments.mux_data_cache)
         with local_leader_first():
             tasks = open_tasks(specs, info, files, reporter.say, resumed)
+        check_best_is_saved(specs, save)
         if save is None:
             reporter.say("no --save: the adapters will be lost when the run ends")
         arguments, parallel = _join_world(arguments, info.shape, reporter)

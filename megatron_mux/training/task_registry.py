@@ -68,9 +68,11 @@ class TaskRegistry:
             if directory != save:
                 # Until this run saves to its own directory, its entries name the old run's checkpoints.
                 theirs = [
-                    path and str((directory / path).resolve()) for path in (entry.checkpoint, entry.good)
+                    path and str((directory / path).resolve())
+                    for path in (entry.checkpoint, entry.good, entry.best.checkpoint)
                 ]
-                entry = replace(entry, checkpoint=theirs[0], good=theirs[1])
+                best = replace(entry.best, checkpoint=theirs[2])
+                entry = replace(entry, checkpoint=theirs[0], good=theirs[1], best=best)
             self.entries[entry.name] = entry
 
     def register(self, tasks: Sequence[Task]) -> None:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from peft.optimizers import create_loraplus_optimizer
 from torch import Tensor, nn
 from transformers import get_scheduler
+from transformers.optimization import Adafactor
+from transformers.trainer_pt_utils import LabelSmoother
 
 Example = tuple[Tensor, Tensor]
 """Token ids `[L]` int64, and `[L]` bool: which of them are to be predicted (the first never is)."""
@@ -34,6 +37,10 @@ class Recipe:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
+    lr_scheduler_kwargs: Mapping[str, Any] | None = None
+    loraplus_lr_ratio: float | None = None
+    loraplus_weight_decay: float = 0.0
+    label_smoothing_factor: float = 0.0
 
     @staticmethod
     def of(training: Mapping[str, Any]) -> Recipe:
@@ -69,19 +76,46 @@ def label_count(examples: Iterable[Example]) -> int:
     return sum(int(labelled[1:].sum()) for _, labelled in examples)
 
 
-def batch_loss(model: nn.Module, examples: Sequence[Example], labels_in_step: int) -> Tensor:
+def batch_loss(
+    model: nn.Module, examples: Sequence[Example], labels_in_step: int, smoothing: float = 0.0
+) -> Tensor:
     """Sum of the label losses of these examples, over the number of labels in the whole step."""
     ids, mask, labels = pad(examples)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     logits = logits[:, -ids.shape[1] :]  # some wrappers return rows for virtual tokens too
     wide = logits if logits.dtype == torch.float64 else logits.float()
+    if smoothing:
+        smoother = LabelSmoother(smoothing)
+        smoothed: Tensor = smoother(
+            {"logits": wide}, labels, shift_labels=True, num_items_in_batch=labels_in_step
+        )
+        return smoothed
     total = F.cross_entropy(
         wide[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
     )
     return total / labels_in_step
 
 
-def make_optimizer(named: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
+def optimizer_class(recipe: Recipe) -> tuple[Any, dict[str, Any]]:
+    """The class of `recipe.optim` and its arguments, as `transformers.Trainer` chooses them."""
+    import bitsandbytes
+
+    library: Any = bitsandbytes.optim
+    betas = (recipe.adam_beta1, recipe.adam_beta2)
+    adam = {"betas": betas, "eps": recipe.adam_epsilon}
+    return {
+        "adamw_torch": (torch.optim.AdamW, adam),
+        "adamw_torch_fused": (torch.optim.AdamW, {**adam, "fused": True}),
+        "adamw_8bit": (library.AdamW, {**adam, "optim_bits": 8}),
+        "lion_32bit": (library.Lion, {"betas": betas, "optim_bits": 32}),
+        "adafactor": (Adafactor, {"scale_parameter": False, "relative_step": False}),
+        "sgd": (torch.optim.SGD, {}),
+    }[recipe.optim]
+
+
+def make_optimizer(
+    model: nn.Module, named: Mapping[str, nn.Parameter], recipe: Recipe
+) -> torch.optim.Optimizer:
     """The optimizer of `recipe.optim`; biases take no weight decay, as in `transformers.Trainer`, nor do masks."""
     spared_names = {name for name in named if "bias" in name or "log_alpha" in name}
     decayed = [value for name, value in named.items() if name not in spared_names]
@@ -91,18 +125,26 @@ def make_optimizer(named: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.o
         {"params": spared, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    if recipe.optim == "sgd":
-        return torch.optim.SGD(groups, lr=recipe.learning_rate)
-    betas = (recipe.adam_beta1, recipe.adam_beta2)
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=betas, eps=recipe.adam_epsilon)
+    kind, arguments = optimizer_class(recipe)
+    if recipe.loraplus_lr_ratio is not None:
+        return create_loraplus_optimizer(
+            model=cast(Any, model),
+            optimizer_cls=kind,
+            lr=recipe.learning_rate,
+            loraplus_lr_ratio=recipe.loraplus_lr_ratio,
+            loraplus_weight_decay=recipe.loraplus_weight_decay,
+            **arguments,
+        )
+    made: torch.optim.Optimizer = kind(groups, lr=recipe.learning_rate, **arguments)
+    return made
 
 
-def accumulate(model: nn.Module, examples: Sequence[Example], size: int) -> float:
+def accumulate(model: nn.Module, examples: Sequence[Example], size: int, smoothing: float = 0.0) -> float:
     """Backward over one whole batch, `size` examples at a time; returns the batch's loss."""
     count = label_count(examples)
     loss = 0.0
     for start in range(0, len(examples), size):
-        part = batch_loss(model, examples[start : start + size], count)
+        part = batch_loss(model, examples[start : start + size], count, smoothing)
         part.backward()
         loss += part.item()
     return loss
@@ -128,17 +170,19 @@ def train(
         penalty: Called with the step's index after the backward and before clipping, to add gradients.
         after_step: Called with the number of steps done, after the optimizer's step.
     """
-    optimizer = make_optimizer(named, recipe)
+    optimizer = make_optimizer(model, named, recipe)
     scheduler = get_scheduler(
         recipe.lr_scheduler_type,
         optimizer,
         num_warmup_steps=recipe.warmup_steps,
         num_training_steps=recipe.max_steps,
+        scheduler_specific_kwargs=dict(recipe.lr_scheduler_kwargs or {}),
     )
     result = SoloResult([], [], [], {})
     for index, examples in enumerate(steps):
         optimizer.zero_grad(set_to_none=True)
-        result.losses.append(accumulate(model, examples, recipe.per_device_train_batch_size))
+        size, smoothing = recipe.per_device_train_batch_size, recipe.label_smoothing_factor
+        result.losses.append(accumulate(model, examples, size, smoothing))
         if penalty is not None:
             penalty(index)
         limit = recipe.max_grad_norm if recipe.max_grad_norm > 0 else float("inf")

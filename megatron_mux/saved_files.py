@@ -1,0 +1,132 @@
+"""The files of a run's saves: which manifests there are, which checkpoints they name, and which may be dropped."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_mux.adapters.peft_format import WEIGHTS as ADAPTER_WEIGHTS
+from megatron_mux.files import sync_directory
+
+TRAINING_STATE = "training_state.safetensors"
+BEST = "best"
+"""The directory of a task's best adapter, beside its checkpoints."""
+MANIFESTS = "manifests"
+
+
+def manifests(directory: Path) -> list[tuple[int, Path]]:
+    """Every manifest with its number; a file with any other name is not ours, and does not count."""
+    found = []
+    for path in (directory / MANIFESTS).glob("manifest-*.json"):
+        match = re.fullmatch(r"manifest-([0-9]{8,})\.json", path.name)
+        if match is not None and path.name == manifest_name(int(match[1])):
+            found.append((int(match[1]), path))
+    return found
+
+
+def manifest_name(number: int) -> str:
+    """The file name of a manifest."""
+    return f"manifest-{number:08d}.json"
+
+
+def newest_steps(directory: Path, name: str, count: int, owner: str = "") -> list[int]:
+    """Steps of a task's checkpoints that the newest `count` saves name; damaged ones are passed over."""
+    steps: list[int] = []
+    for _, path in sorted(manifests(directory / owner), reverse=True):
+        try:
+            tasks = json.loads(path.read_text())["tasks"]
+            steps += [task["step"] for task in tasks if task["name"] == name and task["checkpoint"]]
+        except (ValueError, KeyError, TypeError):
+            continue
+    return steps[:count]
+
+
+def drop_after(directory: Path, number: int, owner: str = "") -> None:
+    """Forget the saves after a number: what was done after it will be done again. Their checkpoints stay."""
+    for found, path in manifests(directory / owner):
+        if found > number:
+            path.unlink()
+
+
+def named_by(task: Mapping[str, Any]) -> set[str]:
+    """The checkpoints that a manifest's entry of a task names."""
+    return {task["checkpoint"], task["good"], task.get("best", {}).get("checkpoint", "")} - {""}
+
+
+def limit_checkpoints(directory: Path, limits: Mapping[str, int], named: Collection[str], owner: str) -> None:
+    """Drop the oldest checkpoints of tasks that limit their number, and the older saves that name one of them.
+
+    Args:
+        directory: The run's.
+        limits: How many to keep, by task.
+        named: Checkpoints that the newest save names: they stay.
+        owner: See `checkpoint.save`.
+    """
+    dropped: set[str] = set()
+    for name, limit in limits.items():
+        found = sorted(
+            (int(path.name.rpartition("-")[2]), f"{name}/{path.name}")
+            for path in (directory / name).glob("checkpoint-*")
+            if re.fullmatch(r"checkpoint-[0-9]+", path.name)
+        )
+        dropped |= {checkpoint for _, checkpoint in found[:-limit]} - set(named)
+    for _, path in sorted(manifests(directory / owner))[:-1] if dropped else ():
+        try:
+            tasks = json.loads(path.read_text())["tasks"]
+            if any(named_by(task) & dropped for task in tasks):
+                path.unlink()
+        except (ValueError, KeyError, TypeError):
+            continue
+    for checkpoint in dropped:
+        shutil.rmtree(directory / checkpoint, ignore_errors=True)
+
+
+def write_best(directory: Path, best: Mapping[str, str]) -> None:
+    """Let `DIR/<task>/best` hold the adapter of the best evaluation, for `peft` to load.
+
+    Args:
+        directory: The run's.
+        best: Task to its best checkpoint.
+    """
+    for name, checkpoint in best.items():
+        source, final = directory / checkpoint, directory / name / BEST
+        weights = final / ADAPTER_WEIGHTS
+        if weights.exists() and os.path.samefile(weights, source / ADAPTER_WEIGHTS):
+            continue
+        partial, old = final.with_name(f".partial-{BEST}"), final.with_name(f".old-{BEST}")
+        for path in (partial, old):
+            shutil.rmtree(path, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for path in source.iterdir():
+            if path.name != TRAINING_STATE:
+                try:
+                    os.link(path, partial / path.name)
+                except OSError:  # another file system, or one without links
+                    shutil.copyfile(path, partial / path.name)
+        if final.exists():
+            os.rename(final, old)
+        os.rename(partial, final)
+        sync_directory(final.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def prune(directory: Path, keep: int, owner: str) -> None:
+    """Drop all but the newest `keep` manifests, and the checkpoints that only the dropped ones name."""
+    named: dict[Path, set[str]] = {}
+    for _, path in sorted(manifests(directory / owner), reverse=True):
+        try:
+            tasks = json.loads(path.read_text())["tasks"]
+            named[path] = {checkpoint for task in tasks for checkpoint in named_by(task)}
+        except (ValueError, KeyError, TypeError):
+            continue  # damaged: it is no save, and says nothing of what may be dropped
+    kept = set().union(*list(named.values())[:keep])
+    for path, checkpoints in list(named.items())[keep:]:
+        path.unlink()
+        for checkpoint in checkpoints - kept - {""}:
+            if not os.path.isabs(checkpoint):  # another run's is not ours to delete
+                shutil.rmtree(directory / checkpoint, ignore_errors=True)
