@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from megatron_mux.backbone.checkpoint import Checkpoint
 from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.errors import UserError
 from megatron_mux.files import read_json, write
+from megatron_mux.merging.backbone_source import BackboneSource
 from megatron_mux.merging.hf_directory import copy_companions, new_directory, write_json, write_shards
 from megatron_mux.merging.kinds import merge_kind
 from megatron_mux.merging.stored_adapter import PREFIX, StoredAdapter
@@ -21,8 +23,6 @@ from megatron_mux.merging.weights import Change, Changes
 from megatron_mux.merging.whole_rows import replace_modules, replace_rows
 from megatron_mux.model_card import Parent, merged_card
 from megatron_mux.tensor_file import TensorInfo
-
-_CHUNK_BYTES = 32 << 20
 
 Progress = Callable[[str, int, int], None]
 """Told which tensor was written, the bytes written so far, and all bytes."""
@@ -52,7 +52,13 @@ class Merged:
 
 @dataclass(frozen=True)
 class _Written:
-    """A tensor to write: where its value comes from, and what it becomes."""
+    """A tensor to write.
+
+    Attributes:
+        source: Full Hugging Face name of the weight that it is made of.
+        changes: What happens to that.
+        info: Dtype and shape in which it is written.
+    """
 
     source: str
     changes: list[Change]
@@ -69,43 +75,37 @@ def merge(
 ) -> Merged:
     """Write the backbone with the adapter merged into it.
 
-    Weights are computed in fp32 and rounded once, to the dtype in which they are written.
+    Weights are computed in fp32 and rounded once, to the dtype in which they are written. Those of a quantised backbone
+    are dequantised first, and the result is not quantised.
 
     Args:
         backbone: Hugging Face directory.
         adapter: Directory in peft's format.
         output: Directory to make.
-        dtype: Of the weights; None: as they are stored.
+        dtype: Of the weights; None: as they are stored, or as config.json says of quantised ones.
         largest: Most bytes of a safetensors file.
         progress: Told of every tensor.
 
     Raises:
-        UserError: The adapter is of a kind that cannot be merged, or of another backbone; the backbone is quantised; or
-            the output exists.
+        UserError: The adapter is of a kind that cannot be merged, or of another backbone; or the output exists.
     """
     began = time.monotonic()
-    _refuse_quantised(backbone)
     info, stored = read_backbone_info(backbone), StoredAdapter(adapter)
     with Checkpoint(backbone) as checkpoint, new_directory(output) as directory:
         changes = plan_changes(stored, Changes.of_backbone(info))
-        written = _plan(changes, checkpoint, dtype)
+        source = BackboneSource(info, checkpoint)
+        written = _plan(changes, source, dtype)
         total, done = sum(each.info.nbytes for each in written.values()), 0
 
         def value(name: str) -> Iterator[Tensor]:
             nonlocal done
-            for part in _value(written[name], checkpoint, stored, name):
+            for part in _value(written[name], source, stored):
                 done += part.nbytes
                 yield part
             progress(name, done, total)
 
         files = write_shards(directory, {name: each.info for name, each in written.items()}, value, largest)
-        config = read_json(backbone / "config.json")
-        if dtype is not None:
-            config.pop("torch_dtype", None)
-            config["dtype"] = str(dtype).removeprefix("torch.")
-        if changes.unties:
-            config["tie_word_embeddings"] = False
-        write_json(directory / "config.json", config)
+        write_json(directory / "config.json", _config(backbone, changes, dtype))
         copy_companions(backbone, directory)
         parents = Parent(backbone.resolve().name, info.fingerprint), Parent(stored.name, stored.fingerprint())
         write(directory / "README.md", merged_card(*parents, stored.config, adapter).encode())
@@ -134,55 +134,45 @@ def plan_changes(adapter: StoredAdapter, changes: Changes) -> Changes:
     return changes
 
 
-def _refuse_quantised(backbone: Path) -> None:
-    config = backbone / "config.json"
-    found = read_json(config).get("quantization_config") if config.is_file() else None
-    if found is not None:
-        method = found.get("quant_method", "unknown") if isinstance(found, dict) else found
-        raise UserError(
-            f"The backbone {backbone} is quantised ({method}): merge into the model that it was quantised from, and "
-            "quantise the result."
-        )
+def _config(backbone: Path, changes: Changes, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Content of the merged model's config.json."""
+    config = read_json(backbone / "config.json")
+    for name in ("quantization_config", "compression_config"):
+        config.pop(name, None)
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    if changes.unties:
+        config["tie_word_embeddings"] = False
+    return config
 
 
-def _plan(changes: Changes, checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, _Written]:
-    """What to write, in the order in which the checkpoint stores it, by stored name."""
-    info = changes.info
-    full = {stored: name for name, stored in info.stored.items()}
+def _plan(changes: Changes, source: BackboneSource, dtype: torch.dtype | None) -> dict[str, _Written]:
+    """What to write, in the order in which the checkpoint stores it, by the names in the new files."""
     plan: dict[str, _Written] = {}
-    for stored in (stored for stored in checkpoint.tensors if stored in full):
-        plan[stored] = _written(full[stored], stored, changes, checkpoint, dtype)
-        if full[stored] == changes.embedding and changes.unties:
-            plan[changes.head] = _written(changes.head, stored, changes, checkpoint, dtype)
+    experts = changes.info.shape.experts
+    for name, info in source.tensors.items():
+        # fp32 in transformers, whatever the model's dtype
+        kept = experts is not None and name.endswith(f".{experts.names.router_bias}")
+        made = TensorInfo(info.dtype if dtype is None or kept else dtype, info.shape)
+        plan[source.written_name(name)] = _Written(name, changes.of.get(name, []), made)
+        if name == changes.embedding and changes.unties:
+            plan[changes.head] = _Written(name, changes.of.get(changes.head, []), made)
     return plan
 
 
-def _written(
-    name: str, source: str, changes: Changes, checkpoint: Checkpoint, dtype: torch.dtype | None
-) -> _Written:
-    own, experts = checkpoint.dtype(source), changes.info.shape.experts
-    kept = experts is not None and name.endswith(
-        f".{experts.names.router_bias}"
-    )  # fp32 in transformers, always
-    made = TensorInfo(own if dtype is None or kept else dtype, checkpoint.tensors[source].shape)
-    return _Written(source, changes.of.get(name, []), made)
-
-
-def _value(written: _Written, checkpoint: Checkpoint, adapter: StoredAdapter, name: str) -> Iterator[Tensor]:
+def _value(written: _Written, source: BackboneSource, adapter: StoredAdapter) -> Iterator[Tensor]:
     """The parts of a tensor to write."""
-    shape, dtype = written.info.shape, written.info.dtype
-    if written.changes:
-        weight = checkpoint.read(written.source, slice(0, shape[0]))
-        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        for change in written.changes:
-            weight = change(weight)
-        weight = weight.to(dtype)
-        if not bool(weight.isfinite().all()):
-            raise UserError(f"{adapter.directory}: merging makes NaN or infinity of {name} in {dtype}.")
-        yield weight
-    elif len(shape) == 2:
-        everything = slice(0, shape[0]), slice(0, shape[1])
-        for _, chunk in checkpoint.read_chunks(written.source, *everything, _CHUNK_BYTES):
-            yield chunk.to(dtype)
-    else:
-        yield checkpoint.read(written.source, slice(0, shape[0])).to(dtype)
+    dtype = written.info.dtype
+    if not written.changes:
+        for part in source.parts(written.source):
+            yield part.to(dtype)
+        return
+    weight = source.read(written.source)
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    for change in written.changes:
+        weight = change(weight)
+    weight = weight.to(dtype)
+    if not bool(weight.isfinite().all()):
+        raise UserError(f"{adapter.directory}: merging makes NaN or infinity of {written.source} in {dtype}.")
+    yield weight

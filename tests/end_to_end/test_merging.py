@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from megatron_mux.merging.merge import merge
+from tests import quantised_models
 from tests.end_to_end.conftest import PathOf
 from tests.end_to_end.families import FAMILIES, diff_pruning, ia3, lora, vera
 from tests.reference import peft_solo
@@ -124,6 +126,23 @@ def test_a_pruned_difference_is_added(path_of: PathOf, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     merge(path_of("gpt2"), tmp_path, tmp_path / "merged")
     assert largest(logits(load(tmp_path / "merged")) - logits(model)) <= 1e-5
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_a_quantised_backbone_is_dequantised(form: str, tmp_path: Path) -> None:
+    plain = quantised_models.make_plain(tmp_path)
+    if form == "nf4":
+        backbone = quantised_models.make_nf4(plain, double=True)
+    else:
+        backbone = quantised_models.make_torchao(plain, "int8")
+    model, _ = saved(plain, lora("all-linear", 4), tmp_path / "adapter")
+    bare: Any = AutoModelForCausalLM.from_pretrained(backbone, dtype=torch.float32, local_files_only=True)
+    # In eval(), bitsandbytes computes otherwise on a CPU.
+    wanted = logits(PeftModel.from_pretrained(bare, tmp_path / "adapter").train())
+    merge(backbone, tmp_path / "adapter", tmp_path / "merged")
+    assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
+    assert largest(logits(load(tmp_path / "merged")) - wanted) <= LOGITS
+    assert largest(logits(model) - wanted) > 10 * LOGITS, "quantisation does too little to tell"
 
 
 def test_the_tool_writes_shards_in_another_dtype(

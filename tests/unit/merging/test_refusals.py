@@ -113,16 +113,6 @@ def test_what_cannot_be_merged_is_refused(wrong: str, backbone: Path, tmp_path: 
     assert not list(tmp_path.glob("*merged*"))
 
 
-def test_a_quantised_backbone_is_refused(backbone: Path, tmp_path: Path) -> None:
-    quantised = tmp_path / "quantised"
-    quantised.mkdir()
-    config = json.loads((backbone / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (quantised / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"is quantised \(bitsandbytes\)"):
-        merge(quantised, lora(tmp_path / "adapter"), tmp_path / "merged")
-
-
 def test_every_kind_is_merged_or_refused_with_a_reason() -> None:
     assert KINDS.keys() <= MERGES.keys() | UNMERGEABLE.keys()
     assert not MERGES.keys() & UNMERGEABLE.keys()
