@@ -255,13 +255,14 @@ def _parents(parents: Mapping[str, Parent]) -> list[str]:
 
 
 def _of_parent(name: str, directory: Path) -> list[str]:
-    """The card of a parent, without its front matter and its title, one level of headings deeper."""
+    """The card of a parent, if it is one of ours, without front matter and title, one level of headings deeper."""
     try:
         text = (directory / NAME).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return []
-    if text.startswith("---\n"):
-        text = text.partition("\n---\n")[2]
+    front, _, text = text.partition("\n---\n")
+    if "\n- megatron-mux\n" not in front:
+        return []  # what peft writes is a form to fill in
     lines = text.strip().splitlines()
     fenced, found = False, [f"## From the card of {name}", ""]
     for line in lines[1:] if lines and lines[0].startswith("# ") else lines:
