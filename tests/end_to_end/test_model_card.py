@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 
 import megatron_mux
 from megatron_mux.merging.merge import merge
+from megatron_mux.model_card import Parent, TaskCard, TrainingRecord
 from tests.end_to_end.forked import Server
 from tests.end_to_end.workplace import TASKS, furnish
 
@@ -76,3 +77,20 @@ def check_provenance(directory: Path, root: Path) -> None:
     (task,) = given["tasks"]
     assert task["data"]["path"] == "pairs.jsonl"
     assert task["adapter"]["r"] == 4 and task["training"]["learning_rate"] == pytest.approx(0.003)
+
+
+def test_files_of_mixtures_are_named_without_their_paths() -> None:
+    spec = {
+        "name": "mixed",
+        "adapter": {"peft_type": "LORA", "adapter_name_or_path": "/home/me/start"},
+        "data": {"mixture": [{"path": ["/home/me/a.jsonl", "b/c.jsonl"]}, {"path": "/home/me/d.parquet"}]},
+        "training": {"seed": 1},
+    }
+    record = TrainingRecord()
+    for step in (3, 4):  # a run that goes on in another directory
+        record.add({"step": step, "loss": 1.0 / step, "tokens": 10})
+    backbone = Parent("SmolLM2", "ab" * 32)
+    text = TaskCard("mixed", backbone, 4, spec, "cd" * 32, None, {"data": 2}, "float32", record).text()
+    assert "| training | `a.jsonl`, `c.jsonl`, `d.parquet` |" in text and "/home" not in text
+    assert "- Parallel layout: data 2" in text
+    assert "- Tokens seen: 20 (from step 3 on; the steps before were another run's)" in text
