@@ -1,7 +1,8 @@
 """What evaluating eight tasks together gains over one after another, and generating likewise.
 
     python benchmarks/evaluation.py --output benchmarks/results/evaluation-cpu-2-cores.json   # SmolLM2; minutes
-    python benchmarks/evaluation.py --backbone-shape tiny --rounds 1                          # to try it out
+    python benchmarks/evaluation.py --layout sharded --output FILE.json   # alone; the others stay as they are in FILE
+    python benchmarks/evaluation.py --backbone-shape tiny --rounds 1      # to try it out
 
 Eight LoRA tasks (r=8, all linear modules) are evaluated one by one and together, in turns, in the same processes: on
 one process, on a pipeline of two, and on two data-parallel processes that share the weights. Records are random tokens,
@@ -12,6 +13,7 @@ evaluations over that of one of all tasks. `difference` is the largest relative 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -33,7 +35,7 @@ LAYOUTS = {
     "pipeline": "pipeline of two processes",
     "sharded": "two processes that share the weights",
 }
-SIZES = ((4, 8), (12, 24), (16, 48))
+SIZES = ((4, 8), (8, 24), (16, 48))
 """Held-out records of each task, and tokens of each."""
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 16, 16
 _FLAGS = ("--backbone", "--backbone-shape", "--rounds", "--threads", "--layout")
@@ -59,14 +61,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.worker is not None:
         run_in_processes(arguments, 2, __file__, _FLAGS, measure)
         return 0
+    layouts = tuple(LAYOUTS) if arguments.layout is None else (arguments.layout,)
     cases: list[dict[str, Any]] = []
+    if arguments.output is not None and arguments.output.exists():
+        measured = [LAYOUTS[layout] for layout in layouts]
+        before = json.loads(arguments.output.read_text())["cases"]
+        cases = [case for case in before if case["layout"] not in measured]
     machine: dict[str, Any] = {}
-    for layout in LAYOUTS if arguments.layout is None else (arguments.layout,):
+    for layout in layouts:
         own = argparse.Namespace(**{**vars(arguments), "layout": layout})
         found = measure(own) if layout == "one" else run_in_processes(own, 2, __file__, _FLAGS, measure)
         assert found is not None
         cases += found.pop("cases")
         machine = machine or found
+    cases.sort(key=lambda case: list(LAYOUTS.values()).index(case["layout"]))
     result = {**machine, "rounds": arguments.rounds, "cases": cases}
     publish(result, markdown(result), arguments.output, arguments.json)
     return 0
@@ -151,7 +159,7 @@ def _evaluation(
     def together() -> Mapping[str, Any]:
         return engine.evaluate_together(engine.tasks, held_out)
 
-    apart, joint = one_by_one(), together()
+    apart, joint = one_by_one(), together()  # they warm up, too
     difference = max(
         abs(joint[name].values[key] - value) / max(abs(value), 1e-12)
         for name in held_out

@@ -108,6 +108,11 @@ class ClientRun:
         if options.load is not None and source is None:
             say(f"--load {options.load}: no checkpoint there yet, starting anew")
         (spec,) = merge_saved([spec], manifest)
+        if spec.eval is not None and spec.eval.generates:
+            raise UserError(
+                "eval: generate, exact_match and rouge are not done in split fine-tuning: leave them out, and generate "
+                "with tools/chat.py from the adapter"
+            )
         entry = _entry(manifest)
         (task,) = open_tasks([spec], info, files, say, [spec.name] if entry and entry.checkpoint else [])
         device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -75,9 +75,10 @@ def generated(
     cases: Sequence[Case],
     prompts: Sequence[Prompt],
     stop: Sequence[int],
+    **options: Any,
 ) -> list[Any]:
-    """What the engine generates for all of them at once."""
-    engine = Engine(stages, parallel)
+    """What the engine generates for all of them at once; `options` are those of `Engine`."""
+    engine = Engine(stages, parallel, **options)
     engine.register_tasks([case.task for case in cases])
     try:
         return engine.generate(prompts, stop)
