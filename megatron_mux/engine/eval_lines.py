@@ -10,6 +10,7 @@ from megatron_mux.engine.evaluate import EvalResult
 
 _LONGEST_TEXT = 80
 """Characters of a text that is shown."""
+_LIKELIHOODS = ("loss", "perplexity", "kl", "nll_loss", "log_odds_ratio", "log_odds_chosen")
 
 
 def eval_lines(name: str, step: int, result: EvalResult) -> Iterator[str]:
@@ -31,8 +32,9 @@ def eval_lines(name: str, step: int, result: EvalResult) -> Iterator[str]:
 
 
 def _figure(name: str, value: float) -> str:
-    """Likelihoods as they are, shares in percent."""
-    return f"{value:.4f}" if name in ("loss", "perplexity") else f"{value:.1%}"
+    """Likelihoods and rewards as they are, shares in percent."""
+    plain = name in _LIKELIHOODS or ("/" in name and not name.endswith("accuracies"))
+    return f"{value:.4f}" if plain else f"{value:.1%}"
 
 
 def _short(text: str) -> str:

@@ -37,7 +37,10 @@ def loss_of(spec: TrainingSpec) -> PreferenceLoss:
 
 
 def constants_of(
-    spec: TrainingSpec, data: PreferenceDataset, sequences: Sequence[int], cached: Tensor | None
+    spec: TrainingSpec,
+    data: PreferenceDataset,
+    sequences: Sequence[int],
+    cached: npt.NDArray[np.float64] | None,
 ) -> npt.NDArray[np.float64]:
     """`[5, S]` that is known of sequences beforehand.
 
@@ -57,7 +60,7 @@ def constants_of(
         found[2] = 1 / data.label_counts[chosen][0::2].sum()
     found[3] = np.where(good, 1.0, -1.0)
     if cached is not None:
-        found[4] = cached[chosen].numpy()
+        found[4] = cached[chosen]
     return found
 
 

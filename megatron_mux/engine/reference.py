@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 
 from megatron_mux import runtime
 from megatron_mux.adapters.adapter import TaskAdapter
@@ -50,6 +50,6 @@ def compute_references(log_probs: LogProbs) -> None:
     if not task.task.spec.training.precompute_ref_log_probs or task.reference_log_probs is not None:
         return
     if runtime.is_dry_run():  # no value counts, and these passes are smaller than those of a step
-        task.reference_log_probs = torch.zeros(len(task.task.data), dtype=torch.float64)
+        task.reference_log_probs = np.zeros(len(task.task.data))
     else:
-        task.reference_log_probs = log_probs.of_data(task.preferences)
+        task.reference_log_probs = log_probs.of_data(task.preferences).numpy()

@@ -94,8 +94,8 @@ class TaskState:
         parked: It does not fit beside the others, and waits until one of them leaves.
         reference: A frozen copy of the adapter that a preference task started from; None: its reference is the
             backbone, or it has none.
-        reference_log_probs: `[n]` fp64 of all sequences of its data under the reference, in host memory, if the task
-            asks for them beforehand and they have been computed.
+        reference_log_probs: `[n]` of all sequences of its data under the reference, if the task asks for them and
+            they have been computed.
     """
 
     task: Task
@@ -108,7 +108,7 @@ class TaskState:
     status: Status = "running"
     parked: bool = False
     reference: TaskAdapter | None = None
-    reference_log_probs: Tensor | None = None
+    reference_log_probs: npt.NDArray[np.float64] | None = None
 
     def resume(self, snapshot: Snapshot) -> None:
         """Continue from a snapshot, whose adapter is in place already.

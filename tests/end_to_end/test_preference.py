@@ -210,7 +210,8 @@ def test_neighbours_come_out_the_same_whether_preferences_are_there_or_diverge(
 def test_a_run_reports_rewards_and_resumes_exactly(
     place: Workplace, server: Server, initial: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    wrap(load_model(place.backbone), LORA, initial).save_pretrained(tmp_path / "start")
+    start: Any = wrap(load_model(place.backbone), LORA, initial)
+    start.save_pretrained(tmp_path / "start")
     tasks = {
         "cached": section(place, "dpo", 6, precompute_ref_log_probs=True),
         "kto": section(place, "kto", 6) | {"adapter": {"adapter_name_or_path": str(tmp_path / "start")}},

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from megatron_mux.engine.eval_lines import eval_lines
+from megatron_mux.engine.evaluate import EvalResult
 from megatron_mux.errors import UserError
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.tasks.files import read_task
@@ -70,3 +72,11 @@ def test_dropout_and_other_figures_are_refused() -> None:
     with pytest.raises(UserError, match=r"eval\.metrics"):
         task(evaluation={"metrics": ["perplexity"]}, loss="kto")
     task(evaluation={}, loss="kto")
+
+
+def test_rewards_are_shown_as_they_are_and_accuracies_in_percent() -> None:
+    values = {"loss": 0.5, "accuracy": 0.75, "rewards/chosen": -0.25, "rewards/accuracies": 0.75, "kl": 0.125}
+    (line,) = eval_lines("t", 3, EvalResult(values, 4))
+    assert line == (
+        "t: step 3 eval loss 0.5000 accuracy 75.0% rewards/chosen -0.2500 rewards/accuracies 75.0% kl 0.1250"
+    )
