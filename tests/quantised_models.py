@@ -157,3 +157,35 @@ def _save(plain: Path, name: str, tensors: dict[str, torch.Tensor], section: dic
     config = json.loads((plain / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
     return path
+
+
+def held_bytes(stages: Any) -> int:
+    """Bytes that a rank's weights take between uses, wherever they are; tied ones count once."""
+    found = {}
+    for stage in stages:
+        for parameter in stage.model.parameters():
+            storage = parameter.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+        for unit in stage.residence.units.values():
+            held = (
+                [] if unit.dequantised is None else [t for m in unit.dequantised.matrices for t in m.tensors]
+            )
+            for tensor in [*held, *([] if unit.fetched is None else [unit.fetched.share])]:
+                found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+def predicted_bytes(stages: Any, size: int, zero: int = 0) -> float:
+    """The same by the closed forms, of the rank's stages."""
+    from megatron_mux.memory.forms.architecture import architecture_of
+    from megatron_mux.memory.forms.engine_memory import EngineMemory
+    from megatron_mux.memory.forms.method import Method
+
+    shape, parallel = stages[0].shape, stages[0].parallel
+    method = Method(parallel.dp_size, parallel.tp_size, parallel.pp_size, zero=zero)
+    layers = [stage.layers for stage in stages]
+    if parallel.pp_size > 1:
+        each = shape.layers // parallel.pp_size
+        layers = [range(i * each, (i + 1) * each) for i in range(parallel.pp_size)]
+    memory = EngineMemory(architecture_of(shape), [], layers, method, size, [], device="cpu")
+    return float(memory.lasting.parameters[parallel.pp_rank])

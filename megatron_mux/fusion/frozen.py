@@ -89,10 +89,23 @@ class Frozen:
         found[:, 0, -1] += trimmed[0]
         trained = above[:, :, -1].sum(axis=1) > 0
         found[:, 1, -1] = np.maximum(0.0, found[:, 1, -1] + trimmed[1] * trained)
+        found += self._dequantising(above)
         if recomputes:
             found[:, 1] += np.einsum("bm,bms->bs", whole[0], above)
             found[:, 1, -1] += trimmed[0] * trained
         return found
+
+    def _dequantising(self, above: Array) -> Array:
+        """`[B, 2, S]` seconds of dequantising weights, once a pass, whatever the rows.
+
+        Args:
+            above: `[B, M, S]` layers with a backward pass.
+        """
+        if "dequantise" not in self.curves:
+            return np.zeros((len(above), 2, len(self.starts)))
+        forward, backward = self.curves["dequantise"].at(1)
+        layers = np.broadcast_to(self.layers.sum(axis=0), (len(above), len(self.starts)))
+        return np.stack((forward * layers, backward * above.sum(axis=1)), axis=1)
 
     def outside(self, rows: Array, labels: Array) -> Array:
         """`[B, 2, S]` seconds of embedding and loss head, for `[B]` rows and labels."""

@@ -13,6 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from operator import lt
 from typing import Any
 
@@ -65,10 +66,13 @@ def measure(
     silent = [info.module for info in backbone.base_ops() if info.name not in EXPERT_OPS]
     attentions = [layer.self_attention for layer in backbone.model.decoder.layers]
     silent += [one for one in attentions if isinstance(one, LatentAttention)]
-    with without_collectives(*silent):
+    with ExitStack() as stack:
+        stack.enter_context(without_collectives(*silent))
+        bench.place_weights(stack)
         bench.choose_kernels()
         probes = bench.probes.all()
         bench.take_turns(probes, progress)
+    bench.time_dequantising()
     measured: dict[str, dict[float, tuple[float, float]]] = {}
     for probe in probes:
         measured.setdefault(probe.name, {})[probe.size] = probe.seconds
@@ -84,7 +88,27 @@ class _Bench:
         self.device, self.dtype = backbone.device, backbone.dtype
         self.probes = Probes(backbone, most_tokens)
 
+        self.dequantising: list[float] = []
+
+    def place_weights(self, stack: ExitStack) -> None:
+        """Have the weights in place of the layers that are probed, if they are not there anyway."""
+        for layers in self.probes.stage.stacks.values():
+            for layer in layers:
+                stack.enter_context(self.backbone.residence.using(self.probes.stage.layers.index(layer)))
+
     # -- timing
+
+    def time_dequantising(self) -> None:
+        """Time the dequantising of a layer's weights, the first one's."""
+        unit = self.backbone.residence.units.get(0)
+        for _ in range(self.rounds + 1 if unit is not None else 0):
+            assert unit is not None
+            self.synchronize()
+            start = time.perf_counter()
+            unit.wait()
+            self.synchronize()
+            self.dequantising.append(time.perf_counter() - start)
+            unit.drop()
 
     def take_turns(self, probes: Sequence[Probe], progress: Progress | None = None) -> None:
         """Time all probes, in several rounds."""
@@ -153,6 +177,9 @@ class _Bench:
             if name in ("entry", "head", "transfer", "all_reduce"):
                 curves.setdefault(name, curve)
         assert set(layer_operators(stage.shape)) <= set(curves)
+        if self.dequantising:
+            seconds = (statistics.median(self.dequantising[1:]),)
+            curves["dequantise"] = Curve((1,), seconds, seconds)
         tensor, element = self._optimizer()
         return Profile(
             source="measured",

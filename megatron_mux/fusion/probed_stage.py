@@ -110,7 +110,7 @@ class ProbedStage:
         used = {id(layer) for layers in self.stacks.values() for layer in layers}
         read = 0
         for p in (p for layer in self.layers if id(layer) not in used for p in layer.parameters()):
-            if read < _MOST_READ:
+            if read < _MOST_READ and p.untyped_storage().nbytes():
                 p.detach().sum()
                 read += p.nbytes
 

@@ -93,7 +93,7 @@ class Profile:
             `exchange` (one message of rows among expert ranks, one way), `<KIND>:<BaseOp>:<size>` (what an adapter
             adds), `utilisation:<KIND>` (equation 3's u_a as a share, not in seconds). Over labels: `head` (final norm
             and loss). Over sequences: `attention:<length>:<past>`. Of one point: `exchange_sizes`, by which expert
-            ranks agree on the sizes of their messages.
+            ranks agree on the sizes of their messages, and `dequantise`, a layer's weights if they are quantised.
         message_share: Part of the processor's time that a message of tensor ranks, or without them of expert ranks,
             takes while it is on its way: of a core, the communication thread's; of a GPU, that of the multiprocessors
             that move the message.

@@ -65,6 +65,7 @@ def about_run(
         "backbone": hashlib.sha256(config.encode()).hexdigest()[:16],
         "dtype": str(dtype).removeprefix("torch."),
         # Present only where it is true: other profiles keep their names.
+        **({} if shape.quantisation is None else {"quantised": str(shape.quantisation)}),
         **({"tf32": True} if kind == "cuda" and uses_tf32() and str(dtype) == "torch.float32" else {}),
         "tensor_parallel": tensor_parallel,
         **_expert_sizes(shape, tensor_parallel, expert_parallel, expert_tensor),

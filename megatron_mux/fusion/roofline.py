@@ -18,6 +18,7 @@ from megatron_mux.fusion.device import Device, device_of
 from megatron_mux.fusion.even_experts import ExpertShares
 from megatron_mux.fusion.layer_operators import base_ops, layer_operators
 from megatron_mux.fusion.profile import Curve, Profile, grid_up_to
+from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.shape import BackboneShape
 
 MESSAGE_SHARE = {"cpu": 0.2, "cuda": 0.06}
@@ -67,6 +68,7 @@ def roofline(
         **rank.attention(),
         **dict(rank.adapters()),
         **rank.messages(expert * expert_tensor),
+        **rank.dequantising(),
     }
     sends = tensor_parallel > 1 or "exchange" in curves
     return Profile(
@@ -196,6 +198,16 @@ class _Rank:
 
                 yield f"{place.name}:{op}:{place.size}", self._curve(load, 2.0)
                 yield f"utilisation:{place.name}", Curve((1,), (1.0,), (1.0,))
+
+    def dequantising(self) -> dict[str, Curve]:
+        """A layer's weights on average, whatever the rows: bytes are read, values written, and scaled in place."""
+        units = architecture_of(self.shape).layers
+        values = sum(unit.dequantised for unit in units) / len(units) / self.tensor
+        if not values:
+            return {}
+        read = sum(unit.held.total for unit in units if unit.held is not None) / len(units) / self.tensor
+        one = self.device.seconds(2 * values, read + 3 * values * self.itemsize, self.itemsize)
+        return {"dequantise": Curve((1,), (one,), (one,))}
 
     def messages(self, expert_ranks: int) -> dict[str, Curve]:
         """Between stages, tensor ranks and expert ranks.

@@ -8,7 +8,6 @@ goes by the whole Hugging Face tensor, so a rank's part keeps which of its scale
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Self
 
 import torch
@@ -44,13 +43,11 @@ _TINY = 1e-38
 _HALF_TABLE = 65535 / 2
 
 
-@cache
 def codebook() -> Tensor:
     """`[16]` the numbers that codes stand for."""
     return torch.tensor(_NORMAL_QUANTILES)
 
 
-@cache
 def nested_codebook() -> Tensor:
     """`[256]` those of the codes of scales: seven decades, finer ones near 1, both signs, and 0 and 1."""
     numbers = [0.0, 1.0]

@@ -93,11 +93,13 @@ class Quantisation:
         """
         unit = self.granularity
         if columns % unit:
-            return f"{module} has {columns} input features, which is no multiple of {unit}, the values that share a scale"
+            return (
+                f"{module} has {columns} input features, no multiple of {unit}, the values that share a scale"
+            )
         if parts > 1 and (columns // parts) % unit:
             return (
-                f"{parts} tensor ranks have {columns // parts} of the {columns} input features of {module} each, which "
-                f"is no multiple of {unit}, the values that share a scale"
+                f"{parts} tensor ranks have {columns // parts} of the {columns} input features of {module} each, no "
+                f"multiple of {unit}, the values that share a scale"
             )
         return None
 

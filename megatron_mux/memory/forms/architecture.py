@@ -30,12 +30,16 @@ class Unit:
             (`stages.on_rank`): all values but those of experts.
         experts: Values of all experts, which tensor ranks divide and expert ranks share out.
         shapes: Shapes of the undivided tensors; empty where only adapters are trained.
+        quantised: Those of its values that are held quantised; None: none of them.
+        held: Bytes that they are held in.
     """
 
     divided: int = 0
     copied: int = 0
     experts: int = 0
     shapes: Shapes = field(default=Shapes(), compare=False)
+    quantised: Unit | None = None
+    held: Unit | None = None
 
     def __add__(self, other: Unit) -> Unit:
         return Unit(
@@ -43,12 +47,36 @@ class Unit:
             self.copied + other.copied,
             self.experts + other.experts,
             self.shapes + other.shapes,
+            _sum(self.quantised, other.quantised),
+            _sum(self.held, other.held),
         )
+
+    def bytes(self, size: int) -> Unit:
+        """Bytes between uses.
+
+        Args:
+            size: Of a value that is not quantised.
+        """
+        quantised, held = self.quantised or Unit(), self.held or Unit()
+        return Unit(
+            size * (self.divided - quantised.divided) + held.divided,
+            size * (self.copied - quantised.copied) + held.copied,
+            size * (self.experts - quantised.experts) + held.experts,
+        )
+
+    @property
+    def dequantised(self) -> int:
+        """Values that are dequantised for use."""
+        return 0 if self.quantised is None else self.quantised.total
 
     @property
     def total(self) -> int:
         """All values."""
         return self.divided + self.copied + self.experts
+
+
+def _sum(one: Unit | None, other: Unit | None) -> Unit | None:
+    return other if one is None else one if other is None else one + other
 
 
 @dataclass(frozen=True)
@@ -248,9 +276,31 @@ def _layer(shape: BackboneShape, layer: int) -> Unit:
         else:
             divided += weight + bias * (op in COLUMN_PARALLEL)
             copied += bias * (op not in COLUMN_PARALLEL)
+    unit = Unit(divided, copied) + _quantised(shape, layer)
     if not shape.has_experts(layer):
-        return Unit(divided, copied)
+        return unit
     assert shape.experts is not None
     router = shape.experts.count * (shape.hidden + shape.experts.routing.bias)
     one = sum(shape.in_features(op) * shape.out_features(op) for op in EXPERT_OPS)
-    return Unit(divided, copied + router, experts=shape.experts.count * one)
+    return unit + Unit(copied=router, experts=shape.experts.count * one)
+
+
+def _quantised(shape: BackboneShape, layer: int) -> Unit:
+    """Which values of a layer are quantised, and the bytes that they are held in: a matrix for each BaseOp."""
+    quantisation, values, held = shape.quantisation, Unit(), Unit()
+    if quantisation is None:
+        return Unit()
+    for op in shape.ops(layer):
+        modules = [module for module in shape.modules if module.layer == layer and module.op == op]
+        if not all(quantisation.covers(module.path, module.experts) for module in modules):
+            continue
+        copies = shape.experts.count if op in EXPERT_OPS and shape.experts is not None else 1
+        sources = [(module.out_features, module.in_features) for module in modules]
+        rows, columns = shape.out_features(op), shape.in_features(op)
+        sizes = copies * rows * columns, quantisation.nbytes(rows * copies, columns, sources * copies)
+        own = ("experts" if op in EXPERT_OPS else "copied" if op in REPLICATED else "divided",)
+        values, held = (
+            total + Unit(**dict.fromkeys(own, size))
+            for total, size in zip((values, held), sizes, strict=True)
+        )
+    return Unit(quantised=values, held=held)

@@ -18,7 +18,8 @@ class Lasting(NamedTuple):
 
     Attributes:
         parameters: The backbone's weights between uses.
-        in_use: Weights gathered or loaded for use, if they are kept elsewhere: of two neighbouring units.
+        in_use: Weights gathered or loaded for use, if they are kept elsewhere, of two neighbouring units; and those of
+            one that are dequantised.
         head_in_use: The same for the output layer, while the loss is computed.
         adapters: Values of all tasks' adapters, and copies of them in the backbone's dtype.
         gradients: Their gradients.

@@ -107,11 +107,13 @@ class EngineMemory:
         sizes = values.sum(axis=0)
         fixed = np.array([sum(task.fixed_values(stage.layers) for task in self.tasks) for stage in stages])
         copies = sizes / self.adapter_size * self.size * (self.size < self.adapter_size)
-        brought = self.size * self._brings_weights
+        brought = self._fetches_weights
         return Lasting(
             parameters=np.array([float(self._weights(stage)) for stage in stages]),
-            in_use=np.array([brought * float(stage.two_in_use) for stage in stages]),
-            head_in_use=np.array([brought * float(stage.units[-1].total) for stage in stages]),
+            in_use=np.array([float(stage.in_use(self.size, brought)) for stage in stages]),
+            head_in_use=np.array(
+                [brought * float(stage.units[-1].bytes(self.size).total) for stage in stages]
+            ),
             adapters=sizes + copies + self.adapter_size * fixed,
             gradients=sizes,
             moments=self.adapter_size * np.array(states, dtype=np.float64),
@@ -136,15 +138,19 @@ class EngineMemory:
         return max(4, self.size)
 
     @property
-    def _brings_weights(self) -> bool:
-        """Whether weights are kept elsewhere between uses: then each layer is a graph of its own."""
+    def _fetches_weights(self) -> bool:
+        """Whether weights are kept elsewhere between uses."""
         return self.method.offload or self.method.zero == 3
+
+    @property
+    def _brings_weights(self) -> bool:
+        """Whether weights are in place during use only: then each layer is a graph of its own."""
+        return self._fetches_weights or any(unit.dequantised for unit in self.architecture.layers)
 
     def _weights(self, stage: Stage) -> int:
         if self.method.offload and self.device == "cuda":  # on a CPU, host memory is what is counted
             return 0
-        values = stage.divided(self.method) if self.method.zero == 3 else stage.values
-        return self.size * values + self._wide_routers(stage)
+        return stage.bytes(self.method, self.size) + self._wide_routers(stage)
 
     def _wide_routers(self, stage: Stage) -> int:
         """Bytes that routers take more than other weights, because some are kept in fp32."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -11,6 +11,10 @@ from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.memory.forms.architecture import Architecture, Unit
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.optimizers import Shapes
+from megatron_mux.quantised.matrix import VALUES_AT_ONCE
+
+_INDEX = 2
+"""Temporary bytes of a value that is dequantised, at most: of what looks its code up."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,31 @@ class Stage:
         sizes = [unit.total for unit in self.units]
         return max(a + b for a, b in pairwise(sizes)) if len(sizes) > 1 else sizes[0]
 
+    def bytes(self, method: Method, size: int) -> int:
+        """Bytes of the weights between uses, of each data-parallel rank's shard if they are sharded.
+
+        Args:
+            method: How ranks divide the step.
+            size: Of a value that is not quantised.
+        """
+        if method.zero != 3:
+            return sum(unit.bytes(size).total for unit in self.units)
+        return replace(self, units=tuple(unit.bytes(size) for unit in self.units)).divided(method)
+
+    def in_use(self, size: int, brought: bool) -> int:
+        """Most bytes that weights take in use besides those between uses.
+
+        Args:
+            size: Of a value in use.
+            brought: Whether they are kept elsewhere between uses.
+        """
+        dequantised = size * max(unit.dequantised for unit in self.units)
+        if dequantised:
+            dequantised += min(VALUES_AT_ONCE, dequantised // size) * (_INDEX + 4 * (size != 4))
+        if not brought:
+            return dequantised
+        return dequantised + replace(self, units=tuple(unit.bytes(size) for unit in self.units)).two_in_use
+
     def divided(self, method: Method) -> int:
         """Number of values of each data-parallel rank's shard."""
         dense = sum(-(-unit.copied // method.data) for unit in self.units)
@@ -102,14 +131,17 @@ def stages(
     return found
 
 
-def on_rank(unit: Unit, method: Method, held: float = 1.0) -> Unit:
+def on_rank(unit: Unit, method: Method, held_experts: float = 1.0) -> Unit:
     """A rank's share: `copied` is replicated over data-parallel ranks, `experts` over those with the same experts.
 
     Args:
         unit: The unit.
         method: How ranks divide it.
-        held: The share of the experts that the rank holds, or divides with other tensor ranks.
+        held_experts: The share of the experts that the rank holds, or divides with other tensor ranks.
     """
     dense = -(-unit.divided // method.tensor) + unit.copied
-    experts = -(-round(unit.experts * held) // method.tensor)
-    return Unit(copied=dense, experts=experts, shapes=unit.shapes)
+    experts = -(-round(unit.experts * held_experts) // method.tensor)
+    quantised, held = (
+        None if own is None else on_rank(own, method, held_experts) for own in (unit.quantised, unit.held)
+    )
+    return Unit(copied=dense, experts=experts, shapes=unit.shapes, quantised=quantised, held=held)
