@@ -35,9 +35,15 @@ class Process:
 
 
 def specs(name: str, *paths: str) -> list[Any]:
+    supervised = SimpleNamespace(is_preference=False)
     evaluation = SimpleNamespace(source=as_source("held-out"))
     return [
-        SimpleNamespace(name=f"{name}-{p}", data=SimpleNamespace(sources=(as_source(p),)), eval=evaluation)
+        SimpleNamespace(
+            name=f"{name}-{p}",
+            data=SimpleNamespace(sources=(as_source(p),)),
+            eval=evaluation,
+            training=supervised,
+        )
         for p in paths
     ]
 
