@@ -15,10 +15,11 @@ VERSION = next(
 
 TRITON = "triton>=3.6; platform_system == 'Linux' and platform_machine in 'x86_64 aarch64'"
 QUANTISED = ["bitsandbytes>=0.49", "compressed-tensors>=0.10", "torchao>=0.15"]
+TRACKERS = ["wandb>=0.19", "mlflow-skinny>=2.20"]
 METRICS = ["rouge-score>=0.1.2"]
 TEST = [
     *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6", "matplotlib>=3.8", TRITON),
-    *("trl>=1.10,<2", *QUANTISED, *METRICS),  # what results are compared with
+    *("trl>=1.10,<2", *QUANTISED, *METRICS, *TRACKERS),  # what results are compared with
 ]
 LINT = ["ruff>=0.14", "mypy>=1.15", "import-linter>=2.3", "types-PyYAML"]
 DOCS = ["sphinx>=8", "myst-parser>=4", "furo", "sphinx-argparse>=0.5"]
@@ -70,6 +71,7 @@ setup(
         "gpu": [TRITON, "liger-kernel>=0.5"],  # our kernels; the rivals of benchmarks/vs_peft.py
         "te": ["transformer-engine[pytorch]>=2"],  # for models of users' own in the pipeline plug-in
         "test": TEST,
+        "trackers": TRACKERS,  # of training.report_to; tensorboard and csv need nothing more
         "quickstart": QUICKSTART,
         "privacy": PRIVACY,  # epsilon of noise on what leaves a client of split fine-tuning
         "bench": ["matplotlib>=3.8"],

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +22,10 @@ from megatron_mux.files import write_atomically
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.draw import to_svg
 from megatron_mux.pipeline.trace import to_trace
+from megatron_mux.tasks import TaskSpec
+from megatron_mux.trackers.registry import Trackers
+from megatron_mux.trackers.tensorboard import EventFile
+from megatron_mux.trackers.tracker import TrackedRun
 
 EXPERT_ACCESS = "expert_access.jsonl"
 """Which experts the steps between two lines selected, and which have moved."""
@@ -90,6 +92,7 @@ class Reporter:
         self.history: dict[str, TaskHistory] = {}
         self.problem = ""
         self._files: dict[str, IO[str]] = {}
+        self._trackers: dict[str, Trackers] = {}
         self._events = None if tensorboard is None or silent else EventFile(tensorboard)
         self._live: Live | None = None
         if live and not silent and self.console.is_terminal:
@@ -101,6 +104,33 @@ class Reporter:
         """List a task that joins, or that was done before this run continued it."""
         self.history.setdefault(name, TaskHistory(kind, total_steps, step, status=status))
         self._refresh()
+
+    def track(self, spec: TaskSpec, step: int) -> None:
+        """Report a task's figures to the trackers that it names, from `step` on."""
+        training = spec.training
+        directory = training.logging_dir
+        if directory is None and self.directory is not None:
+            directory = self.directory / spec.name
+        if self.silent or not training.report_to or spec.name in self._trackers:
+            return
+        if directory is None:
+            names = ", ".join(training.report_to)
+            self.say(f"{spec.name}: nothing is reported to {names} without --save or logging_dir")
+            return
+        run = TrackedRun(
+            spec.name,
+            training.run_name or spec.name,
+            training.project,
+            directory,
+            step=step,
+            config=spec.plain(),
+        )
+        self._trackers[spec.name] = Trackers(training.report_to, run, self.say)
+
+    def untrack(self, name: str) -> None:
+        """End a task's runs in its trackers."""
+        if name in self._trackers:
+            self._trackers.pop(name).close(self.history[name].status == "finished")
 
     def step(self, name: str, result: StepResult, seconds: float) -> None:
         """Report a task's step.
@@ -216,6 +246,8 @@ class Reporter:
                 self.note(f"--save {self.directory}: could not write metrics", error)
         if self._events is not None:
             self._close_events(self._events)
+        for name in list(self._trackers):
+            self.untrack(name)
 
     def experts(self, line: Mapping[str, Any]) -> None:
         """Add a line to `expert_access.jsonl`."""
@@ -229,6 +261,9 @@ class Reporter:
             except OSError as error:
                 self.note(f"--tensorboard-dir {self._events.directory}: could not write", error)
                 self._close_events(self._events)
+        if name in self._trackers:
+            figures = {key: float(value) for key, value in line.items() if key not in ("step", "wall_s")}
+            self._trackers[name].log(int(line["step"]), figures)
         self._append(f"{name}/metrics.jsonl", {key: _or_null(value) for key, value in line.items()})
 
     def _append(self, file: str, line: Mapping[str, Any]) -> None:
@@ -281,59 +316,6 @@ class Reporter:
                 task.status,
             )
         return table
-
-
-class EventFile:
-    """A TensorBoard event file, flushed after every write.
-
-    PyTorch's `SummaryWriter` writes in a thread of its own: a full disk would show there, as a stack trace, and here
-    minutes later.
-
-    Args:
-        directory: Where TensorBoard looks; made if need be.
-
-    Raises:
-        UserError: The file cannot be made, or the package `tensorboard` is missing.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event
-            from tensorboard.summary.writer.record_writer import RecordWriter
-
-            directory.mkdir(parents=True, exist_ok=True)
-            self._event = Event
-            self._records: Any = RecordWriter(open(directory / name, "wb"))  # noqa: SIM115 (kept open for the run)
-            self._write(file_version="brain.Event:2")
-        except ImportError as error:
-            raise UserError(
-                f"--tensorboard-dir {directory}: needs the package tensorboard: install it, or leave the flag out"
-            ) from error
-        except OSError as error:
-            raise UserError(f"--tensorboard-dir {directory}: {error.strerror or error}") from error
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the values of a step, each under its own tag.
-
-        Raises:
-            OSError: They cannot be written.
-        """
-        summary = {"value": [{"tag": tag, "simple_value": value} for tag, value in values.items()]}
-        self._write(step=step, summary=summary)
-
-    def close(self) -> None:
-        """Close the file.
-
-        Raises:
-            OSError: What was written last did not reach the file.
-        """
-        self._records.close()
-
-    def _write(self, **content: Any) -> None:
-        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
-        self._records.flush()
 
 
 def cut_metrics(directory: Path, manifest: Manifest | None, owner: str = "") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -21,6 +22,7 @@ from megatron_mux.section import (
 )
 from megatron_mux.tasks.keeping import KeepingFields
 from megatron_mux.tasks.preference import PREFERENCE_REFUSED, PreferenceFields
+from megatron_mux.tasks.reports import ReportFields
 
 
 def _elsewhere(advice: str, *names: str) -> dict[str, Refused]:
@@ -68,9 +70,10 @@ _REFUSED: Mapping[str, Refused] = {
         "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy", "hub_token", "ignore_data_skip",
         "include_for_metrics", "include_inputs_for_metrics", "include_num_input_tokens_seen",
         "include_tokens_per_second",
-        "jit_mode_eval", "label_names", "liger_kernel_config", "local_rank", "log_level",
-        "log_level_replica", "log_on_each_node", "logging_nan_inf_filter", "no_cuda", "optim_target_modules",
-        "parallelism_config", "past_index", "prediction_loss_only", "push_to_hub", "ray_scope", "remove_unused_columns", "restore_callback_states_from_checkpoint", "save_on_each_node", "save_only_model",
+        "jit_mode_eval", "label_names", "liger_kernel_config", "local_rank", "log_level", "log_level_replica",
+        "log_on_each_node", "logging_nan_inf_filter", "no_cuda", "optim_target_modules", "parallelism_config",
+        "past_index", "prediction_loss_only", "push_to_hub", "ray_scope", "remove_unused_columns",
+        "restore_callback_states_from_checkpoint", "save_on_each_node", "save_only_model",
         "save_safetensors", "skip_memory_metrics", "tf32", "torch_compile", "torch_compile_backend",
         "torch_compile_mode", "torch_empty_cache_steps", "torchdynamo", "tpu_num_cores", "trackio_bucket_id",
         "trackio_space_id", "trackio_static_space_id", "use_cache", "use_cpu", "use_ipex", "use_legacy_prediction_loop",
@@ -105,6 +108,11 @@ def _schedule_name(value: Any) -> Any:
 def _optimizer_name(value: Any) -> Any:
     if isinstance(value, str) and value in _OTHER_OPTIMIZERS:
         raise problem(f"{value}: {_OTHER_OPTIMIZERS[value]}")
+    package = OPTIMIZERS[value].needs if isinstance(value, str) and value in OPTIMIZERS else ""
+    if package and find_spec(package) is None:
+        raise problem(
+            f"{value} needs the package {package}: pip install {package}, or choose another optimizer"
+        )
     return value
 
 
@@ -116,7 +124,7 @@ else:
     OptimizerName = Annotated[Literal[tuple(OPTIMIZERS)], BeforeValidator(_optimizer_name)]
 
 
-class TrainingSpec(KeepingFields, PreferenceFields):
+class TrainingSpec(KeepingFields, ReportFields, PreferenceFields):
     """Hyper-parameters of training, with the spellings and defaults of `transformers.TrainingArguments`."""
 
     per_device_train_batch_size: int = Field(default=8, ge=1, le=LARGEST_BATCH)
@@ -166,7 +174,10 @@ class TrainingSpec(KeepingFields, PreferenceFields):
     """Seeds the adapter's initial values, the data's order and dropout."""
 
     refused: ClassVar[Mapping[str, Refused]] = {**PREFERENCE_REFUSED, **_REFUSED}
-    undecided: ClassVar[tuple[str, ...]] = tuple(KeepingFields.model_fields)
+    undecided: ClassVar[tuple[str, ...]] = (
+        *KeepingFields.model_fields,
+        *ReportFields.model_fields,
+    )
     """Fields on which no update depends: a run that continues may change them."""
 
     @model_validator(mode="before")

@@ -181,6 +181,7 @@ class Loop:
                 self._tell_what_is_kept(name)
             if result.status != "running":
                 self._judge.tell_best(name, self.arguments.save)
+                self.reporter.untrack(name)
                 self.engine.remove_task(name)
 
     def _due(self) -> Iterator[Due]:

@@ -131,6 +131,8 @@ class TaskRegistry:
                 self.reporter.history[name].status = status
                 self.reporter.say(f"{name} trains from here on")
             self.reporter.add(name, kind, step, total, status)
+            if status == "running":
+                self.reporter.track(task.spec, step)
             if alone and step == 0 and task.resume is None:
                 fresh_tasks.append(name)
         if fresh_tasks:

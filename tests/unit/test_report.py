@@ -14,7 +14,8 @@ import pytest
 from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.engine import EvalResult, StepResult
 from megatron_mux.errors import UserError
-from megatron_mux.report import EventFile, Reporter, cut_metrics
+from megatron_mux.report import Reporter, cut_metrics
+from megatron_mux.trackers.tensorboard import EventFile
 
 
 def strict(line: str) -> dict[str, Any]:

@@ -52,6 +52,9 @@ class Reporter:
     def add(self, name: str, kind: str, step: int, total: int, status: str) -> None:
         self.history[name] = SimpleNamespace(status=status)
 
+    def track(self, spec: Any, step: int) -> None:
+        """No tracker is asked for."""
+
     def say(self, text: str) -> None:
         self.said.append(text)
 

@@ -1,0 +1,1 @@
+"""Where a task's figures are reported besides the run's own files: one file each, imported only when asked for."""

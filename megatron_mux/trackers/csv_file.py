@@ -1,0 +1,38 @@
+"""A CSV file with a line for each figure: step, metric, value."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+
+from megatron_mux.files import write_atomically
+from megatron_mux.trackers.tracker import TrackedRun, Tracker
+
+_NAME = "metrics.csv"
+_HEADER = ("step", "metric", "value")
+
+
+class CsvTracker(Tracker):
+    """Appends to `metrics.csv`, flushed after every step."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        path = run.directory / _NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text().splitlines()[1:] if path.exists() else []
+        kept = [
+            line for line in lines if line.split(",")[0].isdecimal() and int(line.split(",")[0]) <= run.step
+        ]
+        write_atomically(
+            path, "".join(f"{line}\n" for line in [",".join(_HEADER), *(kept if run.step else [])])
+        )
+        self._file = open(path, "a", newline="")  # noqa: SIM115 (kept open for the run)
+        self._writer = csv.writer(self._file, lineterminator="\n")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Tracker.log`."""
+        self._writer.writerows((step, name, repr(value)) for name, value in values.items())
+        self._file.flush()
+
+    def close(self, finished: bool) -> None:
+        """See `Tracker.close`."""
+        self._file.close()
