@@ -176,8 +176,8 @@ class AdapterSpec(Section, ABC):
                     raise ValueError(f"{key}: tensor ranks divide {width} features, not {tensor}")
                 found[key] = tensor
         for matrix in self.own_rows(shape):
-            layer = {"embedding": 0, "head": shape.layers - 1}[matrix.places[0]]
-            dim, layer = (0, layer) if matrix.tokens is None else (None, None)
+            end = {"embedding": 0, "head": shape.layers - 1}[matrix.places[0]]  # whose stage holds it
+            layer, dim = (end, 0) if matrix.tokens is None else (None, None)
             found[matrix.key] = AdapterTensor(matrix.size(shape), layer, _of_backbone, dim)
         return found
 

@@ -1,8 +1,8 @@
 """A task's own rows of the embedding and of the output layer, on a rank: parameters of its adapter.
 
-A whole matrix is divided among tensor ranks as the vocabulary is. Rows of single tokens are on every tensor rank, each
-of which adds the gradients of its part of the vocabulary: their sum is taken with those of other partial gradients. With
-a pipeline, rows that stand for both matrices are on the first and on the last stage, which sum their gradients
+A whole matrix is divided among tensor ranks as the vocabulary is. Every tensor rank has all rows of single tokens, and
+adds the gradients of its part of the vocabulary: tensor ranks sum them with other partial gradients. With a pipeline,
+the first and the last stage both have the rows that stand for both matrices, and sum their gradients
 (`engine/tied_rows.py`).
 """
 

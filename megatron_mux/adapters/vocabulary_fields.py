@@ -1,16 +1,16 @@
 """Fields of peft for rows of the embedding and of the output layer that a task trains beside its adapter.
 
-As in peft 0.21: `modules_to_save` copies a matrix, `trainable_token_indices` only the rows of some tokens. On a backbone
-whose output layer is the embedding, copies are independent, while rows of tokens of the embedding count for both.
+As in peft 0.21: `modules_to_save` copies a matrix, `trainable_token_indices` only the rows of some tokens. In a
+backbone whose output layer is the embedding, copies are independent, while rows of the embedding count for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import field_validator
+from pydantic import PlainValidator
 
 from megatron_mux.adapters.targets import matches
 from megatron_mux.errors import UserError
@@ -51,27 +51,36 @@ class SavesModules(Section):
         return _own_rows(shape, self.modules_to_save, None, False)
 
 
+def _tokens(value: Any) -> Any:
+    """Check `trainable_token_indices`; nothing named is None."""
+    by_name = value if isinstance(value, dict) else {"": value or []}
+    for name, tokens in by_name.items():
+        where = f" for {name}" if name else ""
+        is_list = isinstance(name, str) and isinstance(tokens, (list, tuple))
+        if not is_list or not all(type(token) is int for token in tokens):
+            raise problem(
+                "must be a list of tokens such as [5, 32000], or map module names to such lists, "
+                f"got {shown(value)}"
+            )
+        if name and not tokens:
+            raise problem(f"names no token{where}")
+        if min(tokens, default=0) < 0:
+            raise problem(f"{shown(min(tokens))}{where} is no token: tokens count from 0")
+        if len(set(tokens)) < len(tokens):
+            twice = next(token for token in tokens if tokens.count(token) > 1)
+            raise problem(f"names token {twice} twice{where}")
+    return value or None
+
+
 class SavesTokens(SavesModules):
     """The fields of `peft.LoraConfig`: whole matrices, or rows of some tokens."""
 
-    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    trainable_token_indices: Annotated[list[int] | dict[str, list[int]] | None, PlainValidator(_tokens)] = (
+        None
+    )
     """Tokens whose rows of the embedding the task trains, or tokens for each matrix by its Hugging Face name."""
     ensure_weight_tying: bool = False
     """Refuse different tokens for the embedding and an output layer that is the embedding."""
-
-    @field_validator(_TOKENS)
-    @classmethod
-    def _check_tokens(cls, value: Any) -> Any:
-        for name, tokens in (value if isinstance(value, dict) else {"": value or []}).items():
-            where = f" for {name}" if name else ""
-            if name and not tokens:
-                raise problem(f"names no token{where}")
-            if min(tokens, default=0) < 0:
-                raise problem(f"{shown(min(tokens))}{where} is no token: tokens count from 0")
-            if len(set(tokens)) < len(tokens):
-                twice = next(token for token in tokens if tokens.count(token) > 1)
-                raise problem(f"names token {twice} twice{where}")
-        return value or None
 
     def own_rows(self, shape: BackboneShape) -> tuple[OwnMatrix, ...]:
         """See `AdapterSpec.own_rows`."""

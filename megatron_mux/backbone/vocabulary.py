@@ -1,4 +1,4 @@
-"""The ends of the backbone: the token embedding and the output layer, with the rows of them that tasks train themselves.
+"""The ends of the backbone: the token embedding and the output layer, and the rows of them that tasks train.
 
 Shapes: T tokens in the micro-batch, N labelled ones, H hidden, V vocabulary.
 """

@@ -103,6 +103,11 @@ class ClientRun:
                 "with a split server: use adamw_torch_fused, lion_32bit or sgd"
             )
         info = read_client_info(options.backbone, options.cut_front, options.cut_back)
+        if spec.adapter.own_rows(info.shape):
+            raise UserError(
+                f"task {spec.name!r}: adapter.modules_to_save and adapter.trainable_token_indices are not supported "
+                "with a split server: leave them out, or train it with pretrain_mux.py"
+            )
         files = DataFiles(load_tokenizer(options.backbone), say)
         source, manifest = _newest(options, info, spec.name, say)
         if options.load is not None and source is None:

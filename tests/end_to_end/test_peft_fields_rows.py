@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import PeftModel
 
+from megatron_mux.adapters.peft_format import read_adapter
+from megatron_mux.engine import Engine, Task
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.conftest import BackboneOf, PathOf
-from tests.end_to_end.harness import Case, assert_close, random_records, train
+from tests.end_to_end.harness import Case, adapter, assert_close, assert_same, random_records, train
+from tests.end_to_end.test_export import assert_same_logits, save
 from tests.reference import peft_solo
 
 STEPS = 20
@@ -148,6 +155,28 @@ def test_a_diverging_task_changes_nothing(
     assert not any(part.own for part in backbone.vocabulary.parts.values())
 
 
+def test_a_resumed_task_goes_on_as_if_never_stopped(
+    backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    """From a snapshot, with the moments of its rows, which are stored in the order that the task names them."""
+    cases = [make_case(path_of("llama-tied"), name, section(FIELDS[name])) for name in ("both", "tokens")]
+    engine = Engine(backbone_of("llama-tied"), parallel)
+    engine.register_tasks([case.task for case in cases])
+    for _ in range(2):
+        engine.step()
+    snapshots = [engine.snapshot(case.name) for case in cases]
+    engine.step()
+    wanted = [adapter(engine, case.name) for case in cases]
+    for case in cases:
+        engine.remove_task(case.name)
+    resumed = [replace(case.task, resume=own) for case, own in zip(cases, snapshots, strict=True)]
+    engine.register_tasks(resumed)
+    engine.step()
+    for case, own in zip(cases, wanted, strict=True):
+        assert_same(adapter(engine, case.name), own, case.name)
+        engine.remove_task(case.name)
+
+
 def test_a_fresh_task_starts_as_the_backbone(
     backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
 ) -> None:
@@ -161,10 +190,10 @@ def test_a_fresh_task_starts_as_the_backbone(
         engine.register_tasks([case.task])
         try:
             assert_same_logits(engine, case, bare)
-            before = engine.evaluate(case.name, case.records)  # type: ignore[arg-type]
+            before = engine.evaluate(case.name, case.records)
             for _ in range(8):
                 engine.step()
-            after = engine.evaluate(case.name, case.records)  # type: ignore[arg-type]
+            after = engine.evaluate(case.name, case.records)
             assert before is not None and after is not None and after.loss < before.loss
             tensors = adapter(engine, case.name)
             model = peft_solo.wrap(bare, case.adapter, tensors)

@@ -52,7 +52,11 @@ def test_fields_mean_what_they_mean_to_peft(tied: bool) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], bool, str]] = [
-    ({"modules_to_save": ["norm"]}, False, "modules_to_save: 'norm' is neither the embedding nor the output layer"),
+    (
+        {"modules_to_save": ["norm"]},
+        False,
+        "modules_to_save: 'norm' is neither the embedding nor the output layer",
+    ),
     ({"modules_to_save": ["score"]}, False, "only embed_tokens and lm_head can be named"),
     ({"trainable_token_indices": {"q_proj": [1]}}, False, "trainable_token_indices: 'q_proj' is neither"),
     ({"trainable_token_indices": [1, 10**6]}, False, "trainable_token_indices: 1000000 is no token"),
@@ -87,7 +91,11 @@ def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], tied: bool, s
 
 @pytest.mark.parametrize(
     ("tokens", "said"),
-    [([-1], "-1 is no token"), ([4, 4], "names token 4 twice"), ({"lm_head": []}, "names no token for lm_head")],
+    [
+        ([-1], "-1 is no token"),
+        ([4, 4], "names token 4 twice"),
+        ({"lm_head": []}, "names no token for lm_head"),
+    ],
 )
 def test_tokens_are_validated(tokens: Any, said: str) -> None:
     with pytest.raises(ValidationError, match=said):
@@ -103,8 +111,12 @@ def test_kinds_have_the_fields_that_peft_gives_them() -> None:
 def test_a_task_without_a_place_for_its_rows_is_refused() -> None:
     parallel = Parallel.alone(torch.device("cpu"))
     adapters = AdapterSet([], parallel, torch.float32, sizes())
-    task = make_spec("own", lora(modules_to_save=["lm_head"]).model_dump(exclude_unset=True), {"max_steps": 1})
-    with pytest.raises(UserError, match="task 'own': modules_to_save and .* not supported with split fine-tuning"):
+    task = make_spec(
+        "own", lora(modules_to_save=["lm_head"]).model_dump(exclude_unset=True), {"max_steps": 1}
+    )
+    with pytest.raises(
+        UserError, match=r"task 'own': modules_to_save and .* not supported with split fine-tuning"
+    ):
         adapters.add(task, 1)
     assert not adapters.tasks
 
@@ -137,7 +149,9 @@ def test_a_lookup_leaves_other_rows_alone() -> None:
     lookup = Lookup(part, tokens, [(slice(2, 5), own)], 0, False, None)
     found = lookup.replace(hidden.clone(), anchor)
     kept = [0, 1, 2, 5]
-    assert torch.equal(found[kept], hidden[kept]) and found[3].isnan().all() and torch.equal(found[4], values[1])
+    assert (
+        torch.equal(found[kept], hidden[kept]) and found[3].isnan().all() and torch.equal(found[4], values[1])
+    )
     gradient = torch.randn(6, 4)
     gradient[0] = torch.nan
     found.backward(gradient)
