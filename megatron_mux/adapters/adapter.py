@@ -278,7 +278,9 @@ class TaskAdapter(ABC):
             owner = owner and parallel.tp_rank == 0
         partial = tensor.dim is None and (parallel.sequence_parallel or not tensor.on_output)
         value = nn.Parameter(torch.empty(0), requires_grad=tensor.trained)
-        record = AdapterParameter(key, value, tensor.shape, dim, index, partial, owner, tensor.decay, of_stage)
+        record = AdapterParameter(
+            key, value, tensor.shape, dim, index, partial, owner, tensor.decay, of_stage
+        )
         given = self.initial if tensor.stored else None
         if start is not None:
             local = start
