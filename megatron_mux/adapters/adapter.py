@@ -176,7 +176,12 @@ class TaskAdapter(ABC):
         for op, sites in self.host.sites(self.spec.modules(self.host.shape)):
             modules = [(site, self._tensors_of(site)) for site in sites]
             # All A of a BaseOp next to each other, then all B: one product serves neighbours.
-            self._ordered += [p for alike in zip(*(own for _, own in modules), strict=True) for p in alike]
+            self._ordered += [
+                p
+                for alike in zip(*(own for _, own in modules), strict=True)
+                for p in alike
+                if self.tensors[p.key].trained
+            ]
             self.at[op] = self.adapt(modules)
 
     @abstractmethod
@@ -245,6 +250,13 @@ class TaskAdapter(ABC):
             return places.view(experts.count, -1)[own].flatten()
         return places.view(-1, experts.count)[:, own].flatten()
 
+    def fresh(self, key: str) -> Tensor:
+        """The initial value of a whole tensor: the same however the backbone is divided."""
+        tensor = self.tensors[key]
+        full = torch.empty(tensor.shape, dtype=torch.float32)
+        tensor.init(full, torch.Generator().manual_seed(key_of(self.seed, "initial", key) >> 1))
+        return full
+
     def make(
         self,
         key: str,
@@ -269,15 +281,11 @@ class TaskAdapter(ABC):
         record = AdapterParameter(
             key, value, tensor.shape, dim, index, partial, owner, tensor.decay, of_stage
         )
+        given = self.initial if tensor.stored else None
         if start is not None:
             local = start
-        elif self.initial is None or not tensor.stored:
-            full = torch.empty(tensor.shape, dtype=torch.float32)
-            # The same however the backbone is divided.
-            tensor.init(full, torch.Generator().manual_seed(key_of(self.seed, "initial", key) >> 1))
-            local = record.slice_of(full)
         else:
-            local = record.slice_of(self.initial[key])
+            local = record.slice_of(self.fresh(key) if given is None or key not in given else given[key])
         local = local.to(dtype=self.host.parameter_dtype).contiguous()
         if tensor.trained:  # the arena has its storage
             self._starts[key] = local

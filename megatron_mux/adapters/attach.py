@@ -5,7 +5,7 @@ MuxTune section 3.2, figure 7(b): the live side of `register_tasks()`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import count
@@ -25,6 +25,14 @@ from megatron_mux.kernels.low_rank_choice import KernelChoice
 from megatron_mux.kernels.own_rows import Place, VocabularyPart
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape, Module
+
+Weights = Callable[[str], Tensor | None]
+"""Returns the whole weight `[out, in]` of the module at a Hugging Face path, as the backbone computes with it, on the
+CPU; None where there are no weights, and values do not matter."""
+
+
+def no_weights(path: str) -> None:
+    """Take the place of `Weights` in dry runs and probes."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,7 @@ class Host:
         dtype: The backbone's compute dtype; adapter parameters are fp32, or fp64 on an fp64 backbone.
         shape: The backbone's sizes.
         vocabulary: This rank's parts of the embedding and the output layer; None: tasks cannot train rows of them.
+        weights: What fresh adapters that depend on weights start from; None: there can be none.
     """
 
     def __init__(
@@ -70,7 +79,9 @@ class Host:
         dtype: torch.dtype,
         shape: BackboneShape,
         vocabulary: Mapping[Place, VocabularyPart] | None = None,
+        weights: Weights | None = None,
     ) -> None:
+        self.weights = weights
         self.base_ops = list(base_ops)
         self.vocabulary = vocabulary
         self.parallel = parallel
@@ -145,6 +156,7 @@ class AdapterSet:
         dtype: Of the backbone's computation.
         shape: The backbone's sizes.
         vocabulary: See `Host`.
+        weights: See `Host`.
 
     Attributes:
         host: The stage as adapters see it.
@@ -158,8 +170,9 @@ class AdapterSet:
         dtype: torch.dtype,
         shape: BackboneShape,
         vocabulary: Mapping[Place, VocabularyPart] | None = None,
+        weights: Weights | None = None,
     ) -> None:
-        self.host = Host(base_ops, parallel, dtype, shape, vocabulary)
+        self.host = Host(base_ops, parallel, dtype, shape, vocabulary, weights)
         self.ops = [
             (AttachedExperts if info.name in EXPERT_OPS else AttachedBaseOp)(info, self.host)
             for info in self.host.base_ops
@@ -190,6 +203,7 @@ class AdapterSet:
         if spec.name in self._tasks:
             raise UserError(f"task {spec.name!r} has an adapter already: give the new task another name")
         if initial is not None:
+            initial = spec.adapter.from_files(initial, self.host.shape)
             problems = check_tensors(initial, spec.adapter, self.host.shape)
             if problems:
                 raise UserError(*(f"task {spec.name!r}: the adapter to start from {p}" for p in problems))

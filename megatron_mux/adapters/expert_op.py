@@ -45,7 +45,8 @@ class ExpertTerms(Adapter):
 
     def low_rank(self, slot: int) -> list[Term]:
         """See `Adapter.low_rank`: a term for each expert that this rank holds, with a slot of its own."""
-        held, rank = self.site.info.experts, self.owner.spec.rank
+        held, module, spec = self.site.info.experts, self.site.module, self.owner.spec
+        rank = spec.rank_of(module)
         # Where the matrices have each one.
         at = held if self.down.index is None else range(len(held))
         if not held:
@@ -57,7 +58,7 @@ class ExpertTerms(Adapter):
                 slot * len(held) + place,
                 down[expert],
                 up[:, :, expert],
-                self.owner.spec.scale,
+                spec.scale_of(module),
                 down_gradient=down_gradient[expert],
                 up_gradient=up_gradient[:, :, expert],
             )

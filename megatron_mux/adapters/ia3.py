@@ -21,7 +21,7 @@ from megatron_mux.adapters.adapter import Adapter, AdapterParameter, Grouped, Ta
 from megatron_mux.adapters.attach import Host, Site
 from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant
-from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField, not_yet
+from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField
 from megatron_mux.adapters.vocabulary_fields import SavesModules
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.kernels.columns import Columns
@@ -122,10 +122,12 @@ class IA3Spec(SavesModules, AdapterSpec):
     feedforward_modules: Modules = None
     """Those of `target_modules` whose input is scaled rather than their output; may be empty; None: peft's choice."""
 
+    exclude_modules: Modules = None
+    """Modules that get no scale though `target_modules` names them; text is a regular expression."""
+
     run_time = IA3
     refused: ClassVar[Mapping[str, PeftField]] = {
         **TUNER_FIELDS,
-        **not_yet(None, "exclude_modules", neutral=(None, [])),
         "init_ia3_weights": PeftField(
             "only true (peft's default) is supported: leave it out",
             (True,),

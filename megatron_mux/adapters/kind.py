@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_mux.adapters.costs import Curve, Kept, Place, Sample, Work
 from megatron_mux.adapters.peft_fields import NOT_STORED, PeftField
+from megatron_mux.adapters.selection import within_layers, without
 from megatron_mux.adapters.targets import ALL_LINEAR, Targets, match_targets, short_names
 from megatron_mux.adapters.vocabulary_fields import OwnMatrix
 from megatron_mux.section import FilePath, Section
@@ -45,6 +46,7 @@ class AdapterTensor:
         trained: Whether it is trained; else it is fixed, and each stage that has a part of the adapter holds it.
         stored: Whether it is stored with the adapter; else it can be made again.
         decay: Whether weight decay applies (not to biases and masks).
+        derived: Whether it follows from the backbone's weights where a stored adapter lacks it.
         on_output: Whether it meets a BaseOp's finished output: then a tensor rank that holds everything has the whole
             gradient, except with sequence parallelism; else it has a part that must be summed.
     """
@@ -57,6 +59,7 @@ class AdapterTensor:
     stored: bool = True
     decay: bool = True
     on_output: bool = False
+    derived: bool = False
     expert_dim: int | None = None
 
 
@@ -130,7 +133,11 @@ class AdapterSpec(Section, ABC):
         Raises:
             UserError: A target is not a module of the backbone, or not one that the kind can have.
         """
-        return match_targets(self.targets(shape), shape.modules)
+        targets, strict = self.targets(shape), self.adapter_name_or_path is None
+        found = match_targets(targets, shape.modules)
+        layers, pattern = (getattr(self, name, None) for name in ("layers_to_transform", "layers_pattern"))
+        found = within_layers(layers, pattern, targets, found, strict)
+        return without(getattr(self, "exclude_modules", None), found, strict)
 
     # -- its tensors, and their files
 
@@ -181,6 +188,14 @@ class AdapterSpec(Section, ABC):
             found[matrix.key] = AdapterTensor(matrix.size(shape), layer, _of_backbone, dim)
         return found
 
+    def in_files(self, tensors: Mapping[str, Tensor], shape: BackboneShape) -> dict[str, Tensor]:
+        """The tensors as `adapter_model.safetensors` has them, from those of `tensors`."""
+        return dict(tensors)
+
+    def from_files(self, tensors: Mapping[str, Tensor], shape: BackboneShape) -> dict[str, Tensor]:
+        """The inverse of `in_files`; what is not of a file's form stays as it is."""
+        return dict(tensors)
+
     def config(self, shape: BackboneShape) -> dict[str, Any]:
         """The content of `adapter_config.json`, keys in order: `all-linear` is spelled out."""
         found = {name: f.default for name, f in self.refused.items() if f.default is not NOT_STORED}
@@ -213,6 +228,10 @@ class AdapterSpec(Section, ABC):
         Returns:
             None if it takes no seconds of its own: its `virtual_tokens` are counted with attention.
         """
+
+    def curve_of(self, modules: Sequence[Module]) -> Curve | None:
+        """The same, of modules that are known by name."""
+        return self.curve(len(modules))
 
     @abstractmethod
     def work(self, place: Place) -> Work:

@@ -6,23 +6,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import model_validator
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
 from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Curve, Kept, Place, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec
-from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField, not_yet
+from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField
+from megatron_mux.adapters.selection import Layers, LayersPattern
 from megatron_mux.adapters.vocabulary_fields import SavesModules
 from megatron_mux.base_ops import EXPERT_OPS, BaseOpName
 from megatron_mux.kernels.dropout import key_of
 from megatron_mux.kernels.terms import Term
+from megatron_mux.section import problem
 from megatron_mux.shape import BackboneShape, Module
 
 LOW_RANK_FIELDS: Mapping[str, PeftField] = {
     **TUNER_FIELDS,
-    **not_yet(None, "layers_to_transform"),
-    **not_yet(None, "layers_pattern", neutral=(None, [])),
     "bias": PeftField(
         "only none is supported: the backbone is frozen, its biases too", ("none",), default="none"
     ),
@@ -38,18 +39,43 @@ class LowRankSpec(SavesModules, AdapterSpec):
     sample_ranks: ClassVar[tuple[int, int]]
     """Ranks, of all modules of a BaseOp together, whose seconds are measured."""
 
+    layers_to_transform: Layers = None
+    """Indices of the layers that get an adapter, or one of them; None: all. Names in `target_modules` only."""
+    layers_pattern: LayersPattern = None
+    """Name of the list of layers, such as `layers`, or several; None: any."""
+
     if TYPE_CHECKING:  # each kind has its own default
         r: int
+        target_modules: list[str] | str | None
+
+    @model_validator(mode="after")
+    def _layers_are_of_names(self) -> LowRankSpec:
+        layers, pattern = (
+            self.layers_to_transform not in (None, []),
+            self.layers_pattern not in (None, [], ""),
+        )
+        if layers and isinstance(self.target_modules, str):
+            raise problem("layers_to_transform needs a list of names in target_modules, as in peft")
+        if pattern and not layers:
+            raise problem("layers_pattern needs layers_to_transform, as in peft")
+        return self
 
     @property
     def rank(self) -> int:
-        """Rank of the product of one module; every figure of `work` and `kept` follows from it."""
+        """Rank of the product of a module, if nothing is said of that one; `work` follows from it."""
         return self.r
 
-    @property
-    def scale(self) -> float:
-        """Factor of the product."""
+    def rank_of(self, module: Module) -> int:
+        """Rank of the product of a module."""
+        return self.rank
+
+    def scale_of(self, module: Module) -> float:
+        """Factor of the product of a module."""
         return 1.0
+
+    def latent(self, modules: Sequence[Module]) -> int:
+        """Columns that the products of some modules of a BaseOp have in the latent tensor."""
+        return sum(self.rank_of(module) for module in modules)
 
     @property
     def dropout(self) -> float:
@@ -84,6 +110,10 @@ class LowRankSpec(SavesModules, AdapterSpec):
         """See `AdapterSpec.curve`."""
         return Curve(f"{self.peft_type}_DROPOUT" if self.dropout else self.peft_type, self.rank * modules)
 
+    def curve_of(self, modules: Sequence[Module]) -> Curve:
+        """See `AdapterSpec.curve_of`."""
+        return self.curve(len(modules))._replace(size=self.latent(modules))
+
     def work(self, place: Place) -> Work:
         """See `AdapterSpec.work`."""
         rank, inputs, outputs = self.rank * place.modules, place.in_features, place.out_features
@@ -91,7 +121,7 @@ class LowRankSpec(SavesModules, AdapterSpec):
 
     def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
         """See `AdapterSpec.kept`."""
-        return Kept(input=True, latent=self.rank * place.modules)
+        return Kept(input=True, latent=self.latent(modules) if modules else self.rank * place.modules)
 
 
 @dataclass(frozen=True)
@@ -102,12 +132,16 @@ class Product:
         site: The module.
         down: `[R, K]` A on this rank: trained, or fixed in the compute dtype.
         up: `[n, R]` B on this rank, likewise.
+        scale: Factor of the product.
+        subtracted: Fixed A and B, in the compute dtype, whose product goes away; without dropout.
         factors: d `[R]` and b `[n]`, trained where A and B are fixed.
     """
 
     site: Site
     down: AdapterParameter | Tensor
     up: AdapterParameter | Tensor
+    scale: float = 1.0
+    subtracted: tuple[Tensor, Tensor] | None = None
     factors: tuple[AdapterParameter, AdapterParameter] | None = None
 
 
@@ -127,7 +161,8 @@ class LowRankTerms(Adapter):
 
     def low_rank(self, slot: int) -> list[Term]:
         """See `Adapter.low_rank`."""
-        return [self._term(product, slot) for product in self.products]
+        found = [self._term(product, slot) for product in self.products]
+        return [*found, *(self._subtracted(own, slot) for own in self.products if own.subtracted)]
 
     def _term(self, product: Product, slot: int) -> Term:
         owner, site = self.owner, product.site
@@ -138,7 +173,7 @@ class LowRankTerms(Adapter):
             slot,
             down,
             up,
-            spec.scale,
+            product.scale,
             owner.host.columns(site),
             down_gradient,
             up_gradient,
@@ -151,6 +186,12 @@ class LowRankTerms(Adapter):
             site.info.inputs.start,
             known_place=owner.host.place(site),
         )
+
+    def _subtracted(self, product: Product, slot: int) -> Term:
+        assert product.subtracted is not None
+        site, host = product.site, self.owner.host
+        columns, place = host.columns(site), host.place(site)
+        return Term(slot, *product.subtracted, -product.scale, columns, known_place=place)
 
     def _matrix(self, matrix: AdapterParameter | Tensor) -> tuple[Tensor, Tensor | None]:
         """A matrix in the compute dtype, and where its gradient goes."""

@@ -67,7 +67,6 @@ COMMON_FIELDS: Mapping[str, PeftField] = {
 
 TUNER_FIELDS: Mapping[str, PeftField] = {
     **{name: field for name, field in COMMON_FIELDS.items() if name != "modules_to_save"},
-    **not_yet(NOT_STORED, "exclude_modules", neutral=(None, [])),
     # How the backbone stores its weights: peft corrects a wrong value, we know it from the backbone.
     **bookkeeping(fan_in_fan_out=False),
 }

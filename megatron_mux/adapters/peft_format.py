@@ -50,6 +50,7 @@ def read_adapter(directory: Path | str, spec: AdapterSpec, shape: BackboneShape)
         and config[name] != getattr(spec, name)
     ]
     if not problems:
+        tensors = spec.from_files(tensors, shape)
         found = check_tensors(tensors, spec, shape)
         problems = [f"{Path(directory) / WEIGHTS}: {problem}" for problem in found]
     if problems:
@@ -118,7 +119,7 @@ def check_tensors(tensors: Mapping[str, Tensor], spec: AdapterSpec, shape: Backb
     """
     known = spec.tensors(shape)
     wanted = {key: tensor.shape for key, tensor in known.items() if tensor.stored}
-    missing = [key for key in wanted if key not in tensors]
+    missing = [key for key in wanted if key not in tensors and not known[key].derived]
     stray = [key for key in tensors if key not in known]
     problems = []
     if missing:

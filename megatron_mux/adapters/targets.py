@@ -18,6 +18,10 @@ _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_p
 """Names by which people mean routed experts."""
 
 
+_OUTSIDE_LAYERS = ("embed_tokens", "lm_head", "wte", "wpe", "embed_positions", "embed_out")
+"""Names of embeddings and output layers."""
+
+
 def match_targets(targets: Targets, modules: Sequence[Module]) -> list[Module]:
     """The modules that `targets` names. `all-linear` names no routed experts: their parameters are no linear modules.
 
@@ -39,6 +43,12 @@ def match_targets(targets: Targets, modules: Sequence[Module]) -> list[Module]:
     if routed:
         _refuse_experts(targets)
     unknown = [t for t in targets if not any(matches(t, module.path) for module in modules)]
+    outside = [name for name in unknown if name.rpartition(".")[2] in _OUTSIDE_LAYERS]
+    if outside:
+        raise UserError(
+            f"target_modules: {', '.join(map(repr, outside))}: embeddings and output layers can have no adapter: name "
+            f"modules of layers only: {_choices(modules)}"
+        )
     if unknown:
         listed = ", ".join(repr(name) for name in unknown)
         verb = "is no module" if len(unknown) == 1 else "are no modules"

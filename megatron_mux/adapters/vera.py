@@ -21,7 +21,7 @@ from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Place, Work
 from megatron_mux.adapters.kind import AdapterTensor, constant
 from megatron_mux.adapters.low_rank_kind import LOW_RANK_FIELDS, LowRankSpec, LowRankTerms, Product
-from megatron_mux.adapters.peft_fields import PeftField
+from megatron_mux.adapters.peft_fields import NOT_STORED, PeftField, not_yet
 from megatron_mux.section import LARGEST_SIZE, Number, Targets
 from megatron_mux.shape import BackboneShape, Module
 
@@ -56,7 +56,7 @@ class Vera(TaskAdapter):
         if name not in self._ups:
             rows = part.features if info.column_parallel else torch.arange(part.out_features)
             self._ups[name] = _rows_of(self.b.detach(), rows).to(dtype)
-        return Product(site, self._downs[info.inputs], self._ups[name], (d, b))
+        return Product(site, self._downs[info.inputs], self._ups[name], factors=(d, b))
 
 
 class VeraSpec(LowRankSpec):
@@ -83,6 +83,7 @@ class VeraSpec(LowRankSpec):
     free_with_weights = frozenset({"vera_dropout", "d_initial"})
     refused: ClassVar[Mapping[str, PeftField]] = {
         **LOW_RANK_FIELDS,
+        **not_yet(NOT_STORED, "exclude_modules", neutral=(None, [])),
         "init_weights": PeftField(
             "only true (peft's default) is supported: leave it out",
             (True,),

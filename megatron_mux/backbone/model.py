@@ -24,6 +24,7 @@ from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.moving import move_experts
 from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.backbone.layer import compute_layer
+from megatron_mux.backbone.module_weights import ModuleWeights
 from megatron_mux.backbone.pieces import Yields
 from megatron_mux.backbone.registry import BackboneInfo, info_without_weights, read_backbone_info
 from megatron_mux.backbone.residence import Kind, Residence
@@ -58,6 +59,7 @@ class Backbone:
         model: Megatron's `GPTModel` (a container here: its `forward` is not used), or plain modules called alike.
         placement: Which expert ranks hold which experts; None without experts.
         vocabulary: Its embedding and output layer, and the rows of them that tasks train themselves.
+        module_weight: Reads the whole weight of a linear module from its file.
         residence: Where its parameters live; unless resident, they can be read while their unit is in use only.
         lowest_adapter: On an expert manager, returns the lowest layer in which some task has an adapter.
     """
@@ -87,6 +89,8 @@ class Backbone:
         self.placement = placement_or_default(shape, parallel, placement)
         self.model: Any = self._build(recompute == "selective")
         self.residence = Residence(residence, parallel)
+        has_files = not isinstance(source, NoWeights)
+        self.module_weight = ModuleWeights(info, dtype, self.device.type == "cuda", has_files)
         part = dataclasses.replace(weights.Part.of(parallel, self.placement), ends=ends)
         weights.load(self.model, shape, layers, source, info.stored, self.residence, part, dtype, embedding)
         self.lowest_adapter: Callable[[], int] = lambda: shape.layers

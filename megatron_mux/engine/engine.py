@@ -76,8 +76,8 @@ class Engine:
         self.parallel = parallel
         self.planning = planning or Planning("spatial", parallel.pp_size * len(own), virtual=len(own))
         base_ops = [op for stage in own for op in stage.base_ops()]
-        vocabulary = _vocabulary_of(own)
-        self.adapters = AdapterSet(base_ops, parallel, self.backbone.dtype, self.backbone.shape, vocabulary)
+        shape, weights, vocabulary = self.backbone.shape, self.backbone.module_weight, _vocabulary_of(own)
+        self.adapters = AdapterSet(base_ops, parallel, self.backbone.dtype, shape, vocabulary, weights)
         self.adapters.use(self.planning.kernels)
         connect(parallel)
         self.communicator = Communicator(parallel, closes_ring=len(own) > 1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,12 +147,14 @@ class LocalState:
         places: Where each copy belongs.
         copies: The copies, which may still be on their way.
         memory: Holds them.
+        in_files: Brings the adapter's full tensors to the form of its files.
     """
 
     step: int
     places: Sequence[_Place]
     copies: Sequence[HostCopy]
     memory: HostMemory
+    in_files: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
     def gather(self, parallel: Parallel, group: dist.ProcessGroup | None) -> Snapshot | None:
         """The task's whole state on rank 0, None elsewhere. Every rank of the first pipeline calls it.
@@ -176,7 +179,7 @@ class LocalState:
         full = _assembled(piece for part in gathered for piece in part)
         return Snapshot(
             step=self.step,
-            adapter={key: named["value"] for key, named in full.items()},
+            adapter=self.in_files({key: named["value"] for key, named in full.items()}),
             moments={
                 key: moments
                 for key, named in full.items()
@@ -211,8 +214,14 @@ def copy_states(
                     tensors.append(tensor.detach())
     copies = iter(memory.copy(tensors))
     return {
-        name: LocalState(step, places[name], [next(copies) for _ in places[name]], memory)
-        for name, (_, _, step) in tasks.items()
+        name: LocalState(
+            step,
+            places[name],
+            [next(copies) for _ in places[name]],
+            memory,
+            partial(adapter.spec.in_files, shape=adapter.host.shape),
+        )
+        for name, (adapter, _, step) in tasks.items()
     }
 
 

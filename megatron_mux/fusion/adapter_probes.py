@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_mux import layout
-from megatron_mux.adapters.attach import Host
+from megatron_mux.adapters.attach import Host, no_weights
 from megatron_mux.adapters.base_op import AttachedBaseOp
 from megatron_mux.adapters.costs import Sample, accepted
 from megatron_mux.adapters.expert_op import AttachedExperts
@@ -98,7 +98,7 @@ class AdapterProbes:
     ) -> list[Probe]:
         """Of several numbers of rows with the same adapters: those of many experts take memory."""
         stage, info = self.stage, self.stage.ops[op]
-        host = Host([info], stage.parallel, stage.dtype, stage.shape)
+        host = Host([info], stage.parallel, stage.dtype, stage.shape, weights=no_weights)
         specs = [_spec(f"probe-{i}", section) for i in range(tasks)]
         adapters = [spec.adapter.attach(host, spec, 10, None) for spec in specs]
         parameters = [p.value for adapter in adapters for p in adapter.parameters]

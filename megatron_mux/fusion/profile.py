@@ -19,7 +19,7 @@ from pydantic import ConfigDict
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.kernels.low_rank_choice import KernelChoice
 
-FORMAT: Literal[3] = 3
+FORMAT: Literal[4] = 4
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Profile:
     element_seconds: float = 0.0
     sequence_seconds: float = 0.0
     step_seconds: float = 0.0
-    format: Literal[3] = FORMAT
+    format: Literal[4] = FORMAT
 
     @property
     def key(self) -> str:

@@ -5,6 +5,7 @@ The server trusts none of it: every field is validated before anything is alloca
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -22,6 +23,14 @@ PROTOCOL = 1
 NAMING_MODULES = ("target_modules", "feedforward_modules")
 """Fields of adapters that may be regular expressions in a task file. Clients send lists: an expression can be made so
 that matching it takes a server for ever."""
+
+PATTERNS = ("rank_pattern", "alpha_pattern")
+"""Fields of adapters whose keys may be regular expressions in a task file; clients send paths of modules."""
+
+NARROWING = ("exclude_modules", "layers_to_transform", "layers_pattern")
+"""Fields that leave some of `target_modules`; clients send the modules that are left."""
+
+_PATH = re.compile(r"[\w.-]+")
 
 _LARGEST = 1e38
 """Numbers that are larger cannot be computed with in fp32: a pass fails, on several ranks of a server for all."""
@@ -97,16 +106,34 @@ class Proposal(_Document):
         if self.adapter.get("adapter_name_or_path") is not None:
             raise UserError("adapter.adapter_name_or_path: is a path of the client's; tensors are uploaded")
         for name, value in self.adapter.items():
-            if isinstance(value, int | float) and abs(value) > _LARGEST:
+            values = value.values() if isinstance(value, dict) else [value]
+            if any(isinstance(one, int | float) and abs(one) > _LARGEST for one in values):
                 raise UserError(f"adapter.{name}: must be at most {_LARGEST:g}, to be computed with in fp32")
+        self._refuse_expressions()
+        try:
+            spec = kind.model_validate(self.adapter)
+        except ValidationError as error:
+            raise UserError(*(f"adapter.{_sentence(one)}" for one in error.errors())) from None
+        if getattr(spec, "takes_away", False):
+            raise UserError(
+                "adapter.init_lora_weights: a server computes no factors of its weights: choose true or gaussian"
+            )
+        return spec
+
+    def _refuse_expressions(self) -> None:
         for name in NAMING_MODULES:
             targets = self.adapter.get(name)
             if isinstance(targets, str) and targets.lower() != ALL_LINEAR:
                 raise UserError(f"adapter.{name}: a server matches no regular expressions: list the modules")
-        try:
-            return kind.model_validate(self.adapter)
-        except ValidationError as error:
-            raise UserError(*(f"adapter.{_sentence(one)}" for one in error.errors())) from None
+        for name in PATTERNS:
+            patterns = self.adapter.get(name)
+            if isinstance(patterns, dict) and not all(_PATH.fullmatch(str(key)) for key in patterns):
+                raise UserError(
+                    f"adapter.{name}: a server matches no regular expressions: give paths of modules"
+                )
+        for name in NARROWING:
+            if self.adapter.get(name) is not None:
+                raise UserError(f"adapter.{name}: is a client's: list the modules in target_modules")
 
     def body(self, shape: BackboneShape) -> range:
         """The layers of the session's body.

@@ -113,7 +113,8 @@ class Body:
     def __init__(self, backbone: Backbone, parallel: Parallel) -> None:
         self.backbone = backbone
         self.parallel = parallel
-        self.adapters = AdapterSet(backbone.base_ops(), parallel, backbone.dtype, backbone.shape)
+        base_ops, weights = backbone.base_ops(), backbone.module_weight
+        self.adapters = AdapterSet(base_ops, parallel, backbone.dtype, backbone.shape, weights=weights)
         self._members: dict[str, _Member] = {}
 
     # -- sessions
@@ -144,7 +145,11 @@ class Body:
         if initial:
             tensors = adapter.tensors(self.backbone.shape)
             check_pieces(initial, {key: tensor.shape for key, tensor in tensors.items()})
-            blank = {key: torch.zeros(()).expand(own.shape) for key, own in tensors.items() if own.stored}
+            blank = {
+                key: torch.zeros(()).expand(own.shape)
+                for key, own in tensors.items()
+                if own.stored and not own.derived
+            }
             values = {**blank, **assemble(initial, "value")}
         own = self.adapters.add(task, total_steps, values, layers)
         try:

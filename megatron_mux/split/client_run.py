@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_mux import checkpoint, saved_files
+from megatron_mux.adapters.ia3 import IA3Spec
 from megatron_mux.adapters.peft_format import read_adapter
+from megatron_mux.adapters.selection import value_of
 from megatron_mux.adapters.targets import ALL_LINEAR, match_targets
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.model import Backbone
@@ -35,7 +37,7 @@ from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 from megatron_mux.split.accountant import Releases
 from megatron_mux.split.affinity import choose_server, identity_of
-from megatron_mux.split.agreement import NAMING_MODULES, Proposal
+from megatron_mux.split.agreement import NAMING_MODULES, NARROWING, Proposal
 from megatron_mux.split.backbone import SplitBackbone, load_ends
 from megatron_mux.split.body_share import body_share
 from megatron_mux.split.client_files import read_client_info
@@ -343,6 +345,17 @@ def _adapter_of(spec: TaskSpec, shape: BackboneShape) -> dict[str, Any]:
         given = adapter.get(name)
         if isinstance(given, str) and given.lower() != ALL_LINEAR:
             adapter[name] = [module.path for module in match_targets(given, shape.modules)]
+    modules = spec.adapter.modules(shape)
+    if any(adapter.get(name) not in (None, [], "") for name in NARROWING):
+        adapter["target_modules"] = [module.path for module in modules if not module.experts]
+        if isinstance(spec.adapter, IA3Spec):
+            inputs = spec.adapter.scales_input(modules, shape)
+            adapter["feedforward_modules"] = [module.path for module in inputs]
+    adapter |= {name: None for name in NARROWING if name in adapter}
+    for name, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+        if adapter.get(name):
+            given = adapter[name]
+            adapter[name] = {m.path: value_of(given, m.path, adapter[default]) for m in modules}
     return adapter
 
 

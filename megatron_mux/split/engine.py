@@ -69,7 +69,11 @@ class SplitEngine(Engine):
         """See `Engine.register_tasks`; checkpoints may lack what the server has kept."""
         for task in tasks:
             known = task.spec.adapter.tensors(self.backbone.shape).items()
-            blank = {key: torch.zeros(()).expand(tensor.shape) for key, tensor in known if tensor.stored}
+            blank = {
+                key: torch.zeros(()).expand(tensor.shape)
+                for key, tensor in known
+                if tensor.stored and not tensor.derived
+            }
             if task.resume is not None:
                 task.resume.adapter = blank | task.resume.adapter
         super().register_tasks(tasks)

@@ -108,14 +108,14 @@ def test_fresh_values_and_masks_do_not_depend_on_ranks(
     values: list[dict[str, Tensor]] = []
     for where in (alone(parallel), parallel):
         toy = Toy(shape, where)
-        adapters = AdapterSet(toy.infos, where, torch.float64, shape)
+        adapters = AdapterSet(toy.infos, where, torch.float64, shape, weights=toy.weights.matrices.get)
         for spec in mixture():
             initial = adapter_tensors(spec, shape) if spec.name == "diff" else None
             adapters.add(spec, 9, initial)
         found = {
             f"{n} {p.key}": full(where, p, p.value.detach())
             for n, a in adapters.tasks.items()
-            for p in a.parameters
+            for p in (*a.parameters, *a.fixed)
         }
         diff = adapters.tasks["diff"]
         diff.after_step(6)

@@ -111,6 +111,20 @@ def cases_of(family: str, vocab: int) -> list[Case]:
         case("prefix", {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 5}, 3, 10),
         case("pruned", {"peft_type": "DIFF_PRUNING", "sparsity": 0.9, "target_modules": qv}, 6, 8),
         case(
+            "dora",
+            {
+                "peft_type": "LORA",
+                "r": 3,
+                "use_dora": True,
+                "lora_dropout": 0.1,
+                "rank_pattern": {targets.mixed[0]: 5},
+                "target_modules": targets.mixed,
+            },
+            5,
+            9,
+        ),
+        case("principal", {"peft_type": "LORA", "init_lora_weights": "pissa", "target_modules": qv}, 4, 8),
+        case(
             "vera", {"peft_type": "VERA", "r": 6, "vera_dropout": 0.1, "target_modules": "all-linear"}, 7, 11
         ),
     ]

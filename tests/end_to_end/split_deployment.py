@@ -26,7 +26,8 @@ TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 0.01, "max_steps"
 CLIENTS: dict[str, tuple[tuple[int, int], dict[str, Any], str]] = {
     "paper": ((1, 0), {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "v_proj"]}, "pairs.jsonl"),
     "wide": ((1, 1), {"peft_type": "LORA", "target_modules": "all-linear", "lora_dropout": 0.1}, "texts.jsonl"),
-    "twin": ((1, 1), {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}, "pairs.jsonl"),
+    "twin": ((1, 1), {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "use_dora": True,
+                      "rank_pattern": {".*[24].*": 3}, "layers_to_transform": list(range(7))}, "pairs.jsonl"),
     "prefix": ((2, 1), {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3}, "pairs.jsonl"),
     "bottleneck": ((4, 2), {"peft_type": "BOTTLENECK", "bottleneck_size": 8}, "texts.jsonl"),
 }  # fmt: skip

@@ -149,7 +149,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no config": (lambda d: (d / "adapter_config.json").unlink(), ["adapter_config.json"]),
     "another rank": (lambda d: spoil_config_of_adapter(d, r=2), ["r"]),
     "another kind": (lambda d: become(d, d.parent / "other-kind"), ["PREFIX_TUNING"]),
-    "DoRA": (lambda d: spoil_config_of_adapter(d, use_dora=True), ["use_dora"]),
+    "DoRA": (lambda d: spoil_config_of_adapter(d, use_dora=True), ["lora_magnitude_vector"]),
 }
 
 

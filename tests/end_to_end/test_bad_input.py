@@ -64,7 +64,9 @@ MISTAKES: dict[str, Mistake] = {
     "unknown key of a task": Mistake(_set("lora", "adaptor", {}), ["lora", "adaptor"]),
     "unknown key of an adapter": Mistake(_set("lora", "adapter", "rank", 4), ["lora", "rank"]),
     "unknown key of training": Mistake(_set("lora", "training", "lr", 1e-3), ["lora", "lr"]),
-    "a peft field that is not done": Mistake(_set("lora", "adapter", "use_dora", True), ["lora", "use_dora"]),
+    "a peft field that is not done": Mistake(
+        _set("lora", "adapter", "lora_bias", True), ["lora", "lora_bias"]
+    ),
     "a wrong type": Mistake(_set("lora", "adapter", "r", "eight"), ["lora", "r", "eight"]),
     "a wrong range": Mistake(_set("diff", "adapter", "sparsity", 1.5), ["diff", "sparsity", "1.5"]),
     "a true where a number belongs": Mistake(

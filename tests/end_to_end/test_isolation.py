@@ -47,6 +47,7 @@ def kinds(targets: Targets) -> dict[str, dict[str, Any]]:
         "diff-pruning": diff_pruning(targets.mixed, l0_weight=1e-4),
         "prefix": prefix(4),
         "ia3": ia3(targets),
+        "dora": lora(targets.mixed, r=4, use_dora=True, rank_pattern={targets.mixed[0]: 6}),
         "vera": vera(
             targets.mixed, save_projection=False
         ),  # of fixed matrices there is no gradient to compare

@@ -38,6 +38,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "diff": {"peft_type": "DIFF_PRUNING", "sparsity": 0.9, "target_modules": ["o_proj", "q_proj"]},
     "dropped": {"peft_type": "LORA", "r": 16, "lora_dropout": 0.1, "target_modules": "all-linear"},
     "lora": {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]},
+    "magnitudes": {"peft_type": "LORA", "r": 8, "use_dora": True, "target_modules": ["q_proj", "down_proj"]},
+    "principal": {"peft_type": "LORA", "init_lora_weights": "pissa", "target_modules": ["k_proj", "o_proj"]},
     "prefix": {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 16},
     "scales": {
         "peft_type": "IA3",
@@ -54,6 +56,7 @@ CASES: dict[str, tuple[tuple[str, ...], Method]] = {
     "two tensor ranks": (("diff", "prefix"), Method(tensor=2, parts=2)),
     "fixed matrices": (("vectors",), Method(tensor=2)),
     "sequence parallel": (THREE, Method(tensor=2, sequence_parallel=True)),
+    "magnitudes": (("magnitudes", "principal"), Method(tensor=2)),
     "two stages": (("lora", "bottle"), Method(pipeline=2, parts=6)),
     "two stages, all computed again": (("dropped", "scales"), Method(pipeline=2, parts=4, recompute="full")),
     "sharded": (THREE, Method(data=2, zero=3)),

@@ -56,15 +56,16 @@ def random_adapter(
     path: Path | str, adapter: Mapping[str, Any], seed: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """An adapter that does something: random values of everyday size in every tensor, B of LoRA included."""
-    shapes = {
-        key: value.shape for key, value in get_peft_model_state_dict(wrap(load_model(path), adapter)).items()
-    }
+    fresh = export(wrap(load_model(path), adapter))
+    shapes = {key: value.shape for key, value in fresh.items()}
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for key in sorted(shapes):
         noise = torch.randn(shapes[key], generator=generator, dtype=torch.float64)
         if "ia3_l" in key:
             noise = 1 + 0.1 * noise
+        elif "lora_magnitude" in key:
+            noise = fresh[key].double() * (1 + 0.1 * noise)
         elif "lora_A" in key or key in ("base_model.vera_A", "base_model.vera_B"):
             noise = noise / shapes[key][-1] ** 0.5
         elif "vera_lambda" in key:

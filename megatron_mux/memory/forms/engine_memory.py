@@ -105,7 +105,7 @@ class EngineMemory:
             sum(t.states(s.layers, tensor) + t.scratch(s.layers, tensor) for t in self.tasks) for s in stages
         ]
         sizes = values.sum(axis=0)
-        fixed = np.array([sum(task.fixed_values(stage.layers) for task in self.tasks) for stage in stages])
+        fixed = np.array([sum(t.fixed_values(s.layers, tensor) for t in self.tasks) for s in stages])
         copies = sizes / self.adapter_size * self.size * (self.size < self.adapter_size)
         brought = self._fetches_weights
         return Lasting(

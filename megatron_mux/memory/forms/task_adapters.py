@@ -57,7 +57,7 @@ def adapted_ops(adapter: AdapterSpec, shape: BackboneShape) -> tuple[AdaptedOp, 
         several = len(shape.names.ops[op]) > 1
         share = sum(module.out_features for module in own) if several else 0
         place = Place(op, shape.in_features(op), shape.out_features(op), len(own), share)
-        found.append(AdaptedOp(layer, op, adapter.curve(len(own)), adapter.kept(place, own, shape)))
+        found.append(AdaptedOp(layer, op, adapter.curve_of(own), adapter.kept(place, own, shape)))
     return tuple(found)
 
 
@@ -93,6 +93,7 @@ class TaskAdapters:
         length: The most tokens of a sequence.
         virtual_tokens: Virtual tokens in front of each sequence.
         fixed: Untrained values on each rank with a part of the adapter.
+        fixed_divided, fixed_copied: `[L]` untrained values of each layer, like `divided` and `copied`.
         embeds: Whether it trains rows of the embedding, so that gradients go through all layers.
         tensors: The trained tensors one by one, for optimizers whose states depend on shapes.
     """
@@ -106,6 +107,8 @@ class TaskAdapters:
     length: int
     virtual_tokens: int = 0
     fixed: float = 0.0
+    fixed_divided: tuple[float, ...] = ()
+    fixed_copied: tuple[float, ...] = ()
     embeds: bool = False
     tensors: tuple[TrainedTensor, ...] = ()
 
@@ -116,19 +119,20 @@ class TaskAdapters:
         Raises:
             UserError: It targets no module of the backbone.
         """
-        divided, copied = [0.0] * shape.layers, [0.0] * shape.layers
+        divided, copied, fixed_divided, fixed_copied = ([0.0] * shape.layers for _ in range(4))
         fixed = 0.0
         trained: list[TrainedTensor] = []
         for tensor in spec.adapter.tensors(shape).values():
             size = math.prod(tensor.shape)
             if tensor.trained:
                 trained.append(TrainedTensor(tensor.layer, tensor.shape, tensor.dim))
-            if not tensor.trained:
-                fixed += size
-            elif tensor.layer is None:
+            if tensor.layer is not None:
+                per_layer = (divided, copied) if tensor.trained else (fixed_divided, fixed_copied)
+                per_layer[tensor.dim is None][tensor.layer] += size
+            elif tensor.trained:
                 copied = [values + size / shape.layers for values in copied]
             else:
-                (copied if tensor.dim is None else divided)[tensor.layer] += size
+                fixed += size
         ops = adapted_ops(spec.adapter, shape)
         return cls(
             spec.name,
@@ -140,6 +144,8 @@ class TaskAdapters:
             spec.data.max_length,
             spec.adapter.virtual_tokens,
             fixed,
+            tuple(fixed_divided),
+            tuple(fixed_copied),
             any("embedding" in matrix.places for matrix in spec.adapter.own_rows(shape)),
             tuple(trained),
         )
@@ -181,6 +187,8 @@ class TaskAdapters:
         own = [t.size(tensor) for t in self.tensors if t.layer is None or t.layer in layers]
         return kind.scratch_bytes(own) / 4
 
-    def fixed_values(self, layers: range) -> float:
-        """Number of untrained values on a rank with these layers."""
-        return self.fixed if any(op.layer in layers for op in self.ops) else 0.0
+    def fixed_values(self, layers: range, tensor: int) -> float:
+        """Number of untrained values on one of `tensor` tensor ranks with these layers."""
+        shared = self.fixed if any(op.layer in layers for op in self.ops) else 0.0
+        divided = sum(self.fixed_divided[layers.start : layers.stop])
+        return shared + divided / tensor + sum(self.fixed_copied[layers.start : layers.stop])

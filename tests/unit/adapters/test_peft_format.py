@@ -33,6 +33,16 @@ PEFT = {
     "lora": lora("t", target_modules=QVO),
     "rslora": lora("t", target_modules="all-linear", use_rslora=True, r=5),
     "regex": lora("t", target_modules=r".*layers\.[02]\.mlp\.(gate|down)_proj"),
+    "dora": lora("t", target_modules="all-linear", use_dora=True, init_lora_weights="gaussian"),
+    "fields": lora(
+        "t",
+        target_modules=QVO,
+        layers_to_transform=[0, 1],
+        layers_pattern="layers",
+        exclude_modules=["1.self_attn.o_proj"],
+        rank_pattern={"q_proj": 5},
+        alpha_pattern={".*0.*v_proj": 7},
+    ),
     "ia3": ia3("t", IA3, ["down_proj"]),
     "ia3-paths": ia3("t", ["mlp.down_proj", "k_proj"], r".*\.down_proj"),
     "ia3-none": ia3("t", ["o_proj", "up_proj"], []),
@@ -43,6 +53,7 @@ PEFT = {
 GPT2 = {
     "lora": lora("t", target_modules=["c_attn"]),
     "rslora": lora("t", target_modules="all-linear", use_rslora=True, r=5),
+    "dora": lora("t", target_modules=["c_attn", "mlp.c_proj"], use_dora=True),
     "ia3": ia3("t", ["c_attn", "mlp.c_proj"], ["mlp.c_proj"]),
     "ia3-ff": ia3("t", ["c_attn", "c_proj"], ["c_attn"]),
     "prefix": PEFT["prefix"],
@@ -65,6 +76,12 @@ def backbones(
     where = tmp_path_factory.mktemp("models")
     paths = {name: make(where, name) for name in ("llama", "gpt2")}
     return {name: (path, Backbone.load(path, parallel)) for name, path in paths.items()}
+
+
+def adapters_of(backbone: Backbone, parallel: Parallel) -> AdapterSet:
+    """No adapters yet."""
+    weights = backbone.module_weight
+    return AdapterSet(backbone.base_ops(), parallel, backbone.dtype, backbone.shape, weights=weights)
 
 
 def export(directory: Path, adapters: AdapterSet, name: str) -> Path:
@@ -102,7 +119,7 @@ def test_peft_loads_ours_and_agrees(
     model: str, kind: str, spec: Any, backbones: Any, parallel: Parallel, tmp_path: Path
 ) -> None:
     path, backbone = backbones[model]
-    adapters = AdapterSet(backbone.base_ops(), parallel, backbone.dtype, backbone.shape)
+    adapters = adapters_of(backbone, parallel)
     shaken(adapters, spec)
     export(tmp_path, adapters, "t")
     tokens = torch.randint(1, 90, (11,), generator=torch.Generator().manual_seed(1))
@@ -130,7 +147,7 @@ def test_files_are_as_peft_writes_them(
     model: str, kind: str, spec: Any, backbones: Any, parallel: Parallel, tmp_path: Path
 ) -> None:
     path, backbone = backbones[model]
-    adapters = AdapterSet(backbone.base_ops(), parallel, backbone.dtype, backbone.shape)
+    adapters = adapters_of(backbone, parallel)
     shaken(adapters, spec)
     (tmp_path / "ours").mkdir()
     export(tmp_path / "ours", adapters, "t")
@@ -181,7 +198,7 @@ def test_own_kinds_make_the_round_trip(backbones: Any, parallel: Parallel, tmp_p
             target_modules=["c_attn", "mlp.c_proj"],
         ),
     ):
-        adapters = AdapterSet(backbone.base_ops(), parallel, backbone.dtype, backbone.shape)
+        adapters = adapters_of(backbone, parallel)
         shaken(adapters, spec)
         before = {p.key: p.value.detach().clone() for p in adapters.tasks["t"].parameters}
         export(tmp_path, adapters, "t")
@@ -196,7 +213,7 @@ def test_own_kinds_make_the_round_trip(backbones: Any, parallel: Parallel, tmp_p
 @pytest.fixture
 def stored(backbones: Any, parallel: Parallel, tmp_path: Path) -> Path:
     _, backbone = backbones["llama"]
-    adapters = AdapterSet(backbone.base_ops(), parallel, backbone.dtype, backbone.shape)
+    adapters = adapters_of(backbone, parallel)
     shaken(adapters, PEFT["lora"])
     export(tmp_path, adapters, "t")
     adapters.remove("t")
@@ -250,7 +267,7 @@ def test_adapter_of_another_backbone(stored: Path, tmp_path_factory: pytest.Temp
 
 def test_nothing_is_attached_when_adding_fails(backbones: Any, parallel: Parallel) -> None:
     _, backbone = backbones["llama"]
-    adapters = AdapterSet(backbone.base_ops(), parallel, backbone.dtype, backbone.shape)
+    adapters = adapters_of(backbone, parallel)
     adapters.add(lora("t", target_modules=["q_proj"]), 4)
     bad = [
         (lora("t", target_modules=["q_proj"]), None),

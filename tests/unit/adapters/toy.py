@@ -233,7 +233,8 @@ class Reference:
         )
         known = weights.shape
         modules = [] if spec.adapter.peft_type == "PREFIX_TUNING" else spec.adapter.modules(known)
-        self.targets = {module.path for module in modules}
+        self.modules = {module.path: module for module in modules}
+        self.targets = set(self.modules)
         scaled = spec.adapter.scales_input(modules, known) if spec.adapter.peft_type == "IA3" else []
         self.inputs = {module.path for module in scaled}
 
@@ -277,10 +278,7 @@ class Reference:
             if f".{path}." in k
         }
         if adapter.peft_type == "LORA":
-            scale = adapter.lora_alpha / (adapter.r**0.5 if adapter.use_rslora else adapter.r)
-            dropped = x * self.keep(path, x.shape[1])
-            delta: Tensor = scale * dropped @ named["lora_A.weight"].T @ named["lora_B.weight"].T
-            return F.linear(x, weight, bias) + delta
+            return self.lora(path, x, named)
         if adapter.peft_type == "VERA":
             a, b = (self.tensors[f"base_model.vera_{side}"] for side in "AB")
             a, b = a[:, : x.shape[1]], b[: weight.shape[0]]
@@ -299,6 +297,20 @@ class Reference:
             return y + float(adapter.scaling) * up
         assert adapter.peft_type == "DIFF_PRUNING", f"no formula of {adapter.peft_type} here yet"
         return F.linear(x, weight + self.difference(path, named), bias)
+
+    def lora(self, path: str, x: Tensor, named: Mapping[str, Tensor]) -> Tensor:
+        """LoRA; with DoRA's magnitudes, and with an initial product that is subtracted."""
+        weight, bias, spec = self.weights.matrices[path], self.weights.biases[path], self.spec.adapter
+        scale = spec.scale_of(self.modules[path])
+        if "lora_A0.weight" in named:
+            weight = weight - scale * named["lora_B0.weight"] @ named["lora_A0.weight"]
+        change = scale * named["lora_B.weight"] @ named["lora_A.weight"]
+        dropped = x * self.keep(path, x.shape[1])
+        y = F.linear(x, weight, bias) + dropped @ change.T
+        if "lora_magnitude_vector" not in named:
+            return y
+        ratio = named["lora_magnitude_vector"] / (weight + change).detach().norm(dim=1)
+        return y + (ratio - 1) * F.linear(dropped, weight + change)
 
     def keep(self, path: str, width: int) -> Tensor | float:
         """Dropout factors of LoRA or VeRA."""
@@ -359,6 +371,10 @@ def diff(name: str, targets: list[str], sparsity: float = 0.9) -> Any:
     return task(name, peft_type="DIFF_PRUNING", sparsity=sparsity, l0_weight=1e-3, target_modules=targets)
 
 
+RANKS = {"rank_pattern": {"q_proj": 2, "mlp.*": 6}, "alpha_pattern": {"1.*o_proj": 1, "gate_proj": 9}}
+"""Ranks and scales that differ between the modules of a BaseOp, and between layers."""
+
+
 def mixture() -> list[Any]:
     """Tasks of every kind with different ranks and targets."""
     some = ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]
@@ -373,6 +389,11 @@ def mixture() -> list[Any]:
         ia3("ia3-ff", ["gate_proj", "down_proj"], ["gate_proj"]),
         task("vera", peft_type="VERA", r=6, target_modules="all-linear"),
         task("vera-dropout", peft_type="VERA", r=4, vera_dropout=0.2, target_modules=some),
+        lora("dora", target_modules="all-linear", use_dora=True, exclude_modules=["k_proj"]),
+        lora("dora-dropout", r=4, lora_dropout=0.3, use_dora=True, target_modules=some, **RANKS),
+        lora("ranks", use_rslora=True, target_modules=some, layers_to_transform=1, **RANKS),
+        lora("pissa", target_modules=some, init_lora_weights="pissa"),
+        lora("pissa-dora", target_modules=some, init_lora_weights="pissa", use_dora=True, lora_dropout=0.1),
     ]
 
 

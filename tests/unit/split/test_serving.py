@@ -232,6 +232,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "wide": {"peft_type": "LORA", "r": 8, "target_modules": "all-linear"},
     "prefix": {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 2},
     "bottleneck": {"peft_type": "BOTTLENECK", "bottleneck_size": 4},
+    "dora": {"peft_type": "LORA", "r": 4, "use_dora": True, "rank_pattern": {"q_proj": 2}},
 }
 
 
@@ -313,6 +314,9 @@ def test_a_body_that_clients_do_not_get_stays_when_they_have_finished(
         ({"train_rows": 10**8}, "too_large"),
         ({"rows": 10**8}, "too_large"),
         ({"adapter": {"peft_type": "LORA", "target_modules": "(.*)*q_proj"}}, "proposal"),
+        ({"adapter": {"peft_type": "LORA", "rank_pattern": {"(.*)*q_proj": 2}}}, "proposal"),
+        ({"adapter": {"peft_type": "LORA", "layers_to_transform": [1]}}, "proposal"),
+        ({"adapter": {"peft_type": "LORA", "init_lora_weights": "pissa"}}, "proposal"),
         ({"step": 3}, "no_state"),
     ],
 )
