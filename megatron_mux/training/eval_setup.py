@@ -36,19 +36,25 @@ def problems_of_evaluation(spec: TaskSpec, records: TaskDataset) -> Iterator[str
         )
 
 
-def accuracy_measured(spec: TaskSpec, records: TaskDataset) -> str:
-    """Say which accuracy `accuracy` is for these records; empty if it is not measured."""
-    assert spec.eval is not None
-    if "accuracy" not in spec.eval.metrics:
-        return ""
+def accuracy_measured(task: Task) -> Iterator[str]:
+    """Yield a line that says which accuracy `accuracy` is for a task's records, if it is measured."""
+    spec, records = task.spec, task.evaluation
+    if (
+        spec.eval is None
+        or records is None
+        or spec.training.is_preference
+        or "accuracy" not in spec.eval.metrics
+    ):
+        return
     plain = plain_choices(records)
     if plain is None:
         scored = choices_among(records, spec.eval.metrics)
         also = " beside the classification that was asked for" if scored is not None else ""
-        return f"{spec.name}: accuracy is the share of labelled tokens predicted{also}"
+        yield f"{spec.name}: accuracy is the share of labelled tokens predicted{also}"
+        return
     names = [text.strip()[:_LONGEST] for text in plain[:_SHOWN]]
     more = ", ..." if len(plain) > _SHOWN else ""
-    return (
+    yield (
         f"{spec.name}: accuracy is the share of records whose own completion is the likeliest of the {len(plain)} that "
         f"occur ({', '.join(names)}{more}); eval.metrics: [token_accuracy] counts tokens instead"
     )

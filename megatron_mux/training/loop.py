@@ -20,6 +20,7 @@ from megatron_mux.fusion.plan import Plan
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
 from megatron_mux.training.best import Judge
+from megatron_mux.training.eval_setup import accuracy_measured
 from megatron_mux.training.expert_watch import ExpertWatch
 from megatron_mux.training.garbage import freeze_objects, unfreeze_objects
 from megatron_mux.training.joining import WatchedDirectory
@@ -254,6 +255,9 @@ class Loop:
                 self.reporter.say(f"{name} could not be evaluated: {result}")
             else:
                 step = self.engine.progress(name)[0]
+                if self.reporter.history[name].before is None:
+                    for line in accuracy_measured(self.engine.task(name)):
+                        self.reporter.say(line)
                 self.reporter.evaluation(name, step, result)
                 self._judge.note(name, self.engine.task(name).spec.training, step, result)
 

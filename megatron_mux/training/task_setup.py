@@ -13,7 +13,7 @@ from megatron_mux.engine import Task
 from megatron_mux.errors import UserError
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
-from megatron_mux.training.eval_setup import accuracy_measured, problems_of_evaluation
+from megatron_mux.training.eval_setup import problems_of_evaluation
 
 Progress = Callable[[str], None]
 """Told what is going on, a line at a time."""
@@ -168,6 +168,4 @@ def _open(spec: TaskSpec, info: BackboneInfo, files: DataFiles, say: Progress, r
         if dataset is not None:
             for line in dataset.cut.lines(spec.data.max_length):
                 say(f"{spec.name}: {dataset.path}: {line}")
-    if evaluation is not None and (measured := accuracy_measured(spec, evaluation)):
-        say(measured)
     return Task(spec, data, evaluation, initial)

@@ -12,6 +12,7 @@ import pytest
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.stop_tokens import stop_tokens
 from megatron_mux.data.tokenizer import load_tokenizer
+from megatron_mux.engine import Task
 from megatron_mux.engine.held_out import prompt_and_completion
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.training.eval_setup import accuracy_measured, problems_of_evaluation
@@ -39,14 +40,16 @@ def spec(**fields: Any) -> TaskSpec:
 
 def test_which_accuracy_is_measured(tmp_path: Path, tokenizer: Any) -> None:
     pairs = [{"prompt": f"w{i}", "completion": f"w{i % 2}"} for i in range(8)]
+
+    def said(records: TaskDataset, **fields: Any) -> str:
+        return "".join(accuracy_measured(Task(spec(**fields), records, records)))
+
     labels = dataset(tmp_path, tokenizer, pairs)
-    assert "the likeliest of the 2 that occur (w0, w1)" in accuracy_measured(spec(), labels)
+    assert "the likeliest of the 2 that occur (w0, w1)" in said(labels)
     few = dataset(tmp_path, tokenizer, pairs[:7])
-    assert "share of labelled tokens" in accuracy_measured(spec(), few)
-    assert "beside the classification" in accuracy_measured(
-        spec(metrics=["accuracy", "classification_accuracy"]), few
-    )
-    assert not accuracy_measured(spec(metrics=["token_accuracy"]), few)
+    assert "share of labelled tokens" in said(few)
+    assert "beside the classification" in said(few, metrics=["accuracy", "classification_accuracy"])
+    assert not said(few, metrics=["token_accuracy"])
     assert not list(problems_of_evaluation(spec(metrics=["classification_accuracy"], generate={}), few))
 
 
