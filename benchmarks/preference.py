@@ -151,7 +151,7 @@ def _ours(
             },
         }
     )
-    data = DataFiles(load_tokenizer(path), print, file.parent / "cache").open(file, length, "dpo")
+    data = DataFiles(load_tokenizer(path), print, file.parent / "cache").open(file, length, loss="dpo")
     engine = Engine(Backbone.load(path, parallel), parallel)
     engine.register_tasks([Task(spec, data)])
 

@@ -150,9 +150,8 @@ class PreferenceFields(Section):
             raise problem(
                 "loss_type exo_pair needs a label_smoothing above 0, such as 1e-3: without one it is infinite"
             )
-        for name in ("router_aux_loss_coef", "label_smoothing_factor", "neftune_noise_alpha"):
-            if self.is_preference and getattr(self, name, None):
-                raise problem(f"{name} is not supported with loss: {self.loss}: leave it out")
+        if self.is_preference and getattr(self, "router_aux_loss_coef", None):
+            raise problem(f"router_aux_loss_coef is not supported with loss: {self.loss}: leave it out")
         return self
 
     @property

@@ -67,7 +67,7 @@ class Preferences:
     ) -> Task:
         """A task for the engine."""
         spec = TaskSpec.model_validate({"name": name, **section(self.place, loss, steps, **more)})
-        data = self._files.open(spec.data.path, LENGTH, loss)
+        data = self._files.open(spec.data.sources, LENGTH, loss=loss)
         given = None if initial is None else {key: value.clone() for key, value in initial.items()}
         return Task(spec, data, data, given)
 
