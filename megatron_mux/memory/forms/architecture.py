@@ -302,9 +302,14 @@ def _quantised(shape: BackboneShape, layer: int) -> Unit:
         sources = [(module.out_features, module.in_features) for module in modules]
         rows, columns = shape.out_features(op), shape.in_features(op)
         sizes = copies * rows * columns, quantisation.nbytes(rows * copies, columns, sources * copies)
-        own = ("experts" if op in EXPERT_OPS else "copied" if op in REPLICATED else "divided",)
+        divided = op not in EXPERT_OPS and op not in REPLICATED
         values, held = (
-            total + Unit(**dict.fromkeys(own, size))
+            total
+            + Unit(
+                divided=size * divided,
+                copied=size * (op in REPLICATED),
+                experts=size * (op in EXPERT_OPS),
+            )
             for total, size in zip((values, held), sizes, strict=True)
         )
     return Unit(quantised=values, held=held)

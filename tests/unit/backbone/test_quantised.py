@@ -115,6 +115,7 @@ def test_a_fused_matrix_with_an_unquantised_part_is_held_unquantised(plain: Path
     config["quantization_config"]["ignore"].append(name)
     (path / "config.json").write_text(json.dumps(config))
     backbone = Backbone.load(path, alone)
-    assert len(backbone.residence.units[1].dequantised.matrices) == 3
+    quantised = backbone.residence.units[1].dequantised
+    assert quantised is not None and len(quantised.matrices) == 3
     fused = backbone.model.decoder.layers[1].self_attention.linear_qkv.weight
     assert torch.allclose(fused, whole.linear_qkv.weight, atol=0.02)
