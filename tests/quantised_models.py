@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file as load_file
+from safetensors.torch import save_file as save_file
 from torch import nn
 
 VOCABULARY = 96
@@ -83,7 +84,7 @@ def make_compressed_tensors(plain: Path, method: str, strategy: str) -> Path:
     from compressed_tensors.quantization.lifecycle.forward import quantize
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    groups = {"group": {"group_size": 64}, "block": {"block_structure": [64, 128]}}
+    groups: dict[str, dict[str, Any]] = {"group": {"group_size": 64}, "block": {"block_structure": [64, 128]}}
     arguments = QuantizationArgs(
         num_bits=8,
         type="int" if method == "int8" else "float",
@@ -175,14 +176,14 @@ def held_bytes(stages: Any) -> int:
     return sum(found.values())
 
 
-def predicted_bytes(stages: Any, size: int, zero: int = 0) -> float:
+def predicted_bytes(stages: Any, size: int, sharded: bool = False) -> float:
     """The same by the closed forms, of the rank's stages."""
     from megatron_mux.memory.forms.architecture import architecture_of
     from megatron_mux.memory.forms.engine_memory import EngineMemory
     from megatron_mux.memory.forms.method import Method
 
     shape, parallel = stages[0].shape, stages[0].parallel
-    method = Method(parallel.dp_size, parallel.tp_size, parallel.pp_size, zero=zero)
+    method = Method(parallel.dp_size, parallel.tp_size, parallel.pp_size, zero=3 if sharded else 0)
     layers = [stage.layers for stage in stages]
     if parallel.pp_size > 1:
         each = shape.layers // parallel.pp_size

@@ -99,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="tasks.yaml: train these tasks, with their own batches and lengths (default: full fine-tuning)",
     )
     _add_recipe(parser)
-    _add_experts(parser)
+    _add_backbone(parser)
     _add_dry_run(parser)
     add(
         "--plot",
@@ -138,9 +138,13 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_experts(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of backbones with experts, for a task file."""
-    add = parser.add_argument_group("experts, with --tasks").add_argument
+def _add_backbone(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the backbone of a task file."""
+    add = parser.add_argument_group("backbone, with --tasks").add_argument
+    add(
+        "--backbone-dtype", choices=("nf4", "int8", "fp8"),
+        help="how the weights of linear modules are quantised on load, as in the run",
+    )  # fmt: skip
     add(
         "--mux-expert-placement", type=path, metavar="FILE",
         help="which expert ranks hold which experts, as tools/place_experts.py writes it: only methods with as many "
@@ -291,7 +295,8 @@ def _task_file(arguments: argparse.Namespace, skeleton: Skeleton) -> TaskFile:
     from megatron_mux.choice.expert_files import ExpertFiles
     from megatron_mux.choice.task_file import TaskFile
 
-    file = TaskFile.read(skeleton.path, arguments.tasks, ExpertFiles.of(arguments))
+    experts = ExpertFiles.of(arguments)
+    file = TaskFile.read(skeleton.path, arguments.tasks, experts, arguments.backbone_dtype)
     file.check(skeleton.tensors.positions, arguments.sequence_length)
     return file
 

@@ -109,6 +109,10 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         help="where frozen weights are kept between uses, as in the run",
     )  # fmt: skip
     add(
+        "--backbone-dtype", choices=("nf4", "int8", "fp8"),
+        help="how the weights of linear modules are quantised on load, as in the run",
+    )  # fmt: skip
+    add(
         "--bf16",
         action="store_const",
         const=True,
@@ -172,7 +176,7 @@ def run(arguments: argparse.Namespace) -> None:
             "--subgraphs: needs --tensor-parallel of at least 2: layers of one rank send no messages"
         )
     specs = load_task_file(arguments.tasks, data_later=True)
-    info = read_backbone_info(arguments.backbone)
+    info = read_backbone_info(arguments.backbone, arguments.backbone_dtype)
     if arguments.subgraphs:
         info.shape.refuse_latent("--subgraphs")
         info.shape.refuse_experts("--subgraphs")
@@ -364,6 +368,8 @@ def _command(arguments: argparse.Namespace, context: PlanningContext) -> str:
     ]
     if arguments.bf16 is not None:
         words.append("--bf16" if arguments.bf16 else "--mux-fp32")
+    if arguments.backbone_dtype is not None:
+        words.append(f"--mux-backbone-dtype {arguments.backbone_dtype}")
     if arguments.backbone_weights != "resident":
         words.append(f"--mux-backbone-weights {arguments.backbone_weights}")
     if context.sequence_parallel and context.mesh.expert_tensor is None:  # else among the mesh's own

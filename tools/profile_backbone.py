@@ -62,6 +62,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--bf16", action="store_const", const=True, help="in bfloat16 (default: as a run on this device)")
     add("--fp32", action="store_false", dest="bf16", default=None, help="in fp32, as with --mux-fp32")
     add(
+        "--backbone-dtype",
+        choices=("nf4", "int8", "fp8"),
+        help="weights quantised, as with --mux-backbone-dtype",
+    )
+    add(
         "--mux-tf32", action="store_true", help="with fp32 products in TF32, as with the run's flag; on a GPU"
     )
     add(
@@ -103,7 +108,7 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_mux.fusion.profile_store import about_run, load_profile, profile_directory, save_profile
     from megatron_mux.runtime import has_bf16, initialize, use_tf32
 
-    info = read_backbone_info(arguments.backbone)
+    info = read_backbone_info(arguments.backbone, arguments.backbone_dtype)
     tensor, expert = arguments.tensor_model_parallel_size, arguments.expert_model_parallel_size
     has_experts = info.shape.experts is not None
     expert_tensor = arguments.expert_tensor_parallel_size or (tensor if has_experts else 1)
@@ -135,7 +140,7 @@ def run(arguments: argparse.Namespace) -> None:
         profile = None  # measured by one process, so without transfers between ranks
     seconds = 0.0
     if profile is None:
-        backbone = Backbone.load(arguments.backbone, parallel, dtype)
+        backbone = Backbone.load(arguments.backbone, parallel, dtype, quantise=arguments.backbone_dtype)
         most = arguments.most_tokens or (2048 if parallel.device.type == "cpu" else 16384)
         start = time.perf_counter()
         with _ProgressBar(parallel.rank == 0) as progress:

@@ -21,12 +21,12 @@ from megatron_mux.arguments.values import (
     size,
 )
 from megatron_mux.errors import UserError
-from megatron_mux.quantised.scheme import METHODS, Method
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_mux.backbone.residence import Kind
+    from megatron_mux.quantised.scheme import Method
     from megatron_mux.shape import BackboneShape
 
 
@@ -174,7 +174,7 @@ class MuxArguments(ExpertFlags):
         "mux",
         "hold weights of linear modules in nf4 (double quantisation), fp8 or int8, and dequantise a layer at a time "
         "(default: as the checkpoint stores them)",
-        choices=METHODS,
+        choices=("nf4", "fp8", "int8"),
     )
     mux_watch: Path | None = flag(
         "mux",

@@ -70,7 +70,8 @@ class Fit:
     def command(self) -> Command:
         """The command line that runs it."""
         memory = self.memory
-        return command(self.method, memory.recipe, memory.architecture.model_type, self.sequences)
+        model = memory.architecture
+        return command(self.method, memory.recipe, model.model_type, self.sequences, model.quantisation)
 
     @property
     def throughput(self) -> float:

@@ -11,6 +11,7 @@ from megatron_mux.base_ops import EXPERT_OPS
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.recipe import Precision, Recipe
+from megatron_mux.quantised.scheme import Quantisation
 
 TRAINER = "TrainingArguments"
 
@@ -31,7 +32,9 @@ class Command(NamedTuple):
     remarks: Sequence[str] = ()
 
 
-def command(method: Method, recipe: Recipe, model_type: str, batch: int) -> Command:
+def command(
+    method: Method, recipe: Recipe, model_type: str, batch: int, quantisation: Quantisation | None = None
+) -> Command:
     """The command that runs a method.
 
     Args:
@@ -39,10 +42,12 @@ def command(method: Method, recipe: Recipe, model_type: str, batch: int) -> Comm
         recipe: What is trained and how.
         model_type: `model_type` of the model's config.
         batch: Sequences of a micro-batch.
+        quantisation: How the backbone's weights are held, if they are quantised.
     """
     elsewhere = not_by_this_engine(method, recipe, model_type)
     if not elsewhere:
-        return Command(flags(method, recipe), "pretrain_mux.py")
+        quantised = quantisation.flags if quantisation is not None else []
+        return Command([*flags(method, recipe), *quantised], "pretrain_mux.py")
     if recipe.frozen or recipe.keeps.megatron:
         return Command(megatron_flags(method, recipe, batch), "Megatron-LM", elsewhere, remarks(recipe))
     return Command(trainer_flags(method, recipe, batch), TRAINER, elsewhere, remarks(recipe))

@@ -20,6 +20,7 @@ from megatron_mux.fusion.step import Lengths, step_grid
 from megatron_mux.memory.forms.architecture import Architecture, architecture_of
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
+from megatron_mux.quantised.scheme import Method
 from megatron_mux.tasks import load_task_file
 
 Content = Counter[str]
@@ -107,19 +108,26 @@ class TaskFile:
     adapters: tuple[TaskAdapters, ...]
 
     @classmethod
-    def read(cls, config: Path, tasks: Path, experts: ExpertFiles = ExpertFiles()) -> TaskFile:  # noqa: B008  (frozen)
+    def read(
+        cls,
+        config: Path,
+        tasks: Path,
+        experts: ExpertFiles = ExpertFiles(),  # noqa: B008  (frozen)
+        quantise: Method | None = None,
+    ) -> TaskFile:
         """A task file for the backbone of a config.json, whatever that file is called. No data is read.
 
         Args:
             config: The backbone's config.json, or its directory.
             tasks: The file.
             experts: Where experts are, and how often they are selected.
+            quantise: How the backbone's weights are quantised on load.
 
         Raises:
             UserError: The file or the backbone is invalid, or a task targets modules that the backbone does not have.
         """
         specs = load_task_file(tasks, data_later=True)
-        shape = read_shape(config)
+        shape = read_shape(config, quantise)
         found, problems = [], []
         for spec in specs:
             try:

@@ -131,7 +131,7 @@ def choose(arguments: Namespace, question: Question, specs: Sequence[TaskSpec], 
             "give a backbone's directory, or --method ours"
         )
     experts = ExpertFiles.of(arguments)
-    file = TaskFile.read(question.skeleton.path, arguments.tasks, experts)
+    file = TaskFile.read(question.skeleton.path, arguments.tasks, experts, arguments.backbone_dtype)
     file.check(question.skeleton.tensors.positions, arguments.sequence_length)
     batches, unread = heaviest_batches(specs, directory)
     device = known(arguments.device).gpu
@@ -176,6 +176,8 @@ def _flags(arguments: Namespace, plan: Plan) -> list[str]:
         words += ["--recompute-granularity", arguments.recompute]
     if arguments.backbone_weights != "resident":
         words += ["--mux-backbone-weights", arguments.backbone_weights]
+    if arguments.backbone_dtype is not None:
+        words += ["--mux-backbone-dtype", arguments.backbone_dtype]
     return words
 
 

@@ -38,6 +38,7 @@ FLAGS: Mapping[str, Flag] = {
     "--plan": Flag(None, tasks=(_FOLLOWS_PLAN,)),
     "--mux-expert-placement": Flag(None, tasks=("ours", "dry-run", _FOLLOWS_PLAN)),
     "--expert-profile": Flag(None, tasks=("ours", "dry-run", _FOLLOWS_PLAN)),
+    "--backbone-dtype": Flag(None, tasks=("ours", "dry-run", _FOLLOWS_PLAN)),
     "--backbone-weights": Flag("resident", tasks=(_FOLLOWS_PLAN,)),
 }
 

@@ -56,6 +56,11 @@ class Quantisation:
         """Whether it is made on load."""
         return self.origin == "made on load"
 
+    @property
+    def flags(self) -> list[str]:
+        """Flags of a run that ask for it; none if the checkpoint is stored so."""
+        return ["--mux-backbone-dtype", self.method] if self.is_made else []
+
     def covers(self, module: str, expert: bool = False) -> bool:
         """Whether a linear module within a layer is quantised.
 

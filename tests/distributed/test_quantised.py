@@ -56,7 +56,9 @@ def test_tasks_come_out_as_from_qlora(
     tasks = cases(path)
     engine.register_tasks([case.task for case in tasks])
     taken = [engine.step() for _ in range(STEPS)]
-    problems = []
+    held = quantised_models.held_bytes(stages)
+    predicted = quantised_models.predicted_bytes(stages, 4, residence.startswith("sharded"))
+    problems = [] if held == pytest.approx(predicted, rel=0.03) else [f"{held} bytes held, not {predicted}"]
     for case in tasks:
         losses, adapter = wanted[case.name]
         found = [step[case.name].loss for step in taken]

@@ -90,6 +90,7 @@ def test_defaults() -> None:
         mux_chunk_size="auto",
         mux_memory_limit="auto",
         mux_backbone_weights="resident",
+        mux_backbone_dtype=None,
         mux_watch=None,
         mux_data_cache=None,
         mux_micro_batches=None,

@@ -17,6 +17,7 @@ from megatron_mux.base_ops import (
 from megatron_mux.expert_shape import Experts, Placement
 from megatron_mux.memory.assumed_routes import Access
 from megatron_mux.memory.optimizers import Shapes
+from megatron_mux.quantised.scheme import Quantisation
 from megatron_mux.shape import BackboneShape, Latent
 
 
@@ -107,6 +108,7 @@ class Architecture:
         latent: Sizes of multi-head latent attention, if it has that.
         placement: Which expert ranks hold which of them; None: neighbouring ones share a rank.
         access: How likely rows select each of them; None: all equally.
+        quantisation: How weights of linear modules are held, if not in the backbone's dtype.
     """
 
     model_type: str
@@ -134,6 +136,7 @@ class Architecture:
     latent: Latent | None = None
     placement: Placement | None = field(default=None, compare=False)
     access: Access | None = field(default=None, compare=False)
+    quantisation: Quantisation | None = None
 
     @property
     def total(self) -> int:
@@ -259,6 +262,7 @@ def architecture_of(
         latent=shape.latent,
         placement=placement,
         access=access,
+        quantisation=shape.quantisation,
     )
 
 
@@ -298,9 +302,14 @@ def _quantised(shape: BackboneShape, layer: int) -> Unit:
         sources = [(module.out_features, module.in_features) for module in modules]
         rows, columns = shape.out_features(op), shape.in_features(op)
         sizes = copies * rows * columns, quantisation.nbytes(rows * copies, columns, sources * copies)
-        own = ("experts" if op in EXPERT_OPS else "copied" if op in REPLICATED else "divided",)
+        divided = op not in EXPERT_OPS and op not in REPLICATED
         values, held = (
-            total + Unit(**dict.fromkeys(own, size))
+            total
+            + Unit(
+                divided=size * divided,
+                copied=size * (op in REPLICATED),
+                experts=size * (op in EXPERT_OPS),
+            )
             for total, size in zip((values, held), sizes, strict=True)
         )
     return Unit(quantised=values, held=held)

@@ -45,7 +45,7 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}
         ("llama", "num_key_value_heads", 3, "divisor"),
         ("llama", "num_hidden_layers", 0, "positive"),
         ("llama", "intermediate_size", "wide", "wide"),
-        ("llama", "quantization_config", {"bits": 4}, "null"),
+        ("llama", "quantization_config", {"quant_method": "gptq"}, "compressed-tensors"),
         (
             "llama",
             "rope_parameters",
