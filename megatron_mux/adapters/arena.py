@@ -52,6 +52,7 @@ class Arena:
     Attributes:
         values: `[n]`; `[n]` `gradients` are in the same order.
         copies: `[n]` the values in the compute dtype; the values themselves if they have it.
+        version: Counts changes of the values outside kernels that step many tasks at once.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Arena:
         for record, start in ordered:
             record.value.data = self.of(record, self.values).view(start.shape)
             record.value.grad = self.of(record, self.gradients).view(start.shape)
+        self.version = 0
         self.refresh()
 
     def of(self, record: AdapterParameter, flat: Tensor) -> Tensor:
@@ -129,5 +131,6 @@ class Arena:
     @torch.no_grad()
     def refresh(self) -> None:
         """Round the values to the compute dtype again: once after each optimizer step."""
+        self.version += 1
         if self.copies is not self.values:
             self.copies.copy_(self.values)

@@ -50,7 +50,7 @@ class DoraTerms(LowRankTerms):
         super().__init__(owner, products)
         self.magnitudes = [_Magnitude(owner, *own) for own in zip(products, magnitudes, strict=True)]
         self.info: Any = products[0].site.info
-        self._norms: tuple[int, Tensor] | None = None
+        self._norms: tuple[tuple[int, int], Tensor] | None = None
 
     def product(self, x: Tensor, y: Tensor, batch: MicroBatch) -> Tensor:
         """See `Adapter.product`."""
@@ -72,17 +72,16 @@ class DoraTerms(LowRankTerms):
 
     @torch.no_grad()
     def norms(self, batch: MicroBatch) -> Tensor:
-        """Norms of the rows of all modules, one module after the other. A step's are kept while it trains."""
-        step = batch.task_steps[self.owner.name]
-        if batch.training and self._norms is not None and self._norms[0] == step:
+        """Norms of the rows of all modules, one module after the other; computed anew after an optimizer step."""
+        at = batch.task_steps[self.owner.name], self.owner.arena.version
+        if self._norms is not None and self._norms[0] == at:
             return self._norms[1]
         squares = torch.cat([own.squares(self.info.module.weight) for own in self.magnitudes])
         parallel = self.owner.host.parallel
         if parallel.tp_size > 1 and not self.info.column_parallel:
             dist.all_reduce(squares, group=parallel.tp_group)
         norms = squares.clamp_(min=0.0).sqrt_()
-        if batch.training:
-            self._norms = step, norms
+        self._norms = at, norms
         return norms
 
 
@@ -155,7 +154,9 @@ class _Rescaled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, factors: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(y, factors, bias)
+        # A view would keep the rows of all tasks.
+        kept = y.clone() if y.untyped_storage().nbytes() > y.nbytes else y
+        ctx.save_for_backward(kept, factors, bias)
         product = y if bias is None else y - bias
         return torch.add(y, product * (factors - 1)).to(y.dtype)  # exact where a factor is one
 

@@ -76,9 +76,8 @@ class Conversation:
         self._max_new_tokens = max_new_tokens
         self._template = bool(tokenizer.chat_template) and not plain
         self._positions = backbone.shape.position_limit
-        self._adapters = AdapterSet(
-            backbone.base_ops(), parallel, backbone.dtype, backbone.shape, backbone.vocabulary_parts
-        )
+        shape, vocabulary, weights = backbone.shape, backbone.vocabulary_parts, backbone.module_weight
+        self._adapters = AdapterSet(backbone.base_ops(), parallel, backbone.dtype, shape, vocabulary, weights)
         self._members: dict[str, _Member] = {}
         for speaker in speakers:
             if speaker.spec is not None:

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from megatron_mux import checkpoint
 from megatron_mux.adapters.peft_format import read_adapter
+from megatron_mux.backbone.model import Backbone
 from megatron_mux.checkpoint import SavedTask
 from megatron_mux.engine import Engine, Task
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import load_task_file
+from tests import quantised_models
 from tests.end_to_end import test_export
 from tests.end_to_end.conftest import BackboneOf, PathOf
 from tests.end_to_end.families import FAMILIES, ia3, lora, vera
@@ -231,6 +233,22 @@ def test_a_poisoned_neighbour_changes_nothing(
     for case in own:
         assert beside.losses(case.name) == pytest.approx(alone.losses(case.name), rel=1e-6), case.name
         assert_close(beside.tensors[case.name], alone.tensors[case.name], 1e-4, case.name)
+
+
+def test_tasks_on_a_quantised_backbone_start_at_its_output(parallel: Parallel, tmp_path: Path) -> None:
+    """Magnitudes and factors are those of the dequantised weights."""
+    path = quantised_models.make_plain(tmp_path)
+    backbone = Backbone.load(path, parallel, quantise="nf4")
+    names = ("dora", "pissa-dora", "olora")
+    cases = [test_export.make_case(name, sections("llama")[name]) for name in names]
+    engine = Engine(backbone, parallel)
+    pairs = cases[0].records.pairs[:2]
+    bare = engine_logits(engine, cases[0], pairs)
+    engine.register_tasks([case.task for case in cases])
+    for case in cases:
+        found = engine_logits(engine, case, pairs)
+        assert all(relative(a, b) < 1e-4 for a, b in zip(found, bare, strict=True)), case.name
+    assert all(result.status == "running" for result in engine.step().values())
 
 
 def test_half_precision_is_near_single(backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel) -> None:

@@ -58,7 +58,7 @@ def cases(path: Path) -> list[Case]:
     targets = ["q_proj", "v_proj"], "all-linear", ["gate_proj", "down_proj"]
     found = []
     for i, (recipe, target) in enumerate(zip(recipes, targets, strict=True)):
-        adapter = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": target}
+        adapter = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": target, "use_dora": i == 2}
         records = random_records(9, VOCABULARY, 4, 12, seed=i)
         initial = peft_solo.random_adapter(path, adapter, seed=i)
         found.append(Case(f"task-{i}", adapter, {**recipe, "max_steps": STEPS}, records, initial))
