@@ -17,9 +17,9 @@ _TRAINING = {
     "training.weight_decay": "weight-decay start-weight-decay end-weight-decay weight-decay-incr-style",
     "training.max_grad_norm": "clip-grad",
     "training.router_aux_loss_coef": "moe-aux-loss-coeff moe-router-load-balancing-type",
-    "training.optim": "optimizer sgd-momentum lion-beta1 lion-beta2",
-    "training.adam_beta1": "adam-beta1",
-    "training.adam_beta2": "adam-beta2",
+    "training.optim": "optimizer sgd-momentum",
+    "training.adam_beta1": "adam-beta1 lion-beta1",
+    "training.adam_beta2": "adam-beta2 lion-beta2",
     "training.adam_epsilon": "adam-eps",
     "data.path": "data-path train-data-path data-args-path per-split-data-args-path",
     "data.max_length": "seq-length decoder-seq-length encoder-seq-length",
@@ -83,6 +83,6 @@ REASONS: Mapping[str, str] = {
     "--local-rank": "start the processes with torchrun",
     "--account-for-embedding-in-pipeline-split": "layers are divided by cost, including the embedding: remove it",
     "--account-for-loss-in-pipeline-split": "layers are divided by cost, including the loss: remove it",
-    "--wandb-project": "use --tensorboard-dir, or read DIR/<task>/metrics.jsonl",
+    "--wandb-project": "is per task: training.report_to and training.project in tasks.yaml",
 }
 """Flags of Megatron that are not supported, and what to do instead, where there is advice to give."""

@@ -204,10 +204,9 @@ class TrainingSpec(KeepingFields, ReportFields, PreferenceFields):
             raise problem(
                 "lr_scheduler_type constant has no warm-up: write constant_with_warmup, or leave the warm-up out"
             )
-        given = self.label_smoothing_factor and "label_smoothing_factor"
-        given = given or (self.neftune_noise_alpha and "neftune_noise_alpha")
-        if given and self.is_preference:
-            raise problem(f"{given} is not supported with loss: {self.loss}: leave it out")
+        for name in ("label_smoothing_factor", "neftune_noise_alpha"):
+            if self.is_preference and getattr(self, name):
+                raise problem(f"{name} is not supported with loss: {self.loss}: leave it out")
         if wrong := problem_of_kwargs(
             self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate
         ):

@@ -87,7 +87,14 @@ def cases_of(family: str, vocab: int) -> list[Case]:
         return Case(name, adapter, training, random_records(records, vocab, 3, longest, seed=len(name)))
 
     return [
-        case("lora", {"peft_type": "LORA", "r": 4, "lora_dropout": 0.1, "target_modules": qv}, 9, 16),
+        case(
+            "lora",
+            {"peft_type": "LORA", "r": 4, "lora_dropout": 0.1, "target_modules": qv},
+            9,
+            16,
+            label_smoothing_factor=0.1,
+            neftune_noise_alpha=5.0,
+        ),
         case(
             "everywhere",
             {"peft_type": "LORA", "r": 3, "lora_dropout": 0.1, "target_modules": "all-linear"},
@@ -95,6 +102,8 @@ def cases_of(family: str, vocab: int) -> list[Case]:
             9,
             gradient_accumulation_steps=2,
             max_grad_norm=0.01,
+            optim="adafactor",
+            loraplus_lr_ratio=4.0,
         ),
         case(
             "bottle",

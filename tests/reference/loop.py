@@ -103,14 +103,15 @@ def optimizer_class(recipe: Recipe) -> tuple[Any, dict[str, Any]]:
     library: Any = bitsandbytes.optim
     betas = (recipe.adam_beta1, recipe.adam_beta2)
     adam = {"betas": betas, "eps": recipe.adam_epsilon}
-    return {
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "adamw_torch": (torch.optim.AdamW, adam),
         "adamw_torch_fused": (torch.optim.AdamW, {**adam, "fused": True}),
         "adamw_8bit": (library.AdamW, {**adam, "optim_bits": 8}),
         "lion_32bit": (library.Lion, {"betas": betas, "optim_bits": 32}),
         "adafactor": (Adafactor, {"scale_parameter": False, "relative_step": False}),
         "sgd": (torch.optim.SGD, {}),
-    }[recipe.optim]
+    }
+    return kinds[recipe.optim]
 
 
 def make_optimizer(

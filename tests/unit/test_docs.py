@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import shlex
 import tomllib
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.arguments.parser import build_parser
-from megatron_mux.tasks import load_task_file
+from megatron_mux.tasks import TrainingSpec, load_task_file
+from megatron_mux.tasks.preference import PreferenceFields
 from tests.end_to_end.workplace import TASKS, furnish
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +109,18 @@ def test_the_table_of_adapters_has_every_kind_and_field() -> None:
     found = {kind: sorted(re.findall(r"`(\w+)`", fields)) for kind, fields in rows}
     common = AdapterSpec.model_fields.keys()
     assert found == {name: sorted(kind.model_fields.keys() - common) for name, kind in KINDS.items()}
+
+
+def test_the_page_on_training_has_every_field_and_names_no_other() -> None:
+    page = (ROOT / "docs/training.md").read_text()
+    fields = set(TrainingSpec.model_fields) - set(PreferenceFields.model_fields) - {"router_aux_loss_coef"}
+    assert not [name for name in fields if f"`{name}`" not in page]
+    table = page[page.index("## Every field") :]
+    known = fields | set(TrainingSpec.refused)
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert not [name for row in rows for name in re.findall(r"`(\w+)`", row) if name not in known]
+    names = set(inspect.signature(TrainingArguments).parameters)
+    assert not names - known, "fields of TrainingArguments that are neither taken nor refused by name"
 
 
 def test_every_tool_has_its_flags_documented() -> None:

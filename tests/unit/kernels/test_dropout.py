@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_mux.kernels.dropout import keep_mask, key_of, uniform
+from megatron_mux.kernels.embedding_noise import EmbeddingNoise
 
 
 def places(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,3 +72,19 @@ def test_known_values_stay() -> None:
     assert key_of(1, "a") == key_of(1, "a") != key_of("1a")
     mask = keep_mask(key_of(1, "m"), 2, torch.tensor([0, 3]), torch.tensor([1, 2]), (0, 16), 0.5)
     assert ["".join(str(int(b)) for b in row) for row in mask] == ["1000100000110000", "0110111010100111"]
+
+
+def test_noise_on_embeddings_is_uniform_in_its_bounds_and_depends_on_its_place_alone() -> None:
+    noise = EmbeddingNoise(key_of(3, "neftune"), 5.0, lambda step: [64, 16])
+    ids, index = torch.tensor([0] * 64 + [1] * 16), torch.cat([torch.arange(64), torch.arange(16)])
+    found = noise.of(7, ids, index, 128)
+    for rows, length in ((slice(0, 64), 64), (slice(64, 80), 16)):
+        bound = 5.0 / (length * 128) ** 0.5
+        own = found[rows]
+        assert 0.99 * bound < own.abs().max() <= bound
+        assert abs(float(own.mean())) < 0.05 * bound and float(own.var()) == pytest.approx(
+            bound**2 / 3, rel=0.05
+        )
+    chosen = torch.tensor([70, 3])
+    assert torch.equal(noise.of(7, ids[chosen], index[chosen], 128), found[chosen])
+    assert not torch.equal(noise.of(8, ids, index, 128), found)

@@ -50,6 +50,28 @@ def test_agrees_with_cross_entropy(dtype: torch.dtype, tolerance: float) -> None
     assert (ours.double() - wide.grad).norm() <= tolerance * wide.grad.norm()
 
 
+def test_smoothed_labels_are_those_of_transformers_and_other_rows_are_untouched() -> None:
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    hidden, labels, weights, layer = example()
+    plain_total, plain = weighted_loss(hidden, labels, weights, layer)
+    plain_total.backward()
+    unsmoothed, hidden.grad = hidden.grad, None
+    smoothing = torch.where(torch.arange(ROWS) % 2 == 0, 0.3, 0.0)
+    total, losses = weighted_loss(hidden, labels, weights, layer, smoothing)
+    total.backward()
+    ours = hidden.grad
+    assert ours is not None and unsmoothed is not None
+    assert torch.equal(losses[1::2], plain[1::2]) and torch.equal(ours[1::2], unsmoothed[1::2])
+    rows = hidden.detach()[::2].clone().requires_grad_(True)
+    logits = rows @ layer.weight[:VOCAB].t()
+    for i, own in enumerate(logits):
+        wanted = LabelSmoother(0.3)({"logits": own[None, None]}, labels[::2][i][None, None])
+        assert losses[2 * i].item() == pytest.approx(wanted.item(), rel=1e-6)
+        (wanted.double() * weights[2 * i]).backward(retain_graph=True)
+    assert rows.grad is not None and torch.allclose(ours[::2], rows.grad, rtol=1e-5, atol=1e-7)
+
+
 def test_padding_of_the_vocabulary_changes_nothing() -> None:
     hidden, labels, weights, layer = example()
     with torch.no_grad():
