@@ -12,11 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.mixture import Mixing
+from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.data.records import PromptCompletion
 from megatron_mux.data.section import DataSource
 from megatron_mux.data.token_cache import TokenCacheWriter
@@ -298,3 +301,22 @@ def test_one_process_of_a_host_tokenises(
         found = list(threads.map(lambda _: tokenise_file(path, tokenizer, tmp_path / "tokens"), range(3)))
     assert len(made) == 1 and len({one.entry for one in found}) == 1
     assert [entry.name for entry in (tmp_path / "tokens").iterdir()] == [Path(found[0].entry).name]
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_preference_records_come_from_any_source(tmp_path: Path, tokenizer: Tokenizer, loss: str) -> None:
+    rows = [{"prompt": f"a {i}", "chosen": " yes" * (1 + i * 3), "rejected": " no"} for i in range(4)]
+    plain = PreferenceDataset(write(tmp_path / "a.jsonl", *rows), tokenizer, 12, loss, tmp_path / "tokens")
+    renamed = [{"question": r["prompt"], "chosen": r["chosen"], "worse": r["rejected"]} for r in rows]
+    parquet.write_table(pa.Table.from_pylist(renamed), tmp_path / "a.parquet")
+    columns = {"prompt": "question", "chosen": "chosen", "rejected": "worse"}
+    source = DataSource(path=tmp_path / "a.parquet", columns=columns)
+    data = PreferenceDataset(source, tokenizer, 12, loss, tmp_path / "tokens")
+    assert [data[i].tokens.tolist() for i in range(len(data))] == [
+        plain[i].tokens.tolist() for i in range(len(plain))
+    ]
+    assert (data.lengths.max(), data.cut.longer > 0, data.cut) == (12, True, plain.cut)
+    assert data.cut.labels - data.cut.lost == data.completion_counts.sum()
+    parquet.write_table(pa.Table.from_pylist([{"prompt": "a", "chosen": "b"}]), tmp_path / "bad.parquet")
+    with pytest.raises(UserError, match=r"bad.parquet: row 1: no record for loss: "):
+        PreferenceDataset(tmp_path / "bad.parquet", tokenizer, 12, loss, tmp_path / "tokens")
