@@ -35,9 +35,9 @@ LAYOUTS = {
     "pipeline": "pipeline of two processes",
     "sharded": "two processes that share the weights",
 }
-SIZES = ((4, 8), (8, 24), (16, 48))
+SIZES = ((4, 8), (8, 24))
 """Held-out records of each task, and tokens of each."""
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 16, 16
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 8
 _FLAGS = ("--backbone", "--backbone-shape", "--rounds", "--threads", "--layout")
 
 
@@ -211,6 +211,8 @@ def _case(
     arguments: argparse.Namespace, what: str, seconds: tuple[list[float], list[float]], difference: float
 ) -> dict[str, Any]:
     ratios = [apart / joint for apart, joint in zip(*seconds, strict=True)]
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{LAYOUTS[arguments.layout]}: {what}: {statistics.median(ratios):.2f}", file=sys.stderr)
     return {
         "layout": LAYOUTS[arguments.layout],
         "what": what,
