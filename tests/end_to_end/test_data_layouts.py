@@ -157,7 +157,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("layouts")
     tokenizer = build(TEMPLATE, pad_token="</s>")
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, **shape)
     LlamaForCausalLM(config).save_pretrained(root / "backbone")
     tokenizer.save_pretrained(root / "backbone")
@@ -179,7 +179,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prepared_by_trl(place: Path, name: str) -> list[dict[str, list[int]]]:
     """What `SFTTrainer` makes of the layout. Its preparation alone is called, which needs no model."""
-    from trl import SFTConfig
+    from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
     data = LAYOUTS[name]

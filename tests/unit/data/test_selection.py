@@ -24,7 +24,7 @@ def source(path: Any, **fields: Any) -> DataSource:
 
 def texts(where: DataSource) -> list[str]:
     selection = Selection(where)
-    rows = list(selection.rows())
+    rows: Any = list(selection.rows())
     assert [selection.record(row.place) for row in rows] == [selection.parse(row.value) for row in rows]
     selection.close()
     return [row.value["text"] for row in rows]
