@@ -44,7 +44,7 @@ class Batches(dict[Any, Any]):
     max_rows = ROWS
 
     def __missing__(self, unit: Any) -> Any:
-        return (SimpleNamespace(rows=ROWS - 1),)
+        return (SimpleNamespace(rows=ROWS - 1, training=True),)
 
 
 def compute_of(training: bool, stages: Any, failed: FailedBuckets) -> Any:
@@ -52,6 +52,7 @@ def compute_of(training: bool, stages: Any, failed: FailedBuckets) -> Any:
         ends = torch.full((3,), 7)
         return EvaluationCompute(stages, [SimpleNamespace(rows=ROWS - 1)] * 2, ends, failed)  # type: ignore[list-item]
     known: dict[str, Any] = {"tokens": [{}], "buckets": [0], "tasks": {}, "coefficients": {}}
+    known["preferences"] = None  # asked on the last stage, once its layers have not run out of memory
     finalizer: Any = SimpleNamespace(failed=failed, parallel=parallel(), **known)
     batches: Any = Batches()
     return TrainingCompute(stages, batches, finalizer, exchange=None)  # type: ignore[arg-type]
