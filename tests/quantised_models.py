@@ -11,6 +11,8 @@ from safetensors.torch import load_file as load_file
 from safetensors.torch import save_file as save_file
 from torch import nn
 
+from megatron_mux.backbone.checkpoint import Checkpoint
+
 VOCABULARY = 96
 CONFIG: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -190,3 +192,19 @@ def predicted_bytes(stages: Any, size: int, sharded: bool = False) -> float:
         layers = [range(i * each, (i + 1) * each) for i in range(parallel.pp_size)]
     memory = EngineMemory(architecture_of(shape), [], layers, method, size, [], device="cpu")
     return float(memory.lasting.parameters[parallel.pp_rank])
+
+
+def dequantised(plain: Path, backbone: Any, directory: Path) -> Path:
+    """The same Llama, unquantised, with the values of a quantised one that was made of it."""
+    from megatron_mux.backbone.quantised_source import QuantisedSource
+    from megatron_mux.backbone.resolve import quantised_weights
+
+    tensors = load_file(plain / "model.safetensors")
+    with Checkpoint(plain) as checkpoint:
+        how = backbone.shape.quantisation
+        source = QuantisedSource(checkpoint, backbone.info.stored, how, torch.float32, on_gpu=False)
+        for name, size in quantised_weights(backbone.shape).items():
+            source.matrix(name, size, transposed=False).dequantise_into(tensors[name])
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text((plain / "config.json").read_text())
+    return directory

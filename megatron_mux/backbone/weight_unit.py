@@ -20,6 +20,8 @@ from megatron_mux.runtime import Parallel
 
 _ALIGNMENT = 256
 """Parameters and shares start at multiples of so many bytes, like torch's own allocations."""
+_QUANTISED_ALIGNMENT = 16
+"""Tensors of quantised matrices, some of which are tiny, at multiples of so many."""
 
 
 class SideStream:
@@ -54,25 +56,35 @@ class FetchedBytes:
     """Tensors that are views of one buffer, which is filled before use and dropped after.
 
     Args:
-        tensors: All of them, filled.
+        parameters: Tensors in the backbone's dtype, filled.
+        quantised: Tensors of quantised matrices.
         parallel: Ranks, groups and device of this process.
         shares: Number of ranks of `parallel.dp_group` that keep a share each; 1: each rank keeps everything.
         offloaded: Whether the share is kept in host memory.
         side: Stream of copies and gathers.
 
     Attributes:
-        views: The same tensors in the buffer.
+        views: All tensors, in the buffer.
         whole: The buffer.
         share: What this rank keeps of it.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], parallel: Parallel, shares: int, offloaded: bool, side: SideStream
+        self,
+        parameters: Sequence[Tensor],
+        quantised: Sequence[Tensor],
+        parallel: Parallel,
+        shares: int,
+        offloaded: bool,
+        side: SideStream,
     ) -> None:
         self._side = side
         self._coming: list[dist.Work] = []
         self._here = False
-        starts = [0, *accumulate(_aligned(tensor.nbytes) for tensor in tensors)]
+        tensors = [*parameters, *quantised]
+        sizes = [_aligned(one.nbytes) for one in parameters]
+        sizes += [_aligned(one.nbytes, _QUANTISED_ALIGNMENT) for one in quantised]
+        starts = [0, *accumulate(sizes)]
         size = _aligned(-(-starts[-1] // shares))
         self._group = parallel.dp_group if shares > 1 and size else None
         # Bytes, so that one buffer serves whatever dtypes there are.
@@ -199,8 +211,9 @@ class WeightUnit:
         matrices = [matrix for _, matrix in quantised]
         fetched = dequantised = None
         if shares > 1 or offloaded:
-            tensors = [one.detach() for one in parameters] + [t for one in matrices for t in one.tensors]
-            fetched = FetchedBytes(tensors, parallel, shares, offloaded, side)
+            tensors = [tensor for one in matrices for tensor in one.tensors]
+            plain = [one.detach() for one in parameters]
+            fetched = FetchedBytes(plain, tensors, parallel, shares, offloaded, side)
             views = iter(fetched.views)
             for parameter in parameters:
                 # This keeps the parameter's own version counter: autograd does not mistake a refill for a change.
@@ -239,5 +252,5 @@ class WeightUnit:
             self.dequantised.drop()
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _aligned(size: int, alignment: int = _ALIGNMENT) -> int:
+    return -(-size // alignment) * alignment

@@ -124,11 +124,27 @@ class Quantisation:
         """Bytes of such a matrix."""
         if self.method != "nf4":
             return rows * columns + 4 * rows * (columns // self.block[1] if self.block[1] else 1)
-        codes, scales = rows * columns // 2 + 4 * 16, rows * columns // BLOCK
-        if not self.double:
-            return codes + 4 * scales
-        nested = sum(-(-n * k // BLOCK // NESTED_BLOCK) for n, k in sources)
-        return codes + scales + 4 * rows + 8 * nested + 4 * 256
+        scales = rows * columns // BLOCK
+        own = rows * columns // 2 + (scales + 4 * rows if self.double else 4 * scales)
+        return own + self._shared_nbytes(sources)
+
+    def undivided_nbytes(self, rows: int, sources: list[tuple[int, int]], by_columns: bool) -> int:
+        """Those of them that each tensor rank has, whatever its part.
+
+        Args:
+            rows: Of the matrix.
+            sources: See `empty`.
+            by_columns: Whether tensor ranks divide its columns: then they all have what belongs to rows.
+        """
+        of_rows = self.double if self.method == "nf4" else not self.block[1]
+        return self._shared_nbytes(sources) + 4 * rows * (by_columns and of_rows)
+
+    def _shared_nbytes(self, sources: list[tuple[int, int]]) -> int:
+        """Bytes of what all rows need: codebooks, and scales of scales."""
+        if self.method != "nf4":
+            return 0
+        blocks = sum(-(-n * k // BLOCK // NESTED_BLOCK) for n, k in sources)
+        return 4 * 16 + (8 * blocks + 4 * 256) * self.double
 
 
 def agree(stored: Quantisation | None, wanted: Method | None, where: str) -> Quantisation | None:

@@ -114,3 +114,31 @@ def test_a_stored_backbone_has_the_logits_of_transformers(form: str, plain: Path
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     for ours, theirs in zip(found, peft_solo.logits(model, pairs), strict=True):
         assert torch.allclose(ours, theirs.float(), rtol=0, atol=1e-4), (ours - theirs).abs().max()
+
+
+def test_every_kind_trains_as_on_the_dequantised_weights(
+    plain: Path, parallel: Parallel, tmp_path: Path
+) -> None:
+    """Also those that read weights: when they begin, and in each pass."""
+    made = Backbone.load(plain, parallel, quantise="nf4")
+    adapters: list[dict[str, Any]] = [
+        {"peft_type": "DIFF_PRUNING", "sparsity": 0.9, "target_modules": ["v_proj"]},
+        {"peft_type": "LORA", "r": 4, "use_dora": True, "target_modules": ["q_proj", "down_proj"]},
+        {"peft_type": "LORA", "r": 4, "init_lora_weights": "pissa", "target_modules": ["o_proj"]},
+        {"peft_type": "IA3", "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+        {"peft_type": "BOTTLENECK", "bottleneck_size": 6, "target_modules": ["o_proj"]},
+        {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 5},
+    ]
+    training = {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "max_steps": 3}
+    tasks = [
+        Case(f"task-{i}", adapter, training, random_records(4, VOCABULARY, 4, 9, seed=i))
+        for i, adapter in enumerate(adapters)
+    ]
+    path = quantised_models.dequantised(plain, made, tmp_path)
+    wanted, found = (
+        train(backbone, parallel, tasks, 3, planning=Planning("spatial", 1))
+        for backbone in (Backbone.load(path, parallel), made)
+    )
+    for case in tasks:
+        assert found.losses(case.name) == pytest.approx(wanted.losses(case.name), rel=1e-6), case.name
+        assert_close(found.tensors[case.name], wanted.tensors[case.name], 1e-5, case.name)

@@ -300,16 +300,18 @@ def _quantised(shape: BackboneShape, layer: int) -> Unit:
             continue
         copies = shape.experts.count if op in EXPERT_OPS and shape.experts is not None else 1
         sources = [(module.out_features, module.in_features) for module in modules]
-        rows, columns = shape.out_features(op), shape.in_features(op)
-        sizes = copies * rows * columns, quantisation.nbytes(rows * copies, columns, sources * copies)
-        divided = op not in EXPERT_OPS and op not in REPLICATED
-        values, held = (
-            total
-            + Unit(
-                divided=size * divided,
-                copied=size * (op in REPLICATED),
-                experts=size * (op in EXPERT_OPS),
-            )
-            for total, size in zip((values, held), sizes, strict=True)
-        )
+        rows, columns = copies * shape.out_features(op), shape.in_features(op)
+        total = quantisation.nbytes(rows, columns, sources * copies)
+        everywhere = 0
+        if op not in EXPERT_OPS and op not in REPLICATED:
+            everywhere = quantisation.undivided_nbytes(rows, sources, op not in COLUMN_PARALLEL)
+        values += _of_op(op, rows * columns)
+        held += _of_op(op, total - everywhere) + Unit(copied=everywhere)
     return Unit(quantised=values, held=held)
+
+
+def _of_op(op: BaseOpName, count: int) -> Unit:
+    """So many values or bytes of a BaseOp, divided as it is."""
+    if op in EXPERT_OPS:
+        return Unit(experts=count)
+    return Unit(copied=count) if op in REPLICATED else Unit(divided=count)
