@@ -63,7 +63,7 @@ def _layers(value: Any) -> list[int] | int | None:
     listed = value if isinstance(value, list) else [value]
     if value is not None and not all(_is_whole(layer, 0) for layer in listed):
         raise problem(f"must be the index of a layer from 0, or a list of such, got {shown(value)}")
-    return list(value) if isinstance(value, list) else value  # type: ignore[no-any-return]
+    return list(value) if isinstance(value, list) else value
 
 
 def _layers_pattern(value: Any) -> list[str] | str | None:

@@ -291,7 +291,7 @@ def test_fields_that_fit_no_module_are_refused(
 @pytest.mark.parametrize("field", ["use_dora", "init_lora_weights"])
 def test_what_peft_cannot_have_of_experts_is_refused(field: str, backbone_of: BackboneOf) -> None:
     value = True if field == "use_dora" else "pissa"
-    section = lora(["q_proj"], target_parameters=["mlp.experts.down_proj"], **{field: value})
+    section = lora(["q_proj"], target_parameters=["mlp.experts.down_proj"]) | {field: value}
     spec = make_spec("t", section, {"max_steps": 1})
     with pytest.raises(UserError, match=f"{field}: must be its default with target_parameters"):
         spec.adapter.modules(backbone_of("mixtral").shape)

@@ -306,11 +306,11 @@ class Reference:
             weight = weight - scale * named["lora_B0.weight"] @ named["lora_A0.weight"]
         change = scale * named["lora_B.weight"] @ named["lora_A.weight"]
         dropped = x * self.keep(path, x.shape[1])
-        y = F.linear(x, weight, bias) + dropped @ change.T
+        y: Tensor = F.linear(x, weight, bias) + dropped @ change.T
         if "lora_magnitude_vector" not in named:
             return y
         ratio = named["lora_magnitude_vector"] / (weight + change).detach().norm(dim=1)
-        return y + (ratio - 1) * F.linear(dropped, weight + change)
+        return y.add((ratio - 1) * F.linear(dropped, weight + change))
 
     def keep(self, path: str, width: int) -> Tensor | float:
         """Dropout factors of LoRA or VeRA."""
@@ -390,9 +390,15 @@ def mixture() -> list[Any]:
         task("vera", peft_type="VERA", r=6, target_modules="all-linear"),
         task("vera-dropout", peft_type="VERA", r=4, vera_dropout=0.2, target_modules=some),
         lora("dora", target_modules="all-linear", use_dora=True, exclude_modules=["k_proj"]),
-        lora("dora-dropout", r=4, lora_dropout=0.3, use_dora=True, target_modules=some, **RANKS),
-        lora("ranks", use_rslora=True, target_modules=some, layers_to_transform=1, **RANKS),
-        lora("pissa", target_modules=some, init_lora_weights="pissa"),
+        lora(
+            "dora-dropout",
+            r=4,
+            lora_dropout=0.3,
+            use_dora=True,
+            use_rslora=True,
+            target_modules=some,
+            **RANKS,
+        ),
         lora("pissa-dora", target_modules=some, init_lora_weights="pissa", use_dora=True, lora_dropout=0.1),
     ]
 
