@@ -25,6 +25,7 @@ from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.test_engine_layouts import cases_of
 from tests.end_to_end.harness import Case, random_records
+from tests.weight_units import bytes_of
 
 LENGTH = 12
 LAYOUTS = {
@@ -83,7 +84,7 @@ def test_shares_of_weights(path: Path, architecture: Architecture, joined: Calla
     method = Method(data=2, tensor=2, zero=3)
     backbone, parallel = _loaded(path, joined, method, "sharded")
     units = backbone.residence.units
-    shares = sum(unit.share.nbytes for unit in units.values())
+    shares = sum(bytes_of(unit).share.nbytes for unit in units.values())
     aligned = 256 * sum(1 for _ in backbone.model.parameters())
     stage = _stage(architecture, method, parallel)
     wanted = 4 * stage.divided(method)

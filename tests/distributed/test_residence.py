@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone, Recompute, load_stages
-from megatron_mux.backbone.residence import Kind, WeightUnit
+from megatron_mux.backbone.residence import Kind
 from megatron_mux.backbone.split import Split
+from megatron_mux.backbone.weight_unit import WeightUnit
 from megatron_mux.engine import Engine, EvalResult
 from megatron_mux.engine import evaluate as evaluate_module
 from megatron_mux.runtime import Parallel
@@ -25,6 +26,7 @@ from tests import tiny_models
 from tests.distributed.test_engine_layouts import Layout, planning_of
 from tests.end_to_end.harness import Case, random_records, relative
 from tests.end_to_end.held_out import COUNT, classified, evaluated, make_case, plain, uneven
+from tests.weight_units import bytes_of
 
 LAYOUTS: dict[str, Layout] = {
     "DP4": Layout(1, 1),
@@ -101,7 +103,7 @@ def _train(
     while len(taken) < STEPS:
         taken += engine.steps(STEPS - len(taken))
     units = [unit for stage in stages for unit in stage.residence.units.values()]
-    assert {unit.fetched.whole.untyped_storage().nbytes() for unit in units} <= {0}
+    assert {bytes_of(unit).whole.untyped_storage().nbytes() for unit in units} <= {0}
     tensors = {case.name: engine.adapter_tensors(case.name) or {} for case in cases}
     losses = [{name: (r.loss, r.grad_norm) for name, r in step.items()} for step in taken]
     return losses, {f"{name}/{key}": tensor for name, own in tensors.items() for key, tensor in own.items()}
@@ -189,7 +191,11 @@ def test_a_rank_keeps_its_share_alone(
     parameters = list(whole.model.parameters())
     size, filling = sum(p.nbytes for p in parameters), 256 * (len(parameters) + 4 * len(units))
     problems = []
-    if not size <= 4 * sum(unit.fetched.share.untyped_storage().nbytes() for unit in units) <= size + filling:
+    if (
+        not size
+        <= 4 * sum(bytes_of(unit).share.untyped_storage().nbytes() for unit in units)
+        <= size + filling
+    ):
         problems.append("the shares are not a fourth")
     alive = {id(p.untyped_storage()): p.untyped_storage().nbytes() for p in backbone.model.parameters()}
     if sum(alive.values()):
@@ -200,7 +206,7 @@ def test_a_rank_keeps_its_share_alone(
     def brought(unit: WeightUnit) -> None:
         nonlocal most
         bring(unit)
-        most = max(most, sum(u.whole.untyped_storage().nbytes() > 0 for u in units))
+        most = max(most, sum(bytes_of(u).whole.untyped_storage().nbytes() > 0 for u in units))
 
     monkeypatch.setattr(WeightUnit, "bring", brought)
     engine = Engine(backbone, parallel)

@@ -157,7 +157,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("layouts")
     tokenizer = build(TEMPLATE, pad_token="</s>")
     torch.manual_seed(0)
-    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 56}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, **shape)
     LlamaForCausalLM(config).save_pretrained(root / "backbone")
     tokenizer.save_pretrained(root / "backbone")

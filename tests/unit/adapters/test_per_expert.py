@@ -74,7 +74,7 @@ def test_the_update_of_every_weight_is_the_same(family: str, roles: tuple[str, .
             return b @ a * (ALPHA / RANK)
 
         whole = f"{prefix}.self_attn.o_proj.lora_"
-        new = found[f"{whole}B.weight"] @ found[f"{whole}A.weight"] * spec.scale
+        new = found[f"{whole}B.weight"] @ found[f"{whole}A.weight"] * spec.lora_alpha / spec.r
         torch.testing.assert_close(new, update("self_attn.o_proj"), rtol=0, atol=1e-5)
         for role in {"gate": ("gate", "up"), "down": ("down",)}.values():
             if role[0] not in roles:
@@ -84,7 +84,7 @@ def test_the_update_of_every_weight_is_the_same(family: str, roles: tuple[str, .
             a, b = a.view(shape.experts.count, spec.r, -1), b.view(len(b), spec.r, -1)
             for expert in range(shape.experts.count):
                 old_update = torch.cat([update(f"{block}.experts.{expert}.{names[own]}") for own in role])
-                new = b[:, :, expert] @ a[expert] * spec.scale
+                new = b[:, :, expert] @ a[expert] * spec.lora_alpha / spec.r
                 torch.testing.assert_close(new, old_update, rtol=0, atol=1e-5)
 
 

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone, Recompute
-from megatron_mux.backbone.residence import Residence, WeightUnit, unit_of
+from megatron_mux.backbone.residence import Residence, unit_of
+from megatron_mux.backbone.weight_unit import WeightUnit
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.runtime import Parallel
 from tests.distributed.test_engine_layouts import cases_of
 from tests.end_to_end.harness import Case, Trained, assert_same, random_records, train
 from tests.end_to_end.held_out import evaluated, make_case, plain
+from tests.weight_units import bytes_of
 
 PLANNINGS: dict[str, Callable[[], Planning]] = {
     "whole": lambda: Planning("spatial", 1),
@@ -102,7 +104,8 @@ def test_one_data_parallel_rank_has_nobody_to_share_with(
 def _storages(backbone: Backbone) -> dict[int, int]:
     """Bytes that each unit's buffer has now."""
     return {
-        id(unit): unit.fetched.whole.untyped_storage().nbytes() for unit in backbone.residence.units.values()
+        id(unit): bytes_of(unit).whole.untyped_storage().nbytes()
+        for unit in backbone.residence.units.values()
     }
 
 
@@ -161,7 +164,7 @@ def test_names_and_values_are_untouched(checkpoints: Callable[..., Path], parall
             assert torch.equal(parameter, wanted[name]), name
             assert parameter.data_ptr() % 64 == 0, "where torch would put it itself"
     kept = sum(
-        unit.fetched.share.nbytes for unit in {id(u): u for u in away.residence.units.values()}.values()
+        bytes_of(unit).share.nbytes for unit in {id(u): u for u in away.residence.units.values()}.values()
     )
     size = sum(p.nbytes for p in whole.model.parameters())
     assert size <= kept <= size + 256 * (len(wanted) + len(away.residence.units))
