@@ -168,7 +168,7 @@ class TaskAdapter(ABC):
             host.parameter_dtype,
             host.dtype,
         )
-        self.rows.find()
+        self.rows.find(self.arena)
         self.initial = None
 
     def build(self) -> None:

@@ -21,6 +21,7 @@ from megatron_mux.kernels.own_rows import OwnRows, Place, VocabularyPart
 
 if TYPE_CHECKING:
     from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
+    from megatron_mux.adapters.arena import Arena
 
 
 class TaskRows:
@@ -38,7 +39,10 @@ class TaskRows:
     """
 
     def __init__(self, task: TaskAdapter) -> None:
-        self._task = task
+        self._host, self._name = (
+            task.host,
+            task.name,
+        )  # not the adapter, which has this: it is freed when it is dropped
         self._made: list[tuple[OwnMatrix, AdapterParameter]] = []
         self.tied: list[tuple[OwnMatrix, AdapterParameter | None]] = []
         self.found: dict[Place, OwnRows] = {}
@@ -51,15 +55,14 @@ class TaskRows:
                 "leave them out"
             )
         for matrix in matrices:
-            made = self._make(matrix)
+            made = self._make(task, matrix)
             if made is not None:
                 self._made.append((matrix, made))
             if len(matrix.places) > 1:
                 self.tied.append((matrix, made))
 
-    def _make(self, matrix: OwnMatrix) -> AdapterParameter | None:
+    def _make(self, task: TaskAdapter, matrix: OwnMatrix) -> AdapterParameter | None:
         """The parameter of a matrix; None where this rank has none of its ends."""
-        task = self._task
         parts = task.host.vocabulary or {}
         here = [place for place in matrix.places if place in parts]
         if not here:
@@ -75,7 +78,7 @@ class TaskRows:
 
     def _rows_of_tokens(self, tokens: tuple[int, ...], part: VocabularyPart) -> Tensor:
         """`[R, H]` the backbone's rows of tokens, ascending, from whichever tensor ranks hold them."""
-        host, ordered = self._task.host, sorted(tokens)
+        host, ordered = self._host, sorted(tokens)
         held = _held(ordered, part)
         rows = torch.zeros(len(ordered), host.shape.hidden, dtype=host.parameter_dtype)
         rows[held] = part.read()[torch.tensor(ordered[held], dtype=torch.int64) - part.start].to(rows.dtype)
@@ -84,9 +87,9 @@ class TaskRows:
             dist.all_reduce(rows, group=host.parallel.tp_group)
         return rows.cpu()
 
-    def find(self) -> None:
-        """Make `found`."""
-        host, arena = self._task.host, self._task.arena
+    def find(self, arena: Arena) -> None:
+        """Make `found`, of parameters that have their storage in `arena`."""
+        host = self._host
         for matrix, parameter in self._made:
             for place in matrix.places:
                 part = (host.vocabulary or {}).get(place)
@@ -103,14 +106,14 @@ class TaskRows:
     def enter(self) -> None:
         """Have the backbone use them."""
         for place, rows in self.found.items():
-            assert self._task.host.vocabulary is not None
-            self._task.host.vocabulary[place].own[self._task.name] = rows
+            assert self._host.vocabulary is not None
+            self._host.vocabulary[place].own[self._name] = rows
 
     def leave(self) -> None:
         """Have the backbone use its own rows again."""
         for place in self.found:
-            assert self._task.host.vocabulary is not None
-            del self._task.host.vocabulary[place].own[self._task.name]
+            assert self._host.vocabulary is not None
+            del self._host.vocabulary[place].own[self._name]
 
 
 def _held(tokens: list[int], part: VocabularyPart) -> slice:

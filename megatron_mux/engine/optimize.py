@@ -59,6 +59,7 @@ class TaskOptimizer:
                 f"training.optim: {spec.optim} steps whole tensors, of which expert managers have parts that move: use "
                 "adamw_torch_fused, lion_32bit or sgd"
             )
+        self._tensors, self._ranks = adapter.tensors, parallel.tp_size
         self._runs = self.arena.runs(self._alike)
         runs = [Run(first, last, decay, rate) for first, last, (decay, rate, _) in self._runs]
         group = parallel.tp_group if parallel.tp_size > 1 else None
@@ -73,7 +74,8 @@ class TaskOptimizer:
         for p in self.parameters:
             first, last = self.arena.place(p)
             decay, rate, _ = self._alike(p)
-            found.append(Slot(p, tuple(p.value.shape), Run(first, last, decay, rate)))
+            divided = self._tensors[p.key].dim if self._ranks > 1 else None
+            found.append(Slot(p, tuple(p.value.shape), Run(first, last, decay, rate), divided))
         return found
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_mux.optimizers.adamw_8bit import BLOCK, SMALL
+from megatron_mux.optimizers.blocks import BLOCK, SMALL
 
 Zero = Literal[0, 1, 2, 3]
 """What data-parallel ranks shard: nothing, optimizer states (1), also gradients (2), also weights (3)."""

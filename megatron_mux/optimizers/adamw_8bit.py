@@ -13,12 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_mux.optimizers.blocks import BLOCK, SMALL
 from megatron_mux.optimizers.optimizer import Optimizer, Options, Place, Slot, Stored
 
-BLOCK = 256
-"""Number of values that share a scale."""
-SMALL = 4096
-"""Tensors with fewer values keep their moments in fp32."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALE = "_scale"
 """End of the name of a moment's scales."""

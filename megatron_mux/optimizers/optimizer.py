@@ -52,17 +52,13 @@ class Slot:
         parameter: The parameter.
         shape: Of the part that this rank holds.
         run: Where it is and how it is stepped.
+        divided: The dimension that tensor ranks divide, not always evenly; None: each of them holds the whole tensor.
     """
 
     parameter: Parameter
     shape: tuple[int, ...]
     run: Run
-
-    @property
-    def divided(self) -> int | None:
-        """The dimension of which this rank holds a part only; None: it holds the whole tensor."""
-        dim = self.parameter.dim
-        return None if dim is None or self.shape[dim] == self.parameter.full_shape[dim] else dim
+    divided: int | None = None
 
     def of(self, flat: Tensor) -> Tensor:
         """This parameter's part of a flat tensor, in its shape."""

@@ -63,6 +63,7 @@ class SplitBackbone(Backbone):
         self.placement = None
         self.residence, self.vocabulary = front.residence, front.vocabulary
         self.lowest_adapter = front.lowest_adapter
+        self.module_weight = front.module_weight
 
     @property
     def vocabulary_parts(self) -> None:

@@ -28,6 +28,9 @@ _OF_PEFT = frozenset(
 )
 """All methods of peft: one that we lack gets another message than a misspelt one."""
 
+_MOST_KEYS = 24
+"""Keys of a section that a message lists."""
+
 _SECTIONS: Mapping[str, type[Section]] = {"data": DataSpec, "training": TrainingSpec, "eval": EvalSpec}
 
 
@@ -106,6 +109,14 @@ def _keys(model: type[BaseModel]) -> str:
     return ", ".join(model.model_fields)
 
 
+def _known_keys(model: type[BaseModel], key: str) -> str:
+    """What keys there are: of a long list those that are written most like `key`."""
+    if len(model.model_fields) <= _MOST_KEYS:
+        return f"the keys here are {_keys(model)}"
+    near = difflib.get_close_matches(key.lower(), model.model_fields, n=_MOST_KEYS // 3, cutoff=0.0)
+    return f"among the keys here are {', '.join(near)}"
+
+
 def _section_keys(path: str, model: type[BaseModel]) -> str:
     return "peft_type and the fields of that method" if path == "adapter" else _keys(model)
 
@@ -121,7 +132,7 @@ def _unknown(key: str, model: type[BaseModel]) -> str:
         }
         close = difflib.get_close_matches(key.lower(), elsewhere, n=1, cutoff=0.8)
         near = f"; did you mean {elsewhere[close[0]]!r}?" if close else ""
-    return "unknown key" + (near or f": the keys here are {_keys(model)}")
+    return "unknown key" + (near or f": {_known_keys(model, key)}")
 
 
 def _peft_type(task: Mapping[str, Any]) -> str:

@@ -90,7 +90,9 @@ def test_divided_and_rolling_stages_from_few_layers_event_for_event() -> None:
     assert _weights(found["sharded"][0]) < 0.6 * _weights(found["resident"][0])
     assert held(found["offloaded"][0]) < 0.2 * held(found["resident"][0])
     whole = found["rolling, two kinds, evaluated"][0]
-    assert len(begins(whole)) == 1 and "the evaluation of lora, 0F0.1" in [what for _, what in whole.marks]
+    assert len(begins(whole)) == 1 and "the evaluation of lora, scales, 0F0.1" in [
+        what for _, what in whole.marks
+    ]
     assert whole.communicators == 0 and found["sharded"][0].communicators > 0
 
 

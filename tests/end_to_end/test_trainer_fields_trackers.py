@@ -55,7 +55,8 @@ def test_wandb_keeps_runs_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     both("wandb", tmp_path)
     runs = {name: list((tmp_path / name / "wandb").glob("offline-run-*")) for name in ("a", "b")}
     assert len(runs["a"]) == 1 and runs["b"]
-    numbers = {path.name.rpartition("-")[2] for path in runs["b"]}
+    # offline-run-SECOND-NUMBER, and -1 behind it for another one in the same second
+    numbers = {path.name.split("-")[3] for path in runs["b"]}
     assert len(numbers) == 1, "what is continued has the number of the run that it continues"
     assert all(list(path.glob("*.wandb")) for own in runs.values() for path in own)
     assert b"rewards/margins" in next(runs["a"][0].glob("*.wandb")).read_bytes()

@@ -123,6 +123,8 @@ def test_an_engine_connects_groups_when_it_is_made(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(engine, "connect", connected.append)
     monkeypatch.setattr(engine, "AdapterSet", lambda *of: SimpleNamespace(use=lambda kernels: None))
     parallel = runtime.initialize(device="cpu")
-    stage: Any = SimpleNamespace(base_ops=list, dtype=torch.float32, shape=None, in_step=False)
+    found = {"base_ops": list, "dtype": torch.float32, "shape": None, "in_step": False}
+    found |= {"module_weight": None, "vocabulary_parts": None}
+    stage: Any = SimpleNamespace(**found)
     Engine([stage], parallel)
     assert connected == [parallel]

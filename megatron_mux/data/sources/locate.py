@@ -147,6 +147,8 @@ def _splits(path: Path, name: str | None) -> dict[str, list[Path]]:
             return {split: _saved(path / split) for split in names}
         if (path / "state.json").is_file():
             return {ONLY_SPLIT: _saved(path)}
+        if (path / "config.json").is_file():
+            raise UserError(f"{path}: holds a model, not a data set")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: is damaged: what datasets saved cannot be read: {error}") from error
     return _hub_directory(path, name)

@@ -105,7 +105,7 @@ def test_twenty_steps_are_the_librarys_skipped_ones_change_nothing_and_states_ar
 def test_eight_bit_states_of_other_shards_are_rounded_to_their_blocks() -> None:
     """What two tensor ranks saved continues on one: codes with the scale of each value, rounded once more."""
     shape = (64, 96)
-    own = [Slot(AdapterParameter("w", cast(Any, None), shape, 1, half), (64, 48), Run(0, 64 * 48)) for half in
+    own = [Slot(AdapterParameter("w", cast(Any, None), shape, 1, half), (64, 48), Run(0, 64 * 48), 1) for half in
            torch.arange(96).split(48)]  # fmt: skip
     kinds, parts = OPTIMIZERS["adamw_8bit"], []
     for rank, slot in enumerate(own):
@@ -146,7 +146,7 @@ def test_adafactor_of_a_divided_matrix_is_that_of_the_whole(
         for index in torch.arange(shape[dim]).split(half):
             local = [half if i == dim else size for i, size in enumerate(shape)]
             slot = Slot(
-                AdapterParameter("w", cast(Any, None), shape, dim, index), tuple(local), Run(0, 60, 0.1)
+                AdapterParameter("w", cast(Any, None), shape, dim, index), tuple(local), Run(0, 60, 0.1), dim
             )
             value, grad = (t.index_select(dim, index).flatten() for t in (start, gradient))
             made.append(OPTIMIZERS["adafactor"](Place(value, grad, [slot.run], [slot]), Options()))
