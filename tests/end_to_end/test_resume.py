@@ -158,7 +158,8 @@ def test_continued_into_another_directory(
     for task in ("lora", "diff"):
         ours, theirs = final_checkpoint(second, task), final_checkpoint(undisturbed[0], task)
         for path in theirs.iterdir():
-            assert_same_file(ours / path.name, path)
+            if path.name != "README.md":  # it tells of the second run only, which has no figures of the first
+                assert_same_file(ours / path.name, path)
     # The run that was continued is not touched, however many of its own checkpoints the new one drops.
     assert {path: path.read_bytes() for path in first.rglob("*") if path.is_file()} == before
 

@@ -309,4 +309,5 @@ def test_a_client_needs_no_megatron_core(
     words = [sys.executable, "-c", _COLD, str(whole_backbone), str(data), str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    same(tmp_path, undisturbed[0])
+    # Not to the bit: tests before this one may have left this process another number of threads.
+    assert_close(adapter_of(tmp_path), adapter_of(undisturbed[0]), 1e-10, "without Megatron-Core")
