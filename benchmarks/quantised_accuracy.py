@@ -140,7 +140,7 @@ def trained(
     quantise: Any = None if form == "float32" else form
     backbone = Backbone.load(QUICKSTART / "backbone", parallel, quantise=quantise)
     engine = Engine(backbone, parallel, Planning("temporal", 1))
-    adapters = torch.load(kept) if kept is not None and kept.is_file() else None
+    adapters = torch.load(kept, weights_only=True) if kept is not None and kept.is_file() else None
     for seed in range(asked["seeds"]):
         spec = TaskSpec.model_validate(
             {

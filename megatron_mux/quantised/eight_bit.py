@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -43,6 +43,9 @@ class EightBitMatrix(QuantisedMatrix):
 
     Row-wise are `codes`, as bytes, and `scales`, one for each block of values of a row, or one for all of it.
     """
+
+    stored: ClassVar[torch.dtype]
+    """What the bytes of the codes are."""
 
     @classmethod
     def of(
@@ -84,26 +87,18 @@ class EightBitMatrix(QuantisedMatrix):
         return {"codes": codes.contiguous(), "scales": scales.contiguous()}
 
     def _fill(self, rows: slice, values: Tensor) -> None:
-        values.copy_(self.rowwise["codes"][rows].view(self._stored))
+        values.copy_(self.rowwise["codes"][rows].view(self.stored))
         scales = self.rowwise["scales"][rows]
         values.view(*scales.shape, -1).mul_(scales[:, :, None])
-
-    @property
-    def _stored(self) -> torch.dtype:
-        raise NotImplementedError
 
 
 class Int8Matrix(EightBitMatrix):
     """Signed integers times scales."""
 
-    @property
-    def _stored(self) -> torch.dtype:
-        return torch.int8
+    stored = torch.int8
 
 
 class Fp8Matrix(EightBitMatrix):
     """e4m3 numbers times scales."""
 
-    @property
-    def _stored(self) -> torch.dtype:
-        return torch.float8_e4m3fn
+    stored = torch.float8_e4m3fn

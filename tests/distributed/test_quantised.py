@@ -34,7 +34,7 @@ def wanted(path: Path, once: Callable[[str, Callable[[Path], object]], Path]) ->
         alone = {case.name: qlora(path, case) for case in cases(path)}
         torch.save({name: (own.losses, own.tensors) for name, own in alone.items()}, directory / "wanted.pt")
 
-    found: Wanted = torch.load(once("qlora", make) / "wanted.pt")
+    found: Wanted = torch.load(once("qlora", make) / "wanted.pt", weights_only=True)
     return found
 
 

@@ -238,7 +238,7 @@ def test_a_run_reports_rewards_and_resumes_exactly(
         assert ("kl" in keys) == (name == "kto")
 
 
-def test_defaults_are_those_of_trl() -> None:
+def test_defaults_are_those_of_trl(tmp_path: Path) -> None:
     from trl.experimental.orpo import ORPOConfig
     from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.kto_config import KTOConfig
@@ -246,7 +246,7 @@ def test_defaults_are_those_of_trl() -> None:
     for loss, config in (("dpo", DPOConfig), ("orpo", ORPOConfig), ("kto", KTOConfig)):
         ours, theirs = (
             TrainingSpec.model_validate({"loss": loss}),
-            config(output_dir="/tmp/none", bf16=False, use_cpu=True),
+            config(output_dir=str(tmp_path), bf16=False, use_cpu=True),
         )
         for name in (
             "beta",
