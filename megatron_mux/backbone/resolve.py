@@ -12,7 +12,8 @@ from megatron_mux.backbone.quantised_source import Companion, stored_tensors
 from megatron_mux.base_ops import EXPERT_OPS
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Experts
-from megatron_mux.shape import BackboneShape, Names
+from megatron_mux.shape import BackboneShape
+from megatron_mux.tensor_names import Names
 
 _CHUNK_BYTES = 1 << 20
 

@@ -64,8 +64,7 @@ def subgraphs_of(question: SubgraphQuestion) -> list[LayerSubgraphs]:
         UserError: The backbone or the rows cannot be divided so.
         WorkerError: Tracing failed.
     """
-    question.info.shape.refuse_latent("The tracing of subgraphs")
-    question.info.shape.refuse_experts("The tracing of subgraphs")
+    question.info.shape.refuse("The tracing of subgraphs", "latent", "experts")
     question.info.check_parallel(question.tensor, 1)
     if question.sequence_parallel and question.rows % question.tensor:
         raise UserError(f"{question.rows} rows cannot be divided among {question.tensor} tensor ranks")
