@@ -20,6 +20,8 @@ from megatron_mux.quantised.matrix import QuantisedMatrix, row_chunks
 from megatron_mux.quantised.scheme import Quantisation
 
 _FLOATS = ("F32", "BF16", "F16")
+_ROUNDED = ("float32", "bfloat16", "float16")
+"""Dtypes of what bitsandbytes has quantised, as it names them."""
 _EVERYTHING = slice(None)
 
 
@@ -146,12 +148,13 @@ class QuantisedSource:
             return checkpoint.read(self.stored[f"{name}{leaf}"], _EVERYTHING)
 
         state = json.loads(bytes(read(".quant_state.bitsandbytes__nf4").tolist()))
-        known = {"quant_type": "nf4", "blocksize": nf4.BLOCK, "shape": list(size)}
-        known |= {"nested_blocksize": nf4.NESTED_BLOCK} if self.quantisation.double else {}
-        for field, value in known.items():
-            if state.get(field) != value:
+        known = {"quant_type": ("nf4",), "blocksize": (nf4.BLOCK,), "shape": (list(size),), "dtype": _ROUNDED}
+        known |= {"nested_blocksize": (nf4.NESTED_BLOCK,)} if self.quantisation.double else {}
+        for field, values in known.items():
+            if state.get(field) not in values:
+                supported = " or ".join(map(str, values))
                 raise UserError(
-                    f"{checkpoint.path} stores {name} with {field} = {state.get(field)}: supported is {value}."
+                    f"{checkpoint.path} stores {name} with {field} = {state.get(field)}: supported is {supported}."
                 )
         codes, absmax = read().view(size[0], -1), read(".absmax").view(size[0], -1)
         rounded_to = getattr(torch, state["dtype"])

@@ -119,3 +119,32 @@ def test_a_fused_matrix_with_an_unquantised_part_is_held_unquantised(plain: Path
     assert quantised is not None and len(quantised.matrices) == 3
     fused = backbone.model.decoder.layers[1].self_attention.linear_qkv.weight
     assert torch.allclose(fused, whole.linear_qkv.weight, atol=0.02)
+
+
+def test_transposed_weights_have_the_values_of_bitsandbytes(tmp_path: Path) -> None:
+    from bitsandbytes import functional
+
+    gpt2, alone = quantised_models.make_gpt2(tmp_path), Parallel.alone(torch.device("cpu"))
+    module = "transformer.h.0.attn.c_attn"
+    stored = quantised_models.load_file(gpt2 / "model.safetensors")[f"{module}.weight"]
+    wanted = functional.dequantize_4bit(*functional.quantize_4bit(stored.t().contiguous(), quant_type="nf4"))
+    made = Backbone.load(gpt2, alone, quantise="nf4")
+    read = Backbone.load(quantised_models.make_nf4(gpt2, double=True), alone)
+    whole = Backbone.load(quantised_models.dequantised(gpt2, made, tmp_path), alone)
+    assert torch.equal(made.module_weight(module), wanted)
+    for backbone in (made, read):
+        assert len(backbone.residence.units[0].dequantised.matrices) == 4
+        with backbone.residence.using(0):
+            for name, parameter in whole.model.named_parameters():
+                assert torch.equal(backbone.model.get_parameter(name), parameter), name
+
+
+def test_an_nf4_state_of_another_dtype_is_refused(plain: Path) -> None:
+    path = quantised_models.make_nf4(plain, double=False, dtype=torch.bfloat16)
+    tensors = quantised_models.load_file(path / "model.safetensors")
+    name = f"{PROJECTION}.weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(tensors[name].tolist())) | {"dtype": "float64"}
+    tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    quantised_models.save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"q_proj.weight with dtype = float64: supported is float32 or"):
+        Backbone.load(path, Parallel.alone(torch.device("cpu")))
