@@ -141,7 +141,7 @@ class QuantisedSource:
             part = slice(rows.start, rows.stop)
             read = (_EVERYTHING, part) if transposed else (part, None)
             values = checkpoint.read(self.stored[name], *read).to(self.dtype)
-            yield values.t() if transposed else values
+            yield values.t().contiguous() if transposed else values
 
     def _nf4(self, checkpoint: Checkpoint, name: str, size: tuple[int, int]) -> QuantisedMatrix:
         def read(leaf: str = "") -> Tensor:

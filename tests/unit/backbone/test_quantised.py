@@ -15,7 +15,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.quantised.config import read_quantisation
 from megatron_mux.quantised.scheme import Quantisation
 from megatron_mux.runtime import Parallel
-from tests import quantised_models
+from tests import quantised_models, tiny_models
 
 PROJECTION = "model.layers.0.self_attn.q_proj"
 
@@ -127,7 +127,8 @@ def test_transposed_weights_have_the_values_of_bitsandbytes(tmp_path: Path) -> N
     gpt2, alone = quantised_models.make_gpt2(tmp_path), Parallel.alone(torch.device("cpu"))
     module = "transformer.h.0.attn.c_attn"
     stored = quantised_models.load_file(gpt2 / "model.safetensors")[f"{module}.weight"]
-    wanted = functional.dequantize_4bit(*functional.quantize_4bit(stored.t().contiguous(), quant_type="nf4"))
+    theirs = functional.quantize_4bit(stored.t().contiguous(), compress_statistics=True, quant_type="nf4")
+    wanted = functional.dequantize_4bit(*theirs)
     made = Backbone.load(gpt2, alone, quantise="nf4")
     read = Backbone.load(quantised_models.make_nf4(gpt2, double=True), alone)
     whole = Backbone.load(quantised_models.dequantised(gpt2, made, tmp_path), alone)
@@ -148,3 +149,15 @@ def test_an_nf4_state_of_another_dtype_is_refused(plain: Path) -> None:
     quantised_models.save_file(tensors, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"q_proj.weight with dtype = float64: supported is float32 or"):
         Backbone.load(path, Parallel.alone(torch.device("cpu")))
+
+
+def test_experts_that_bitsandbytes_quantised_one_by_one_are_refused(tmp_path: Path) -> None:
+    """As `transformers` 4 did: version 5 leaves them as they are."""
+    section = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    section["llm_int8_skip_modules"] = ["self_attn"]
+    path, _ = quantised_models.make_experts(tiny_models.make(tmp_path, "qwen3_moe"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    message = r"experts\.0\.\w+\.weight as I8: supported are F64, .* \(\d+ more tensors like it\)"
+    with pytest.raises(UserError, match=message):
+        read_backbone_info(path)
