@@ -46,7 +46,13 @@ def make_gpt2(directory: Path) -> Path:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(6)
-    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": VOCABULARY}
+    sizes: dict[str, Any] = {
+        "n_embd": 64,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 32,
+        "vocab_size": VOCABULARY,
+    }
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
     model.save_pretrained(directory / "gpt2")
     return directory / "gpt2"

@@ -132,9 +132,11 @@ def test_transposed_weights_have_the_values_of_bitsandbytes(tmp_path: Path) -> N
     made = Backbone.load(gpt2, alone, quantise="nf4")
     read = Backbone.load(quantised_models.make_nf4(gpt2, double=True), alone)
     whole = Backbone.load(quantised_models.dequantised(gpt2, made, tmp_path), alone)
-    assert torch.equal(made.module_weight(module), wanted)
+    found = made.module_weight(module)
+    assert found is not None and torch.equal(found, wanted)
     for backbone in (made, read):
-        assert len(backbone.residence.units[0].dequantised.matrices) == 4
+        quantised = backbone.residence.units[0].dequantised
+        assert quantised is not None and len(quantised.matrices) == 4
         with backbone.residence.using(0):
             for name, parameter in whole.model.named_parameters():
                 assert torch.equal(backbone.model.get_parameter(name), parameter), name
