@@ -26,7 +26,7 @@ from workload import write_random_backbone
 
 from megatron_mux import layout
 from megatron_mux.adapters import base_op
-from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.dry_run.stand_ins import LengthsOnlyDataset
 from megatron_mux.kernels.low_rank_choice import DryKernels
@@ -66,7 +66,7 @@ def ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
 def base_op_turn(directory: Path, parallel: Parallel, tasks: int, repeats: int) -> Callable[[], None]:
     """Forward and backward of linear_qkv with so many tasks of one sequence each."""
     backbone = Backbone.load(directory, parallel, torch.float32)
-    adapters = AdapterSet(backbone.base_ops(), parallel, torch.float32, backbone.shape)
+    adapters = AdapterSet(Host(backbone.base_ops(), parallel, torch.float32, backbone.shape))
     names = [f"task-{i}" for i in range(tasks)]
     for name in names:
         adapters.add(task(name, TARGETS["q and v"], 1, 1), 1)

@@ -7,29 +7,18 @@ from __future__ import annotations
 
 import os
 import random
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_mux import megatron_core
+from megatron_mux import megatron_core, world
 from megatron_mux.errors import UserError
-from megatron_mux.expert_ranks import (
-    ExpertRanks,
-    broker_ranks,
-    expert_ranks,
-    leave,
-    manager_problems,
-    size_problems,
-)
+from megatron_mux.expert_ranks import ExpertRanks, broker_ranks, expert_ranks, leave
 from megatron_mux.kernels.attention import has_varlen
 from megatron_mux.liveness import Heartbeat
-
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 GRADIENTS_AT_ONCE = 1 << 22
 """Elements of adapters' gradients that one collective sums over ranks, unless a single gradient has more."""
@@ -166,40 +155,27 @@ def initialize(
         timeout_minutes: How long a collective waits for the others before it fails.
         expert_parallel: Number of ranks that the experts of a layer are divided among.
         expert_tensor_parallel: Number of ranks that share each expert.
-        expert_managers: Number of processes that hold the experts of a master, the first rank, and nothing else; then
-            all other sizes are 1. 0: there is no master.
+        expert_managers: Number of processes that hold the first rank's experts only; then all other sizes are 1.
 
     Returns:
         Ranks, groups and device of this process.
 
     Raises:
-        UserError: The sizes do not fit the number of processes or each other, or torchrun's environment is incomplete.
+        UserError: The sizes do not fit the processes or each other, or torchrun's environment is incomplete.
     """
     global _current
-    rank, world_size = _world()
-    _check_sizes(world_size, tensor_parallel, pipeline_parallel, sequence_parallel)
-    _check_expert_sizes(
-        world_size,
-        tensor_parallel,
-        pipeline_parallel,
-        expert_parallel,
-        expert_tensor_parallel,
-        expert_managers,
-    )
+    rank, world_size = world.rank_and_size()
+    experts = expert_parallel, expert_tensor_parallel, expert_managers
+    world.check_sizes(world_size, tensor_parallel, pipeline_parallel, sequence_parallel, *experts)
     chosen = _choose_device(device)
-    _join_world(rank, world_size, chosen, timeout_minutes)
-    # torch renames collectives faster than Megatron-Core follows.
-    warnings.filterwarnings(
-        "ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning
-    )
+    world.join(rank, world_size, chosen, timeout_minutes)
     random.seed(seed)
     torch.manual_seed(seed)
     with megatron_core.quiet():
         from megatron.core import parallel_state as mpu
     if chosen.type == "cpu" or not is_dry_run():  # a dry run replaces what it needs to by itself
         megatron_core.adapt_to(chosen)
-    wanted: tuple[object, ...] = (tensor_parallel, pipeline_parallel, sequence_parallel, chosen)
-    wanted += (expert_parallel, expert_tensor_parallel, expert_managers)
+    wanted = (tensor_parallel, pipeline_parallel, sequence_parallel, chosen, *experts)
     if _current is not None and _current.sizes == wanted:
         return _current
     _leave_groups(mpu)
@@ -287,58 +263,6 @@ def _leave_groups(mpu: Any) -> None:
         if group is not None:
             dist.destroy_process_group(group)
     mpu.destroy_model_parallel()
-
-
-def _world() -> tuple[int, int]:
-    """Rank and world size from the running world or torchrun's environment; (0, 1) without either."""
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    present = [name for name in _TORCHRUN if name in os.environ]
-    if not {"RANK", "WORLD_SIZE"} & set(present):
-        return 0, 1
-    missing = [name for name in _TORCHRUN if name not in present]
-    if missing:
-        raise UserError(
-            f"The environment sets {', '.join(present)} but not {', '.join(missing)}: "
-            "start with torchrun, or unset them to run in one process."
-        )
-    values = {}
-    for name in ("RANK", "WORLD_SIZE"):
-        try:
-            values[name] = int(os.environ[name])
-        except ValueError:
-            raise UserError(
-                f"The environment variable {name} must be a number, not {os.environ[name]!r}."
-            ) from None
-    return values["RANK"], values["WORLD_SIZE"]
-
-
-def _check_sizes(world_size: int, tensor: int, pipeline: int, sequence_parallel: bool) -> None:
-    problems = [
-        f"The {name} parallel size must be at least 1, not {size}."
-        for name, size in (("tensor", tensor), ("pipeline", pipeline))
-        if size < 1
-    ]
-    if not problems and world_size % (tensor * pipeline):
-        problems.append(
-            f"{world_size} process{'es' * (world_size > 1)} cannot be divided into models of tensor parallel size "
-            f"{tensor} x pipeline parallel size {pipeline}: start a multiple of {tensor * pipeline} processes "
-            f"(torchrun --nproc-per-node {tensor * pipeline})."
-        )
-    if not problems and sequence_parallel and tensor == 1:
-        problems.append("Sequence parallelism needs a tensor parallel size of at least 2.")
-    if problems:
-        raise UserError(*problems)
-
-
-def _check_expert_sizes(
-    world_size: int, tensor: int, pipeline: int, expert: int, expert_tensor: int, managers: int
-) -> None:
-    problems = size_problems(world_size, tensor, pipeline, expert, expert_tensor)
-    if managers:
-        problems += manager_problems(world_size, managers)
-    if problems:
-        raise UserError(*problems)
 
 
 def _choose_device(wanted: torch.device | str | None) -> torch.device:
@@ -429,17 +353,3 @@ def to_device(
 def is_dry_run() -> bool:
     """Whether this is a dry run (simulated world), see `megatron_mux.dry_run`."""
     return dist.is_initialized() and dist.get_backend() == "fake"
-
-
-def _join_world(rank: int, world_size: int, device: torch.device, timeout_minutes: float) -> None:
-    if dist.is_initialized():
-        return
-    # With GPUs, gloo carries what little travels between hosts' memories: objects, counts.
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    # Not bound to the device: NCCL would make each group by splitting the world, in which all ranks must take part.
-    arguments: dict[str, Any] = {}
-    if world_size == 1:
-        # In one process a store in memory will do: no port is taken, so any number may run side by side.
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        arguments |= {"store": store, "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **arguments)

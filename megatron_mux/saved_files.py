@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mux.adapters.peft_format import WEIGHTS as ADAPTER_WEIGHTS
-from megatron_mux.files import sync_directory
+from megatron_mux.files import sync_directory, write
 
 TRAINING_STATE = "training_state.safetensors"
 BEST = "best"
@@ -106,8 +106,9 @@ def write_best(directory: Path, best: Mapping[str, str]) -> None:
             if path.name != TRAINING_STATE:
                 try:
                     os.link(path, partial / path.name)
-                except OSError:  # another file system, or one without links
-                    shutil.copyfile(path, partial / path.name)
+                except OSError:  # a file system without links
+                    write(partial / path.name, path.read_bytes())
+        sync_directory(partial)
         if final.exists():
             os.rename(final, old)
         os.rename(partial, final)

@@ -23,10 +23,8 @@ def all_logits(backbone: Backbone, batch: MicroBatch, hidden: Tensor | None = No
         hidden = backbone.forward(batch)
     parallel = backbone.parallel
     with torch.no_grad(), backbone.residence.using("head"):
-        rows, layer = (
-            backbone._all_rows(hidden),
-            backbone.vocabulary.output_layer(batch.task_rows, share=False),
-        )
+        ends = backbone.vocabulary
+        rows, layer = ends.all_rows(hidden), ends.output_layer(batch.task_rows, share=False)
         wide = torch.promote_types(rows.dtype, torch.float32)
         local = torch.empty(rows.shape[0], layer.weight.shape[0], dtype=wide, device=rows.device)
         for part, used, scores in layer.chunks(rows):

@@ -41,6 +41,42 @@ def make_plain(directory: Path) -> Path:
     return directory / "plain"
 
 
+def make_gpt2(directory: Path) -> Path:
+    """A GPT-2 of one layer in fp32: its weights are stored transposed."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(6)
+    sizes: dict[str, Any] = {
+        "n_embd": 64,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 32,
+        "vocab_size": VOCABULARY,
+    }
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+    model.save_pretrained(directory / "gpt2")
+    return directory / "gpt2"
+
+
+def make_experts(plain: Path) -> tuple[Path, Path]:
+    """A backbone whose routed experts are INT8, and the same with their values in fp32."""
+    tensors = load_file(plain / "model.safetensors")
+    codes = dict(tensors)
+    for name in (name for name in tensors if ".experts." in name):
+        scale = tensors[name].abs().amax(dim=1, keepdim=True) / 127
+        codes[name] = (tensors[name] / scale).round().to(torch.int8)
+        codes[name.replace("weight", "weight_scale")] = scale
+        tensors[name] = codes[name] * scale
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    section = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["re:.*experts.*"], "weights": weights}},
+    }
+    return _save(plain, "int8-experts", codes, section), _save(plain, "experts", tensors)
+
+
 def bitsandbytes_config(double: bool = True) -> Any:
     """What a QLoRA script asks for, computed in fp32."""
     from transformers import BitsAndBytesConfig
@@ -153,7 +189,9 @@ def make_blocks(plain: Path) -> Path:
     return _save(plain, "fp8-blocks", tensors, section)
 
 
-def _save(plain: Path, name: str, tensors: dict[str, torch.Tensor], section: dict[str, Any]) -> Path:
+def _save(
+    plain: Path, name: str, tensors: dict[str, torch.Tensor], section: dict[str, Any] | None = None
+) -> Path:
     path = plain.parent / name
     path.mkdir()
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
@@ -195,16 +233,17 @@ def predicted_bytes(stages: Any, size: int, sharded: bool = False) -> float:
 
 
 def dequantised(plain: Path, backbone: Any, directory: Path) -> Path:
-    """The same Llama, unquantised, with the values of a quantised one that was made of it."""
+    """The same model, unquantised, with the values of a quantised one that was made of it."""
     from megatron_mux.backbone.quantised_source import QuantisedSource
     from megatron_mux.backbone.resolve import quantised_weights
 
-    tensors = load_file(plain / "model.safetensors")
+    tensors, transposed = load_file(plain / "model.safetensors"), backbone.shape.names.transposed
     with Checkpoint(plain) as checkpoint:
         how = backbone.shape.quantisation
         source = QuantisedSource(checkpoint, backbone.info.stored, how, torch.float32, on_gpu=False)
         for name, size in quantised_weights(backbone.shape).items():
-            source.matrix(name, size, transposed=False).dequantise_into(tensors[name])
+            values = source.matrix(name, size, transposed).values(torch.float32)
+            tensors[name] = values.t().contiguous() if transposed else values
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text((plain / "config.json").read_text())
     return directory

@@ -151,31 +151,18 @@ class AdapterSet:
     the class stay. When the last one leaves, the module is as it was.
 
     Args:
-        base_ops: The stage's BaseOps.
-        parallel: Where this rank stands.
-        dtype: Of the backbone's computation.
-        shape: The backbone's sizes.
-        vocabulary: See `Host`.
-        weights: See `Host`.
+        host: The stage.
 
     Attributes:
-        host: The stage as adapters see it.
+        host: The argument.
         ops: Its BaseOps with their adapters.
     """
 
-    def __init__(
-        self,
-        base_ops: Sequence[BaseOpInfo],
-        parallel: Parallel,
-        dtype: torch.dtype,
-        shape: BackboneShape,
-        vocabulary: Mapping[Place, VocabularyPart] | None = None,
-        weights: Weights | None = None,
-    ) -> None:
-        self.host = Host(base_ops, parallel, dtype, shape, vocabulary, weights)
+    def __init__(self, host: Host) -> None:
+        self.host = host
         self.ops = [
-            (AttachedExperts if info.name in EXPERT_OPS else AttachedBaseOp)(info, self.host)
-            for info in self.host.base_ops
+            (AttachedExperts if info.name in EXPERT_OPS else AttachedBaseOp)(info, host)
+            for info in host.base_ops
         ]
         self._tasks: dict[str, TaskAdapter] = {}
 

@@ -45,10 +45,10 @@ def is_random(method: bool | str) -> bool:
 
 
 def check_rank(method: bool | str, rank: int, module: Module, shape: BackboneShape) -> None:
-    """Refuse a module whose weight has no initial factors of a rank.
+    """Check that a module can start with these values at a rank.
 
     Raises:
-        UserError: It is so.
+        UserError: It cannot.
     """
     if method == "orthogonal" and rank % 2:
         raise UserError(
@@ -61,10 +61,10 @@ def check_rank(method: bool | str, rank: int, module: Module, shape: BackboneSha
         what = (
             "routed experts" if module.experts else f"{module.path}, whose weight has rank {widest} at most"
         )
-        raise UserError(f"init_lora_weights: {method} cannot be had of {what}")
+        raise UserError(f"init_lora_weights: {method} is not possible for {what}")
     if method == "olora" and shape.names.transposed:
         raise UserError(
-            f"init_lora_weights: olora cannot be had of the transposed weights of a {shape.family}, as in peft: "
+            f"init_lora_weights: olora is not possible for the transposed weights of a {shape.family}, as in peft: "
             "choose pissa"
         )
 

@@ -39,10 +39,8 @@ class TaskRows:
     """
 
     def __init__(self, task: TaskAdapter) -> None:
-        self._host, self._name = (
-            task.host,
-            task.name,
-        )  # not the adapter, which has this: it is freed when it is dropped
+        # Not the adapter itself, which has this object: without a cycle it is freed as soon as it is dropped.
+        self._host, self._name = task.host, task.name
         self._made: list[tuple[OwnMatrix, AdapterParameter]] = []
         self.tied: list[tuple[OwnMatrix, AdapterParameter | None]] = []
         self.found: dict[Place, OwnRows] = {}

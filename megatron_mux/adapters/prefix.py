@@ -131,7 +131,7 @@ class PrefixTuningSpec(AdapterSpec):
         Raises:
             UserError: The backbone has multi-head latent attention, whose cache holds no keys and values.
         """
-        shape.refuse_latent("PREFIX_TUNING")
+        shape.refuse("PREFIX_TUNING", "latent")
         return [linear.path for linear in shape.names.ops["linear_qkv"]]
 
     def shared_tensors(self, shape: BackboneShape) -> dict[str, AdapterTensor]:

@@ -91,10 +91,11 @@ LayersPattern = Annotated[list[str] | str | None, PlainValidator(_layers_pattern
 
 def value_of(patterns: Mapping[str, Value], path: str, default: Value) -> Value:
     """The value of the first pattern that matches a module's path, or its end after a dot."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
-            return value
-    return default
+    return next((value for pattern, value in patterns.items() if _is_pattern_of(pattern, path)), default)
+
+
+def _is_pattern_of(pattern: str, path: str) -> bool:
+    return re.match(rf"(.*\.)?({pattern})$", path) is not None
 
 
 def check_matched(name: str, patterns: Mapping[str, Any], modules: Sequence[Module]) -> None:
@@ -104,7 +105,7 @@ def check_matched(name: str, patterns: Mapping[str, Any], modules: Sequence[Modu
         UserError: There are some.
     """
     for pattern in patterns:
-        if not any(re.match(rf"(.*\.)?({pattern})$", module.path) for module in modules):
+        if not any(_is_pattern_of(pattern, module.path) for module in modules):
             raise UserError(
                 f"{name}: {pattern!r} matches no module that the task targets: leave it out, or write the end of a "
                 "module's path, or a regular expression for it"

@@ -72,12 +72,14 @@ def _tokens(value: Any) -> Any:
     return value or None
 
 
+Tokens = Annotated[list[int] | dict[str, list[int]] | None, PlainValidator(_tokens)]
+"""Tokens of the embedding, or tokens by the name of a matrix."""
+
+
 class SavesTokens(SavesModules):
     """The fields of `peft.LoraConfig`: whole matrices, or rows of some tokens."""
 
-    trainable_token_indices: Annotated[list[int] | dict[str, list[int]] | None, PlainValidator(_tokens)] = (
-        None
-    )
+    trainable_token_indices: Tokens = None
     """Tokens whose rows of the embedding the task trains, or tokens for each matrix by its Hugging Face name."""
     ensure_weight_tying: bool = False
     """Refuse different tokens for the embedding and an output layer that is the embedding."""

@@ -172,7 +172,7 @@ class Checkpoint:
         if stored.dtype in (supported or _DTYPES):
             return None
         return (
-            f"{stored.file} stores {name} as {stored.dtype}: supported are {', '.join(supported or _DTYPES)}."
+            f"{stored.file} stores {name} as {stored.dtype}: supported are {', '.join(supported or _DTYPES)}"
         )
 
     def read(self, name: str, rows: slice, columns: slice | None = None) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_mux.base_ops import COLUMN_PARALLEL, LATENT_OPS, REPLICATED, BaseOpName, ModuleColumns
-from megatron_mux.shape import BackboneShape, Linear
+from megatron_mux.shape import BackboneShape
+from megatron_mux.tensor_names import Linear
 
 
 def roles(shape: BackboneShape, op: BaseOpName, rank: int, size: int) -> dict[str, ModuleColumns]:

@@ -28,16 +28,15 @@ from megatron_mux.backbone.module_weights import ModuleWeights
 from megatron_mux.backbone.pieces import Yields
 from megatron_mux.backbone.registry import BackboneInfo, info_without_weights, read_backbone_info
 from megatron_mux.backbone.residence import Kind, Residence
-from megatron_mux.backbone.rotary import Angles, Rotary
+from megatron_mux.backbone.rotary import Angles, StageRotary
 from megatron_mux.backbone.split import Split, even_split, stage_layers
 from megatron_mux.backbone.stage_pass import Pieces, StagePass
 from megatron_mux.backbone.vocabulary import Vocabulary
 from megatron_mux.base_ops import BaseOpInfo
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
-from megatron_mux.kernels.loss_head import predict, weighted_loss
 from megatron_mux.kernels.own_rows import Place, VocabularyPart
-from megatron_mux.kernels.preference_loss import RowScale, scale_gradient
+from megatron_mux.kernels.preference_loss import RowScale
 from megatron_mux.layout import MicroBatch
 from megatron_mux.quantised.scheme import Method
 from megatron_mux.runtime import Parallel
@@ -89,8 +88,7 @@ class Backbone:
         self.placement = placement_or_default(shape, parallel, placement)
         self.model: Any = self._build(recompute == "selective")
         self.residence = Residence(residence, parallel)
-        has_files = not isinstance(source, NoWeights)
-        self.module_weight = ModuleWeights(info, dtype, self.device.type == "cuda", has_files)
+        self.module_weight = ModuleWeights(info, source, dtype, self.device.type == "cuda")
         part = dataclasses.replace(weights.Part.of(parallel, self.placement), ends=ends)
         weights.load(self.model, shape, layers, source, info.stored, self.residence, part, dtype, embedding)
         self.lowest_adapter: Callable[[], int] = lambda: shape.layers
@@ -98,11 +96,7 @@ class Backbone:
         self.vocabulary = Vocabulary(
             self.model, shape, parallel, dtype, self.residence, self.first, self.last
         )
-        self._rotaries = {
-            rope: Rotary(rope, shape.rotary_width, self.device)
-            for rope in dict.fromkeys(shape.ropes[layers.start : layers.stop])
-            if rope is not None
-        }
+        self._rotary = StageRotary(shape, layers, dtype, self.device)
 
     def _build(self, recompute_attention: bool) -> Any:
         """This stage's model on the meta device: Megatron's, or plain modules in a process without its groups."""
@@ -253,14 +247,8 @@ class Backbone:
         return self.vocabulary.embed(batch, self.hidden_shape(batch))
 
     def angles(self, batch: MicroBatch) -> list[Angles | None]:
-        """The rotary angles of a micro-batch for each layer of this stage; layers with equal settings share them."""
-        wide = self.shape.latent is not None and self.shape.latent.wide_rotation
-        dtype = torch.promote_types(self.dtype, torch.float32) if wide else self.dtype
-        found = {
-            rope: rotary.angles(batch.positions, batch.segments, dtype)
-            for rope, rotary in self._rotaries.items()
-        }
-        return [found[rope] if rope else None for rope in (self.shape.ropes[layer] for layer in self.layers)]
+        """The rotary angles of a micro-batch for each layer of this stage: see `StageRotary.angles`."""
+        return self._rotary.angles(batch)
 
     def loss(
         self,
@@ -269,44 +257,12 @@ class Backbone:
         scale: RowScale | None = None,
         smoothing: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The micro-batch's share of its tasks' losses; last stage only.
-
-        Args:
-            hidden: What `forward` returned.
-            batch: The micro-batch.
-            scale: Factors of the labelled rows' gradients, set before the backward pass; None: all are one.
-            smoothing: See `weighted_loss`.
-
-        Returns:
-            The scalar sum over labels of weight x negative log-likelihood, differentiable with respect to `hidden`;
-            and the `[N]` negative log-likelihoods, fp32, detached.
-        """
-        with self.residence.using("head"):
-            if not batch.rows:
-                return hidden.sum(dtype=torch.promote_types(self.dtype, torch.float32)), batch.label_weights
-            rows = self._rows(hidden, batch)
-            if scale is not None:
-                rows = scale_gradient(rows, scale)
-            layer = self.vocabulary.output_layer(batch.labelled.task_rows, share=True)
-            total, nll = weighted_loss(rows, batch.labels, batch.label_weights, layer, smoothing)
-        return total, nll.float()
+        """The loss of what `forward` returned; last stage only: see `Vocabulary.loss`."""
+        return self.vocabulary.loss(hidden, batch, scale, smoothing)
 
     def predict(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The labels' negative log-likelihoods and the likeliest tokens, without gradients; last stage only.
-
-        Args:
-            hidden: What `forward` returned.
-            batch: The micro-batch.
-
-        Returns:
-            `[N]` fp32, and `[N]` int64.
-        """
-        with torch.no_grad(), self.residence.using("head"):
-            if not batch.rows:
-                return batch.label_weights, batch.labels
-            layer = self.vocabulary.output_layer(batch.labelled.task_rows, share=False)
-            nll, tokens = predict(self._rows(hidden, batch), batch.labels, layer)
-        return nll.float(), tokens
+        """The likeliest tokens after what `forward` returned; last stage only: see `Vocabulary.predict`."""
+        return self.vocabulary.predict(hidden, batch)
 
     def hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
         """Shape of the hidden states that stages send each other."""
@@ -425,21 +381,6 @@ class Backbone:
             normed: Tensor = self.model.decoder.final_layernorm(hidden)
         return normed
 
-    def _all_rows(self, hidden: Tensor) -> Tensor:
-        """All rows `[T, H]` on every tensor rank; the backward sums the ranks' gradients."""
-        if self.parallel.sequence_parallel:
-            from megatron.core.tensor_parallel import mappings
-
-            hidden = mappings.gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=True, group=self.parallel.tp_group
-            )
-        return hidden.squeeze(1)
-
-    def _rows(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        """Labelled rows `[N, H]`. N is less than T, so the number of rows tells whether they were selected already."""
-        rows = self._all_rows(hidden)
-        return rows if rows.shape[0] == batch.label_rows.shape[0] else rows.index_select(0, batch.label_rows)
-
 
 def load_stages(
     path: str | Path,
@@ -454,18 +395,6 @@ def load_stages(
 ) -> list[Backbone]:
     """Load all stages of this rank, in the order of the model; see `Backbone.load`."""
     stages = len(split) if split else parallel.pp_size
-    return [
-        Backbone.load(
-            path,
-            parallel,
-            dtype,
-            recompute,
-            split,
-            stage,
-            residence,
-            config_only,
-            placement,
-            quantise=quantise,
-        )
-        for stage in range(parallel.pp_rank, stages, parallel.pp_size)
-    ]
+    load = partial(Backbone.load, path, parallel, dtype, recompute, split, residence=residence)
+    load = partial(load, config_only=config_only, placement=placement, quantise=quantise)
+    return [load(stage=stage) for stage in range(parallel.pp_rank, stages, parallel.pp_size)]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux.backbone import resolve
-from megatron_mux.backbone.checkpoint import Checkpoint
+from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
 from megatron_mux.backbone.quantised_source import QuantisedSource
 from megatron_mux.backbone.registry import BackboneInfo
 
@@ -16,15 +16,18 @@ class ModuleWeights:
 
     Args:
         info: Of the backbone.
+        source: Its files.
         dtype: Of its computation.
         on_gpu: Whether it computes on a GPU.
-        has_files: Whether there are weights; else there is only a config.json.
     """
 
-    def __init__(self, info: BackboneInfo, dtype: torch.dtype, on_gpu: bool, has_files: bool) -> None:
-        self._info, self._dtype, self._on_gpu, self._has_files = info, dtype, on_gpu, has_files
-        self._files: Checkpoint | None = None
+    def __init__(
+        self, info: BackboneInfo, source: Checkpoint | NoWeights, dtype: torch.dtype, on_gpu: bool
+    ) -> None:
+        self._info, self._source, self._dtype = info, source, dtype
         self._quantised = resolve.quantised_weights(info.shape)
+        if info.shape.quantisation is not None:
+            self._matrices = QuantisedSource(source, info.stored, info.shape.quantisation, dtype, on_gpu)
 
     def __call__(self, path: str) -> Tensor | None:
         """A module's weight `[out, in]` as the backbone computes with it: rounded to its dtype, or dequantised.
@@ -38,18 +41,11 @@ class ModuleWeights:
         Raises:
             UserError: The file cannot be read.
         """
-        if not self._has_files:
+        if isinstance(self._source, NoWeights):
             return None
-        if self._files is None:
-            self._files = Checkpoint(self._info.path)
-        name, shape = f"{path}.weight", self._info.shape
-        with self._files as files:
+        name, transposed = f"{path}.weight", self._info.shape.names.transposed
+        with self._source:
             if name not in self._quantised:
-                stored = files.read(self._info.stored[name], slice(None)).to(self._dtype)
-                return stored.t() if shape.names.transposed else stored
-            assert shape.quantisation is not None
-            source = QuantisedSource(files, self._info.stored, shape.quantisation, self._dtype, self._on_gpu)
-            matrix = source.matrix(name, self._quantised[name], shape.names.transposed)
-        found = torch.empty(matrix.rows, matrix.columns, dtype=self._dtype)
-        matrix.dequantise_into(found)
-        return found
+                stored = self._source.read(self._info.stored[name], slice(None)).to(self._dtype)
+                return stored.t() if transposed else stored
+            return self._matrices.matrix(name, self._quantised[name], transposed).values(self._dtype)

@@ -20,6 +20,8 @@ from megatron_mux.quantised.matrix import QuantisedMatrix, row_chunks
 from megatron_mux.quantised.scheme import Quantisation
 
 _FLOATS = ("F32", "BF16", "F16")
+_ROUNDED = ("float32", "bfloat16", "float16")
+"""Dtypes of what bitsandbytes has quantised, as it names them."""
 _EVERYTHING = slice(None)
 
 
@@ -139,19 +141,20 @@ class QuantisedSource:
             part = slice(rows.start, rows.stop)
             read = (_EVERYTHING, part) if transposed else (part, None)
             values = checkpoint.read(self.stored[name], *read).to(self.dtype)
-            yield values.t() if transposed else values
+            yield values.t().contiguous() if transposed else values
 
     def _nf4(self, checkpoint: Checkpoint, name: str, size: tuple[int, int]) -> QuantisedMatrix:
         def read(leaf: str = "") -> Tensor:
             return checkpoint.read(self.stored[f"{name}{leaf}"], _EVERYTHING)
 
         state = json.loads(bytes(read(".quant_state.bitsandbytes__nf4").tolist()))
-        known = {"quant_type": "nf4", "blocksize": nf4.BLOCK, "shape": list(size)}
-        known |= {"nested_blocksize": nf4.NESTED_BLOCK} if self.quantisation.double else {}
-        for field, value in known.items():
-            if state.get(field) != value:
+        known = {"quant_type": ("nf4",), "blocksize": (nf4.BLOCK,), "shape": (list(size),), "dtype": _ROUNDED}
+        known |= {"nested_blocksize": (nf4.NESTED_BLOCK,)} if self.quantisation.double else {}
+        for field, values in known.items():
+            if state.get(field) not in values:
+                supported = " or ".join(map(str, values))
                 raise UserError(
-                    f"{checkpoint.path} stores {name} with {field} = {state.get(field)}: supported is {value}."
+                    f"{checkpoint.path} stores {name} with {field} = {state.get(field)}: supported is {supported}."
                 )
         codes, absmax = read().view(size[0], -1), read(".absmax").view(size[0], -1)
         rounded_to = getattr(torch, state["dtype"])

@@ -12,7 +12,8 @@ from megatron_mux.backbone.quantised_source import Companion, stored_tensors
 from megatron_mux.base_ops import EXPERT_OPS
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Experts
-from megatron_mux.shape import BackboneShape, Names
+from megatron_mux.shape import BackboneShape
+from megatron_mux.tensor_names import Names
 
 _CHUNK_BYTES = 1 << 20
 
@@ -112,7 +113,7 @@ def resolve(
     names = shape.names
     found: dict[str, str] = {}
     missing: list[str] = []
-    problems: list[str] = []
+    wrong: list[str] = []
     misshapen: list[str] = []
     needed = _needed(shape)
     for name in needed if wanted is None else [name for name in needed if name in wanted]:
@@ -123,16 +124,15 @@ def resolve(
             continue
         found[name] = stored
         record = checkpoint.tensors[stored]
-        if sizes and record.shape not in sizes:
+        # First the dtype: what is quantised without the config's saying so has another shape, too.
+        if (problem := checkpoint.check_dtype(stored, dtypes)) is not None:
+            wrong.append(problem)
+        elif sizes and record.shape not in sizes:
             misshapen.append(
                 f"{record.file} holds {stored} of shape {list(record.shape)}, but config.json asks for {list(sizes[0])}"
             )
-        elif (wrong := checkpoint.check_dtype(stored, dtypes)) is not None:
-            problems.append(wrong)
-    if misshapen:
-        more = f" ({len(misshapen) - 1} more tensors like it)" if len(misshapen) > 1 else ""
-        problems.append(f"{misshapen[0]}{more}.")
-    if shape.tied and not misshapen:
+    problems = [_with_count(alike) for alike in (wrong, misshapen) if alike]
+    if shape.tied and not problems:
         problems += _untied(names, found, checkpoint)
     ignorable = [re.compile(pattern) for pattern in names.ignorable]
     ignorable += [re.compile(re.escape(f"{names.head}.weight"))] * shape.tied
@@ -175,6 +175,12 @@ def _untied(names: Names, found: dict[str, str], checkpoint: Checkpoint) -> list
         f"tie_word_embeddings to false to use {head}, or remove the tensor."
     )
     return [problem]
+
+
+def _with_count(alike: list[str]) -> str:
+    """The first of some problems, and how many there are like it."""
+    more = f" ({len(alike) - 1} more tensors like it)" if len(alike) > 1 else ""
+    return f"{alike[0]}{more}."
 
 
 def _some(names: list[str]) -> str:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_mux.backbone.config import layer_types, refuse
 from megatron_mux.kernels.attention import Segment
-from megatron_mux.shape import Rope
+from megatron_mux.layout import MicroBatch
+from megatron_mux.shape import BackboneShape, Rope
 
 Angles = tuple[Tensor, Tensor]
 """Cosine and sine `[T, 1, D / 2]` of each token's angles."""
@@ -177,6 +178,33 @@ class Rotary:
             for segment, long, end in zip(segments, is_long, ends, strict=True)
         ]
         return torch.cat(found)
+
+
+class StageRotary:
+    """The rotary embeddings of a stage's layers, of which those with equal settings share one.
+
+    Args:
+        shape: The backbone's.
+        layers: Global indices of the layers.
+        dtype: Of hidden states.
+        device: Where the angles are computed.
+    """
+
+    def __init__(self, shape: BackboneShape, layers: range, dtype: torch.dtype, device: torch.device) -> None:
+        wide = shape.latent is not None and shape.latent.wide_rotation
+        self._dtype = torch.promote_types(dtype, torch.float32) if wide else dtype
+        self._ropes = shape.ropes[layers.start : layers.stop]
+        self._rotaries = {
+            rope: Rotary(rope, shape.rotary_width, device) for rope in dict.fromkeys(self._ropes) if rope
+        }
+
+    def angles(self, batch: MicroBatch) -> list[Angles | None]:
+        """The angles of a micro-batch's tokens for each layer; None for learned positions."""
+        found = {
+            rope: rotary.angles(batch.positions, batch.segments, self._dtype)
+            for rope, rotary in self._rotaries.items()
+        }
+        return [found[rope] if rope else None for rope in self._ropes]
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, long: bool = False) -> Tensor:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megatron_mux.backbone.residence import Key, Residence
 from megatron_mux.kernels.embedding_noise import EmbeddingNoise
-from megatron_mux.kernels.loss_head import OutputLayer
+from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss
 from megatron_mux.kernels.own_rows import Lookup, Place, VocabularyPart
+from megatron_mux.kernels.preference_loss import RowScale, scale_gradient
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
@@ -133,6 +134,63 @@ class Vocabulary:
                 noise = self.noise[name].of(batch.task_steps[name], ids, index, flat.shape[1])
                 flat[start:stop] += noise.to(flat.dtype)
         return flat.view_as(words)
+
+    def loss(
+        self, hidden: Tensor, batch: MicroBatch, scale: RowScale | None, smoothing: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The micro-batch's share of its tasks' losses.
+
+        Args:
+            hidden: What the last layer returned, of all rows or of the labelled ones.
+            batch: The micro-batch.
+            scale: Factors of the labelled rows' gradients, set before the backward pass; None: all are one.
+            smoothing: See `weighted_loss`.
+
+        Returns:
+            The scalar sum over labels of weight x negative log-likelihood, differentiable with respect to `hidden`;
+            and the `[N]` negative log-likelihoods, fp32, detached.
+        """
+        with self._residence.using("head"):
+            if not batch.rows:
+                return hidden.sum(dtype=torch.promote_types(self._dtype, torch.float32)), batch.label_weights
+            rows = self._rows(hidden, batch)
+            if scale is not None:
+                rows = scale_gradient(rows, scale)
+            layer = self.output_layer(batch.labelled.task_rows, share=True)
+            total, nll = weighted_loss(rows, batch.labels, batch.label_weights, layer, smoothing)
+        return total, nll.float()
+
+    def predict(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The labels' negative log-likelihoods and the likeliest tokens, without gradients.
+
+        Args:
+            hidden: What the last layer returned, of all rows or of the labelled ones.
+            batch: The micro-batch.
+
+        Returns:
+            `[N]` fp32, and `[N]` int64.
+        """
+        with torch.no_grad(), self._residence.using("head"):
+            if not batch.rows:
+                return batch.label_weights, batch.labels
+            layer = self.output_layer(batch.labelled.task_rows, share=False)
+            nll, tokens = predict(self._rows(hidden, batch), batch.labels, layer)
+        return nll.float(), tokens
+
+    def all_rows(self, hidden: Tensor) -> Tensor:
+        """All rows `[T, H]` on every tensor rank; the backward sums the ranks' gradients."""
+        if self._parallel.sequence_parallel:
+            from megatron.core.tensor_parallel import mappings
+
+            hidden = mappings.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=self._parallel.tp_group
+            )
+        return hidden.squeeze(1)
+
+    def _rows(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
+        """Labelled rows `[N, H]`. N is less than T, so the number of rows tells whether they were selected already."""
+        rows = self.all_rows(hidden)
+        return rows if rows.shape[0] == batch.label_rows.shape[0] else rows.index_select(0, batch.label_rows)
 
     def output_layer(self, labelled: Mapping[str, tuple[int, int]], share: bool) -> OutputLayer:
         """The output layer of a micro-batch.

@@ -345,16 +345,13 @@ class _Reader:
         """The rows and columns of some pieces, in the order of the parameter's rows."""
         inputs = pieces[0].inputs
         assert inputs is not None
-        begins, parts, before = dict[str, int](), [], 0
-        for piece in pieces:
+        begins, parts, rows, end = dict[str, int](), [], [], 0
+        for piece in sorted(pieces, key=lambda piece: piece.row):
             if piece.source not in begins:
                 whole = self._matrices.matrix(piece.source, self._quantised[piece.source], piece.transposed)
                 parts.append(whole.cut(inputs))
-                begins[piece.source], before = before, before + whole.rows
-        rows = [
-            torch.arange(piece.length) + begins[piece.source] + piece.start
-            for piece in sorted(pieces, key=lambda piece: piece.row)
-        ]
+                begins[piece.source], end = end, end + whole.rows
+            rows.append(torch.arange(piece.length) + begins[piece.source] + piece.start)
         return type(parts[0]).joined(parts).take(torch.cat(rows)).on(self._device)
 
 

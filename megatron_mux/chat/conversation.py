@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.chat.speakers import Speaker
 from megatron_mux.data.stop_tokens import stop_tokens
@@ -77,7 +77,9 @@ class Conversation:
         self._template = bool(tokenizer.chat_template) and not plain
         self._positions = backbone.shape.position_limit
         shape, vocabulary, weights = backbone.shape, backbone.vocabulary_parts, backbone.module_weight
-        self._adapters = AdapterSet(backbone.base_ops(), parallel, backbone.dtype, shape, vocabulary, weights)
+        self._adapters = AdapterSet(
+            Host(backbone.base_ops(), parallel, backbone.dtype, shape, vocabulary, weights)
+        )
         self._members: dict[str, _Member] = {}
         for speaker in speakers:
             if speaker.spec is not None:

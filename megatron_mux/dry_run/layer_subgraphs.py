@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_mux import layout, runtime
-from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.backbone.checkpoint import NoWeights
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import BackboneInfo
@@ -64,8 +64,7 @@ def subgraphs_of(question: SubgraphQuestion) -> list[LayerSubgraphs]:
         UserError: The backbone or the rows cannot be divided so.
         WorkerError: Tracing failed.
     """
-    question.info.shape.refuse_latent("The tracing of subgraphs")
-    question.info.shape.refuse_experts("The tracing of subgraphs")
+    question.info.shape.refuse("The tracing of subgraphs", "latent", "experts")
     question.info.check_parallel(question.tensor, 1)
     if question.sequence_parallel and question.rows % question.tensor:
         raise UserError(f"{question.rows} rows cannot be divided among {question.tensor} tensor ranks")
@@ -117,7 +116,7 @@ def _of_kind(question: SubgraphQuestion, layers: list[int]) -> LayerSubgraphs:
         with RealHostMode():
             one = range(layers[0], layers[0] + 1)
             backbone = Backbone(question.info, parallel, one, question.dtype, "none", "resident", NoWeights())
-            adapters = AdapterSet(backbone.base_ops(), parallel, question.dtype, backbone.shape)
+            adapters = AdapterSet(Host(backbone.base_ops(), parallel, question.dtype, backbone.shape))
             adapters.add(_task(question.rank), 1)
             hidden = torch.empty(backbone.hidden_shape(batch), dtype=question.dtype, requires_grad=True)
         traced = trace_layer(backbone, 0, adapters, batch, hidden)

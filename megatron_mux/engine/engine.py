@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux import runtime
-from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.backbone.communication import GroupExchange
 from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone
@@ -77,7 +77,7 @@ class Engine:
         self.planning = planning or Planning("spatial", parallel.pp_size * len(own), virtual=len(own))
         base_ops = [op for stage in own for op in stage.base_ops()]
         shape, weights, vocabulary = self.backbone.shape, self.backbone.module_weight, _vocabulary_of(own)
-        self.adapters = AdapterSet(base_ops, parallel, self.backbone.dtype, shape, vocabulary, weights)
+        self.adapters = AdapterSet(Host(base_ops, parallel, self.backbone.dtype, shape, vocabulary, weights))
         self.adapters.use(self.planning.kernels)
         connect(parallel)
         self.communicator = Communicator(parallel, closes_ring=len(own) > 1)

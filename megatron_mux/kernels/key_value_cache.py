@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_mux.kernels.attention import Bounds, Prefix, Segment, segment_attention
+from megatron_mux.runtime import to_device
 
 _Name = tuple[str, int]  # task, sequence
 
@@ -148,7 +149,7 @@ class KeyValueCache:
                 start = place.stop
 
     def _step_of(self, segments: Sequence[Segment], prefix: Prefix, device: torch.device) -> _Step:
-        """Where the tokens of a micro-batch belong; found once for all layers."""
+        """Where the tokens of a micro-batch belong; found once for all layers, without waiting for the device."""
         if self._step is None or self._step.segments is not segments:
             rows = [self._rows[segment.task, segment.sequence] for segment in segments]
             at = [
@@ -156,6 +157,6 @@ class KeyValueCache:
                 for segment in segments
             ]
             order = sorted(range(len(rows)), key=rows.__getitem__)
-            table = torch.tensor([rows, at, order], dtype=torch.int64, device=device)
+            table = to_device(torch.tensor([rows, at, order]), device)
             self._step = _Step(segments, *table.unbind(), longest=max(at) + 1)
         return self._step

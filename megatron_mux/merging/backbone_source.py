@@ -62,9 +62,7 @@ class BackboneSource:
         if name not in self._quantised:
             return self._checkpoint.read(self._places[name], slice(0, self.tensors[name].shape[0]))
         transposed = self.info.shape.names.transposed
-        matrix = self._matrices.matrix(name, self._quantised[name], transposed)
-        values = torch.empty(matrix.rows, matrix.columns)
-        matrix.dequantise_into(values)
+        values = self._matrices.matrix(name, self._quantised[name], transposed).values(torch.float32)
         return values.t() if transposed else values
 
     def parts(self, name: str) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_mux.adapters.selection import value_of
 from megatron_mux.adapters.targets import matches
 from megatron_mux.adapters.vera import VeraSpec
 from megatron_mux.errors import UserError
@@ -116,8 +117,9 @@ def lora_terms(adapter: StoredAdapter, shape: BackboneShape) -> Iterator[LowRank
 
 def lora_scale(adapter: StoredAdapter, path: str, rank: int) -> float:
     """The factor of a module's product: `lora_alpha / r`, or `lora_alpha / sqrt(r)` with `use_rslora`."""
-    alpha = float(adapter.of_pattern("alpha_pattern", path, adapter.config.get("lora_alpha", 8)))
-    return alpha / (math.sqrt(rank) if adapter.config.get("use_rslora") else rank)
+    config = adapter.config
+    alpha = float(value_of(config.get("alpha_pattern") or {}, path, config.get("lora_alpha", 8)))
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def refuse_variants(adapter: StoredAdapter) -> None:

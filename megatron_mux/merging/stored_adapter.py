@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -102,10 +101,3 @@ class StoredAdapter:
         """SHA-256 of the file of tensors."""
         with self.weights.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-
-    def of_pattern(self, field: str, path: str, default: Any) -> Any:
-        """The value that `rank_pattern` or `alpha_pattern` gives a module, by peft's rule: the first match counts."""
-        for pattern, value in (self.config.get(field) or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", path):
-                return value
-        return default

@@ -48,19 +48,16 @@ class EightBitMatrix(QuantisedMatrix):
     """What the bytes of the codes are."""
 
     @classmethod
-    def of(
-        cls, codes: Tensor, scales: Tensor, to: Format, rounded_to: torch.dtype | None = None
-    ) -> EightBitMatrix:
+    def of(cls, codes: Tensor, scales: Tensor, to: Format) -> EightBitMatrix:
         """A whole Hugging Face tensor.
 
         Args:
             codes: `[N, K]` uint8: the bytes of the values.
             scales: `[N, blocks]` fp32.
             to: What the bytes are.
-            rounded_to: See `QuantisedMatrix`.
         """
         kind: type[EightBitMatrix] = Int8Matrix if to == "int8" else Fp8Matrix
-        return kind({"codes": codes, "scales": scales}, {}, codes.shape[1], rounded_to)
+        return kind({"codes": codes, "scales": scales}, {}, codes.shape[1])
 
     @classmethod
     def empty(cls, rows: int, columns: int, blocks: int, to: Format) -> EightBitMatrix:

@@ -94,6 +94,12 @@ class QuantisedMatrix(ABC):
             )
         return self._with(self._cut(columns), self.shared, len(columns))
 
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The values, `[N, K]`."""
+        place = torch.empty(self.rows, self.columns, dtype=dtype, device=self.tensors[0].device)
+        self.dequantise_into(place)
+        return place
+
     def dequantise_into(self, place: Tensor) -> None:
         """Write the values to a contiguous `[N, K]` tensor on the same device."""
         step = max(1, VALUES_AT_ONCE // max(1, self.columns))

@@ -1,8 +1,8 @@
 """NF4 with or without double quantisation (Dettmers et al., 2023, section 3), bit-equal to bitsandbytes.
 
 A block of 64 neighbouring values has a scale, its largest absolute value; a value's code is the nearest of 16 numbers.
-Double quantisation holds the scales, less their mean, as 8-bit codes in blocks of 256 with a scale each. All of that
-goes by the whole Hugging Face tensor, so a rank's part keeps which of its scales belong together.
+Double quantisation holds the scales, less their mean, as 8-bit codes in blocks of 256 with a scale each. These blocks
+are of the whole Hugging Face tensor, so a rank's part also holds the place of its scales among all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NORMAL_QUANTILES = (
     1.0,
 )
 _TINY = 1e-38
-"""Instead of the scale of a block of zeros."""
+"""Takes the place of a scale of zero."""
 _HALF_TABLE = 65535 / 2
 
 
@@ -49,7 +49,7 @@ def codebook() -> Tensor:
 
 
 def nested_codebook() -> Tensor:
-    """`[256]` those of the codes of scales: seven decades, finer ones near 1, both signs, and 0 and 1."""
+    """`[256]` the numbers that codes of scales stand for: seven decades, finest near 1, of both signs; 0 and 1."""
     numbers = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1)
@@ -103,9 +103,9 @@ def _nearest(scaled: Tensor, numbers: Tensor) -> Tensor:
 class Nf4Matrix(QuantisedMatrix):
     """A matrix in NF4. See `QuantisedMatrix`.
 
-    Row-wise are `codes`, two to a byte, and `absmax`, the scales: in fp32, or as codes. The latter have `first`, for
-    each row the number of its first scale among all scales of the sources, padded to whole blocks of 256; `scales` and
-    `offsets` are of these blocks.
+    Row-wise are `codes`, two to a byte, and `absmax`, the scales: in fp32, or as codes. With codes, `first` is the
+    number of each row's first scale among all scales of the sources, each source padded to whole blocks of 256;
+    `scales` and `offsets` hold a number for each of these blocks.
     """
 
     unit = BLOCK

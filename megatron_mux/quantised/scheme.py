@@ -89,7 +89,7 @@ class Quantisation:
         return BLOCK if self.method == "nf4" else max(1, self.block[1])
 
     def problem(self, module: str, columns: int, parts: int) -> str | None:
-        """What keeps a module's columns from being quantised so, and divided among tensor ranks.
+        """What keeps a module's columns from being quantised so and divided among tensor ranks; None: nothing.
 
         Args:
             module: Its name, for the message.
@@ -129,7 +129,7 @@ class Quantisation:
         return own + self._shared_nbytes(sources)
 
     def undivided_nbytes(self, rows: int, sources: list[tuple[int, int]], by_columns: bool) -> int:
-        """Those of them that each tensor rank has, whatever its part.
+        """Bytes of such a matrix that every tensor rank has, whatever its part.
 
         Args:
             rows: Of the matrix.
@@ -140,7 +140,7 @@ class Quantisation:
         return self._shared_nbytes(sources) + 4 * rows * (by_columns and of_rows)
 
     def _shared_nbytes(self, sources: list[tuple[int, int]]) -> int:
-        """Bytes of what all rows need: codebooks, and scales of scales."""
+        """Bytes that all rows share: codebooks, and scales of scales."""
         if self.method != "nf4":
             return 0
         blocks = sum(-(-n * k // BLOCK // NESTED_BLOCK) for n, k in sources)

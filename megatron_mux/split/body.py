@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_mux import layout
 from megatron_mux.adapters.adapter import TaskAdapter
-from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size, reduce_gradients
@@ -114,7 +114,7 @@ class Body:
         self.backbone = backbone
         self.parallel = parallel
         base_ops, weights = backbone.base_ops(), backbone.module_weight
-        self.adapters = AdapterSet(base_ops, parallel, backbone.dtype, backbone.shape, weights=weights)
+        self.adapters = AdapterSet(Host(base_ops, parallel, backbone.dtype, backbone.shape, weights=weights))
         self._members: dict[str, _Member] = {}
 
     # -- sessions

@@ -78,7 +78,7 @@ def read_client_info(path: str | Path, cut_front: int, cut_back: int) -> Backbon
     """
     path = Path(path)
     shape = read_shape(path)
-    shape.refuse_quantised("Split fine-tuning")
+    shape.refuse("Split fine-tuning", "quantisation")
     check_cuts(shape, cut_front, cut_back)
     if not (path / EXPORT).is_file():
         return read_backbone_info(path)

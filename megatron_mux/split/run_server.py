@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
         UserError: The input is wrong.
     """
     info = read_backbone_info(arguments.backbone)
-    info.shape.refuse_quantised("The split server")
+    info.shape.refuse("The split server", "quantisation")
     front, back = arguments.least_cut_front, arguments.least_cut_back
     layers = range(front, info.shape.layers - back)
     if not layers:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.runtime import Parallel
 from tests.unit.adapters.toy import Toy, adapter_tensors, assemble, make_batch, mixture, noise, sizes
 
@@ -90,7 +90,7 @@ def test_gradients_do_not_depend_on_ranks(
     found = {}
     for where in (alone(parallel), parallel):
         toy = Toy(shape, where)
-        adapters = AdapterSet(toy.infos, where, torch.float64, shape)
+        adapters = AdapterSet(Host(toy.infos, where, torch.float64, shape))
         for spec in mixture():
             adapters.add(spec, 9, adapter_tensors(spec, shape))
         found[where is parallel] = step(toy, adapters, training)
@@ -108,7 +108,7 @@ def test_fresh_values_and_masks_do_not_depend_on_ranks(
     values: list[dict[str, Tensor]] = []
     for where in (alone(parallel), parallel):
         toy = Toy(shape, where)
-        adapters = AdapterSet(toy.infos, where, torch.float64, shape, weights=toy.weights.matrices.get)
+        adapters = AdapterSet(Host(toy.infos, where, torch.float64, shape, weights=toy.weights.matrices.get))
         for spec in mixture():
             initial = adapter_tensors(spec, shape) if spec.name == "diff" else None
             adapters.add(spec, 9, initial)

@@ -15,6 +15,7 @@ from megatron_mux.backbone.residence import Kind
 from megatron_mux.engine import Engine
 from megatron_mux.fusion.launch_order import decode
 from megatron_mux.pipeline.action import TimedAction
+from megatron_mux.quantised.scheme import Method
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.message_log import logged
@@ -40,11 +41,19 @@ Trained = tuple[list[dict[str, float]], dict[str, Tensor]]
 
 
 def train(
-    path: Path, parallel: Parallel, layout: Layout, kind: Kind, recompute: Recompute, interleaved: bool
+    path: Path,
+    parallel: Parallel,
+    layout: Layout,
+    kind: Kind,
+    recompute: Recompute,
+    interleaved: bool,
+    quantise: Method | None,
 ) -> Trained:
     """Losses of two steps, and this rank's part of the adapters after them."""
     cases = cases_of("llama", 96)
-    stages = load_stages(path, parallel, torch.float32, recompute, layout.split or None, kind)
+    stages = load_stages(
+        path, parallel, torch.float32, recompute, layout.split or None, kind, quantise=quantise
+    )
     policy = "in turns" if interleaved else "side by side"
     planning = planning_of(policy, stages[0], parallel, cases, layout.split)
     engine = Engine(stages, parallel, planning)
@@ -61,13 +70,13 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind", "recompute"),
+    ("layout", "kind", "recompute", "quantise"),
     [
-        (Layout(2, 1), "resident", "none"),
-        (Layout(2, 1, True), "resident", "full"),
-        (Layout(2, 1, True), "resident", "selective"),
-        (Layout(2, 1), "sharded", "none"),
-        (Layout(2, 2, True, split=(1, 1, 1, 1)), "offloaded", "none"),
+        (Layout(2, 1), "resident", "none", None),
+        (Layout(2, 1, True), "resident", "full", None),
+        (Layout(2, 1, True), "resident", "selective", None),
+        (Layout(2, 1), "sharded", "none", "int8"),
+        (Layout(2, 2, True, split=(1, 1, 1, 1)), "offloaded", "none", None),
     ],
 )
 def test_in_turns_as_one_after_another(
@@ -76,10 +85,11 @@ def test_in_turns_as_one_after_another(
     layout: Layout,
     kind: Kind,
     recompute: Recompute,
+    quantise: Method | None,
 ) -> None:
     path, parallel = path_of(layout), joined(layout.tensor, layout.pipeline, layout.sequence_parallel)
-    losses, adapters = train(path, parallel, layout, kind, recompute, interleaved=False)
-    again, others = train(path, parallel, layout, kind, recompute, interleaved=True)
+    losses, adapters = train(path, parallel, layout, kind, recompute, False, quantise)
+    again, others = train(path, parallel, layout, kind, recompute, True, quantise)
     assert losses == again
     for name in adapters:
         assert torch.equal(adapters[name], others[name]), name

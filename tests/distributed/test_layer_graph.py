@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux import layout
-from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.backbone.communication import GroupExchange
 from megatron_mux.backbone.cut_layer import CutLayer, TensorMessages
 from megatron_mux.backbone.exchange import Course, interleave
@@ -53,7 +53,7 @@ def _batch() -> MicroBatch:
 
 def _adapters(backbone: Backbone) -> AdapterSet:
     """One task with LoRA on every linear module, one on two; no entry of A and B is zero."""
-    found = AdapterSet(backbone.base_ops(), backbone.parallel, torch.float64, backbone.shape)
+    found = AdapterSet(Host(backbone.base_ops(), backbone.parallel, torch.float64, backbone.shape))
     for name, targets in (("everywhere", "all-linear"), ("some", ["v_proj", "down_proj"])):
         section = {"peft_type": "LORA", "r": 3, "lora_alpha": 5, "target_modules": targets}
         task = {"name": name, "adapter": section, "data": {"path": "none", "max_length": 16}}

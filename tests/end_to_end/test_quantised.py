@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.runtime import Parallel
-from tests import quantised_models
+from tests import quantised_models, tiny_models
 from tests.end_to_end.harness import Case, assert_close, engine_logits, random_records, train
 from tests.quantised_models import VOCABULARY
 from tests.reference import peft_solo
@@ -142,3 +142,17 @@ def test_every_kind_trains_as_on_the_dequantised_weights(
     for case in tasks:
         assert found.losses(case.name) == pytest.approx(wanted.losses(case.name), rel=1e-6), case.name
         assert_close(found.tensors[case.name], wanted.tensors[case.name], 1e-5, case.name)
+
+
+def test_quantised_experts_train_as_dequantised_ones(parallel: Parallel, tmp_path: Path) -> None:
+    paths = quantised_models.make_experts(tiny_models.make(tmp_path, "qwen3_moe"))
+    experts = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    adapter = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], **experts}
+    training = {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "max_steps": 2}
+    case = Case("task", adapter, training, random_records(4, VOCABULARY, 4, 9, seed=0))
+    backbones = [Backbone.load(path, parallel) for path in paths]
+    held = backbones[0].residence.units[0].dequantised
+    assert held is not None and len(held.matrices) == 2, "experts are not held in 8 bits"
+    found, wanted = (train(each, parallel, [case], 2, planning=Planning("spatial", 1)) for each in backbones)
+    assert found.losses("task") == pytest.approx(wanted.losses("task"), rel=1e-6)
+    assert_close(found.tensors["task"], wanted.tensors["task"], 1e-5, "task")

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from megatron_mux.backbone import config as read
 from megatron_mux.base_ops import BaseOpName
-from megatron_mux.shape import BackboneShape, Linear, Names
+from megatron_mux.shape import BackboneShape
+from megatron_mux.tensor_names import Linear, Names
 
 USED = frozenset({"hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"})
 """Fields that `shape` reads for every family; configs with other names (GPT-2's n_embd) have these as aliases."""

@@ -12,7 +12,8 @@ from megatron_mux.backbone.families import _llama_like as like
 from megatron_mux.backbone.rotary import mscale
 from megatron_mux.base_ops import LATENT_OPS
 from megatron_mux.expert_shape import ExpertNames, Routing
-from megatron_mux.shape import BackboneShape, DefaultTargets, Latent, Linear, Names
+from megatron_mux.shape import BackboneShape, Latent
+from megatron_mux.tensor_names import DefaultTargets, Linear, Names
 
 USED = like.USED | frozenset(
     """

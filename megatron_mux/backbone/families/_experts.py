@@ -11,7 +11,8 @@ from megatron_mux.backbone import config as read
 from megatron_mux.backbone.families import _llama_like as like
 from megatron_mux.base_ops import EXPERT_OPS, SHARED_OPS
 from megatron_mux.expert_shape import ExpertNames, Experts, Routing
-from megatron_mux.shape import BackboneShape, DefaultTargets, Linear, Names
+from megatron_mux.shape import BackboneShape
+from megatron_mux.tensor_names import DefaultTargets, Linear, Names
 
 IGNORED = like.IGNORED | {"output_router_logits", "router_aux_loss_coef"}
 """The balancing loss of pre-training. A task has one only if its `training.router_aux_loss_coef` asks for it."""

@@ -9,7 +9,8 @@ from typing import Any
 from megatron_mux.backbone import config as read
 from megatron_mux.backbone.families import _decoder as decoder
 from megatron_mux.backbone.rotary import ropes_by_layer
-from megatron_mux.shape import BackboneShape, DefaultTargets, Linear, Names
+from megatron_mux.shape import BackboneShape
+from megatron_mux.tensor_names import DefaultTargets, Linear, Names
 
 NAMES = Names(
     base="model.",

@@ -11,7 +11,8 @@ from typing import Any
 
 from megatron_mux.backbone.config import Family, refuse
 from megatron_mux.backbone.families import _llama_like as like
-from megatron_mux.shape import BackboneShape, DefaultTargets
+from megatron_mux.shape import BackboneShape
+from megatron_mux.tensor_names import DefaultTargets
 
 _NAMES = replace(
     like.NAMES,

@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron_mux.backbone.config import Family
 from megatron_mux.backbone.families import _decoder as decoder
-from megatron_mux.shape import BackboneShape, DefaultTargets, Linear, Names
+from megatron_mux.shape import BackboneShape
+from megatron_mux.tensor_names import DefaultTargets, Linear, Names
 
 NAMES = Names(
     base="transformer.",

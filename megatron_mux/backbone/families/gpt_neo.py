@@ -9,7 +9,8 @@ from typing import Any
 from megatron_mux.backbone.config import Family, refuse
 from megatron_mux.backbone.families import _decoder as decoder
 from megatron_mux.backbone.families import gpt2
-from megatron_mux.shape import BackboneShape, DefaultTargets, Linear
+from megatron_mux.shape import BackboneShape
+from megatron_mux.tensor_names import DefaultTargets, Linear
 
 _NAMES = replace(
     gpt2.NAMES,

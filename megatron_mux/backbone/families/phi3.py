@@ -11,7 +11,7 @@ from functools import partial
 
 from megatron_mux.backbone.config import Family
 from megatron_mux.backbone.families import _llama_like as like
-from megatron_mux.shape import DefaultTargets, Linear
+from megatron_mux.tensor_names import DefaultTargets, Linear
 
 _NAMES = replace(
     like.NAMES,

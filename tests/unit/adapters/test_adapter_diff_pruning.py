@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_mux import runtime
-from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.adapters.diff_pruning import freeze_step, gate, kept_entries
 from megatron_mux.runtime import Parallel
 from tests.unit.adapters.test_adapter_kinds import gradients, inputs, run
@@ -32,7 +32,7 @@ def test_schedule_leaves_time_for_both_halves() -> None:
 def test_ends_at_the_requested_sparsity(parallel: Parallel, sparsity: float) -> None:
     shape = sizes()
     toy = Toy(shape, parallel)
-    adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
+    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
     spec = diff("diff", TARGETS, sparsity)
     adapter = adapters.add(spec, 9)
     optimizer = torch.optim.AdamW([p.value for p in adapter.parameters], lr=0.05, weight_decay=0.0)
@@ -56,7 +56,7 @@ def test_ends_at_the_requested_sparsity(parallel: Parallel, sparsity: float) -> 
 def test_a_skipped_step_freezes_nothing(parallel: Parallel) -> None:
     shape = sizes()
     toy = Toy(shape, parallel)
-    adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
+    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
     spec = diff("diff", TARGETS, 0.75)
     adapter = adapters.add(spec, 3, adapter_tensors(spec, shape))
     before = [p.value.clone() for p in adapter.parameters]
@@ -72,7 +72,7 @@ def test_a_skipped_step_freezes_nothing(parallel: Parallel) -> None:
 def test_keeps_the_largest_and_resumes_exactly(parallel: Parallel) -> None:
     shape = sizes()
     toy = Toy(shape, parallel)
-    adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
+    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
     spec = diff("diff", TARGETS, 0.75)
     tensors = adapter_tensors(spec, shape)
     adapter = adapters.add(spec, 3, tensors)
@@ -108,7 +108,7 @@ def test_keeps_the_largest_and_resumes_exactly(parallel: Parallel) -> None:
 def test_penalty_is_the_expected_number_of_nonzeros(parallel: Parallel) -> None:
     shape = sizes()
     toy = Toy(shape, parallel)
-    adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
+    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
     spec = diff("diff", TARGETS)
     adapter = adapters.add(spec, 9, adapter_tensors(spec, shape))
     value = adapter.penalty(0)

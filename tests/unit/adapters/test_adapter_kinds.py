@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux import runtime
-from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.kernels import terms
 from megatron_mux.kernels.columns import Columns
 from megatron_mux.layout import MicroBatch
@@ -83,7 +83,7 @@ def gradients(adapters: AdapterSet, name: str) -> dict[str, Tensor]:
 def test_mixture_equals_plain_pytorch(parallel: Parallel, bias: bool, training: bool) -> None:
     shape = sizes()
     toy = Toy(shape, parallel, bias)
-    adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
+    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
     for spec in MIXTURE:
         adapters.add(spec, 9, adapter_tensors(spec, shape))
     bare = lora("bare", target_modules=["q_proj"])  # a task of the batch whose adapter was never attached
@@ -107,7 +107,7 @@ def test_mixture_equals_plain_pytorch(parallel: Parallel, bias: bool, training: 
 def test_gradient_of_the_input(parallel: Parallel, spec: Any) -> None:
     shape = sizes()
     toy = Toy(shape, parallel)
-    adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
+    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
     tensors = adapter_tensors(spec, shape)
     adapters.add(spec, 9, tensors)
     batch = make_batch([spec], multiple=1)
@@ -125,7 +125,7 @@ def test_poison_stays_in_its_task(parallel: Parallel, bad: Any, poison: float) -
     """A neighbour's rows, then its parameters, are NaN or Inf: the others' outputs and gradients stay bit for bit."""
     shape = sizes()
     toy = Toy(shape, parallel)
-    adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
+    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
     for spec in MIXTURE:
         adapters.add(spec, 9, adapter_tensors(spec, shape))
     batch = make_batch(MIXTURE)
@@ -153,7 +153,7 @@ def test_poison_stays_in_its_task(parallel: Parallel, bad: Any, poison: float) -
 def test_alone_and_together_give_the_same_gradients(parallel: Parallel) -> None:
     shape = sizes()
     toy = Toy(shape, parallel)
-    together = AdapterSet(toy.infos, parallel, torch.float64, shape)
+    together = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
     for spec in MIXTURE:
         together.add(spec, 9, adapter_tensors(spec, shape))
     batch = make_batch(MIXTURE)
@@ -163,7 +163,7 @@ def test_alone_and_together_give_the_same_gradients(parallel: Parallel) -> None:
     for spec in MIXTURE:
         together.remove(spec.name)
     for place, spec in enumerate(MIXTURE):
-        alone = AdapterSet(toy.infos, parallel, torch.float64, shape)
+        alone = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
         alone.add(spec, 9, adapter_tensors(spec, shape))
         own = make_batch([spec], multiple=1, first=place)
         run(toy, alone, own, *inputs(own, shape.hidden))
@@ -183,7 +183,7 @@ def test_attaching_and_removing_leaves_no_trace(parallel: Parallel) -> None:
     names = [[n for n, _ in m.named_parameters()] for m in modules]
     batch = make_batch(MIXTURE)
     rows, weights = inputs(batch, shape.hidden)
-    adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
+    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
     bare = run(toy, adapters, batch, rows, weights)
     for spec in MIXTURE:
         adapters.add(spec, 9, adapter_tensors(spec, shape))
@@ -202,7 +202,7 @@ def test_attaching_and_removing_leaves_no_trace(parallel: Parallel) -> None:
 def test_removal_changes_nothing_for_others(parallel: Parallel) -> None:
     shape = sizes()
     toy = Toy(shape, parallel)
-    adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
+    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
     for spec in MIXTURE:
         adapters.add(spec, 9, adapter_tensors(spec, shape))
     batch = make_batch(MIXTURE)
@@ -220,7 +220,7 @@ def test_removal_changes_nothing_for_others(parallel: Parallel) -> None:
 def test_fresh_adapters_change_nothing_and_depend_on_the_seed(parallel: Parallel) -> None:
     shape = sizes()
     toy = Toy(shape, parallel)
-    adapters = AdapterSet(toy.infos, parallel, torch.float64, shape, weights=toy.weights.matrices.get)
+    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape, weights=toy.weights.matrices.get))
     # Dropout disturbs an initial product, but not what is subtracted.
     fresh = [spec for spec in MIXTURE if spec.name not in ("prefix", "pissa-dora")]
     batch = make_batch(fresh)
@@ -242,7 +242,7 @@ def test_only_the_first_adapter_needs_a_gradient_below_it(parallel: Parallel) ->
     """Frozen work below the first adapter leaves no graph: the input's gradient is neither needed nor computed."""
     shape = sizes()
     toy = Toy(shape, parallel)
-    adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
+    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
     spec = lora("one", target_modules=["model.layers.1.self_attn.q_proj"])
     adapters.add(spec, 9, adapter_tensors(spec, shape))
     batch = make_batch([spec])
@@ -255,7 +255,7 @@ def test_nothing_is_left_to_the_first_launch(parallel: Parallel, monkeypatch: py
     """Reading columns back from a GPU would make the host wait, for every term."""
     shape = sizes()
     toy = Toy(shape, parallel)
-    adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
+    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
     for name in "ab":
         adapters.add(lora(name, target_modules=["q_proj", "k_proj", "o_proj", "up_proj"]), 10)
     adapters.add(ia3("c", ["k_proj", "o_proj"], []), 10)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.adapters.lora import LoraSpec
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.adapters.vocabulary_fields import OwnMatrix
@@ -110,7 +110,7 @@ def test_kinds_have_the_fields_that_peft_gives_them() -> None:
 
 def test_a_task_without_a_place_for_its_rows_is_refused() -> None:
     parallel = Parallel.alone(torch.device("cpu"))
-    adapters = AdapterSet([], parallel, torch.float32, sizes())
+    adapters = AdapterSet(Host([], parallel, torch.float32, sizes()))
     task = make_spec(
         "own", lora(modules_to_save=["lm_head"]).model_dump(exclude_unset=True), {"max_steps": 1}
     )

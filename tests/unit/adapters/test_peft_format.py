@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_mux import layout, runtime
-from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.adapters.peft_format import read_adapter, read_files
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_backbone_info
@@ -81,7 +81,7 @@ def backbones(
 def adapters_of(backbone: Backbone, parallel: Parallel) -> AdapterSet:
     """No adapters yet."""
     weights = backbone.module_weight
-    return AdapterSet(backbone.base_ops(), parallel, backbone.dtype, backbone.shape, weights=weights)
+    return AdapterSet(Host(backbone.base_ops(), parallel, backbone.dtype, backbone.shape, weights=weights))
 
 
 def export(directory: Path, adapters: AdapterSet, name: str) -> Path:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_mux import runtime
-from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.runtime import Parallel
 from tests.tiny_models import make
@@ -34,7 +34,7 @@ def vera(**fields: Any) -> Any:
 def test_matrices_are_those_of_peft(key: int, parallel: Parallel, tmp_path: Path) -> None:
     path = make(tmp_path, "llama")
     backbone = Backbone.load(path, parallel)
-    adapters = AdapterSet(backbone.base_ops(), parallel, backbone.dtype, backbone.shape)
+    adapters = AdapterSet(Host(backbone.base_ops(), parallel, backbone.dtype, backbone.shape))
     spec = vera(projection_prng_key=key)
     ours = {p.key: p.value for p in adapters.add(spec, 4).fixed}
     config = peft.VeraConfig(
@@ -55,7 +55,7 @@ def test_matrices_come_from_the_file_if_they_are_saved(save: bool, parallel: Par
     toy = Toy(shape, parallel)
     spec = vera(save_projection=save)
     initial = adapter_tensors(spec, shape)
-    adapter = AdapterSet(toy.infos, parallel, torch.float64, shape).add(spec, 4, initial)
+    adapter = AdapterSet(Host(toy.infos, parallel, torch.float64, shape)).add(spec, 4, initial)
     for p in adapter.fixed:
         assert torch.equal(p.value, initial[p.key]) == save
 
@@ -63,7 +63,7 @@ def test_matrices_come_from_the_file_if_they_are_saved(save: bool, parallel: Par
 def test_layers_share_the_matrices(parallel: Parallel) -> None:
     shape = sizes()
     toy = Toy(shape, parallel)
-    adapters = AdapterSet(toy.infos, parallel, torch.float64, shape)
+    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
     of_layers: dict[int, set[int]] = {}
     for op, at in adapters.add(vera(), 4).at.items():
         parts = [part for t in at.low_rank(0) for part in (t.down, t.up)]

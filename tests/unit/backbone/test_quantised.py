@@ -15,7 +15,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.quantised.config import read_quantisation
 from megatron_mux.quantised.scheme import Quantisation
 from megatron_mux.runtime import Parallel
-from tests import quantised_models
+from tests import quantised_models, tiny_models
 
 PROJECTION = "model.layers.0.self_attn.q_proj"
 
@@ -119,3 +119,47 @@ def test_a_fused_matrix_with_an_unquantised_part_is_held_unquantised(plain: Path
     assert quantised is not None and len(quantised.matrices) == 3
     fused = backbone.model.decoder.layers[1].self_attention.linear_qkv.weight
     assert torch.allclose(fused, whole.linear_qkv.weight, atol=0.02)
+
+
+def test_transposed_weights_have_the_values_of_bitsandbytes(tmp_path: Path) -> None:
+    from bitsandbytes import functional
+
+    gpt2, alone = quantised_models.make_gpt2(tmp_path), Parallel.alone(torch.device("cpu"))
+    module = "transformer.h.0.attn.c_attn"
+    stored = quantised_models.load_file(gpt2 / "model.safetensors")[f"{module}.weight"]
+    theirs = functional.quantize_4bit(stored.t().contiguous(), compress_statistics=True, quant_type="nf4")
+    wanted = functional.dequantize_4bit(*theirs)
+    made = Backbone.load(gpt2, alone, quantise="nf4")
+    read = Backbone.load(quantised_models.make_nf4(gpt2, double=True), alone)
+    whole = Backbone.load(quantised_models.dequantised(gpt2, made, tmp_path), alone)
+    found = made.module_weight(module)
+    assert found is not None and torch.equal(found, wanted)
+    for backbone in (made, read):
+        quantised = backbone.residence.units[0].dequantised
+        assert quantised is not None and len(quantised.matrices) == 4
+        with backbone.residence.using(0):
+            for name, parameter in whole.model.named_parameters():
+                assert torch.equal(backbone.model.get_parameter(name), parameter), name
+
+
+def test_an_nf4_state_of_another_dtype_is_refused(plain: Path) -> None:
+    path = quantised_models.make_nf4(plain, double=False, dtype=torch.bfloat16)
+    tensors = quantised_models.load_file(path / "model.safetensors")
+    name = f"{PROJECTION}.weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(tensors[name].tolist())) | {"dtype": "float64"}
+    tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    quantised_models.save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"q_proj.weight with dtype = float64: supported is float32 or"):
+        Backbone.load(path, Parallel.alone(torch.device("cpu")))
+
+
+def test_experts_that_bitsandbytes_quantised_one_by_one_are_refused(tmp_path: Path) -> None:
+    """As `transformers` 4 did: version 5 leaves them as they are."""
+    section = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    section["llm_int8_skip_modules"] = ["self_attn"]
+    path, _ = quantised_models.make_experts(tiny_models.make(tmp_path, "qwen3_moe"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    message = r"experts\.0\.\w+\.weight as I8: supported are F64, .* \(\d+ more tensors like it\)"
+    with pytest.raises(UserError, match=message):
+        read_backbone_info(path)

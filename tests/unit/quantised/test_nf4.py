@@ -27,12 +27,6 @@ def _theirs(weights: Tensor, double: bool) -> tuple[Tensor, Any, Tensor]:
     return codes, state, functional.dequantize_4bit(codes, state)
 
 
-def _values(held: matrix.QuantisedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
-    place = torch.empty(held.rows, held.columns, dtype=dtype)
-    held.dequantise_into(place)
-    return place
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("size", [(2, 64), (100, 192), (300, 1024)])
@@ -45,16 +39,16 @@ def test_values_are_those_of_bitsandbytes(
     held = nf4.quantise(weights.split(7), double)
     assert torch.equal(held.rowwise["codes"].flatten(), codes.flatten())
     assert torch.equal(held.rowwise["absmax"].flatten(), state.absmax)
-    assert torch.equal(_values(held, dtype), wanted)
+    assert torch.equal(held.values(dtype), wanted)
 
 
 @pytest.mark.parametrize("double", [True, False])
 def test_rows_and_columns_keep_their_values(double: bool) -> None:
     one, other = (nf4.quantise([_weights(rows, 320)], double) for rows in (96, 40))
     rows = torch.tensor([3, 100, 2, 95, 135, 0])
-    wanted = torch.cat((_values(one), _values(other)))[rows, 64:256]
+    wanted = torch.cat((one.values(torch.float32), other.values(torch.float32)))[rows, 64:256]
     fused = nf4.Nf4Matrix.joined([part.cut(range(64, 256)) for part in (one, other)]).take(rows)
-    assert torch.equal(_values(fused), wanted)
+    assert torch.equal(fused.values(torch.float32), wanted)
 
 
 def test_values_are_rounded_to_the_dtype_that_was_quantised() -> None:
@@ -63,7 +57,7 @@ def test_values_are_rounded_to_the_dtype_that_was_quantised() -> None:
     held = nf4.Nf4Matrix.of(
         codes.view(8, -1), state.absmax.view(8, -1), state.state2.absmax, state.offset, torch.bfloat16
     )
-    assert torch.equal(_values(held), wanted.float())
+    assert torch.equal(held.values(torch.float32), wanted.float())
 
 
 def test_a_cut_within_a_block_is_refused() -> None:

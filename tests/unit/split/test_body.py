@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_mux import layout, runtime
 from megatron_mux.adapters.adapter import TaskAdapter
-from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine.optimize import TaskOptimizer
@@ -91,7 +91,7 @@ class Trained:
 def wholes(path: Path, parallel: Parallel) -> dict[str, Trained]:
     """Every task after three steps on the whole backbone, driven by hand."""
     backbone = Backbone.load(path, parallel, torch.float64)
-    adapters = AdapterSet(backbone.base_ops(), parallel, backbone.dtype, backbone.shape)
+    adapters = AdapterSet(Host(backbone.base_ops(), parallel, backbone.dtype, backbone.shape))
     found = {}
     for name in SECTIONS:
         adapter = adapters.add(task_of(name), STEPS)
@@ -133,7 +133,7 @@ def ends(path: Path) -> dict[tuple[int, int], Ends]:
         split = (front, LAYERS - front - back, back)
         first, last = (Backbone.load(path, alone, torch.float64, split=split, stage=i) for i in (0, 2))
         ops = [*first.base_ops(), *last.base_ops()]
-        found[front, back] = Ends(first, last, AdapterSet(ops, alone, torch.float64, first.shape))
+        found[front, back] = Ends(first, last, AdapterSet(Host(ops, alone, torch.float64, first.shape)))
     return found
 
 
