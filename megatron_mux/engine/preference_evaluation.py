@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
 from megatron_mux.data.preference_file import PreferenceDataset
-from megatron_mux.data.tokenise import Example
 from megatron_mux.engine.evaluate import EvalResult
 from megatron_mux.engine.log_probs import LogProbs, kl_term
 from megatron_mux.engine.preference import constants_of, loss_of, named
 from megatron_mux.kernels.preference_loss import SequenceSums
-
-_AT_ONCE = 512
-"""Sequences in host memory at a time."""
 
 
 def evaluate_preferences(log_probs: LogProbs, data: PreferenceDataset) -> EvalResult:
     """Evaluate a preference task on a file. Every rank calls it and gets the answer.
 
     The loss is the mean over all records, and so is KTO's KL term, whose completions are rotated within batches of the
-    training's size. The accuracy is the share of pairs whose chosen
-    sequence has the higher reward; for KTO the share of records whose reward has the sign of their label.
+    training's size. The accuracy is the share of pairs whose chosen sequence has the higher reward; for KTO the share
+    of records whose reward has the sign of their label.
 
     Raises:
-        UserError: The data could not be read, or some rank has no memory for a pass; on every rank.
+        SharedError: See `LogProbs.everywhere`.
     """
     spec = log_probs.task.task.spec.training
     count = len(data)
-    policy, reference = _of_all(log_probs, data.completion, range(count))
+    policy, reference = log_probs.everywhere(data.completion, range(count), policy=True)
     prompts, kl = torch.zeros_like(policy), torch.zeros((), dtype=policy.dtype)
     if spec.loss == "orpo":
-        prompts[0::2] = _of_all(log_probs, data.__getitem__, range(0, count, 2))[0] - policy[0::2]
+        whole = log_probs.everywhere(data.__getitem__, range(0, count, 2), policy=True)[0]
+        prompts[0::2] = whole - policy[0::2]
     if spec.needs_kl:
         batch = spec.per_device_train_batch_size
-        kl = kl_term(_of_all(log_probs, lambda i: data.mismatched(i, _before(i, batch, count)), range(count)))
+        mismatched = lambda i: data.mismatched(i, _before(i, batch, count))
+        kl = kl_term(log_probs.everywhere(mismatched, range(count), policy=True))
     constants = torch.from_numpy(constants_of(spec, data, range(count), None))
     tokens, weights, signs = constants[1:4]
     sums = SequenceSums(policy, prompts, reference, tokens, weights, signs, kl)
@@ -55,9 +50,3 @@ def _before(number: int, batch: int, count: int) -> int:
     """The record whose completion goes with a record's prompt: the one before it in its batch, as in TRL."""
     first = number - number % batch
     return number - 1 if number > first else min(first + batch, count) - 1
-
-
-def _of_all(log_probs: LogProbs, example: Callable[[int], Example], numbers: range) -> Tensor:
-    """`[2, n]` log-probabilities of examples, with the adapter and with the reference, some read at a time."""
-    groups = [numbers[first : first + _AT_ONCE] for first in range(0, len(numbers), _AT_ONCE)]
-    return torch.cat([log_probs.everywhere([example(i) for i in own], policy=True) for own in groups], dim=1)

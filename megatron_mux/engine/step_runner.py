@@ -159,8 +159,8 @@ class StepRunner:
         self.read_ahead.prepare_next((next_steps or len(steps)) if rolls else 1)
         failed = FailedBuckets(len(plan.buckets), self.stages.values(), self.parallel)
         for name, examples in steps[0].mismatched.items():
-            log_probs = LogProbs(self.stages, self.parallel, self.communicator, tasks[name])
-            kl[name] = kl_term(log_probs.on_last_stage(examples, policy=True))
+            log_probs = LogProbs(self.stages, self.parallel, self.communicator, task=tasks[name])
+            kl[name] = kl_term(log_probs.on_last_stage(examples))
         work = compute(failed, batches)
         self._execute(template, work, plan, timer)
         self.planning.count(len(steps))
