@@ -42,8 +42,9 @@ class ForwardPasses(PassRunner):
         results: dict[str, EvalResult | UserError] = {}
         for one in tasks:
             assert isinstance(one.records, PreferenceDataset)
+            log_probs = self._log_probs(one.task, one.batch_size)
             try:
-                results[one.name] = evaluate_preferences(self._log_probs(one.task), one.records)
+                results[one.name] = evaluate_preferences(log_probs, one.records)
             except UserError as error:  # on every rank
                 results[one.name] = error
         return results
@@ -56,8 +57,8 @@ class ForwardPasses(PassRunner):
         problems = {name: compute_references(self._log_probs(task)) for name, task in tasks.items()}
         return {name: problem for name, problem in problems.items() if problem}
 
-    def _log_probs(self, task: TaskState) -> LogProbs:
-        return LogProbs(self.stages, self.parallel, self.communicator, task=task)
+    def _log_probs(self, task: TaskState, batch_size: int | None = None) -> LogProbs:
+        return LogProbs(self.stages, self.parallel, self.communicator, task=task, batch_size=batch_size)
 
     def generator(self, members: Mapping[str, Attached], stop: Collection[int]) -> Generator:
         """Make what continues prompts of some tasks; see `Generator`."""

@@ -307,7 +307,7 @@ class Generator(PassRunner):
 
     def _prompt_passes(self, group: Sequence[_Sequence], cache: KeyValueCache) -> list[MicroBatch]:
         """Micro-batches of whole prompts, of about `TOKENS_PER_PASS`; at least one, as many on all ranks in step."""
-        passes = self.as_many_everywhere(list(filled(group, lambda one: one.length)) or [[]])
+        passes = self.as_many_everywhere(list(filled(group, lambda one: one.length, TOKENS_PER_PASS)) or [[]])
         return [self._pack(members, cache, lambda one: (0, one.length)) for members in passes]
 
     def _pack(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -41,9 +42,15 @@ class _Sums(ForwardCompute):
 
 @dataclass(frozen=True)
 class LogProbs(PassRunner):
-    """Computes a task's log-probabilities; sequences are shared out over data-parallel ranks."""
+    """Computes a task's log-probabilities; sequences are shared out over data-parallel ranks.
+
+    Attributes:
+        task: The task.
+        batch_size: Most sequences of a pass, those of the reference included; None is bound by tokens alone.
+    """
 
     task: TaskState = field(kw_only=True)
+    batch_size: int | None = field(default=None, kw_only=True)
 
     def on_last_stage(self, examples: Sequence[Example]) -> Tensor:
         """Compute without a host sync. Every rank calls it.
@@ -110,15 +117,18 @@ class LogProbs(PassRunner):
 
     def _passes(self, examples: Sequence[Example], policy: bool) -> list[MicroBatch]:
         """This pipeline's micro-batches; as many on every rank where ranks keep in step."""
-        size, rank, rows = self.parallel.dp_size, self.parallel.dp_rank, len(self._rows(policy))
-        groups = [
-            list(filled(range(one, len(examples), size), lambda i: rows * len(examples[i].tokens)))
-            for one in range(size)
-        ]
-        passes = len(groups[rank])
+        size, rows = self.parallel.dp_size, len(self._rows(policy))
+        together = math.inf if self.batch_size is None else self.batch_size // rows
+
+        def of_pipeline(rank: int) -> list[list[int]]:
+            tokens = lambda number: rows * len(examples[number].tokens)
+            return list(filled(range(rank, len(examples), size), tokens, together=lambda _: together))
+
+        groups = [of_pipeline(rank) for rank in range(size)]
+        own = groups[self.parallel.dp_rank]
         if self.in_step:
-            passes = max(map(len, groups))  # every rank knows all sequences: nothing is exchanged
-        own = groups[rank] + [[]] * (passes - len(groups[rank]))
+            # Every rank knows all sequences: nothing is exchanged.
+            own += [[] for _ in range(max(map(len, groups)) - len(own))]
         return [self._pack(examples, group, policy) for group in own]
 
     def _rows(self, policy: bool) -> list[int]:
