@@ -197,11 +197,11 @@ class StepRunner:
             Results of tasks that do not fit by themselves.
         """
         failures: dict[str, StepResult] = {}
-        sequences = {name: len(task.load.tokens) for name, task in tasks.items()}
+        records = {name: task.load.records for name, task in tasks.items()}
         relieved = plan
         for index in sorted(failed, reverse=True):  # from behind: the others keep their places
             names = plan.buckets[index].label
-            smaller = shrink_bucket(relieved, index, sequences)
+            smaller = shrink_bucket(relieved, index, records)
             if smaller is not None:
                 relieved = smaller
                 then = f"in {smaller.buckets[index].micro_batches} micro-batch(es)"

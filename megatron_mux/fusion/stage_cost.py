@@ -186,9 +186,8 @@ class StageCosts:
         if self.recomputes:
             adapters[:, 1] += adapters[:, 0]
         launched = attention + self._cores.launch
-        seconds = self._frozen.seconds(total, labels, launched, lowest, self.recomputes) + adapters
         outside = self._frozen.outside(total, labels)
-        seconds += outside
+        seconds = self._frozen.seconds(total, labels, launched, lowest, self.recomputes) + adapters + outside
         referred = rows @ self._refers
         if referred.any():
             share = referred / np.maximum(total, 1e-9)
@@ -222,7 +221,7 @@ class StageCosts:
         ]
 
     def _of_references(self, rows: Array, labels: Array, attention: Array) -> Array:
-        """`[B, S]` seconds of rows that are computed a second time, forward only and without adapters."""
+        """`[B, S]` seconds of rows that are computed a second time, forward only; a frozen copy's adapter left out."""
         nothing = np.full(len(rows), len(ORDER) * self.shape.layers)
         layers = self._frozen.seconds(rows, labels, attention + self._cores.launch, nothing, False)
         found: Array = layers[:, 0] + self._frozen.outside(rows, labels)[:, 0]
