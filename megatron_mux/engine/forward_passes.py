@@ -38,27 +38,26 @@ class ForwardPasses(PassRunner):
         return results
 
     def _evaluate_preferences(self, tasks: Sequence[HeldOut]) -> dict[str, EvalResult | UserError]:
-        """Evaluate preference tasks, one after the other."""
-        results: dict[str, EvalResult | UserError] = {}
-        for one in tasks:
-            assert isinstance(one.records, PreferenceDataset)
-            log_probs = self._log_probs(one.task, one.batch_size)
-            try:
-                results[one.name] = evaluate_preferences(log_probs, one.records)
-            except UserError as error:  # on every rank
-                results[one.name] = error
-        return results
+        """Evaluate preference tasks together; one by one if some of them cannot be."""
+        try:
+            return dict(evaluate_preferences(self._log_probs, tasks)) if tasks else {}
+        except UserError as error:  # on every rank
+            if len(tasks) == 1:
+                return {tasks[0].name: error}
+            found = [self._evaluate_preferences([one]) for one in tasks]
+            return {name: result for own in found for name, result in own.items()}
 
     def compute_references(self, tasks: Mapping[str, TaskState]) -> dict[str, str]:
         """Compute log-probabilities under references that tasks ask for; why it could not be done, by task.
 
         Every rank calls it and gets the same answer.
         """
-        problems = {name: compute_references(self._log_probs(task)) for name, task in tasks.items()}
+        problems = {name: compute_references(self._log_probs, task) for name, task in tasks.items()}
         return {name: problem for name, problem in problems.items() if problem}
 
-    def _log_probs(self, task: TaskState, batch_size: int | None = None) -> LogProbs:
-        return LogProbs(self.stages, self.parallel, self.communicator, task=task, batch_size=batch_size)
+    @property
+    def _log_probs(self) -> LogProbs:
+        return LogProbs(self.stages, self.parallel, self.communicator)
 
     def generator(self, members: Mapping[str, Attached], stop: Collection[int]) -> Generator:
         """Make what continues prompts of some tasks; see `Generator`."""

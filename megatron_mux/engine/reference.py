@@ -7,8 +7,8 @@ import numpy as np
 from megatron_mux import runtime
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.attach import AdapterSet
-from megatron_mux.engine.log_probs import LogProbs
-from megatron_mux.engine.task_state import Task, reference_name
+from megatron_mux.engine.log_probs import LogProbs, Wanted
+from megatron_mux.engine.task_state import Task, TaskState, reference_name
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
@@ -46,7 +46,7 @@ def attach_reference(adapters: AdapterSet, task: Task, total_steps: int) -> Task
     return adapters.add(copy, total_steps, task.initial)
 
 
-def compute_references(log_probs: LogProbs) -> str:
+def compute_references(log_probs: LogProbs, task: TaskState) -> str:
     """Compute what a task's reference makes of all its data, if it asks for that and it has not been done.
 
     Every rank calls it.
@@ -54,7 +54,6 @@ def compute_references(log_probs: LogProbs) -> str:
     Returns:
         Why it could not be done, the same on every rank; empty if it is done.
     """
-    task = log_probs.task
     if not task.task.spec.training.precompute_ref_log_probs or task.reference_log_probs is not None:
         return ""
     if runtime.is_dry_run():  # no value counts, and these passes are smaller than those of a step
@@ -62,7 +61,7 @@ def compute_references(log_probs: LogProbs) -> str:
         return ""
     data = task.preferences
     try:
-        found = log_probs.everywhere(data.completion, range(len(data)), policy=False)
+        [found] = log_probs.everywhere([Wanted(task, data.completion, range(len(data)), policy=False)])
     except SharedError as error:
         return str(error)
     task.reference_log_probs = found[1].numpy()

@@ -18,6 +18,7 @@ from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine, Planning, StepResult
 from megatron_mux.engine.evaluate import EvalResult
 from megatron_mux.errors import UserError
+from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec, TrainingSpec
 from tests.end_to_end.families import FAMILIES, lora, prefix
@@ -65,7 +66,7 @@ class Run(NamedTuple):
 
     results: dict[str, list[StepResult]]
     tensors: dict[str, dict[str, Tensor]]
-    evaluations: dict[str, EvalResult | None]
+    evaluations: dict[str, EvalResult | UserError]
 
 
 def supervised() -> list[Case]:
@@ -118,7 +119,7 @@ def together(
     tasks.append(preferences.task("fresh", "dpo", STEPS))
     engine.register_tasks(tasks + [case.task for case in supervised()])
     results = steps_of(engine, STEPS)
-    evaluations = {name: engine.evaluate(name) for name in FIELDS}
+    evaluations = engine.evaluate_together(list(FIELDS))
     run = Run(results, {name: adapter(engine, name) for name in engine.tasks}, evaluations)
     for name in engine.tasks:
         engine.remove_task(name)
@@ -165,7 +166,7 @@ def test_losses_rewards_and_adapters_are_those_of_trl(
 @pytest.mark.parametrize("name", FIELDS)
 def test_evaluations_are_those_of_trl(name: str, together: Run, alone: dict[str, TrlResult]) -> None:
     found, wanted = together.evaluations[name], alone[name].evaluation
-    assert found is not None
+    assert isinstance(found, EvalResult)
     assert found.loss == pytest.approx(wanted["eval_loss"], rel=LOSS)
     assert {"rewards/chosen", "rewards/margins"} <= found.values.keys()
     for key, value in found.values.items():
