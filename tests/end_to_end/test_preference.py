@@ -18,7 +18,6 @@ from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine, Planning, StepResult
 from megatron_mux.engine.evaluate import EvalResult
 from megatron_mux.errors import UserError
-from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec, TrainingSpec
 from tests.end_to_end.families import FAMILIES, lora, prefix
