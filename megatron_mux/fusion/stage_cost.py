@@ -277,7 +277,7 @@ class StageCosts:
     # -- besides the passes
 
     def step_overhead(self, tasks: Sequence[int]) -> float:
-        """Seconds of a step of these tasks outside its passes: reading, laying out, optimizers."""
+        """Seconds of a step of these tasks outside its passes: reading, laying out, optimizers, KL terms."""
         profile = self.profile
         return (
             profile.step_seconds
@@ -288,7 +288,13 @@ class StageCosts:
                 for t in tasks
             )
             + self._gradients(tasks)
+            + sum(self._kl_term(t) for t in tasks if self.loads[t].needs_kl)
         )
+
+    def _kl_term(self, task: int) -> float:
+        """Seconds of the pass over a step's mismatched completions, with adapter and reference, stage after stage."""
+        seconds = sum(self.hybrid((task,), 1).forward)
+        return seconds if self.loads[task].refers else 2 * seconds
 
     def _gradients(self, tasks: Sequence[int]) -> float:
         """Seconds to sum the fp32 gradients of adapters over pipelines: as a transfer of as many bytes, twice."""
