@@ -108,9 +108,7 @@ class Reporter:
     def track(self, spec: TaskSpec, step: int) -> None:
         """Report a task's figures to the trackers that it names, from `step` on."""
         training = spec.training
-        directory = training.logging_dir
-        if directory is None and self.directory is not None:
-            directory = self.directory / spec.name
+        directory = training.logging_dir or self.directory
         if self.silent or not training.report_to or spec.name in self._trackers:
             return
         if directory is None:
@@ -121,7 +119,7 @@ class Reporter:
             spec.name,
             training.run_name or spec.name,
             training.project,
-            directory,
+            directory / spec.name,  # tasks may share a logging_dir
             step=step,
             config=spec.plain(),
         )

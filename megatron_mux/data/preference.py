@@ -64,8 +64,9 @@ def parse_preference(value: Mapping[str, Any], loss: str) -> PreferenceRecord:
     Raises:
         BadRecordError: It lacks a column, or a column holds something else.
     """
-    if value.get("tools"):
-        raise BadRecordError('"tools" is not supported in a preference record: leave it out')
+    for key in ("tools", "chat_template_kwargs"):
+        if value.get(key):
+            raise BadRecordError(f'"{key}" is not supported in a preference record: leave it out')
     if "chosen" in value and "rejected" in value:
         chosen, rejected = _content(value, "chosen"), _content(value, "rejected")
         prompt = _content(value, "prompt") if "prompt" in value else None

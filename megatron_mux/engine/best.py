@@ -15,12 +15,14 @@ class BestEvaluation:
         value: What it gave; None before the first.
         checkpoint: Directory of the adapter that gave it, as `SavedTask.checkpoint`; empty: none is kept.
         stale: Evaluations in a row that have improved nothing.
+        metric: What is compared, such as `lowest loss`; empty before the first.
     """
 
     step: int = 0
     value: float | None = None
     checkpoint: str = ""
     stale: int = 0
+    metric: str = ""
 
     def note(self, step: int, value: float, greater: bool, threshold: float) -> bool:
         """Compare an evaluation with the best one so far.

@@ -196,7 +196,8 @@ class BucketFinalizer:
         if self.parallel.is_last_stage:
             self._tied.receive(names, whole[:, read:])
         rows = self._rows[entry % len(self.buckets)]
-        stopped = self._stopped[rows] | ~torch.isfinite(whole).all(dim=1) | (whole[:, _FAILED] > 0)
+        broken = ~torch.isfinite(whole[:, :columns]).all(dim=1) | (whole[:, _FAILED] > 0)
+        stopped = self._stopped[rows] | broken
         norms = whole[:, _SQUARE].sqrt()
         self._stopped[rows] = stopped
         later, index = divmod(entry, len(self.buckets))

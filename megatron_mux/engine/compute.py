@@ -68,7 +68,7 @@ class TrainingCompute:
         self.losses: Tensor = torch.zeros(shape, dtype=torch.float64, device=finalizer.parallel.device)
         self._balancing = torch.zeros_like(self.losses) if finalizer.coefficients else self.losses
         self.preferences = finalizer.preferences
-        self._scales: dict[int, RowScale] = {}
+        self._scales: dict[Unit, list[tuple[MicroBatch, RowScale]]] = {}
         factors = [task.task.spec.training.label_smoothing_factor for task in finalizer.tasks.values()]
         self._smoothing: Tensor | None = None
         if any(factors) and any(stage.last for stage in stages.values()):
@@ -160,14 +160,15 @@ class TrainingCompute:
             self.preferences.add(step, batch, nll)
         if batch.training:
             if scale is not None:
-                self._scales[id(batch)] = scale
+                self._scales.setdefault(action.unit, []).append((batch, scale))
             self.losses[action.bucket].index_add_(0, batch.label_tasks, (nll * batch.label_weights).double())
         return loss
 
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
         """Back-propagate to the adapters and to the stage's input, unless memory has run out."""
         outputs = self._outputs.pop((action.stage, action.unit), [output])
-        self.failed.attempt(action, lambda: self._back(action, outputs, gradient))
+        scales = self._scales.pop(action.unit, []) if self.stages[action.stage].last else []
+        self.failed.attempt(action, lambda: self._back(action, outputs, gradient, scales))
         if action.bucket in self.failed:
             # The gradients so far are of no use.
             for name in self.finalizer.bucket(action.bucket).tasks:
@@ -177,12 +178,17 @@ class TrainingCompute:
             if tally is not None:
                 tally.add_losses(self._balancing[action.bucket])
 
-    def _back(self, action: Action, outputs: Sequence[Tensor], gradient: Tensor | None) -> None:
+    def _back(
+        self,
+        action: Action,
+        outputs: Sequence[Tensor],
+        gradient: Tensor | None,
+        scales: Sequence[tuple[MicroBatch, RowScale]],
+    ) -> None:
         batches = self.batches[action.unit]
         backbone = self.stages[action.stage]
-        for batch in batches if backbone.last else ():
-            if scale := self._scales.pop(id(batch), None):
-                self.preferences.settle(self.finalizer.step(action.bucket), batch, scale)
+        for batch, scale in scales:
+            self.preferences.settle(self.finalizer.step(action.bucket), batch, scale)
         trained = self._trained_below(backbone.layers.stop, action.unit)
         gradients: Sequence[Tensor | None] = [None] * len(outputs)
         if gradient is not None and any(trained):

@@ -6,7 +6,6 @@ clipping, accumulation, data order and fate.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -18,17 +17,15 @@ from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.backbone.communication import GroupExchange
 from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine.agreement import first_problem, out_of_memory_on_every_rank
 from megatron_mux.engine.evaluate import EvalResult
 from megatron_mux.engine.forward_passes import ForwardPasses
 from megatron_mux.engine.generate import Completion, Prompt
-from megatron_mux.engine.hand_over import HandOver
+from megatron_mux.engine.hand_over import HandOver, bytes_beside_expert
 from megatron_mux.engine.held_out import Records
-from megatron_mux.engine.log_probs import LogProbs
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size
 from megatron_mux.engine.planning import Planning
-from megatron_mux.engine.reference import attach_reference, compute_references, detach
+from megatron_mux.engine.registration import attach, detach
 from megatron_mux.engine.snapshot import HostMemory, LocalState, Snapshot, copy_states
 from megatron_mux.engine.step_runner import Results, StepRunner
 from megatron_mux.engine.task_state import Status, StepResult, Task, TaskState
@@ -38,8 +35,6 @@ from megatron_mux.errors import UserError, failed_allocation
 from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.kernels.dropout import key_of
-from megatron_mux.kernels.embedding_noise import EmbeddingNoise
 from megatron_mux.kernels.own_rows import Place, VocabularyPart
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import Timer
@@ -125,36 +120,18 @@ class Engine:
 
     def _register(self, task: Task) -> str:
         """Returns what is wrong on this rank alone, if anything: then the task is not registered."""
-        spec = task.spec
-        if spec.name in self._tasks:
-            raise UserError(f"task {spec.name!r} is registered already: give the new task another name")
-        seed, together = spec.training.seed, spec.training.sequences_per_record
-        sampler = Sampler(len(task.data), spec.sequences_per_step, seed, spec.data.shuffle, together)
-        total = spec.total_steps(len(task.data))
-        initial = task.resume.adapter if task.resume is not None else task.initial
+        name = task.spec.name
+        if name in self._tasks:
+            raise UserError(f"task {name!r} is registered already: give the new task another name")
         try:
-            adapter = self.adapters.add(spec, total, initial)
-        except torch.OutOfMemoryError as error:
-            return f"task {spec.name!r}: there is no memory for its adapter ({failed_allocation(error)})"
-        try:
-            load = self._load_of(task)
-            optimizer = TaskOptimizer(adapter, spec.training, total)
-            state = TaskState(task, adapter, optimizer, sampler, load, total)
-            state.reference = attach_reference(self.adapters, task, total)
-            if task.resume is not None:
-                state.resume(task.resume)
+            state = self._tasks[name] = attach(self.adapters, task, self._load_of(task))
             self._reserve_gradient_buffer()
         except torch.OutOfMemoryError as error:
-            detach(self.adapters, spec.name)
-            return f"task {spec.name!r}: there is no memory for its optimizer ({failed_allocation(error)})"
-        except BaseException:
-            detach(self.adapters, spec.name)
-            raise
-        self._tasks[spec.name] = state
-        alpha = spec.training.neftune_noise_alpha
-        if alpha is not None and 0 in self.stages:
-            key = key_of(spec.training.seed, "neftune")
-            self.stages[0].vocabulary.noise[spec.name] = EmbeddingNoise(key, alpha, state.sequence_lengths)
+            self._tasks.pop(name, None)
+            detach(self.adapters, name)
+            return f"task {name!r}: there is no memory for its adapter and optimizer ({failed_allocation(error)})"
+        if 0 in self.stages and (noise := state.embedding_noise) is not None:
+            self.stages[0].vocabulary.noise[name] = noise
         return ""
 
     def remove_task(self, name: str) -> None:
@@ -184,7 +161,7 @@ class Engine:
             torch.OutOfMemoryError: There is no memory for it; then it is as it was.
         """
         self._runner.updates.clear()  # they keep storage of tasks that have left
-        arenas = [adapter.arena for adapter in self.adapters.tasks.values()]
+        arenas = [task.adapter.arena for task in self._tasks.values()]
         size = gradient_buffer_size(arenas, self.parallel)
         if size != self._runner.buffer.numel():
             self._runner.buffer = torch.empty(size, dtype=torch.uint8, device=self.parallel.device)
@@ -230,17 +207,10 @@ class Engine:
     @property
     def bytes_beside_expert(self) -> float:
         """Bytes of tasks' adapters and optimizer states that move with an expert's weights, mean of all experts."""
-        experts, shape = self.backbone.shape.experts, self.backbone.shape
-        if experts is None or self.parallel.experts.broker is None:
+        if self.parallel.experts.broker is None:
             return 0.0
-        values = sum(
-            math.prod(tensor.shape) * (1 + (task.optimizer.kind.states_per_value or 0))
-            for task in self._tasks.values()
-            for tensor in task.adapter.tensors.values()
-            if tensor.expert_dim is not None
-        )
-        count = experts.count * len(experts.layers(shape.layers))
-        return values * self.adapters.host.parameter_dtype.itemsize / count
+        itemsize = self.adapters.host.parameter_dtype.itemsize
+        return bytes_beside_expert(self._tasks.values(), self.backbone.shape, itemsize)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -337,9 +307,8 @@ class Engine:
             torch.OutOfMemoryError: This rank ran out of memory where others wait for it: the run cannot go on.
         """
         self.adapters.prepare()
-        for name in self.active:
-            task = self._tasks[name]
-            compute_references(LogProbs(self.stages, self.parallel, self.communicator, task))
+        if problems := self._forward.compute_references({name: self._tasks[name] for name in self.active}):
+            return [{name: self._tasks[name].fail(problem) for name, problem in problems.items()}]
         while True:
             plan = self.planning.begin(self._loads())
             if results := self._runner.run(plan, self._tasks, max_steps, timer, next_steps):

@@ -16,16 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux import layout
-from megatron_mux.engine.compute import Stages
-from megatron_mux.engine.forward_compute import EvaluationCompute, run_forward
+from megatron_mux.engine.forward_compute import EvaluationCompute, PassRunner
 from megatron_mux.engine.held_out import HeldOut, HeldOutRecord, RecordGroups
 from megatron_mux.engine.out_of_memory import FailedBuckets
-from megatron_mux.engine.trial import Trials
 from megatron_mux.errors import SharedError
 from megatron_mux.layout import MicroBatch, PackedSequence
-from megatron_mux.pipeline.communicate import Communicator
-from megatron_mux.runtime import Parallel
-from megatron_mux.tasks.evaluation import TOKENS_PER_PASS, plain_choices, tokens_per_pass
+from megatron_mux.tasks.evaluation import TOKENS_PER_PASS, filled, plain_choices, tokens_per_pass
 
 # Passes of one group, times the stages: the pipeline drains between groups, and these keep that rare.
 PASSES_PER_STAGE = 8
@@ -80,20 +76,8 @@ class EvalResult:
 
 
 @dataclass(frozen=True)
-class Evaluator:
-    """Evaluates tasks on this rank; every rank makes one.
-
-    Attributes:
-        stages: This rank's, with the tasks' adapters attached.
-        parallel: Where this rank stands; records are shared out over data-parallel ranks.
-        communicator: This rank's transfers.
-        trials: Tries the largest pass first; None: memory cannot run out, or only where a pass recovers from it.
-    """
-
-    stages: Stages
-    parallel: Parallel
-    communicator: Communicator
-    trials: Trials | None
+class Evaluator(PassRunner):
+    """Evaluates tasks; records are shared out over data-parallel ranks."""
 
     def evaluate(self, tasks: Sequence[HeldOut]) -> dict[str, EvalResult | SharedError]:
         """Evaluate tasks together; every rank calls it and every rank gets the answer.
@@ -158,7 +142,7 @@ class Evaluator:
             if self.trials is None or not self._is_out_of_memory(failed):
                 failed = FailedBuckets(1, self.stages.values(), self.parallel)
                 compute = self._compute(batches, ends, failed)
-                run_forward(compute, self.parallel, self.communicator)
+                self.run(compute)
                 if not self._is_out_of_memory(failed):
                     return self._sums(list(members), group, compute.sums), tokens
             if tokens == 1:
@@ -181,7 +165,7 @@ class Evaluator:
         largest = max(size[0], before[0]), max(size[1], before[1])
         if largest != before:
             compute = partial(self._compute, batches, ends, failed)
-            self.trials.run(failed, lambda: run_forward(compute(), self.parallel, self.communicator))
+            self.trials.run(failed, lambda: self.run(compute()))
             if not failed:
                 self.trials.evaluated = largest
         return failed
@@ -225,34 +209,26 @@ class Evaluator:
         """A group's micro-batches of at most `max_tokens` (a longer sequence has its own) and of as many sequences as
         each of their tasks allows; as many on every rank where ranks keep in step.
         """
-        batches: list[MicroBatch] = []
-        current: list[PackedSequence] = []
-        tokens, most = 0, math.inf
-        examples = [(record.task, example) for record in group for example in record.examples]
-        total = sum(len(example.tokens) for _, example in examples)
-        max_tokens = min(max_tokens, tokens_per_pass(total, self.parallel.pp_size))
-        for i, (name, example) in enumerate(examples):
-            length, limit = len(example.tokens), members[name].batch_size or math.inf
-            if current and (tokens + length > max_tokens or len(current) >= min(most, limit)):
-                batches.append(self._pack(members, current))
-                current, tokens, most = [], 0, math.inf
-            current.append((name, i, example.tokens, example.labelled, 1.0))
-            tokens, most = tokens + length, min(most, limit)
-        if current:
-            batches.append(self._pack(members, current))
-        if next(iter(self.stages.values())).in_step:
-            passes = int(self.parallel.most([len(batches)])[0])
-            batches += [self._pack(members, []) for _ in range(passes - len(batches))]
-        return batches
+        sequences = [
+            (record.task, i, example.tokens, example.labelled, 1.0)
+            for i, (record, example) in enumerate((one, own) for one in group for own in one.examples)
+        ]
+        total = sum(len(sequence[2]) for sequence in sequences)
+        groups = filled(
+            sequences,
+            lambda one: len(one[2]),
+            min(max_tokens, tokens_per_pass(total, self.parallel.pp_size)),
+            lambda one: members[one[0]].batch_size or math.inf,
+        )
+        return [self._pack(members, own) for own in self.as_many_everywhere(list(groups))]
 
     def _pack(self, members: Mapping[str, HeldOut], sequences: list[PackedSequence]) -> MicroBatch:
-        multiple = self.parallel.tp_size if self.parallel.sequence_parallel else 1
         host = layout.pack(
             sequences,
             tuple(members),
             {name: one.task.step for name, one in members.items()},
             {name: one.task.position_offset for name, one in members.items()},
-            multiple,
+            self.multiple,
             training=False,
             slots={name: one.task.slot for name, one in members.items()},
         )

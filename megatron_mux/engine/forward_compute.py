@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,12 +13,15 @@ from torch import Tensor
 from megatron_mux import layout
 from megatron_mux.engine.compute import Stages, zeros_for_next_stage
 from megatron_mux.engine.out_of_memory import FailedBuckets
+from megatron_mux.engine.trial import Trials
 from megatron_mux.layout import MicroBatch
 from megatron_mux.pipeline.action import Action
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
 from megatron_mux.pipeline.template import forward_only
 from megatron_mux.runtime import Parallel
+
+T = TypeVar("T")
 
 
 class ForwardCompute(ABC):
@@ -89,13 +94,48 @@ class ForwardCompute(ABC):
         return "eval " + "+".join(self.batches[action.micro_batch].task_rows)
 
 
-def run_forward(compute: ForwardCompute, parallel: Parallel, communicator: Communicator) -> None:
-    """Run this rank's forward passes of micro-batches, the same number on every rank of the pipeline."""
-    stages = compute.stages
-    ranks, each = parallel.pp_size, len(stages)
-    dtype = next(iter(stages.values())).dtype
-    template = forward_only(ranks, len(compute.batches), each)
-    execute(template, parallel.pp_rank, compute, communicator, dtype, stages=ranks * each)
+@dataclass(frozen=True)
+class PassRunner:
+    """Runs forward passes on this rank; every rank makes one.
+
+    Attributes:
+        stages: This rank's, with the tasks' adapters attached.
+        parallel: Where this rank stands; data-parallel ranks share the sequences.
+        communicator: This rank's transfers.
+        trials: Tries the largest passes first; None: memory cannot run out, or only where a pass recovers from it.
+    """
+
+    stages: Stages
+    parallel: Parallel
+    communicator: Communicator
+    trials: Trials | None = None
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all ranks must make the same number of passes."""
+        return next(iter(self.stages.values())).in_step
+
+    @property
+    def multiple(self) -> int:
+        """The rows of a micro-batch are padded to a multiple of this."""
+        return self.parallel.tp_size if self.parallel.sequence_parallel else 1
+
+    def as_many_everywhere(self, groups: list[list[T]]) -> list[list[T]]:
+        """What is computed in each pass, with empty passes where other ranks have more and all keep in step.
+
+        Every rank calls it.
+        """
+        if not self.in_step:
+            return groups
+        most = int(self.parallel.most([len(groups)])[0])
+        return groups + [[] for _ in range(most - len(groups))]
+
+    def run(self, compute: ForwardCompute) -> None:
+        """Run this rank's passes of micro-batches, the same number on every rank of the pipeline."""
+        ranks, each = self.parallel.pp_size, len(self.stages)
+        dtype = next(iter(self.stages.values())).dtype
+        template = forward_only(ranks, len(compute.batches), each)
+        execute(template, self.parallel.pp_rank, compute, self.communicator, dtype, stages=ranks * each)
 
 
 class EvaluationCompute(ForwardCompute):

@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from megatron_mux.data.preference_file import PreferenceDataset
-from megatron_mux.engine.compute import Stages
 from megatron_mux.engine.evaluate import EvalResult, Evaluator
+from megatron_mux.engine.forward_compute import PassRunner
 from megatron_mux.engine.generate import Attached, Generator
 from megatron_mux.engine.held_out import HeldOut, Records
 from megatron_mux.engine.held_out_texts import with_texts
 from megatron_mux.engine.log_probs import LogProbs
 from megatron_mux.engine.preference_evaluation import evaluate_preferences
+from megatron_mux.engine.reference import compute_references
 from megatron_mux.engine.task_state import TaskState
-from megatron_mux.engine.trial import Trials
 from megatron_mux.errors import UserError
-from megatron_mux.pipeline.communicate import Communicator
-from megatron_mux.runtime import Parallel
 
 
-@dataclass(frozen=True)
-class ForwardPasses:
-    """Forward passes over this rank's stages; every rank makes the same calls.
-
-    Attributes:
-        stages: This rank's, with the tasks' adapters attached.
-        parallel: Where this rank stands.
-        communicator: This rank's transfers.
-        trials: Tries the largest passes first; None: memory cannot run out, or only where a pass recovers from it.
-    """
-
-    stages: Stages
-    parallel: Parallel
-    communicator: Communicator
-    trials: Trials | None = None
+class ForwardPasses(PassRunner):
+    """Forward passes over this rank's stages; every rank makes the same calls."""
 
     def evaluate(
         self, tasks: Mapping[str, TaskState], given: Mapping[str, Records]
@@ -45,7 +29,7 @@ class ForwardPasses:
         if not held_out:
             return {}
         preferences = [one for one in held_out if isinstance(one.records, PreferenceDataset)]
-        held_out = [one for one in held_out if one not in preferences]
+        held_out = [one for one in held_out if not isinstance(one.records, PreferenceDataset)]
         results = self._evaluate_preferences(preferences)
         if held_out:
             evaluator = Evaluator(self.stages, self.parallel, self.communicator, self.trials)
@@ -54,17 +38,29 @@ class ForwardPasses:
         return results
 
     def _evaluate_preferences(self, tasks: Sequence[HeldOut]) -> dict[str, EvalResult | UserError]:
-        """Evaluate preference tasks, one after the other."""
-        results: dict[str, EvalResult | UserError] = {}
-        for one in tasks:
-            assert isinstance(one.records, PreferenceDataset)
-            log_probs = LogProbs(self.stages, self.parallel, self.communicator, one.task)
-            try:
-                results[one.name] = evaluate_preferences(log_probs, one.records)
-            except UserError as error:  # on every rank
-                results[one.name] = error
-        return results
+        """Evaluate preference tasks together; one by one if some of them cannot be."""
+        try:
+            return dict(evaluate_preferences(self._log_probs, tasks)) if tasks else {}
+        except UserError as error:  # on every rank
+            if len(tasks) == 1:
+                return {tasks[0].name: error}
+            found = [self._evaluate_preferences([one]) for one in tasks]
+            return {name: result for own in found for name, result in own.items()}
+
+    def compute_references(self, tasks: Mapping[str, TaskState]) -> dict[str, str]:
+        """Compute log-probabilities under references that tasks ask for; why it could not be done, by task.
+
+        Every rank calls it and gets the same answer.
+        """
+        problems = {name: compute_references(self._log_probs, task) for name, task in tasks.items()}
+        return {name: problem for name, problem in problems.items() if problem}
+
+    @property
+    def _log_probs(self) -> LogProbs:
+        return LogProbs(self.stages, self.parallel, self.communicator)
 
     def generator(self, members: Mapping[str, Attached], stop: Collection[int]) -> Generator:
         """Make what continues prompts of some tasks; see `Generator`."""
-        return Generator(self.stages, self.parallel, self.communicator, members, stop, self.trials)
+        return Generator(
+            self.stages, self.parallel, self.communicator, self.trials, members=members, stop=stop
+        )

@@ -18,16 +18,12 @@ import torch.distributed as dist
 
 from megatron_mux import layout
 from megatron_mux.engine.agreement import everyones
-from megatron_mux.engine.compute import Stages
-from megatron_mux.engine.forward_compute import GenerationCompute, run_forward
+from megatron_mux.engine.forward_compute import GenerationCompute, PassRunner
 from megatron_mux.engine.out_of_memory import FailedBuckets
-from megatron_mux.engine.trial import Trials
 from megatron_mux.errors import SharedError
 from megatron_mux.kernels.key_value_cache import KeyValueCache
 from megatron_mux.layout import MicroBatch
-from megatron_mux.pipeline.communicate import Communicator
-from megatron_mux.runtime import Parallel
-from megatron_mux.tasks.evaluation import TOKENS_PER_PASS
+from megatron_mux.tasks.evaluation import TOKENS_PER_PASS, filled
 
 CACHE_POSITIONS = 4 * TOKENS_PER_PASS
 """Positions whose keys and values a group keeps at most: its sequences times the longest one. A longer sequence is a
@@ -117,24 +113,16 @@ class _Sequence:
 
 
 @dataclass(frozen=True)
-class Generator:
-    """Generates on this rank; every rank makes one.
+class Generator(PassRunner):
+    """Generates; prompts are shared out over data-parallel ranks.
 
     Attributes:
-        stages: This rank's, with the tasks' adapters attached.
-        parallel: Where this rank stands; prompts are shared out over data-parallel ranks.
-        communicator: This rank's transfers.
         members: The tasks by name, in one order on every rank. One without an adapter has a slot that no other has.
         stop: Tokens that end a sequence.
-        trials: Tries a group's largest passes first; None: memory cannot run out, or only where a pass recovers.
     """
 
-    stages: Stages
-    parallel: Parallel
-    communicator: Communicator
-    members: Mapping[str, Attached]
-    stop: Collection[int]
-    trials: Trials | None = None
+    members: Mapping[str, Attached] = field(kw_only=True)
+    stop: Collection[int] = field(kw_only=True)
     _fitted: list[int] = field(default_factory=list)
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Completion]:
@@ -146,9 +134,7 @@ class Generator:
         sequences = sorted(self._sequences(prompts), key=lambda sequence: -sequence.limit)
         own = [] if self.parallel.experts.is_manager else sequences
         own = own[self.parallel.dp_rank :: self.parallel.dp_size]
-        groups = list(self._groups(own, prompts))
-        if self._in_step:
-            groups += [[]] * (int(self.parallel.most([len(groups)])[0]) - len(groups))
+        groups = self.as_many_everywhere(list(self._groups(own, prompts)))
         done: dict[int, Completion] = {}
         problem = ""
         try:
@@ -163,10 +149,6 @@ class Generator:
                 raise SharedError(trouble)
             everything |= found
         return [everything[number] for number in range(len(prompts))]
-
-    @property
-    def _in_step(self) -> bool:
-        return next(iter(self.stages.values())).in_step
 
     def _sequences(self, prompts: Sequence[Prompt]) -> Iterator[_Sequence]:
         positions = next(iter(self.stages.values())).shape.position_limit
@@ -227,7 +209,7 @@ class Generator:
             return flag
         value = torch.tensor([int(flag)], device=self.parallel.device)
         dist.all_reduce(
-            value, op=dist.ReduceOp.MAX, group=None if self._in_step else self.parallel.model_group
+            value, op=dist.ReduceOp.MAX, group=None if self.in_step else self.parallel.model_group
         )
         return bool(value.item())
 
@@ -235,7 +217,7 @@ class Generator:
         """Where and why memory ran out first; the ranks of `_agree` call it."""
         if self.parallel.world_size == 1:
             return failed.reason
-        group = None if self._in_step else self.parallel.model_group
+        group = None if self.in_step else self.parallel.model_group
         reasons = [""] * dist.get_world_size(group)
         dist.all_gather_object(reasons, failed.reason, group=group)
         return next(filter(None, reasons), "")
@@ -289,7 +271,7 @@ class Generator:
 
     def _any(self, flag: bool) -> bool:
         """Whether this pipeline, or another one that keeps in step with it, raises a flag."""
-        return self._agree(flag) if self._in_step else flag
+        return self._agree(flag) if self.in_step else flag
 
     @property
     def _switches(self) -> set[int]:
@@ -325,16 +307,7 @@ class Generator:
 
     def _prompt_passes(self, group: Sequence[_Sequence], cache: KeyValueCache) -> list[MicroBatch]:
         """Micro-batches of whole prompts, of about `TOKENS_PER_PASS`; at least one, as many on all ranks in step."""
-        passes: list[list[_Sequence]] = [[]]
-        tokens = 0
-        for one in group:
-            if passes[-1] and tokens + one.length > TOKENS_PER_PASS:
-                passes.append([])
-                tokens = 0
-            passes[-1].append(one)
-            tokens += one.length
-        if self._in_step:
-            passes += [[]] * (int(self.parallel.most([len(passes)])[0]) - len(passes))
+        passes = self.as_many_everywhere(list(filled(group, lambda one: one.length, TOKENS_PER_PASS)) or [[]])
         return [self._pack(members, cache, lambda one: (0, one.length)) for members in passes]
 
     def _pack(
@@ -355,7 +328,7 @@ class Generator:
             tuple(self.members),
             {name: one.step for name, one in self.members.items()},
             {name: one.position_offset for name, one in self.members.items()},
-            self.parallel.tp_size if self.parallel.sequence_parallel else 1,
+            self.multiple,
             training=False,
             spans=[span(one) for one in sequences],
             slots={name: one.slot for name, one in self.members.items()},
@@ -367,7 +340,7 @@ class Generator:
     def _next(self, batches: Sequence[MicroBatch], failed: FailedBuckets) -> list[int]:
         """Run passes; returns the likeliest next token of each of their sequences, on every rank of the pipeline."""
         compute = GenerationCompute(self.stages, batches, failed)
-        run_forward(compute, self.parallel, self.communicator)
+        self.run(compute)
         tokens = torch.cat(compute.tokens)
         if self.parallel.pp_size > 1:
             dist.broadcast(tokens, src=self.parallel.pipeline_ranks[-1], group=self.parallel.pp_group)

@@ -6,7 +6,8 @@ to manager; all else of a task's state stays on the rank that has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from megatron_mux.engine.snapshot import Array, HostCopy, LocalState, stored_par
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
+from megatron_mux.shape import BackboneShape
 
 
 class _Part(NamedTuple):
@@ -155,6 +157,24 @@ class HandOver:
             experts = [expert for expert in self._before.held(tensor.layer, old) if expert in after]
             if experts:
                 yield other, adapter.places_of_experts(tensor, experts)
+
+
+def bytes_beside_expert(tasks: Iterable[TaskState], shape: BackboneShape, itemsize: int) -> float:
+    """Bytes of adapters and optimizer states that move with an expert's weights, mean of all experts.
+
+    Args:
+        tasks: Their tasks.
+        shape: Of the backbone, which has experts.
+        itemsize: Bytes of a value.
+    """
+    assert shape.experts is not None
+    values = sum(
+        math.prod(tensor.shape) * (1 + (task.optimizer.kind.states_per_value or 0))
+        for task in tasks
+        for tensor in task.adapter.tensors.values()
+        if tensor.expert_dim is not None
+    )
+    return values * itemsize / (shape.experts.count * len(shape.experts.layers(shape.layers)))
 
 
 def _zip(state: LocalState) -> Iterator[tuple[Any, HostCopy]]:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.data.dataset import Example
+from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.engine.agreement import everyones
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.errors import UserError
@@ -54,6 +55,12 @@ class HeldOut:
     def name(self) -> str:
         """Of the task."""
         return self.task.task.spec.name
+
+    @property
+    def preferences(self) -> PreferenceDataset:
+        """The records of a preference task."""
+        assert isinstance(self.records, PreferenceDataset)
+        return self.records
 
     @property
     def spec(self) -> EvalSpec | None:

@@ -104,7 +104,8 @@ class _Texts:
 
     @cached_property
     def _scorer(self) -> Any:
-        from rouge_score.rouge_scorer import RougeScorer  # an extra, of which task files are checked
+        # An extra: a task file that asks for it is refused without it.
+        from rouge_score.rouge_scorer import RougeScorer
 
         return RougeScorer(list(_ROUGE))
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux import layout
-from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.data.tokenise import Example
-from megatron_mux.engine.agreement import first_problem
+from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.engine.compute import Stages
-from megatron_mux.engine.forward_compute import ForwardCompute, run_forward
+from megatron_mux.engine.forward_compute import ForwardCompute, PassRunner
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.task_state import TaskState
-from megatron_mux.errors import SharedError
+from megatron_mux.errors import SharedError, UserError
 from megatron_mux.layout import MicroBatch, PackedSequence
-from megatron_mux.pipeline.communicate import Communicator
-from megatron_mux.runtime import Parallel
-from megatron_mux.tasks.evaluation import TOKENS_PER_PASS
+from megatron_mux.tasks.evaluation import filled
 
 _AT_ONCE = 512
 """Sequences in host memory at a time."""
@@ -43,116 +42,154 @@ class _Sums(ForwardCompute):
 
 
 @dataclass(frozen=True)
-class LogProbs:
-    """Computes log-probabilities on this rank; every rank makes one.
+class Wanted:
+    """Sequences of a task whose log-probabilities are wanted.
 
     Attributes:
-        stages: This rank's, with the task's adapter attached.
-        parallel: Where this rank stands; sequences are shared out over data-parallel ranks.
-        communicator: This rank's transfers.
-        task: The task.
+        task: The task, attached.
+        example: Reads a sequence; raises a `UserError` if it cannot be read.
+        numbers: Which sequences.
+        policy: Whether the task's adapter is asked, as well as its reference.
+        batch_size: Most sequences of a pass that has some of these, those of the reference included; None is bound by
+            tokens alone.
     """
 
-    stages: Stages
-    parallel: Parallel
-    communicator: Communicator
     task: TaskState
+    example: Callable[[int], Example]
+    numbers: Sequence[int]
+    policy: bool = True
+    batch_size: int | None = None
 
-    def on_last_stage(
-        self, examples: Sequence[Example], policy: bool, recovers: bool | None = False
-    ) -> Tensor:
+    @property
+    def rows(self) -> list[int]:
+        """The rows of a result that are computed: 0 with the adapter, 1 with the reference."""
+        return [0] * self.policy + [1] * self.task.task.spec.training.needs_reference
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names under which sequences are packed: for the adapter, and for the reference."""
+        return self.task.task.spec.name, self.task.reference_name
+
+    @property
+    def together(self) -> float:
+        """Most sequences of a pass, each counted once."""
+        return math.inf if self.batch_size is None else self.batch_size // max(len(self.rows), 1)
+
+
+class _Sequence(NamedTuple):
+    """A sequence that was read."""
+
+    wanted: Wanted
+    example: Example
+
+
+class LogProbs(PassRunner):
+    """Computes log-probabilities of tasks' sequences in the same passes, shared out over data-parallel ranks."""
+
+    def on_last_stage(self, wanted: Sequence[Wanted]) -> list[Tensor]:
         """Compute without a host sync. Every rank calls it.
 
         Args:
-            examples: The sequences of all pipelines.
-            policy: With the task's adapter as well as with its reference.
-            recovers: See `FailedBuckets`.
+            wanted: The sequences of all pipelines, by task.
 
         Returns:
-            `[2, n]` fp64: with the adapter (zeros unless `policy`), and with the reference. Valid on the last stage.
+            Of each task `[2, n]` fp64: with the task's adapter, and with its reference. Valid on the last stage.
 
         Raises:
-            torch.OutOfMemoryError: There is no memory for a pass, and it is not recovered from.
+            torch.OutOfMemoryError: There is no memory for a pass.
         """
-        sums, _ = self._computed(examples, policy, recovers)
+        sequences = [_Sequence(own, own.example(i)) for own in wanted for i in own.numbers]
+        sums, _ = self._computed(sequences, recovers=False)
         if self.parallel.dp_size > 1 and self.parallel.is_last_stage:
             dist.all_reduce(sums, group=self.parallel.dp_group)
-        return sums
+        return _of_each(wanted, sums)
 
-    def everywhere(self, examples: Sequence[Example], policy: bool) -> Tensor:
-        """The same in host memory of every rank, which waits for it.
+    def everywhere(self, wanted: Sequence[Wanted]) -> list[Tensor]:
+        """Compute many sequences, some of which are read at a time. Every rank calls it, and waits.
+
+        Args:
+            wanted: The sequences of all pipelines, by task.
+
+        Returns:
+            Of each task `[2, n]` fp64 in host memory of every rank: with the adapter (zeros unless `policy`), and with
+            the reference (zeros if the loss has none).
 
         Raises:
-            SharedError: Some rank has no memory for a pass.
+            SharedError: Some rank could not read a sequence, or ran out of memory in a pass.
         """
-        sums, failed = self._computed(examples, policy, None)
+        numbers = [(own, number) for own in wanted for number in own.numbers]
+        found = []
+        for first in range(0, len(numbers), _AT_ONCE):
+            sequences, problem = list[_Sequence](), ""
+            try:
+                sequences = [_Sequence(own, own.example(i)) for own, i in numbers[first : first + _AT_ONCE]]
+            except UserError as error:
+                problem = str(error)
+            raise_on_every_rank(problem, self.parallel)
+            found.append(self._everywhere(sequences))
+        return _of_each(wanted, torch.cat(found, dim=1))
+
+    def _everywhere(self, sequences: Sequence[_Sequence]) -> Tensor:
+        sums, failed = self._computed(sequences, None)
         if self.parallel.total([bool(failed)])[0]:
-            problem = failed.everywhere()[0]
-            raise SharedError(first_problem(f"a pass ran out of memory ({problem})", self.parallel))
+            raise SharedError(f"a pass ran out of memory ({failed.everywhere()[0]})")
         if not self.parallel.is_last_stage or self.parallel.tp_rank:
             sums.zero_()
         if self.parallel.world_size > 1:
             dist.all_reduce(sums)
         return sums.cpu()
 
-    def of_data(self, data: PreferenceDataset) -> Tensor:
-        """`[n]` fp64 in host memory: all sequences of a data set with the reference. Every rank calls it.
-
-        Raises:
-            UserError: The data could not be read, or some rank has no memory for a pass.
-        """
-        found = []
-        for first in range(0, len(data), _AT_ONCE):
-            examples = [data[i] for i in range(first, min(first + _AT_ONCE, len(data)))]
-            found.append(self.everywhere(examples, policy=False)[1])
-        return torch.cat(found)
-
     def _computed(
-        self, examples: Sequence[Example], policy: bool, recovers: bool | None
+        self, sequences: Sequence[_Sequence], recovers: bool | None
     ) -> tuple[Tensor, FailedBuckets]:
-        """This pipeline's share of the log-probabilities; zeros elsewhere."""
+        """This pipeline's share of the log-probabilities, `[2, n]`; zeros elsewhere."""
         failed = FailedBuckets(1, self.stages.values(), self.parallel, recovers)
-        batches = self._passes(examples, policy)
-        compute = _Sums(self.stages, batches, 2 * len(examples), failed)
-        run_forward(compute, self.parallel, self.communicator)
+        compute = _Sums(self.stages, self._passes(sequences), 2 * len(sequences), failed)
+        self.run(compute)
         return -compute.sums.view(2, -1), failed
 
-    def _passes(self, examples: Sequence[Example], policy: bool) -> list[MicroBatch]:
+    def _passes(self, sequences: Sequence[_Sequence]) -> list[MicroBatch]:
         """This pipeline's micro-batches; as many on every rank where ranks keep in step."""
-        groups = list(self._groups(examples, 1 + policy))
-        batches = [self._pack(examples, group, policy) for group in groups]
-        if next(iter(self.stages.values())).in_step:
-            passes = int(self.parallel.most([len(batches)])[0])
-            batches += [self._pack(examples, [], policy) for _ in range(passes - len(batches))]
-        return batches
+        size = self.parallel.dp_size
 
-    def _groups(self, examples: Sequence[Example], copies: int) -> Iterator[list[int]]:
-        """Numbers of this pipeline's sequences, as many at a time as fit into a pass."""
-        group: list[int] = []
-        tokens = 0
-        for number in range(self.parallel.dp_rank, len(examples), self.parallel.dp_size):
-            length = copies * len(examples[number].tokens)
-            if group and tokens + length > TOKENS_PER_PASS:
-                yield group
-                group, tokens = [], 0
-            group.append(number)
-            tokens += length
-        if group:
-            yield group
+        def tokens(i: int) -> int:
+            return len(sequences[i].wanted.rows) * len(sequences[i].example.tokens)
 
-    def _pack(self, examples: Sequence[Example], group: Sequence[int], policy: bool) -> MicroBatch:
-        task, names = self.task, (self.task.task.spec.name, self.task.reference_name)
-        sequences: list[PackedSequence] = []
-        for row, name in enumerate(names):
-            if row or policy:
-                own = [(row * len(examples) + i, examples[i]) for i in group]
-                sequences += [(name, number, one.tokens, one.labelled, 1.0) for number, one in own]
-        steps = dict.fromkeys(names, task.step)
-        multiple = self.parallel.tp_size if self.parallel.sequence_parallel else 1
-        slots = {names[0]: task.slot} | task.reference_slot
-        offsets = {names[0]: task.position_offset, names[1]: task.reference_offset}
-        host = layout.pack(sequences, names, steps, offsets, multiple, training=False, slots=slots)
+        def of_pipeline(rank: int) -> list[list[int]]:
+            own = range(rank, len(sequences), size)
+            return list(filled(own, tokens, together=lambda i: sequences[i].wanted.together))
+
+        groups = [of_pipeline(rank) for rank in range(size)]
+        own = groups[self.parallel.dp_rank]
+        if self.in_step:
+            # Every rank knows all sequences: nothing is exchanged.
+            own += [[] for _ in range(max(map(len, groups)) - len(own))]
+        tasks = list({one.wanted.names: one.wanted.task for one in sequences}.values())
+        return [self._pack(sequences, group, tasks) for group in own]
+
+    def _pack(
+        self, sequences: Sequence[_Sequence], group: Sequence[int], tasks: Sequence[TaskState]
+    ) -> MicroBatch:
+        packed = list[PackedSequence]()
+        for row in (0, 1):
+            for i in group:
+                wanted, example = sequences[i]
+                if row in wanted.rows:
+                    number = row * len(sequences) + i
+                    packed.append((wanted.names[row], number, example.tokens, example.labelled, 1.0))
+        steps, slots, offsets = dict[str, int](), dict[str, int](), dict[str, int]()
+        for task in tasks:
+            name, reference = task.task.spec.name, task.reference_name
+            steps |= {name: task.step, reference: task.step}
+            slots |= {name: task.slot} | task.reference_slot
+            offsets |= {name: task.position_offset, reference: task.reference_offset}
+        host = layout.pack(packed, tuple(steps), steps, offsets, self.multiple, training=False, slots=slots)
         return host.to(self.parallel.device)
+
+
+def _of_each(wanted: Sequence[Wanted], sums: Tensor) -> list[Tensor]:
+    """The columns of each task."""
+    return list(sums.split([len(own.numbers) for own in wanted], dim=1))
 
 
 def kl_term(log_probs: Tensor) -> Tensor:

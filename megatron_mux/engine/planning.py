@@ -165,11 +165,11 @@ class Planning:
         self, plan: Plan, new: Sequence[TaskLoad], loads: Mapping[str, TaskLoad]
     ) -> Iterator[Plan]:
         """Plans with newcomers, each taking less memory than the one before: accumulation as asked for, newcomers one
-        sequence at a time, all tasks one sequence at a time.
+        record at a time, all tasks one record at a time.
         """
         yield add_tasks(plan, list(loads), max((n.accumulation for n in new), default=1))
-        yield add_tasks(plan, list(loads), max((len(n.tokens) for n in new), default=1))
-        most = {name: len(load.tokens) for name, load in loads.items()}
+        yield add_tasks(plan, list(loads), max((n.records for n in new), default=1))
+        most = {name: load.records for name, load in loads.items()}
         alone = plan_for("temporal", most, self.stages, max(most.values()), None, plan.alignment)
         yield replace(plan, buckets=alone.buckets)
 

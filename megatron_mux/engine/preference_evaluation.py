@@ -2,42 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.data.tokenise import Example
 from megatron_mux.engine.evaluate import EvalResult
-from megatron_mux.engine.log_probs import LogProbs, kl_term
+from megatron_mux.engine.held_out import HeldOut
+from megatron_mux.engine.log_probs import LogProbs, Wanted, kl_term
 from megatron_mux.engine.preference import constants_of, loss_of, named
 from megatron_mux.kernels.preference_loss import SequenceSums
 
-_AT_ONCE = 512
-"""Sequences in host memory at a time."""
 
-
-def evaluate_preferences(log_probs: LogProbs, data: PreferenceDataset) -> EvalResult:
-    """Evaluate a preference task on a file. Every rank calls it and gets the answer.
+def evaluate_preferences(log_probs: LogProbs, tasks: Sequence[HeldOut]) -> dict[str, EvalResult]:
+    """Evaluate preference tasks on their files, all in the same passes. Every rank calls it and gets the answer.
 
     The loss is the mean over all records, and so is KTO's KL term, whose completions are rotated within batches of the
-    training's size. The accuracy is the share of pairs whose chosen
-    sequence has the higher reward; for KTO the share of records whose reward has the sign of their label.
+    training's size. The accuracy is the share of pairs whose chosen sequence has the higher reward; for KTO the share
+    of records whose reward has the sign of their label.
 
     Raises:
-        UserError: The data could not be read, or some rank has no memory for a pass; on every rank.
+        SharedError: See `LogProbs.everywhere`.
     """
-    spec = log_probs.task.task.spec.training
-    count = len(data)
-    policy, reference = _of_all(log_probs, data.completion, range(count))
-    prompts, kl = torch.zeros_like(policy), torch.zeros((), dtype=policy.dtype)
+    wanted = [_wanted(one) for one in tasks]
+    found = iter(log_probs.everywhere([own for some in wanted for own in some]))
+    return {
+        one.name: _result(one, [next(found) for _ in some]) for one, some in zip(tasks, wanted, strict=True)
+    }
+
+
+def _wanted(one: HeldOut) -> list[Wanted]:
+    """What a task's figures need: its completions, and for ORPO whole chosen sequences, for KTO mismatched ones."""
+    spec, data, count = one.task.task.spec.training, one.preferences, len(one.records)
+
+    def of(example: Callable[[int], Example], numbers: Sequence[int]) -> Wanted:
+        return Wanted(one.task, example, numbers, batch_size=one.batch_size)
+
+    wanted = [of(data.completion, range(count))]
     if spec.loss == "orpo":
-        prompts[0::2] = _of_all(log_probs, data.__getitem__, range(0, count, 2))[0] - policy[0::2]
+        wanted.append(of(data.__getitem__, range(0, count, 2)))
     if spec.needs_kl:
         batch = spec.per_device_train_batch_size
-        kl = kl_term(_of_all(log_probs, lambda i: data.mismatched(i, _before(i, batch, count)), range(count)))
-    constants = torch.from_numpy(constants_of(spec, data, range(count), None))
+        wanted.append(of(lambda i: data.mismatched(i, _before(i, batch, count)), range(count)))
+    return wanted
+
+
+def _result(one: HeldOut, found: Sequence[Tensor]) -> EvalResult:
+    """A task's figures from the log-probabilities of what `_wanted` asks for."""
+    spec, count = one.task.task.spec.training, len(one.records)
+    policy, reference = found[0]
+    prompts, kl = torch.zeros_like(policy), torch.zeros((), dtype=policy.dtype)
+    if spec.loss == "orpo":
+        prompts[0::2] = found[1][0] - policy[0::2]
+    if spec.needs_kl:
+        kl = kl_term(found[1])
+    constants = torch.from_numpy(constants_of(spec, one.preferences, range(count), None))
     tokens, weights, signs = constants[1:4]
     sums = SequenceSums(policy, prompts, reference, tokens, weights, signs, kl)
     loss = loss_of(spec)
@@ -55,9 +75,3 @@ def _before(number: int, batch: int, count: int) -> int:
     """The record whose completion goes with a record's prompt: the one before it in its batch, as in TRL."""
     first = number - number % batch
     return number - 1 if number > first else min(first + batch, count) - 1
-
-
-def _of_all(log_probs: LogProbs, example: Callable[[int], Example], numbers: range) -> Tensor:
-    """`[2, n]` log-probabilities of examples, with the adapter and with the reference, some read at a time."""
-    groups = [numbers[first : first + _AT_ONCE] for first in range(0, len(numbers), _AT_ONCE)]
-    return torch.cat([log_probs.everywhere([example(i) for i in own], policy=True) for own in groups], dim=1)

@@ -14,7 +14,7 @@ from megatron_mux.engine.batches import Staging, StepBatches, agree
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.compute import Stages, TrainingCompute
 from megatron_mux.engine.interleaved import launch_problem
-from megatron_mux.engine.log_probs import LogProbs, kl_term
+from megatron_mux.engine.log_probs import LogProbs, Wanted, kl_term
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.part_times import PartTimes
@@ -158,9 +158,12 @@ class StepRunner:
         rolls = plan.schedule in ROLLING
         self.read_ahead.prepare_next((next_steps or len(steps)) if rolls else 1)
         failed = FailedBuckets(len(plan.buckets), self.stages.values(), self.parallel)
-        for name, examples in steps[0].mismatched.items():
-            log_probs = LogProbs(self.stages, self.parallel, self.communicator, tasks[name])
-            kl[name] = kl_term(log_probs.on_last_stage(examples, policy=True))
+        if mismatched := steps[0].mismatched:
+            wanted = [
+                Wanted(tasks[name], own.__getitem__, range(len(own))) for name, own in mismatched.items()
+            ]
+            found = LogProbs(self.stages, self.parallel, self.communicator).on_last_stage(wanted)
+            kl |= {name: kl_term(own) for name, own in zip(mismatched, found, strict=True)}
         work = compute(failed, batches)
         self._execute(template, work, plan, timer)
         self.planning.count(len(steps))
@@ -197,11 +200,11 @@ class StepRunner:
             Results of tasks that do not fit by themselves.
         """
         failures: dict[str, StepResult] = {}
-        sequences = {name: len(task.load.tokens) for name, task in tasks.items()}
+        records = {name: task.load.records for name, task in tasks.items()}
         relieved = plan
         for index in sorted(failed, reverse=True):  # from behind: the others keep their places
             names = plan.buckets[index].label
-            smaller = shrink_bucket(relieved, index, sequences)
+            smaller = shrink_bucket(relieved, index, records)
             if smaller is not None:
                 relieved = smaller
                 then = f"in {smaller.buckets[index].micro_batches} micro-batch(es)"

@@ -21,6 +21,8 @@ from megatron_mux.engine.snapshot import Snapshot
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.step import Lengths
+from megatron_mux.kernels.dropout import key_of
+from megatron_mux.kernels.embedding_noise import EmbeddingNoise
 from megatron_mux.layout import PackedSequence
 from megatron_mux.tasks import TaskSpec
 
@@ -219,6 +221,16 @@ class TaskState:
     def position_offset(self) -> int:
         """Virtual tokens in front of every sequence (prefix tuning)."""
         return self.task.spec.adapter.virtual_tokens
+
+    @property
+    def embedding_noise(self) -> EmbeddingNoise | None:
+        """NEFTune's noise, if the task asks for it."""
+        training = self.task.spec.training
+        if training.neftune_noise_alpha is None:
+            return None
+        return EmbeddingNoise(
+            key_of(training.seed, "neftune"), training.neftune_noise_alpha, self.sequence_lengths
+        )
 
     @property
     def slot(self) -> int:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.fusion.alignment import Chunk, Slice
+from megatron_mux.fusion.alignment import Slice
 from megatron_mux.fusion.load import TaskLoad, typical
 from megatron_mux.fusion.planning_context import PlanningContext
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
-from megatron_mux.tasks.evaluation import tokens_per_pass
+from megatron_mux.tasks.evaluation import filled, tokens_per_pass
 
 _MOST_RECORDS = 4096
 """Records of a task that are priced one by one; a longer file counts as so many typical ones, several times."""
@@ -86,7 +86,9 @@ def predicted_evaluation(context: PlanningContext, loads: Mapping[str, Evaluated
     def seconds(members: Sequence[int]) -> float:
         own = [costs.loads[i] for i in members]
         tokens = sum(load.total * times[i] for i, load in zip(members, own, strict=True)) / data
-        passes = _passes(own, tokens_per_pass(math.ceil(tokens), ranks))
+        sequences = (Slice(load.name, i, 0, n) for load in own for i, n in enumerate(load.tokens))
+        most = tokens_per_pass(math.ceil(tokens), ranks)
+        passes = [tuple(group) for group in filled(sequences, lambda one: one.stop, most)]
         by_rank = []
         for cost in costs.chunks(passes):
             messages = cost.communication_forward or (0.0,) * len(cost.forward)
@@ -101,17 +103,3 @@ def predicted_evaluation(context: PlanningContext, loads: Mapping[str, Evaluated
 
     everyone = range(len(times))
     return EvaluationTime(seconds(everyone), sum(seconds([i]) for i in everyone))
-
-
-def _passes(loads: Sequence[TaskLoad], size: int) -> list[Chunk]:
-    """The sequences of tasks, task after task, in passes of at most `size` tokens; a longer sequence has its own."""
-    passes: list[list[Slice]] = [[]]
-    tokens = 0
-    for load in loads:
-        for number, length in enumerate(load.tokens):
-            if passes[-1] and tokens + length > size:
-                passes.append([])
-                tokens = 0
-            passes[-1].append(Slice(load.name, number, 0, length))
-            tokens += length
-    return [tuple(own) for own in passes]

@@ -35,6 +35,7 @@ class TaskLoad:
         longest: Tokens of the longest record there is; a typical step need not have one.
         refers: Whether its rows are computed a second time, forward only, with its reference.
         together: Sequences of a record, which are in one micro-batch.
+        needs_kl: Whether each step begins with a forward pass over mismatched completions, for KTO's KL term.
     """
 
     name: str
@@ -47,6 +48,7 @@ class TaskLoad:
     longest: int = 0
     refers: bool = False
     together: int = 1
+    needs_kl: bool = False
 
     @classmethod
     def of(
@@ -77,6 +79,7 @@ class TaskLoad:
             longest=int(lengths.max()),
             refers=spec.training.refers_in_steps,
             together=spec.training.sequences_per_record,
+            needs_kl=spec.training.needs_kl,
         )
 
     @property

@@ -319,18 +319,18 @@ def add_tasks(plan: Plan, names: Sequence[str], micro_batches: int) -> Plan:
     return _changed(plan, (*plan.buckets, Bucket((HybridTask(new),), micro_batches)))
 
 
-def shrink_bucket(plan: Plan, index: int, sequences: Mapping[str, int]) -> Plan | None:
-    """The plan with less of a bucket in memory at a time; None if the bucket already computes single sequences.
+def shrink_bucket(plan: Plan, index: int, records: Mapping[str, int]) -> Plan | None:
+    """The plan with less of a bucket in memory at a time; None if the bucket already computes single records.
 
     Args:
         plan: The plan.
-        index: The bucket: it is cut into twice as many micro-batches or, once those hold one sequence, into its tasks.
-        sequences: Number of sequences in a step of each task.
+        index: The bucket: it is cut into twice as many micro-batches or, once those hold one record, into its tasks.
+        records: Number of records in a step of each task.
     """
     bucket = plan.buckets[index]
 
     def most(tasks: Sequence[str]) -> int:
-        return math.ceil(sum(sequences[name] for name in tasks) / plan.data)
+        return math.ceil(sum(records[name] for name in tasks) / plan.data)
 
     count = max(most(hybrid.tasks) for hybrid in bucket.hybrid_tasks)
     if bucket.micro_batches < count:

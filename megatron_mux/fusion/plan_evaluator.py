@@ -134,12 +134,10 @@ class PlanEvaluator:
     # -- plans of these tasks
 
     def smallest(self) -> Plan:
-        """The plan that takes the least memory: one sequence at a time."""
-        accumulation = {load.name: len(load.tokens) for load in self.loads}
-        most = max(accumulation.values())
-        plan = plan_for(
-            "temporal", accumulation, self.context.mesh.stages, most, None, self.context.alignment
-        )
+        """The plan that takes the least memory: one record at a time."""
+        records = {load.name: load.records for load in self.loads}
+        most = max(records.values())
+        plan = plan_for("temporal", records, self.context.mesh.stages, most, None, self.context.alignment)
         return self._on_mesh(plan)
 
     def of_policy(

@@ -166,7 +166,7 @@ class Planner:
             return [self.context.micro_batches]
         mesh, loads = self.context.mesh, evaluator.loads
         least = max(load.accumulation for load in loads)
-        most = max(least, sum(len(load.tokens) for load in loads) // mesh.data)
+        most = max(least, sum(load.records for load in loads) // mesh.data)
         counts = [least]
         while counts[-1] < most and len(counts) < _MAX_COUNTS:
             if self.memory_limit is None and counts[-1] * len(loads) >= _MANY * mesh.pipeline:

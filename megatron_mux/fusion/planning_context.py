@@ -74,8 +74,12 @@ class PlanningContext:
 
     @property
     def steps_per_flush(self) -> int:
-        """Steps that run between two flushes: more than one only in a pipeline whose schedule can roll on."""
-        rolls = self.mesh.pipeline > 1 and self.schedule in ROLLING
+        """Steps that run between two flushes: more than one only in a pipeline whose schedule can roll on.
+
+        A KL term is computed with the adapter as it is when the step begins, so a KTO task's steps do not roll.
+        """
+        waits = any(load.needs_kl for load in self.tasks.values())
+        rolls = self.mesh.pipeline > 1 and self.schedule in ROLLING and not waits
         return self.rolling if rolls else 1
 
     @property

@@ -186,9 +186,8 @@ class StageCosts:
         if self.recomputes:
             adapters[:, 1] += adapters[:, 0]
         launched = attention + self._cores.launch
-        seconds = self._frozen.seconds(total, labels, launched, lowest, self.recomputes) + adapters
         outside = self._frozen.outside(total, labels)
-        seconds += outside
+        seconds = self._frozen.seconds(total, labels, launched, lowest, self.recomputes) + adapters + outside
         referred = rows @ self._refers
         if referred.any():
             share = referred / np.maximum(total, 1e-9)
@@ -222,7 +221,7 @@ class StageCosts:
         ]
 
     def _of_references(self, rows: Array, labels: Array, attention: Array) -> Array:
-        """`[B, S]` seconds of rows that are computed a second time, forward only and without adapters."""
+        """`[B, S]` seconds of rows that are computed a second time, forward only; a frozen copy's adapter left out."""
         nothing = np.full(len(rows), len(ORDER) * self.shape.layers)
         layers = self._frozen.seconds(rows, labels, attention + self._cores.launch, nothing, False)
         found: Array = layers[:, 0] + self._frozen.outside(rows, labels)[:, 0]
@@ -278,7 +277,7 @@ class StageCosts:
     # -- besides the passes
 
     def step_overhead(self, tasks: Sequence[int]) -> float:
-        """Seconds of a step of these tasks outside its passes: reading, laying out, optimizers."""
+        """Seconds of a step of these tasks outside its passes: reading, laying out, optimizers, KL terms."""
         profile = self.profile
         return (
             profile.step_seconds
@@ -289,7 +288,13 @@ class StageCosts:
                 for t in tasks
             )
             + self._gradients(tasks)
+            + sum(self._kl_term(t) for t in tasks if self.loads[t].needs_kl)
         )
+
+    def _kl_term(self, task: int) -> float:
+        """Seconds of the pass over a step's mismatched completions, with adapter and reference, stage after stage."""
+        seconds = sum(self.hybrid((task,), 1).forward)
+        return seconds if self.loads[task].refers else 2 * seconds
 
     def _gradients(self, tasks: Sequence[int]) -> float:
         """Seconds to sum the fp32 gradients of adapters over pipelines: as a transfer of as many bytes, twice."""

@@ -154,8 +154,11 @@ class Body:
         own = self.adapters.add(task, total_steps, values, layers)
         try:
             optimizer = TaskOptimizer(own, training, total_steps)
-            first, second = assemble(initial, "exp_avg"), assemble(initial, "exp_avg_sq")
-            optimizer.load_state({key: {"exp_avg": first[key], "exp_avg_sq": second[key]} for key in first})
+            moments: dict[str, dict[str, Tensor]] = {}
+            for moment in ("exp_avg", "exp_avg_sq"):
+                for key, tensor in assemble(initial, moment).items():
+                    moments.setdefault(key, {})[moment] = tensor
+            optimizer.load_state(moments)
             own.load_state(assemble(initial, "extra"))
         except BaseException as error:
             self.adapters.remove(name)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
 from megatron_mux.data.section import DataSource
 from megatron_mux.section import LARGEST_BATCH, LARGEST_COUNT, Section, problem
+
+T = TypeVar("T")
 
 TOKENS_PER_PASS = 2048
 """Of an evaluation: large enough to use the processor well, small enough to bound activations."""
@@ -100,6 +103,33 @@ def tokens_per_pass(total: int, ranks: int) -> int:
     if ranks == 1:
         return TOKENS_PER_PASS
     return min(TOKENS_PER_PASS, max(_LEAST_PER_PASS, -(-total // (_FILLING * ranks))))
+
+
+def filled(
+    items: Iterable[T],
+    size: Callable[[T], int],
+    most: int = TOKENS_PER_PASS,
+    together: Callable[[T], float] = lambda item: math.inf,
+) -> Iterator[list[T]]:
+    """Yield items in order, as many at a time as fill a pass; a larger one is by itself.
+
+    Args:
+        items: What is packed.
+        size: Returns an item's tokens.
+        most: Tokens of a pass.
+        together: Returns how many items a pass with this one may have.
+    """
+    some: list[T] = []
+    tokens, limit = 0, math.inf
+    for item in items:
+        own, count = size(item), together(item)
+        if some and (tokens + own > most or len(some) >= min(limit, count)):
+            yield some
+            some, tokens, limit = [], 0, math.inf
+        some.append(item)
+        tokens, limit = tokens + own, min(limit, count)
+    if some:
+        yield some
 
 
 class Completions(Protocol):

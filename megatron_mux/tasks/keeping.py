@@ -81,7 +81,7 @@ class KeepingFields(Section):
 
         Args:
             evaluation: The task's `eval` section.
-            any_figure: Do not ask whether the figure is measured.
+            any_figure: Accept any figure: those of a preference task are not listed in `eval`.
         """
         if not self.compares:
             return ""

@@ -59,20 +59,24 @@ class TaskSpec(Section):
 
     @model_validator(mode="after")
     def _suits_a_preference(self) -> TaskSpec:
-        training = self.training
-        measured = training.is_preference and self.eval
-        if measured and (measured.generates is not None or measured.metrics != ["accuracy"]):
+        training, measured = self.training, self.eval
+        if not training.is_preference:
+            return self
+        if measured is not None and (measured.generates is not None or measured.metrics != ["accuracy"]):
             raise problem(
                 f"eval.metrics, eval.generate: with loss: {training.loss} an evaluation measures the loss and rewards: "
                 "leave them out"
             )
-        if training.is_preference:
-            for name in ("mixture", "truncation_side", "chat_template_kwargs"):
-                if getattr(self.data, name) != DataSpec.model_fields[name].get_default(
-                    call_default_factory=True
-                ):
-                    raise problem(f"data.{name}: is not supported with loss: {training.loss}: leave it out")
-        for name, value in self.adapter if training.is_preference and training.disable_dropout else ():
+        unsupported = {
+            "data.mixture": self.data.mixture is not None,
+            "data.truncation_side": self.data.truncation_side != "right",
+            "data.chat_template_kwargs": bool(self.data.chat_template_kwargs),
+            "eval.chat_template_kwargs": measured is not None and bool(measured.chat_template_kwargs),
+        }
+        for name, is_given in unsupported.items():
+            if is_given:
+                raise problem(f"{name}: is not supported with loss: {training.loss}: leave it out")
+        for name, value in self.adapter if training.disable_dropout else ():
             if name.endswith("_dropout") and value:
                 raise problem(
                     f"adapter.{name}: TRL turns dropout off for loss: {training.loss}: set it to 0, or set "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Mapping
 
 from megatron_mux.files import write_atomically
@@ -18,13 +19,9 @@ class CsvTracker(Tracker):
     def __init__(self, run: TrackedRun) -> None:
         path = run.directory / _NAME
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines()[1:] if path.exists() else []
-        kept = [
-            line for line in lines if line.split(",")[0].isdecimal() and int(line.split(",")[0]) <= run.step
-        ]
-        write_atomically(
-            path, "".join(f"{line}\n" for line in [",".join(_HEADER), *(kept if run.step else [])])
-        )
+        lines = path.read_text().splitlines()[1:] if run.step and path.exists() else []
+        kept = [line for line in lines if _step_of(line) <= run.step]
+        write_atomically(path, "".join(f"{line}\n" for line in [",".join(_HEADER), *kept]))
         self._file = open(path, "a", newline="")  # noqa: SIM115 (kept open for the run)
         self._writer = csv.writer(self._file, lineterminator="\n")
 
@@ -36,3 +33,8 @@ class CsvTracker(Tracker):
     def close(self, finished: bool) -> None:
         """See `Tracker.close`."""
         self._file.close()
+
+
+def _step_of(line: str) -> float:
+    step = line.partition(",")[0]
+    return int(step) if step.isdecimal() else math.inf

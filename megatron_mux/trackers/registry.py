@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,10 +50,7 @@ class Trackers:
             module, kind, _ = PLACES[name]
             try:
                 make = getattr(import_module(module), kind)
-                own = TrackedRun(
-                    run.task, run.name, run.project, run.directory, known.get(name), run.step, run.config
-                )
-                self._open[name] = make(own)
+                self._open[name] = make(replace(run, known=known.get(name)))
             except Exception as error:  # whatever a service or its package raises: the run is worth more
                 self._fail(name, error)
         found = {name: tracker.known for name, tracker in self._open.items() if tracker.known is not None}

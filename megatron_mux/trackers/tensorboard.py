@@ -68,7 +68,7 @@ class EventFile:
 
 
 class TensorboardTracker(Tracker):
-    """Writes event files of the task alone, in `runs` of its directory or in `logging_dir`."""
+    """Writes event files of the task alone, in `runs` of its directory."""
 
     package = "tensorboard"
 

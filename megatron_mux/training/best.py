@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_mux.checkpoint import SavedTask
-from megatron_mux.engine import EvalResult
+from megatron_mux.engine import BestEvaluation, EvalResult
 from megatron_mux.errors import UserError
 from megatron_mux.saved_files import BEST
 from megatron_mux.tasks import TaskSpec, TrainingSpec
@@ -33,13 +33,17 @@ class Judge:
         """
         if not training.compares or step == 0:
             return
-        best, value = self.entries[name].best, result.values.get(training.metric)
+        entry, value = self.entries[name], result.values.get(training.metric)
         if value is None:
             self.say(
                 f"{name}: its evaluation has no {training.metric}, only {', '.join(result.values)}: training goes on "
                 "without metric_for_best_model"
             )
             return
+        metric = f"{'highest' if training.is_greater_better else 'lowest'} {training.metric}"
+        if entry.best.metric != metric:  # the first evaluation, or the run continues with another metric
+            entry.best = BestEvaluation(checkpoint=entry.best.checkpoint, metric=metric)
+        best = entry.best
         best.note(step, value, training.is_greater_better, training.early_stopping_threshold)
         patience = training.early_stopping_patience
         if patience is not None and best.stale >= patience:
@@ -66,14 +70,14 @@ class Judge:
             self.say(f"{name}: its best adapter is that of step {best.step}: {directory / name / BEST}")
 
 
-def check_best_is_saved(specs: Sequence[TaskSpec], save: Path | None) -> None:
-    """Refuse tasks that keep their best adapter in a run that saves nothing.
+def check_best_is_saved(specs: Sequence[TaskSpec], saves: bool) -> None:
+    """Refuse tasks that keep their best adapter, unless the run saves.
 
     Raises:
         UserError: Names the tasks.
     """
     names = [spec.name for spec in specs if spec.training.keeps_best]
-    if names and save is None:
+    if names and not saves:
         raise UserError(
             f"training.load_best_model_at_end of {', '.join(names)}: the best adapter is kept on disk: use --save DIR"
         )

@@ -26,7 +26,6 @@ def problems_of_evaluation(spec: TaskSpec, records: TaskDataset) -> Iterator[str
             f"most {MAX_DISTINCT} distinct completions, which those of {records.path} are not: measure token_accuracy "
             "or exact_match"
         )
-
     if spec.eval.generates and not any(
         prompt_and_completion(records, number) for number in range(min(len(records), _LOOKED_AT))
     ):

@@ -64,7 +64,15 @@ class Loop:
     def __post_init__(self, info: BackboneInfo, files: DataFiles) -> None:
         continued = self.arguments.load if self.manifest is not None else None
         self.registry = TaskRegistry(
-            self.engine, self.parallel, self.reporter, info, files, self._evaluate, self._save, continued
+            self.engine,
+            self.parallel,
+            self.reporter,
+            info,
+            files,
+            self._evaluate,
+            self._save,
+            continued,
+            saves=self.arguments.save is not None,
         )
         if self.arguments.save is not None:
             fingerprint, arguments = self.engine.backbone.info.fingerprint, self.arguments
@@ -291,7 +299,7 @@ class Loop:
                     state.config["base_model_name_or_path"] = str(self.arguments.backbone.resolve())
                 training = self.engine.task(name).spec.training
                 state.limit = training.save_total_limit
-                if training.keeps_best and entry.step == entry.best.step:
+                if training.keeps_best and self._judge.is_best(name, entry.step):
                     entry.best.checkpoint = entry.checkpoint
             states.append(state)
         copies = self.engine.copy_states(moved, saver.memory)

@@ -17,6 +17,7 @@ from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import load_task_file
 from megatron_mux.training.admission import Admission
+from megatron_mux.training.best import check_best_is_saved
 from megatron_mux.training.joining import JoiningFile, JoiningFiles, WatchedDirectory
 from megatron_mux.training.task_setup import check_joining, open_tasks
 
@@ -36,6 +37,7 @@ class TaskRegistry:
         continued: Directory of the run that this one continues, if any.
         entries: Every task the run has had, as a save names it.
         accepted: Called once, when the first tasks are known to be those that the continued run had.
+        saves: Whether the run saves anything.
     """
 
     engine: Engine
@@ -48,6 +50,7 @@ class TaskRegistry:
     continued: Path | None = None
     entries: dict[str, SavedTask] = field(default_factory=dict)
     accepted: Callable[[], None] | None = None
+    saves: bool = True
     _admission: Admission = field(init=False)
     _joining: JoiningFiles = field(init=False)
     _names: dict[Path, list[str]] = field(default_factory=dict)
@@ -212,6 +215,7 @@ class TaskRegistry:
             if path in self._names:
                 raise UserError("changed while its tasks run: give a changed task a new name and file")
             specs = load_task_file(path, data_later=True)
+            check_best_is_saved(specs, self.saves)
             waiting = [task.spec.name for task in self._admission.waiting]
             check_joining(
                 specs,

@@ -10,8 +10,8 @@ from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.engine import Task
+from megatron_mux.engine.reference import problem_of_preference
 from megatron_mux.errors import UserError
-from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.training.eval_setup import problems_of_evaluation
 
@@ -118,15 +118,6 @@ def open_tasks(
     return tasks
 
 
-def _check_preference(spec: TaskSpec, shape: BackboneShape) -> None:
-    """Refuse a preference task that trains an output layer, whose gradient is summed before the loss is known."""
-    if spec.training.is_preference and any("head" in own.places for own in spec.adapter.own_rows(shape)):
-        raise UserError(
-            f"adapter: an output layer, or rows of it, cannot be trained with loss: {spec.training.loss}: leave it out "
-            "of modules_to_save and trainable_token_indices"
-        )
-
-
 def _open(spec: TaskSpec, info: BackboneInfo, files: DataFiles, say: Progress, resumed: bool) -> Task:
     problems: list[str] = []
 
@@ -149,7 +140,8 @@ def _open(spec: TaskSpec, info: BackboneInfo, files: DataFiles, say: Progress, r
             f"training.router_aux_loss_coef: balances experts, and a {info.shape.family} has none: leave it out"
         )
     attempt(lambda: spec.adapter.tensors(info.shape))
-    attempt(lambda: _check_preference(spec, info.shape))
+    if wrong := attempt(lambda: problem_of_preference(spec, info.shape)):
+        problems.append(wrong)
     loss = spec.training.loss
     cut = spec.data.max_length, spec.data.truncation_side
     data = attempt(lambda: files.open(spec.data.sources, *cut, spec.data.mixing(spec.training.seed), loss))

@@ -13,11 +13,13 @@ from torch import Tensor
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.preference import parse_preference
 from megatron_mux.data.preference_file import PreferenceDataset
+from megatron_mux.data.tokenise import Example
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine, Planning, StepResult
 from megatron_mux.engine.evaluate import EvalResult
+from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
-from megatron_mux.tasks import TrainingSpec
+from megatron_mux.tasks import TaskSpec, TrainingSpec
 from tests.end_to_end.families import FAMILIES, lora, prefix
 from tests.end_to_end.forked import Fault, Server
 from tests.end_to_end.harness import Case, adapter, assert_close, random_records
@@ -63,7 +65,7 @@ class Run(NamedTuple):
 
     results: dict[str, list[StepResult]]
     tensors: dict[str, dict[str, Tensor]]
-    evaluations: dict[str, EvalResult | None]
+    evaluations: dict[str, EvalResult | UserError]
 
 
 def supervised() -> list[Case]:
@@ -116,7 +118,7 @@ def together(
     tasks.append(preferences.task("fresh", "dpo", STEPS))
     engine.register_tasks(tasks + [case.task for case in supervised()])
     results = steps_of(engine, STEPS)
-    evaluations = {name: engine.evaluate(name) for name in FIELDS}
+    evaluations = engine.evaluate_together(list(FIELDS))
     run = Run(results, {name: adapter(engine, name) for name in engine.tasks}, evaluations)
     for name in engine.tasks:
         engine.remove_task(name)
@@ -163,7 +165,7 @@ def test_losses_rewards_and_adapters_are_those_of_trl(
 @pytest.mark.parametrize("name", FIELDS)
 def test_evaluations_are_those_of_trl(name: str, together: Run, alone: dict[str, TrlResult]) -> None:
     found, wanted = together.evaluations[name], alone[name].evaluation
-    assert found is not None
+    assert isinstance(found, EvalResult)
     assert found.loss == pytest.approx(wanted["eval_loss"], rel=LOSS)
     assert {"rewards/chosen", "rewards/margins"} <= found.values.keys()
     for key, value in found.values.items():
@@ -205,6 +207,35 @@ def test_neighbours_come_out_the_same_whether_preferences_are_there_or_diverge(
         for one, other in zip(results[name], together.results[name], strict=True):
             assert one.loss == pytest.approx(other.loss, rel=1e-6), name
         assert_close(adapter(engine, name), together.tensors[name], 1e-4, name)
+    for name in engine.tasks:
+        engine.remove_task(name)
+
+
+def test_what_cannot_be_read_or_trained_stops_its_task_alone(
+    backbone: Backbone, parallel: Parallel, preferences: Preferences, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(backbone, parallel)
+    bad, good = (
+        preferences.task("bad", "dpo", 2, precompute_ref_log_probs=True),
+        preferences.task("good", "kto", 2),
+    )
+    head = preferences.task("head", "orpo", 2)
+    adapter = {**LORA, "modules_to_save": ["lm_head"]}
+    head.spec = TaskSpec.model_validate({**head.spec.plain(), "adapter": adapter})
+    with pytest.raises(UserError, match=r"task 'head': adapter: an output layer.* loss: orpo"):
+        engine.register_tasks([good, head])
+
+    def changed(number: int) -> Example:
+        raise UserError("pairs.jsonl: was changed while in use")
+
+    monkeypatch.setattr(bad.data, "completion", changed)
+    engine.register_tasks([bad, good])
+    evaluated = engine.evaluate_together(["bad", "good"])
+    assert "was changed" in str(evaluated["bad"]) and isinstance(evaluated["good"], EvalResult)
+    results = steps_of(engine, 3)
+    (failed,) = results["bad"]
+    assert (failed.status, failed.diverged) == ("failed", False) and "was changed" in failed.reason
+    assert [result.status for result in results["good"]] == ["running", "finished"]
     for name in engine.tasks:
         engine.remove_task(name)
 

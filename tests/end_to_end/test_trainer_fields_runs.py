@@ -32,7 +32,11 @@ FILES = {
     "tuned": {**TASKS["lora"], "training": TRAINING, "eval": {"path": "held-out.jsonl", "eval_steps": 2}},
     "plain": {
         **TASKS["prefix"],
-        "training": {**TASKS["prefix"]["training"], "save_steps": 2, "max_steps": 5},
+        "data": {
+            "mixture": [{"path": "pairs.jsonl", "weight": 1}, {"path": "texts.jsonl", "weight": 2}],
+            "max_length": 24,
+        },
+        "training": {**TASKS["prefix"]["training"], "optim": "adafactor", "save_steps": 2, "max_steps": 5},
     },
 }
 
@@ -120,5 +124,8 @@ def test_a_killed_run_goes_on_with_its_best_metric_and_patience(
         [t for t in manifest(path)["tasks"] if t["name"] == "tuned"] for path in (directory, undisturbed)
     )
     assert (ours["best"], ours["step"]) == (theirs["best"], theirs["step"])
+    for path in (undisturbed / "plain/checkpoint-5").iterdir():
+        assert_same_file(directory / "plain/checkpoint-5" / path.name, path)
+    assert metrics(directory, "plain") == metrics(undisturbed, "plain")
     rows = (directory / "tuned/metrics.csv").read_text().splitlines()
     assert len(rows) == len(set(rows)) == len((undisturbed / "tuned/metrics.csv").read_text().splitlines())

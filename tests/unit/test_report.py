@@ -15,6 +15,7 @@ from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.engine import EvalResult, StepResult
 from megatron_mux.errors import UserError
 from megatron_mux.report import Reporter, cut_metrics
+from megatron_mux.tasks import TaskSpec
 from megatron_mux.trackers.tensorboard import EventFile
 
 
@@ -62,6 +63,19 @@ def test_tensorboard_reads_the_numbers(tmp_path: Path) -> None:
         ("a/tokens", 1): 8,
     }
     reporter.close()
+
+
+def test_tasks_that_share_a_logging_dir_keep_their_figures_apart(tmp_path: Path) -> None:
+    reporter = reporter_of(None)
+    reporter.add("b", "LORA", 0, 3)
+    for name, loss in (("a", 2.5), ("b", 3.5)):
+        training = {"report_to": "csv", "logging_dir": str(tmp_path)}
+        task = {"name": name, "adapter": {"peft_type": "LORA"}, "data": {"path": "x"}, "training": training}
+        reporter.track(TaskSpec.model_validate(task), 0)
+        reporter.step(name, StepResult(1, 3, loss, 1.5, 0.25, 8, "running"), 1.0)
+    reporter.close()
+    for name, loss in (("a", 2.5), ("b", 3.5)):
+        assert f"1,loss,{loss}" in (tmp_path / name / "metrics.csv").read_text().splitlines()
 
 
 @pytest.mark.parametrize("saving", [False, True])

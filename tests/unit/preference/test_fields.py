@@ -71,6 +71,8 @@ def test_dropout_and_other_figures_are_refused() -> None:
     task({"lora_dropout": 0.1}, loss="dpo", disable_dropout=False)
     with pytest.raises(UserError, match=r"eval\.metrics"):
         task(evaluation={"metrics": ["perplexity"]}, loss="kto")
+    with pytest.raises(UserError, match=r"eval\.chat_template_kwargs"):
+        task(evaluation={"chat_template_kwargs": {"enable_thinking": False}}, loss="kto")
     task(evaluation={}, loss="kto")
 
 

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.fusion.alignment import Slice
+from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
+from megatron_mux.fusion.planning_context import PlanningContext
 from megatron_mux.fusion.step import Lengths, step_grid
 from tests.unit.fusion import backbone
 from tests.unit.fusion.test_stage_cost import costs
@@ -63,6 +65,16 @@ def test_the_planner_counts_rows_of_references_forward_only() -> None:
     assert found.memory == pytest.approx(own.memory), "nothing of them is kept"
     slices = tuple(Slice("t", i, 0, n) for i, n in enumerate(lengths))
     assert model.chunks([slices])[0].forward == pytest.approx(found.forward)
+
+
+def test_the_planner_counts_the_pass_of_a_kl_term() -> None:
+    load = replace(backbone.load("t", [40, 64, 64, 50]), refers=True)
+    model, plain = costs([replace(load, needs_kl=True)]), costs([load])
+    found = model.step_overhead([0]) - plain.step_overhead([0])
+    assert found == pytest.approx(sum(plain.hybrid((0,), 1).forward))
+    rolling = PlanningContext(backbone.profile(), backbone.info(), Mesh(pipeline=2), rolling=8)
+    assert rolling.with_tasks({"t": load}).steps_per_flush == 8
+    assert rolling.with_tasks({"t": replace(load, needs_kl=True)}).steps_per_flush == 1
 
 
 def test_a_pair_is_the_smallest_micro_batch() -> None:

@@ -75,6 +75,11 @@ def test_long_records_are_cut_and_those_without_a_completion_left_out(tokenizer:
         ("kto", {"prompt": "w1", "completion": "w2"}, ["loss: kto", '"label"']),
         ("kto", {"prompt": "w1", "completion": "w2", "label": "yes"}, ['"label"', "true or false"]),
         ("dpo", {"prompt": SKY, "chosen": SKY, "rejected": SKY, "tools": [{}]}, ['"tools"', "not supported"]),
+        (
+            "dpo",
+            {"prompt": SKY, "chosen": SKY, "rejected": SKY, "chat_template_kwargs": {"a": 1}},
+            ["kwargs"],
+        ),
         ("dpo", {"prompt": "w1", "chosen": 3, "rejected": "w2"}, ['"chosen"', "text"]),
         ("dpo", {"prompt": "w1", "chosen": "w1", "rejected": SKY}, ["both"]),
         ("dpo", {"chosen": "w1", "rejected": "v2 v3"}, ['"prompt"', "alike"]),

@@ -56,6 +56,17 @@ def test_a_task_stops_once_its_patience_is_over() -> None:
     assert "its evaluation has no rouge1" in said[-1]
 
 
+def test_another_metric_begins_anew() -> None:
+    entry = SavedTask("a", 0, "running", "", "", {}, "")
+    judge = Judge({"a": entry}, print)
+    assert not judge.is_best("a", 0), "nothing was evaluated"
+    for metric, values in (("loss", (0.5, 0.4, 0.6)), ("accuracy", (0.3, 0.2))):
+        training = TrainingSpec(metric_for_best_model=metric, load_best_model_at_end=True)
+        for step, value in enumerate(values, entry.best.step + 1):
+            judge.note("a", training, step, EvalResult({metric: value}, 3))
+    assert (entry.best.value, entry.best.step, entry.best.stale) == (0.3, 3, 1)
+
+
 def spec(training: dict[str, Any], **evaluation: Any) -> TaskSpec:
     task: dict[str, Any] = {
         "name": "a",

@@ -112,6 +112,19 @@ def test_a_task_that_waited_is_not_lost_with_one_that_is_refused(
     assert engine.tasks == [] and not registry.waiting, "nobody of a refused file trains later"
 
 
+def test_a_task_that_keeps_its_best_adapter_joins_no_run_that_saves_nothing(
+    registry: TaskRegistry, tmp_path: Path
+) -> None:
+    registry.saves = False
+    sections = "adapter: {peft_type: LORA}\ndata: {path: x}\neval: {path: y}\n"
+    path = tmp_path / "best.yaml"
+    path.write_text(f"name: a\n{sections}training: {{load_best_model_at_end: true}}\n")
+    registry._prepare(path)
+    said: list[str] = registry.reporter.said  # type: ignore[attr-defined]
+    assert said[-1].startswith("best.yaml refused: training.load_best_model_at_end of a")
+    assert not registry._joining
+
+
 def test_who_joins_while_others_train_is_not_evaluated_at_once(
     registry: TaskRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

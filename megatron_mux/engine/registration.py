@@ -1,0 +1,47 @@
+"""Attaches tasks: the adapter, its optimizer, and what a preference task compares with."""
+
+from __future__ import annotations
+
+from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.data.sampler import Sampler
+from megatron_mux.engine.optimize import TaskOptimizer
+from megatron_mux.engine.reference import attach_reference
+from megatron_mux.engine.task_state import Task, TaskState, reference_name
+from megatron_mux.fusion.load import TaskLoad
+
+
+def attach(adapters: AdapterSet, task: Task, load: TaskLoad) -> TaskState:
+    """Attach a task's adapter and make its optimizer, or raise and change nothing.
+
+    Args:
+        adapters: Where to.
+        task: The task.
+        load: What the planner knows of it.
+
+    Raises:
+        UserError: The adapter does not match the task or the backbone.
+        torch.OutOfMemoryError: There is no memory for it on this rank.
+    """
+    spec, data = task.spec, task.data
+    seed, together = spec.training.seed, spec.training.sequences_per_record
+    sampler = Sampler(len(data), spec.sequences_per_step, seed, spec.data.shuffle, together)
+    total = spec.total_steps(len(data))
+    initial = task.resume.adapter if task.resume is not None else task.initial
+    adapter = adapters.add(spec, total, initial)
+    try:
+        optimizer = TaskOptimizer(adapter, spec.training, total)
+        state = TaskState(task, adapter, optimizer, sampler, load, total)
+        state.reference = attach_reference(adapters, task, total)
+        if task.resume is not None:
+            state.resume(task.resume)
+    except BaseException:
+        detach(adapters, spec.name)
+        raise
+    return state
+
+
+def detach(adapters: AdapterSet, name: str) -> None:
+    """Detach a task's adapter, if it has one, and the copy that is its reference."""
+    for own in (name, reference_name(name)):
+        if own in adapters.tasks:
+            adapters.remove(own)
