@@ -67,10 +67,8 @@ class TaskSpec(Section):
                 "leave them out"
             )
         if training.is_preference:
-            for name in ("mixture", "truncation_side", "chat_template_kwargs"):
-                if getattr(self.data, name) != DataSpec.model_fields[name].get_default(
-                    call_default_factory=True
-                ):
+            for name in ("mixture", "truncation_side"):
+                if getattr(self.data, name) != DataSpec.model_fields[name].default:
                     raise problem(f"data.{name}: is not supported with loss: {training.loss}: leave it out")
         for name, value in self.adapter if training.is_preference and training.disable_dropout else ():
             if name.endswith("_dropout") and value:
@@ -92,6 +90,11 @@ class TaskSpec(Section):
         training = self.training
         records = training.per_device_train_batch_size * training.gradient_accumulation_steps
         return records * training.sequences_per_record
+
+    @property
+    def starts_from_reference(self) -> bool:
+        """Whether a frozen copy of the adapter that it starts from stays its reference."""
+        return self.training.needs_reference and self.adapter.adapter_name_or_path is not None
 
     def total_steps(self, n_records: int) -> int:
         """Optimizer steps of the whole task on `n_records` usable sequences, counted as transformers does.
