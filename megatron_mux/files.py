@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,48 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
         partial.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def write_output(flag: str, path: Path, text: str) -> None:
+    """`write_atomically` for the file that a flag names.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def new_directory(flag: str, output: Path) -> Iterator[Path]:
+    """Make a directory that appears complete or not at all.
+
+    Args:
+        flag: That names it.
+        output: The directory; may exist if it is empty.
+
+    Yields:
+        A directory beside it, to fill, which takes its place at the end.
+
+    Raises:
+        UserError: It exists and holds something, or the disk is full or not writable.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{flag} {output}: exists already: choose another directory")
+    partial = output.with_name(f".partial-{output.name}")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        sync_directory(partial)
+        os.rename(partial, output)
+        sync_directory(output.absolute().parent)
+    except OSError as error:
+        raise UserError(f"{flag} {output}: cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 class Pace:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 from megatron_mux.arguments.parser import Parser
-from megatron_mux.arguments.values import at_least, path
+from megatron_mux.arguments.values import at_least, named_path, path
 from megatron_mux.errors import UserError, exit_status, tell
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--backbone", type=path, required=True, metavar="DIR", help="Hugging Face directory")
     add(
         "--adapter",
-        type=_named,
+        type=named_path,
         action="append",
         default=[],
         metavar="NAME=DIR",
@@ -175,13 +175,6 @@ def _ending(answer: Answer) -> str | None:
     """Why an answer breaks off, if it does."""
     reasons = {"length": "cut at --max-new-tokens", "positions": "cut at the backbone's last position"}
     return reasons.get(answer.finish)
-
-
-def _named(text: str) -> tuple[str, Path]:
-    name, equals, directory = text.partition("=")
-    if not (name and equals and directory):
-        raise argparse.ArgumentTypeError(f"must be NAME=DIR, got {text!r}")
-    return name, path(directory)
 
 
 def _names(text: str) -> list[str]:

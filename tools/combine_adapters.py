@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 from megatron_mux.arguments.parser import Parser
-from megatron_mux.arguments.values import at_least, path
+from megatron_mux.arguments.values import at_least, named_path, path
 from megatron_mux.errors import UserError, exit_status
 
 
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--adapter",
-        type=_named,
+        type=named_path,
         required=True,
         nargs="+",
         metavar="NAME=DIR",
@@ -72,9 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     """Combine and print, with a parsed command line."""
-    from rich.table import Table
-
-    from megatron_mux.console import make_console
+    from megatron_mux.console import print_result
     from megatron_mux.merging.combine import Recipe, combine
 
     adapters: dict[str, Path] = dict(arguments.adapter)
@@ -95,22 +93,14 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps({**asdict(combined), "output": str(arguments.output)}))
         return
-    table = Table(title=f"{len(adapters)} adapters combined ({arguments.method})", title_justify="left")
-    for heading in ("modules", "rank", "MB", "seconds"):
-        table.add_column(heading, justify="right")
-    table.add_row(
-        str(combined.modules), str(combined.rank), f"{combined.size / 1e6:.1f}", f"{combined.seconds:.1f}"
-    )
-    console = make_console()
-    console.print(table)
-    console.print(f"combined adapter: {arguments.output}", markup=False, soft_wrap=True)
-
-
-def _named(text: str) -> tuple[str, Path]:
-    name, equals, directory = text.partition("=")
-    if not (name and equals):
-        raise argparse.ArgumentTypeError(f"must be NAME=DIR, got {text!r}")
-    return name, path(directory)
+    cells = {
+        "modules": str(combined.modules),
+        "rank": str(combined.rank),
+        "MB": f"{combined.size / 1e6:.1f}",
+        "seconds": f"{combined.seconds:.1f}",
+    }
+    title = f"{len(adapters)} adapters combined ({arguments.method})"
+    print_result(title, cells, f"combined adapter: {arguments.output}")
 
 
 def _weight(text: str) -> float:

@@ -85,6 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     plan_file, trace_file = _sources(arguments)
 
+    from megatron_mux.files import write_output
     from megatron_mux.fusion.check import read_plan
     from megatron_mux.pipeline.draw import to_svg
     from megatron_mux.pipeline.trace import to_trace
@@ -105,8 +106,8 @@ def run(arguments: argparse.Namespace) -> None:
     for note in _differences(plan, schedules.get("measured")):
         print(f"note: {trace_file}: {note}", file=sys.stderr)
     title = f"{plan.policy}, {plan.stages} stage(s), {len(plan.buckets)} bucket(s), {steps} step(s)"
-    _write("--output", arguments.output, to_svg(schedules, title, ranks=plan.ranks))
-    _write("--trace", arguments.trace, to_trace(schedules, plan.ranks, plan.to_json()))
+    write_output("--output", arguments.output, to_svg(schedules, title, ranks=plan.ranks))
+    write_output("--trace", arguments.trace, to_trace(schedules, plan.ranks, plan.to_json()))
     found = figures(plan, schedules, steps)
     if arguments.json:
         print(json.dumps({**found, "output": str(arguments.output), "trace": str(arguments.trace)}))
@@ -117,10 +118,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 def draw_subgraphs(arguments: argparse.Namespace) -> None:
     """Draw and print the subgraphs of one layer of each kind: a plan's, or traced in a fake world of tensor ranks."""
+    from megatron_mux.files import write_output
     from megatron_mux.fusion.subgraph_picture import to_svg
 
     found = _traced(arguments) if arguments.backbone is not None else _kept(arguments)
-    _write("--output", arguments.output, to_svg(found))
+    write_output("--output", arguments.output, to_svg(found))
     if arguments.json:
         print(json.dumps([subgraphs.to_json() for subgraphs in found]))
         return
@@ -290,15 +292,6 @@ def figures(plan: Plan, schedules: Mapping[str, Sequence[TimedAction]], steps: i
             row[name] = {"busy_s": seconds, "bubble": idle}
     seconds_of = {f"{name}_latency_s": latency(actions) for name, actions in schedules.items()}
     return {"stages": stages, "steps": steps, "predicted_latency_s": plan.predicted_latency_s, **seconds_of}
-
-
-def _write(flag: str, file: Path, text: str) -> None:
-    from megatron_mux.files import write_atomically
-
-    try:
-        write_atomically(file, text)
-    except OSError as error:
-        raise UserError(f"{flag} {file}: cannot be written: {error.strerror or error}") from error
 
 
 def _print(found: Mapping[str, Any]) -> None:

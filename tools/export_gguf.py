@@ -17,26 +17,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
-from megatron_mux.arguments.parser import Parser
+from megatron_mux.arguments.parser import adapter_parser
 from megatron_mux.arguments.values import path
 from megatron_mux.errors import exit_status
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line."""
-    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    add = parser.add_argument
-    add("--backbone", type=path, required=True, metavar="DIR", help="Hugging Face directory of the backbone")
-    add(
-        "--adapter",
-        type=path,
-        required=True,
-        metavar="DIR",
-        help="directory of the adapter, in PEFT's format",
-    )
+    parser, add = adapter_parser(__doc__.splitlines()[0])
     add("--output", type=path, required=True, metavar="FILE", help="new GGUF file")
     add("--outtype", choices=("f32", "f16"), default="f32", help="how values are stored (f32)")
-    add("--json", action="store_true", help="print one JSON object instead of a table")
     return parser
 
 
@@ -47,24 +37,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     """Export and print, with a parsed command line."""
-    from rich.table import Table
-
-    from megatron_mux.console import make_console
+    from megatron_mux.console import print_result
     from megatron_mux.merging.gguf_adapter import export_gguf
 
     exported = export_gguf(arguments.backbone, arguments.adapter, arguments.output, arguments.outtype)
     if arguments.json:
         print(json.dumps({**asdict(exported), "output": str(arguments.output)}))
         return
-    table = Table(title=f"adapter exported for {exported.architecture}", title_justify="left")
-    for heading in ("weights", "alpha", "MB", "seconds"):
-        table.add_column(heading, justify="right")
-    table.add_row(
-        str(exported.modules), f"{exported.alpha:g}", f"{exported.size / 1e6:.1f}", f"{exported.seconds:.1f}"
-    )
-    console = make_console()
-    console.print(table)
-    console.print(f"GGUF adapter: {arguments.output}", markup=False, soft_wrap=True)
+    cells = {
+        "weights": str(exported.modules),
+        "alpha": f"{exported.alpha:g}",
+        "MB": f"{exported.size / 1e6:.1f}",
+        "seconds": f"{exported.seconds:.1f}",
+    }
+    title = f"adapter exported for {exported.architecture}"
+    print_result(title, cells, f"GGUF adapter: {arguments.output}")
 
 
 if __name__ == "__main__":

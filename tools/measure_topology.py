@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, write and print, with a parsed command line."""
-    from megatron_mux.files import write_atomically
+    from megatron_mux.files import write_output
     from megatron_mux.moe.measure_links import LinkMeter, measure_links
     from megatron_mux.moe.topology import Topology
     from megatron_mux.runtime import initialize
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
     topology = Topology.model_validate(describe(links, nodes, capacities, arguments.master))
     content = topology.model_dump_json(indent=1, exclude_none=True)
     if arguments.output is not None:
-        write_atomically(arguments.output, content + "\n")
+        write_output("--output", arguments.output, content + "\n")
     if arguments.json:
         print(content)
     else:

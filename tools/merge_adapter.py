@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
-from megatron_mux.arguments.parser import Parser
+from megatron_mux.arguments.parser import adapter_parser
 from megatron_mux.arguments.values import path, size
 from megatron_mux.errors import exit_status
 
@@ -30,16 +30,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 def build_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line."""
-    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    add = parser.add_argument
-    add("--backbone", type=path, required=True, metavar="DIR", help="Hugging Face directory")
-    add(
-        "--adapter",
-        type=path,
-        required=True,
-        metavar="DIR",
-        help="directory of the adapter, in PEFT's format",
-    )
+    parser, add = adapter_parser(__doc__.splitlines()[0])
     add("--output", type=path, required=True, metavar="DIR", help="new directory for the merged model")
     add("--dtype", choices=_DTYPES, help="dtype of the merged weights (as the backbone stores them)")
     add(
@@ -49,7 +40,6 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="most bytes of a safetensors file (5GB)",
     )
-    add("--json", action="store_true", help="print one JSON object instead of a table")
     return parser
 
 
@@ -107,25 +97,17 @@ class _ProgressBar:
 
 def _print(merged: Merged, output: Path) -> None:
     """Print what was done."""
-    from rich.table import Table
+    from megatron_mux.console import print_result
 
-    from megatron_mux.console import make_console
-
-    table = Table(title=f"{merged.kind} adapter merged", title_justify="left")
-    for heading in ("tensors", "changed", "GB", "files", "seconds"):
-        table.add_column(heading, justify="right")
-    table.add_row(
-        str(merged.tensors),
-        str(merged.changed),
-        f"{merged.size / 1e9:.3f}",
-        str(merged.files),
-        f"{merged.seconds:.1f}",
-    )
-    console = make_console()
-    console.print(table)
-    if merged.untied:
-        console.print("The output layer was the embedding; now each has weights of its own.")
-    console.print(f"merged model: {output}", markup=False, soft_wrap=True)
+    cells = {
+        "tensors": str(merged.tensors),
+        "changed": str(merged.changed),
+        "GB": f"{merged.size / 1e9:.3f}",
+        "files": str(merged.files),
+        "seconds": f"{merged.seconds:.1f}",
+    }
+    untied = ["The output layer was the embedding; now each has weights of its own."] if merged.untied else []
+    print_result(f"{merged.kind} adapter merged", cells, *untied, f"merged model: {output}")
 
 
 if __name__ == "__main__":

@@ -159,15 +159,16 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_mux.backbone.registry import read_backbone_info
     from megatron_mux.data.dataset import DataFiles
     from megatron_mux.data.tokenizer import load_tokenizer
+    from megatron_mux.files import write_output
     from megatron_mux.fusion.load import TaskLoad
     from megatron_mux.fusion.meshes import adapts_experts, possible_meshes
+    from megatron_mux.fusion.plan import dumps
     from megatron_mux.fusion.plan_tables import print_meshes, print_plan
     from megatron_mux.tasks import load_task_file
     from megatron_mux.training.eval_setup import evaluation_time
     from megatron_mux.training.task_setup import open_tasks
 
-    given = [getattr(arguments, name) for name in _DEGREES]
-    if arguments.gpus is not None and any(value is not None for value in given):
+    if arguments.gpus is not None and any(getattr(arguments, name) is not None for name in _DEGREES):
         raise UserError(f"--gpus: chooses how ranks are divided: leave out {_flags_of(_DEGREES)}")
     if arguments.virtual_stages > 1 and arguments.gpus is None and (arguments.stages or 1) == 1:
         raise UserError("--virtual-stages: needs --stages of at least 2")
@@ -201,7 +202,7 @@ def run(arguments: argparse.Namespace) -> None:
 
         best = with_subgraphs(best, planner.context, sum(load.total for load in loads.values()))
     if arguments.output is not None:
-        _write(arguments.output, best)
+        write_output("--output", arguments.output, dumps(best))
     if arguments.json:
         others = [{**asdict(p.mesh), "predicted_latency_s": p.predicted_latency_s} for _, p, _ in found]
         extra = {"planning_s": seconds, "flags": flags(planner.context), "mesh": others}
@@ -381,16 +382,6 @@ def _command(arguments: argparse.Namespace, context: PlanningContext) -> str:
         else "--mux-plan FILE (--output FILE writes it)"
     )
     return " ".join(words)
-
-
-def _write(file: Path, plan: Plan) -> None:
-    from megatron_mux.files import write_atomically
-    from megatron_mux.fusion.plan import dumps
-
-    try:
-        write_atomically(file, dumps(plan))
-    except OSError as error:
-        raise UserError(f"--output {file}: cannot be written: {error.strerror or error}") from error
 
 
 def _say(text: str) -> None:

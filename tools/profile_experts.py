@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_mux.backbone.registry import read_backbone_info
     from megatron_mux.data.dataset import DataFiles
     from megatron_mux.data.tokenizer import load_tokenizer
-    from megatron_mux.files import write_atomically
+    from megatron_mux.files import write_output
     from megatron_mux.moe.heat_map import draw_heat_maps
     from megatron_mux.moe.profile_tasks import profile_tasks
     from megatron_mux.runtime import initialize
@@ -109,9 +109,9 @@ def run(arguments: argparse.Namespace) -> None:
     content = profile.model_dump(mode="json")
     if arguments.drift_steps is not None:
         content["drift"] = _follow_drift(arguments, backbone, parallel, tasks)
-    write_atomically(arguments.output, json.dumps(content) + "\n")
+    write_output("--output", arguments.output, json.dumps(content) + "\n")
     if arguments.picture is not None:
-        write_atomically(arguments.picture, draw_heat_maps(profile))
+        write_output("--picture", arguments.picture, draw_heat_maps(profile))
     print(f"{profile.tokens} tokens counted: {arguments.output}")
 
 
@@ -120,7 +120,7 @@ def _follow_drift(
 ) -> dict[str, Any]:
     """Train the tasks, say what became of the scores, and draw it if asked for."""
     from megatron_mux.engine import Engine, Planning
-    from megatron_mux.files import write_atomically
+    from megatron_mux.files import write_output
     from megatron_mux.moe.drift_picture import draw_drift
     from megatron_mux.training.expert_drift import follow_drift
 
@@ -139,7 +139,7 @@ def _follow_drift(
             said += f", {task['paper_violations']} by more than Theorem 1's"
         print(said)
     if arguments.drift_picture is not None:
-        write_atomically(arguments.drift_picture, draw_drift(found))
+        write_output("--drift-picture", arguments.drift_picture, draw_drift(found))
     return found
 
 

@@ -63,6 +63,12 @@ class AdapterTensor:
     expert_dim: int | None = None
 
 
+def blank(tensors: Mapping[str, AdapterTensor]) -> dict[str, Tensor]:
+    """Zeros without storage in place of an adapter's stored values, by key: for those that are known elsewhere."""
+    stored = {key: own for key, own in tensors.items() if own.stored and not own.derived}
+    return {key: torch.zeros(()).expand(own.shape) for key, own in stored.items()}
+
+
 def constant(value: float) -> Init:
     """Initialise with one value."""
     return lambda full, _: full.fill_(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import NoReturn
 
@@ -13,7 +13,7 @@ from megatron_mux.arguments.checks import contradictions
 from megatron_mux.arguments.megatron_flags import PER_TASK, REASONS
 from megatron_mux.arguments.model import MuxArguments, add_flags
 from megatron_mux.arguments.shape_flags import SHAPE_FLAGS
-from megatron_mux.arguments.values import destination, only
+from megatron_mux.arguments.values import destination, only, path
 from megatron_mux.errors import UserError
 
 # Flags that are accepted only with their fixed value, and why.
@@ -35,6 +35,23 @@ class Parser(argparse.ArgumentParser):
         if extra != message:
             raise UserError(f"{extra}: unexpected: every value belongs right after its flag")
         raise UserError(message.removeprefix("argument "))
+
+
+def adapter_parser(description: str) -> tuple[Parser, Callable[..., argparse.Action]]:
+    """Make the parser of a tool that makes something of an adapter and its backbone.
+
+    Args:
+        description: What it makes.
+
+    Returns:
+        The parser with `--backbone`, `--adapter` and `--json`, and its `add_argument`.
+    """
+    parser = Parser(description=description, allow_abbrev=False)
+    add = parser.add_argument
+    add("--backbone", type=path, required=True, metavar="DIR", help="Hugging Face directory of the backbone")
+    add("--adapter", type=path, required=True, metavar="DIR", help="adapter, in PEFT's format")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+    return parser, add
 
 
 def parse_args(argv: Sequence[str] | None = None) -> MuxArguments:

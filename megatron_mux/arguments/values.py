@@ -27,6 +27,14 @@ def path(text: str) -> Path:
     return Path(text)
 
 
+def named_path(text: str) -> tuple[str, Path]:
+    """Convert to a name and a path: NAME=DIR."""
+    name, _, directory = text.partition("=")
+    if not (name and directory):
+        raise argparse.ArgumentTypeError(f"must be NAME=DIR, got {text!r}")
+    return name, path(directory)
+
+
 def path_or_auto(text: str) -> Path | str:
     """A path that is not empty, or the word `auto` (`./auto` is a file)."""
     return text if text == "auto" else path(text)

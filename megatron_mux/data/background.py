@@ -11,11 +11,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import megatron_mux
-from megatron_mux.data.section import DataSource
 from megatron_mux.data.tokenised_file import (
     Progress,
+    Reading,
     TokenisedFile,
-    as_source,
     progress_lines,
     tokenise_file,
 )
@@ -23,7 +22,7 @@ from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.errors import UserError
 
 Results = dict[str, TokenisedFile | UserError]
-"""For each source, by its `DataSource.key`, its tokens, or what is wrong with it."""
+"""By `Reading.key`: the tokens of a source, or what is wrong with it."""
 
 # Not handed on: the process is none of the run's ranks.
 _OF_A_RANK = (
@@ -44,7 +43,7 @@ class BackgroundTokenising:
 
     Args:
         backbone: Directory of the tokenizer.
-        sources: Files, or paths of single ones.
+        readings: Sources, and what for.
         cache: See `token_cache_directory`.
         niceness: Of the process, relative to this one; 19 is idle priority.
 
@@ -56,12 +55,11 @@ class BackgroundTokenising:
     def __init__(
         self,
         backbone: Path,
-        sources: Sequence[str | os.PathLike[str] | DataSource],
+        readings: Sequence[Reading],
         cache: Path | None,
         niceness: int = 19,
     ) -> None:
-        by_key = {source.key: source for source in map(as_source, sources)}
-        self.sources = tuple(by_key.values())
+        self.readings = tuple({reading.key: reading for reading in readings}.values())
         self.news: list[str] = []
         self.results: Results | None = None
         environment = {key: value for key, value in os.environ.items() if key not in _OF_A_RANK}
@@ -69,7 +67,7 @@ class BackgroundTokenising:
         environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment["CUDA_VISIBLE_DEVICES"] = ""
         self._connection, theirs = Pipe()
-        self._connection.send((backbone, self.sources, cache, niceness))
+        self._connection.send((backbone, self.readings, cache, niceness))
         # Not by `multiprocessing`, which would run this program's main module again.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megatron_mux.data.background"],
@@ -86,7 +84,7 @@ class BackgroundTokenising:
             try:
                 message = self._connection.recv()
             except (EOFError, OSError):
-                message = _all(self.sources, self._died(self._process.wait()))
+                message = _all(self.readings, self._died(self._process.wait()))
             if isinstance(message, str):
                 self.news.append(message)
             else:
@@ -101,34 +99,36 @@ class BackgroundTokenising:
 
     def _died(self, status: int) -> UserError:
         how = f"was killed by signal {-status}" if status < 0 else f"failed with status {status}"
-        return UserError(f"{_labels(self.sources)}: the process that tokenises {how}")
+        return UserError(f"{_labels(self.readings)}: the process that tokenises {how}")
 
 
 def work(connection: Connection) -> None:
     """Tokenise what `BackgroundTokenising`, at the other end of a connection, asks for: the work of its process."""
-    backbone, sources, cache, niceness = connection.recv()
+    backbone, readings, cache, niceness = connection.recv()
     os.nice(niceness)
     results: Results = {}
     try:
         tokenizer = load_tokenizer(backbone)
-        for source in sources:
+        for reading in readings:
+            source, loss = reading
             try:
-                results[source.key] = tokenise_file(
-                    source, tokenizer, cache, _progress(source.label, connection)
-                )
+                progress = _progress(source.label, connection)
+                results[reading.key] = tokenise_file(source, tokenizer, cache, progress, loss)
             except UserError as error:
-                results[source.key] = error
+                results[reading.key] = error
     except Exception as error:
-        results = _all(sources, UserError(f"{_labels(sources)}: the process that tokenises failed: {error}"))
+        results = _all(
+            readings, UserError(f"{_labels(readings)}: the process that tokenises failed: {error}")
+        )
     connection.send(results)
 
 
-def _labels(sources: Sequence[DataSource]) -> str:
-    return ", ".join(source.label for source in sources)
+def _labels(readings: Sequence[Reading]) -> str:
+    return ", ".join(source.label for source, _ in readings)
 
 
-def _all(sources: Sequence[DataSource], error: UserError) -> Results:
-    return {source.key: error for source in sources}
+def _all(readings: Sequence[Reading], error: UserError) -> Results:
+    return {reading.key: error for reading in readings}
 
 
 def _progress(label: str, connection: Connection) -> Progress:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -53,11 +53,16 @@ class ChatTemplate:
 
     Attributes:
         tokenizer: A Hugging Face tokenizer.
-        special_texts: Texts of its special tokens.
     """
 
     tokenizer: Any
-    special_texts: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """Texts of the tokenizer's special tokens."""
+        found = {str(token) for token in self.tokenizer.all_special_tokens}
+        found |= {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        return tuple(sorted(found - {""}))
 
     def render(self, record: Messages) -> Chat:
         """Render a conversation.
@@ -67,8 +72,8 @@ class ChatTemplate:
             UserError: The tokenizer has no template.
         """
         if record.prompt:
-            prompt = self._apply(record, record.messages[: record.prompt], add_generation_prompt=True)
-            return Chat(self._apply(record, record.messages), prompt=prompt)
+            prompt = self.apply(record, record.messages[: record.prompt], add_generation_prompt=True)
+            return Chat(self.apply(record, record.messages), prompt=prompt)
         messages = record.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if turns and turns[0] == 0:
@@ -77,12 +82,12 @@ class ChatTemplate:
             )
         if self._is_marked:
             return self._marked(record)
-        text = self._apply(record, messages)
+        text = self.apply(record, messages)
         spans: list[tuple[int, int]] = []
         append_end = False
         for i in turns:
-            before = self._apply(record, messages[:i], add_generation_prompt=True)
-            after = text if i == len(messages) - 1 else self._apply(record, messages[: i + 1])
+            before = self.apply(record, messages[:i], add_generation_prompt=True)
+            after = text if i == len(messages) - 1 else self.apply(record, messages[: i + 1])
             if text.startswith(after) and after.startswith(before):
                 turn = after[len(before) :]
                 closed = turn.rstrip()
@@ -122,7 +127,7 @@ class ChatTemplate:
         messages = record.messages
         changed = [*messages]
         changed[number] = {**messages[number], "content": _STAND_IN}
-        other = self._apply(record, changed)
+        other = self.apply(record, changed)
         start = common_beginning(text, other)
         stop = len(text) - common_beginning(text[start:][::-1], other[start:][::-1])
         end = self._end_of_turn
@@ -141,7 +146,7 @@ class ChatTemplate:
         """The special token that closes a turn; empty if none does."""
         ask, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": _STAND_IN}
         try:
-            text = self._apply(Messages([]), [ask, answer])
+            text = self.apply(Messages([]), [ask, answer])
         except BadRecordError:
             return ""
         rest = text[text.rfind(_STAND_IN) + len(_STAND_IN) :].strip() if _STAND_IN in text else ""
@@ -149,13 +154,24 @@ class ChatTemplate:
             (special for special in self.special_texts if rest.startswith(special)), key=len, default=""
         )
 
-    def _apply(
+    def apply(
         self, record: Messages, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False
     ) -> str:
+        """Render messages.
+
+        Args:
+            record: Has the tools and variables.
+            messages: Rendered in place of those of the record.
+            add_generation_prompt: Whether to add what an answer begins with.
+
+        Raises:
+            BadRecordError: The template does not take them.
+            UserError: The tokenizer has no template.
+        """
         if not self.tokenizer.chat_template:
             raise UserError(
                 "messages need a chat template, and the backbone's tokenizer has none: add chat_template.jinja to "
-                "the backbone's directory, or write the records as prompt and completion"
+                "the backbone's directory, or write the records as texts"
             )
         try:
             text = self.tokenizer.apply_chat_template(

@@ -22,6 +22,7 @@ from megatron_mux.data.token_cache import Cut
 from megatron_mux.data.tokenise import Example, Tokeniser
 from megatron_mux.data.tokenised_file import (
     Progress,
+    Reading,
     TokenisedFile,
     as_source,
     progress_lines,
@@ -202,7 +203,7 @@ class DataFiles:
         tokenizer: The backbone's.
         say: Shows a line for people: how far tokenising a long file is.
         cache: See `token_cache_directory`.
-        tokenised: What is known of sources already, by `DataSource.key`: their tokens, or what is wrong with them.
+        tokenised: What is known of sources already, by `Reading.key`: their tokens, or what is wrong with them.
     """
 
     tokenizer: Any
@@ -234,7 +235,9 @@ class DataFiles:
         sources = [as_source(one) for one in given]
         if loss != "sft":
             (only,) = sources
-            return cast(TaskDataset, PreferenceDataset(only, self.tokenizer, max_length, loss, self.cache))
+            tokens = self._tokenised(only, loss)
+            data = PreferenceDataset(only, self.tokenizer, max_length, loss, self.cache, tokens)
+            return cast(TaskDataset, data)
         made: list[TokenisedFile] = []
         problems: list[str] = []
         for one in sources:
@@ -248,10 +251,9 @@ class DataFiles:
             sources, self.tokenizer, max_length, None, made, self.cache, truncation_side, mixing
         )
 
-    def _tokenised(self, source: DataSource) -> TokenisedFile:
-        known = self.tokenised.get(source.key)
+    def _tokenised(self, source: DataSource, loss: str = "sft") -> TokenisedFile:
+        known = self.tokenised.get(Reading(source, loss).key)
         if isinstance(known, UserError):
             raise known
-        return known or tokenise_file(
-            source, self.tokenizer, self.cache, progress_lines(source.label, self.say)
-        )
+        progress = progress_lines(source.label, self.say)
+        return known or tokenise_file(source, self.tokenizer, self.cache, progress, loss)

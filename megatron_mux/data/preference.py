@@ -7,20 +7,29 @@ The columns are those of TRL:
 | dpo, orpo | `prompt`, `chosen`, `rejected`; without `prompt` it is what chosen and rejected begin with alike |
 | kto | `prompt`, `completion`, `label` (true: desirable); or a pair, which becomes one record of each label |
 
-Values are texts, or lists of messages for the tokenizer's chat template. Other keys are ignored.
+Values are texts, or lists of messages for the tokenizer's chat template, beside which `tools` and
+`chat_template_kwargs` may stand. Other keys are ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from megatron_mux.data.records import BadRecordError
+from megatron_mux.data.chat import common_beginning
+from megatron_mux.data.records import (
+    BadRecordError,
+    Messages,
+    conversation_of,
+    listed,
+    messages_of,
+    row_object,
+    text_of,
+)
 from megatron_mux.data.tokenise import Example, Tokeniser
-from megatron_mux.errors import UserError
 
 Content = str | list[dict[str, Any]]
 """A text, or messages."""
@@ -40,67 +49,60 @@ class PreferenceRecord:
         prompt: What they continue.
         completions: The chosen and the rejected one; or one alone.
         desirable: Whether the one is good; None for a pair.
+        conversation: What stands beside messages; None for texts.
     """
 
     prompt: Content
     completions: tuple[Content, ...]
     desirable: bool | None = None
+    conversation: Messages | None = None
 
     def unpaired(self) -> list[PreferenceRecord]:
         """A desirable and an undesirable record of a pair; a record with one completion is itself."""
         if self.desirable is not None:
             return [self]
         labels = zip(self.completions, (True, False), strict=True)
-        return [PreferenceRecord(self.prompt, (completion,), label) for completion, label in labels]
+        return [replace(self, completions=(completion,), desirable=label) for completion, label in labels]
 
 
-def parse_preference(value: Mapping[str, Any], loss: str) -> PreferenceRecord:
+def parse_preference(row: Any, loss: str) -> PreferenceRecord:
     """Read a record.
 
     Args:
-        value: Its columns.
+        row: A mapping of keys to values.
         loss: dpo, orpo or kto.
 
     Raises:
-        BadRecordError: It lacks a column, or a column holds something else.
+        BadRecordError: It lacks a key, or a key holds something else.
     """
-    for key in ("tools", "chat_template_kwargs"):
-        if value.get(key):
-            raise BadRecordError(f'"{key}" is not supported in a preference record: leave it out')
-    if "chosen" in value and "rejected" in value:
-        chosen, rejected = _content(value, "chosen"), _content(value, "rejected")
-        prompt = _content(value, "prompt") if "prompt" in value else None
+    row = row_object(row)
+    # Tables give a null for what a row lacks.
+    given = {key for key, value in row.items() if value is not None}
+    if {"chosen", "rejected"} <= given:
+        chosen, rejected = _content(row, "chosen"), _content(row, "rejected")
+        prompt = _content(row, "prompt") if "prompt" in given else None
         if isinstance(chosen, str) != isinstance(rejected, str):
             raise BadRecordError('"chosen" and "rejected" must both be texts, or both be messages')
         if prompt is None or isinstance(prompt, str) != isinstance(chosen, str):
             prompt, chosen, rejected = _split_prompt(chosen, rejected)
-        return PreferenceRecord(prompt, (chosen, rejected))
-    if loss == "kto" and {"prompt", "completion", "label"} <= value.keys():
-        label = value["label"]
-        if not isinstance(label, (bool, np.bool_)):
+        return PreferenceRecord(prompt, (chosen, rejected), None, _conversation(row, prompt))
+    if loss == "kto" and {"prompt", "completion", "label"} <= given:
+        label = row["label"]
+        if not isinstance(label, bool):
             raise BadRecordError(f'"label" must be true or false, got {label!r}')
-        prompt, completion = _content(value, "prompt"), _content(value, "completion")
+        prompt, completion = _content(row, "prompt"), _content(row, "completion")
         if isinstance(prompt, str) != isinstance(completion, str):
             raise BadRecordError('"prompt" and "completion" must both be texts, or both be messages')
-        return PreferenceRecord(prompt, (completion,), bool(label))
-    found = ", ".join(map(repr, value)) or "nothing"
-    raise BadRecordError(f"no record for loss: {loss}: its keys must be {_SHAPES[loss]}, got {found[:80]}")
+        return PreferenceRecord(prompt, (completion,), label, _conversation(row, prompt))
+    raise BadRecordError(f"no record for loss: {loss}: its keys must be {_SHAPES[loss]}, got {listed(row)}")
 
 
-def _content(value: Mapping[str, Any], key: str) -> Content:
-    content = value[key]
-    if isinstance(content, np.ndarray):
-        content = content.tolist()
-    if isinstance(content, str):
-        try:
-            content.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise BadRecordError(f'"{key}" holds half a surrogate pair (character {error.start})') from None
-        return content
-    messages = isinstance(content, list) and content
-    if messages and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in content):
-        return list(content)
-    raise BadRecordError(f'"{key}" must be text, or a list of messages with "role" and "content"')
+def _conversation(row: dict[str, Any], prompt: Content) -> Messages | None:
+    return None if isinstance(prompt, str) else conversation_of(row, prompt, len(prompt))
+
+
+def _content(row: dict[str, Any], key: str) -> Content:
+    return messages_of(row, key) if isinstance(row[key], list) else text_of(row, key)
 
 
 def _split_prompt(chosen: Content, rejected: Content) -> tuple[Content, Content, Content]:
@@ -129,7 +131,7 @@ class PreferenceTokeniser:
     """
 
     def __init__(self, tokenizer: Any, loss: str) -> None:
-        self._texts = Tokeniser(tokenizer, None)
+        self._tokeniser = Tokeniser(tokenizer, None)
         self._tokenizer = tokenizer
         self._orpo = loss == "orpo"
 
@@ -140,16 +142,17 @@ class PreferenceTokeniser:
             BadRecordError: The chat template does not take the messages, or a completion is empty.
             UserError: There are messages, and the tokenizer has no chat template.
         """
-        if isinstance(record.prompt, str):
+        if record.conversation is None:
             end = self._tokenizer.eos_token
-            prompt = self._tokens(record.prompt)
+            prompt = self._tokens(str(record.prompt))
             texts = [str(completion) for completion in record.completions]
             texts = [text if text.endswith(end) else text + end for text in texts]
-            whole = [self._tokens(record.prompt + text) for text in texts]
+            whole = [self._tokens(f"{record.prompt}{text}") for text in texts]
         else:
-            prompt = self._chat(record.prompt, True)
-            whole = [self._chat([*record.prompt, *completion], False) for completion in record.completions]
-        start = min(_same(prompt, ids) for ids in whole)
+            chat = record.conversation
+            prompt = self._chat(chat, chat.messages, True)
+            whole = [self._chat(chat, [*chat.messages, *own], False) for own in record.completions]
+        start = min(common_beginning(prompt, ids) for ids in whole)
         if self._orpo:
             start, whole = self._closed(start, whole)
         text = None if record.desirable is None else DESIRABLE if record.desirable else UNDESIRABLE
@@ -157,33 +160,18 @@ class PreferenceTokeniser:
 
     def _closed(self, start: int, whole: list[list[int]]) -> tuple[int, list[list[int]]]:
         """Sequences with the tokens that ORPO's trainer puts at both ends."""
-        begin, end = self._tokenizer.bos_token_id, self._texts.end_of_sequence
+        begin, end = self._tokenizer.bos_token_id, self._tokeniser.end_of_sequence
         if begin is not None and any(ids[:1] != [begin] for ids in whole):
             start, whole = start + 1, [[begin, *ids] for ids in whole]
         return start, [ids if ids[-1:] == [end] else [*ids, end] for ids in whole]
 
     def _tokens(self, text: str, **options: bool) -> list[int]:
-        ids: list[int] = self._texts._call([text], **options)["input_ids"][0]
+        ids: list[int] = self._tokeniser.call([text], **options)["input_ids"][0]
         return ids
 
-    def _chat(self, messages: Sequence[dict[str, Any]], prompt: bool) -> list[int]:
-        if not self._tokenizer.chat_template:
-            raise UserError(
-                "messages need a chat template, and the backbone's tokenizer has none: write the records as texts"
-            )
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=prompt
-            )
-        except Exception as error:  # a template is a program: it may fail in any way
-            raise BadRecordError(f"the chat template does not take these messages: {error}") from error
-        return self._tokens(str(text), add_special_tokens=False)
-
-
-def _same(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
-    pairs: Iterator[tuple[int, int]] = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    def _chat(self, record: Messages, messages: Sequence[Any], prompt: bool) -> list[int]:
+        text = self._tokeniser.template.apply(record, messages, add_generation_prompt=prompt)
+        return self._tokens(text, add_special_tokens=False)
 
 
 def _example(ids: Sequence[int], start: int, text: str | None) -> Example:

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import closing
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.data.preference import DESIRABLE, PreferenceRecord, PreferenceTokeniser, parse_preference
-from megatron_mux.data.records import BadRecordError, row_object
+from megatron_mux.data.preference import DESIRABLE
 from megatron_mux.data.section import DataSource
-from megatron_mux.data.sources.selection import Selection
-from megatron_mux.data.sources.source import Row
-from megatron_mux.data.token_cache import Cut, TokenCacheEntry, TokenCacheWriter, token_cache_directory
+from megatron_mux.data.token_cache import Cut, digest
 from megatron_mux.data.tokenise import Example
-from megatron_mux.data.tokenised_file import as_source
-from megatron_mux.data.tokenizer import tokenizer_fingerprint
+from megatron_mux.data.tokenised_file import TokenisedFile, as_source, opened_entry, tokenise_file
 from megatron_mux.errors import UserError
 
-_BATCH = 1000
-"""Rows that are unpaired together: the desirable records of all, then the undesirable ones, as in TRL."""
-_SHOWN = 20
 _UNCUT = 1 << 62
 
 
@@ -42,6 +31,7 @@ class PreferenceDataset:
         max_length: Tokens a sequence is cut to.
         loss: dpo, orpo or kto.
         cache: See `token_cache_directory`.
+        tokenised: What another process of this host made of the source; by default it is tokenised here.
 
     Attributes:
         lengths: `[n]` int32, tokens of each sequence.
@@ -65,6 +55,7 @@ class PreferenceDataset:
         max_length: int,
         loss: str,
         cache: Path | None = None,
+        tokenised: TokenisedFile | None = None,
     ) -> None:
         given = as_source(source)
         self.path = given.label
@@ -72,8 +63,8 @@ class PreferenceDataset:
         self.loss = loss
         self.together = 1 if loss == "kto" else 2
         self.end_of_sequence = int(tokenizer.eos_token_id)
-        with closing(Selection(given)) as selection:
-            self._entry = _entry(selection, tokenizer, loss, token_cache_directory(cache))
+        tokenised = tokenised or tokenise_file(given, tokenizer, cache, loss=loss)
+        self._entry = opened_entry(tokenised, self.path)
         numbers, lengths, counts = self._entry.usable(max_length)
         fits = np.zeros(self._entry.records, np.bool_)
         fits[numbers] = True
@@ -124,7 +115,7 @@ class PreferenceDataset:
         """`[n]`, see the class."""
         if self.together == 2:
             return np.equal(np.arange(len(self)) % 2, 0)
-        return np.equal(self._entry.completions(self._numbers), _DESIRABLE)
+        return np.equal(self._entry.completions(self._numbers), np.uint64(digest(DESIRABLE)))
 
     def _cut(self) -> Cut:
         longest = self._entry.lengths.reshape(-1, self.together).max(axis=1)
@@ -139,66 +130,3 @@ class PreferenceDataset:
 
     def close(self) -> None:
         """Nothing is kept open."""
-
-
-_DESIRABLE = np.uint64(
-    int.from_bytes(hashlib.blake2b(DESIRABLE.encode(), digest_size=8).digest(), "little") or 1
-)
-"""The token cache's digest of a desirable record."""
-
-
-def _entry(selection: Selection, tokenizer: Any, loss: str, directory: Path) -> TokenCacheEntry:
-    """The tokens of a source, from the cache or made now."""
-    fingerprint = selection.fingerprint()
-    kind = loss if loss in ("orpo", "kto") else "pairs"
-    name = f"{fingerprint[:32]}-{tokenizer_fingerprint(tokenizer)[:16]}-{kind}"
-    try:
-        return TokenCacheEntry(directory / name)
-    except (OSError, ValueError, KeyError):
-        pass
-    try:
-        with TokenCacheWriter(directory) as writer:
-            _write(selection, PreferenceTokeniser(tokenizer, loss), loss, writer)
-            return TokenCacheEntry(writer.finish(name, fingerprint, selection.size))
-    except OSError as error:
-        raise UserError(
-            f"{directory}: the tokens of {selection.label} cannot be kept there: {error.strerror or error}: make room, "
-            "or choose another directory with --mux-data-cache"
-        ) from error
-
-
-def _write(selection: Selection, tokeniser: PreferenceTokeniser, loss: str, writer: TokenCacheWriter) -> None:
-    problems: list[str] = []
-    count = 0
-    rows = selection.rows()
-    while some := list(islice(rows, _BATCH)):
-        records = list(_records(some, loss, problems))
-        for row, record in _unpaired(records) if loss == "kto" else records:
-            count += 1
-            try:
-                writer.add([(row.place, example) for example in tokeniser.encode(record)])
-            except BadRecordError as error:
-                problems.append(f"{row.where}: {error}")
-            except UserError as error:
-                raise UserError(*(f"{selection.label}: {text}" for text in error.problems)) from error
-    if problems:
-        more = f"{selection.label}: {len(problems)} bad rows in all, of which the first are named above"
-        raise UserError(*problems[:_SHOWN], *([more] if len(problems) > _SHOWN else []))
-    if not count:
-        raise UserError(f"{selection.label}: is empty: it must hold at least one record")
-
-
-def _records(rows: Sequence[Row], loss: str, problems: list[str]) -> Iterator[tuple[Row, PreferenceRecord]]:
-    """The records of some rows; problems are added to the list."""
-    for row in rows:
-        try:
-            yield row, parse_preference(row_object(row.value), loss)
-        except BadRecordError as error:
-            problems.append(f"{row.where}: {error}")
-
-
-def _unpaired(records: Sequence[tuple[Row, PreferenceRecord]]) -> list[tuple[Row, PreferenceRecord]]:
-    """Records with one completion each: the desirable halves of pairs, then the others."""
-    halves = [[(row, half) for half in record.unpaired()] for row, record in records]
-    first = [own[0] for own in halves]
-    return first + [own[1] for own in halves if len(own) > 1]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import numpy as np
 
 from megatron_mux.data.records import BadRecordError, Record
 from megatron_mux.data.section import DataSource
 from megatron_mux.data.sources.selection import Selection
-from megatron_mux.data.token_cache import TokenCacheEntry
 from megatron_mux.data.tokenise import Example, Tokeniser
-from megatron_mux.data.tokenised_file import TokenisedFile
+from megatron_mux.data.tokenised_file import TokenisedFile, opened_entry
 from megatron_mux.errors import UserError
 
 
@@ -34,12 +32,7 @@ class RecordFile:
     def __init__(self, source: DataSource, tokenised: TokenisedFile, tokeniser: Tokeniser) -> None:
         self.label = source.label
         self._tokeniser = tokeniser
-        try:
-            self.entry = TokenCacheEntry(Path(tokenised.entry))
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(
-                f"{self.label}: its tokens were taken from the cache ({tokenised.entry}): begin again"
-            ) from error
+        self.entry = opened_entry(tokenised, self.label)
         self._selection = Selection(source)
         if self._selection.stamps != tokenised.stamps:
             self.close()

@@ -114,16 +114,18 @@ def record_of(row: Any) -> Record:
         keys = {key for key in SHAPE_KEYS if key in row} - _BESIDE
     if keys == {"prompt", "completion"}:
         if isinstance(row["prompt"], list):
-            prompt, completion = _messages(row, "prompt"), _messages(row, "completion")
-            return _conversation(row, prompt + completion, len(prompt))
-        return PromptCompletion(_text(row, "prompt"), _text(row, "completion"))
+            prompt, completion = messages_of(row, "prompt"), messages_of(row, "completion")
+            return conversation_of(row, prompt + completion, len(prompt))
+        return PromptCompletion(text_of(row, "prompt"), text_of(row, "completion"))
     if keys == {"text"}:
-        return PromptCompletion(None, _text(row, "text"))
+        return PromptCompletion(None, text_of(row, "text"))
     if keys in ({"messages"}, {"conversations"}):
-        return _conversation(row, _messages(row, keys.pop()), 0)
+        return conversation_of(row, messages_of(row, keys.pop()), 0)
     if keys == {"instruction", "output"}:
-        given = "" if row.get("input") is None else _text(row, "input")
-        return PromptCompletion(instruction_prompt(_text(row, "instruction"), given), _text(row, "output"))
+        given = "" if row.get("input") is None else text_of(row, "input")
+        return PromptCompletion(
+            instruction_prompt(text_of(row, "instruction"), given), text_of(row, "output")
+        )
     raise BadRecordError(
         f"no known form: its keys must be {_SHAPES} (or map them with columns), got {listed(row)}"
     )
@@ -165,7 +167,12 @@ def listed(keys: Mapping[str, Any]) -> str:
     return found if len(found) <= _LONGEST_KEYS else found[: _LONGEST_KEYS - 3] + "..."
 
 
-def _text(row: dict[str, Any], key: str) -> str:
+def text_of(row: dict[str, Any], key: str) -> str:
+    """The text of a key.
+
+    Raises:
+        BadRecordError: It is none.
+    """
     text = row[key]
     if not isinstance(text, str):
         raise BadRecordError(f'"{key}" must be text, got a JSON {_kind(text)}')
@@ -173,7 +180,17 @@ def _text(row: dict[str, Any], key: str) -> str:
     return text
 
 
-def _conversation(row: dict[str, Any], messages: list[dict[str, Any]], prompt: int) -> Messages:
+def conversation_of(row: dict[str, Any], messages: list[dict[str, Any]], prompt: int) -> Messages:
+    """A conversation, with the tools and variables that its row has for the chat template.
+
+    Args:
+        row: The row.
+        messages: Its messages.
+        prompt: How many of them are the prompt of a completion; 0 for a conversation as a whole.
+
+    Raises:
+        BadRecordError: What stands beside the messages is no such thing, or is not supported.
+    """
     for key in _REFUSED:
         if row.get(key):
             raise BadRecordError(f'"{key}" beside messages is not supported')
@@ -195,7 +212,12 @@ def _conversation(row: dict[str, Any], messages: list[dict[str, Any]], prompt: i
     return Messages(messages, prompt, tools or None, options)
 
 
-def _messages(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
+def messages_of(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """The messages of a key, each with "role" and "content".
+
+    Raises:
+        BadRecordError: It is no list of messages.
+    """
     messages = row[key]
     if not isinstance(messages, list) or not messages:
         raise BadRecordError(f'"{key}" must be a list of at least one message')

@@ -154,11 +154,6 @@ class DataSource(SourceSection):
         return (self.path,) if isinstance(self.path, Path) else self.path
 
     @property
-    def key(self) -> str:
-        """Tell equal sources from different ones; a JSON object of the fields."""
-        return self.source.model_dump_json()
-
-    @property
     def source(self) -> DataSource:
         """The fields of this class alone."""
         return DataSource.model_construct(**{name: getattr(self, name) for name in DataSource.model_fields})

@@ -249,7 +249,7 @@ class TokenCacheWriter:
         self._spans.extend((edges - starts[owners, None]).ravel())
         self._places.extend(places)
         self._starts.extend(self._count + starts)
-        self._completions.extend(_digest(example.completion_text) for example in examples)
+        self._completions.extend(digest(example.completion_text) for example in examples)
         self._count += sum(lengths)
         self._tokens.write(np.concatenate([example.tokens for example in examples]).astype(_TOKEN).tobytes())
 
@@ -321,8 +321,8 @@ def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
     return np.asarray(np.memmap(path, dtype.base, "r", shape=(count, *dtype.shape)))
 
 
-def _digest(text: str | None) -> int:
-    """0 for None alone."""
+def digest(text: str | None) -> int:
+    """What an entry keeps of a completion's text: equal for equal texts, 0 for None alone."""
     if text is None:
         return 0
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") or 1

@@ -57,6 +57,9 @@ class Tokeniser:
         tokenizer: A Hugging Face tokenizer with an end-of-sequence token.
         max_length: Tokens a sequence is cut to; None leaves sequences whole.
         truncation_side: Where they are cut, "right" or "left".
+
+    Attributes:
+        template: Renders conversations.
     """
 
     def __init__(
@@ -67,9 +70,7 @@ class Tokeniser:
         self.truncation_side = truncation_side
         self.end_of_sequence = int(self.tokenizer.eos_token_id)
         self._trailing = self._trailing_specials()
-        specials = {str(t) for t in self.tokenizer.all_special_tokens}
-        specials |= {str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special}
-        self._template = ChatTemplate(tokenizer, tuple(sorted(specials - {""})))
+        self.template = ChatTemplate(tokenizer)
 
     def encode(self, record: Record) -> Example:
         """One record's example; see the class.
@@ -83,12 +84,15 @@ class Tokeniser:
             raise example
         return example
 
-    def encode_many(self, records: Sequence[Record]) -> list[Example | BadRecordError]:
-        """The examples of several records, tokenised together for speed; the results are the same as one by one."""
+    def encode_many(self, records: Sequence[Record | BadRecordError]) -> list[Example | BadRecordError]:
+        """The examples of several records, tokenised together for speed; the results are the same as one by one.
+
+        What is wrong with a record stands in its place, and may stand there before.
+        """
         parts: list[PromptCompletion | Chat | BadRecordError] = []
         for record in records:
             try:
-                parts.append(self._template.render(record) if isinstance(record, Messages) else record)
+                parts.append(self.template.render(record) if isinstance(record, Messages) else record)
             except BadRecordError as error:
                 parts.append(error)
         pairs = [part for part in parts if isinstance(part, PromptCompletion)]
@@ -128,22 +132,23 @@ class Tokeniser:
         """Tokens with the special ones that begin a sequence, without those that would end it."""
         if not texts:
             return []
-        ids: list[list[int]] = self._call(texts)["input_ids"]
+        ids: list[list[int]] = self.call(texts)["input_ids"]
         return [i[: len(i) - self._trailing] for i in ids] if self._trailing else ids
 
     def _plain(self, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []
-        ids: list[list[int]] = self._call(texts, add_special_tokens=False)["input_ids"]
+        ids: list[list[int]] = self.call(texts, add_special_tokens=False)["input_ids"]
         return ids
 
-    def _call(self, texts: list[str], **options: bool) -> Any:
+    def call(self, texts: list[str], **options: bool) -> Any:
+        """Call the tokenizer, which no other thread does meanwhile."""
         with _one_at_a_time:
             return self.tokenizer(texts, verbose=False, **options)
 
     def _trailing_specials(self) -> int:
         """How many special tokens the tokenizer puts after a text by itself."""
-        bare, full = self._plain(["a"])[0], self._call(["a"])["input_ids"][0]
+        bare, full = self._plain(["a"])[0], self.call(["a"])["input_ids"][0]
         for start in range(len(full) - len(bare) + 1):
             if full[start : start + len(bare)] == bare:
                 return len(full) - start - len(bare)
@@ -158,7 +163,7 @@ class Tokeniser:
             raise UserError(
                 "messages need a fast tokenizer (tokenizer.json), which tells the place of each token"
             )
-        found = self._call(texts, add_special_tokens=False, return_offsets_mapping=True)
+        found = self.call(texts, add_special_tokens=False, return_offsets_mapping=True)
         return list(zip(found["input_ids"], found["offset_mapping"], strict=True))
 
     def _chat_example(self, chat: Chat, ids: list[int], offsets: list[tuple[int, int]]) -> Example:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_mux.data.records import BadRecordError, Record
+from megatron_mux.data.records import BadRecordError
+from megatron_mux.data.row_reader import RowReader, reader_of
 from megatron_mux.data.section import DataSource
 from megatron_mux.data.sources.selection import Selection
 from megatron_mux.data.sources.source import Row, Stamp
 from megatron_mux.data.token_cache import TokenCacheEntry, TokenCacheWriter, token_cache_directory
-from megatron_mux.data.tokenise import Example, Tokeniser
+from megatron_mux.data.tokenise import Example
 from megatron_mux.data.tokenizer import tokenizer_fingerprint
 from megatron_mux.errors import UserError
 
@@ -26,10 +27,9 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int, int], None]
 """Called now and then with the bytes read, the bytes in all and the records read."""
 
+_SUFFIXES = {"sft": "", "dpo": "-pairs", "orpo": "-orpo", "kto": "-kto"}
+"""What an entry's name ends in, by loss: what its rows became."""
 _SHOWN = 20
-# Rows (and bytes) that are tokenised together.
-_BATCH = 256
-_BATCH_BYTES = 1 << 22
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -53,11 +53,24 @@ def as_source(given: str | os.PathLike[str] | DataSource) -> DataSource:
     return DataSource.model_validate({"path": Path(given)})
 
 
+class Reading(NamedTuple):
+    """A source, and the loss of the tasks that its rows are read for."""
+
+    source: DataSource
+    loss: str = "sft"
+
+    @property
+    def key(self) -> str:
+        """Tell equal readings from different ones."""
+        return f"{self.loss}: {self.source.source.model_dump_json()}"
+
+
 def tokenise_file(
     source: str | os.PathLike[str] | DataSource,
     tokenizer: PreTrainedTokenizerBase,
     cache: Path | None = None,
     progress: Progress | None = None,
+    loss: str = "sft",
 ) -> TokenisedFile:
     """Find the tokens of a source in the cache, or else read, check and tokenise every row of it.
 
@@ -69,6 +82,7 @@ def tokenise_file(
         tokenizer: The backbone's.
         cache: See `token_cache_directory`.
         progress: Told how far the pass is, if there is one.
+        loss: Of the task: rows of a preference become other sequences.
 
     Raises:
         UserError: A file cannot be read, there are no records, or there are bad rows (all counted, the first ones named
@@ -78,16 +92,30 @@ def tokenise_file(
     selection = Selection(as_source(source))
     try:
         fingerprint = selection.fingerprint()
-        name = f"{fingerprint[:32]}-{tokenizer_fingerprint(tokenizer)[:16]}"
+        name = f"{fingerprint[:32]}-{tokenizer_fingerprint(tokenizer)[:16]}{_SUFFIXES[loss]}"
         entry = _known(directory / name)
         if entry is None:
             with _alone(directory / f".{name}.lock"):
                 entry = _known(directory / name) or _tokenise(
-                    selection, Tokeniser(tokenizer, None), directory, name, fingerprint, progress
+                    selection, reader_of(tokenizer, loss), directory, name, fingerprint, progress
                 )
         return TokenisedFile(str(entry), selection.stamps)
     finally:
         selection.close()
+
+
+def opened_entry(tokenised: TokenisedFile, label: str) -> TokenCacheEntry:
+    """Open what was made of a source.
+
+    Raises:
+        UserError: It is there no longer.
+    """
+    try:
+        return TokenCacheEntry(Path(tokenised.entry))
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{label}: its tokens were taken from the cache ({tokenised.entry}): begin again"
+        ) from error
 
 
 def progress_lines(label: object, say: Callable[[str], None]) -> Progress:
@@ -137,34 +165,26 @@ def _alone(lock: Path) -> Iterator[None]:
 
 def _tokenise(
     selection: Selection,
-    tokeniser: Tokeniser,
+    reader: RowReader,
     directory: Path,
     name: str,
     fingerprint: str,
     progress: Progress | None,
 ) -> Path:
     """Make the entry of open files."""
-    bad, records = _BadRows(selection.label), 0
+    bad, records = _BadRows(selection.label, 2 * reader.rows), 0
     try:
         with TokenCacheWriter(directory) as writer:
-            for rows in _batches(selection):
-                parsed: list[tuple[Row, Record]] = []
-                for row in rows:
-                    record = _parsed(selection, row)
-                    if isinstance(record, BadRecordError):
-                        bad.note(row, record)
+            for rows in _batches(selection, reader):
+                good: list[tuple[int, Example]] = []
+                # If there are too many the files are refused anyway: only count what is bad.
+                for row, found in _sequences(reader, selection, rows, only_parse=bad.too_many):
+                    if isinstance(found, BadRecordError):
+                        bad.note(row, found)
                     else:
-                        parsed.append((row, record))
-                records += len(parsed)
-                if not bad.too_many:  # else the files are refused anyway: only count what is bad
-                    good: list[tuple[int, Example]] = []
-                    examples = _encoded(selection.label, tokeniser, [record for _, record in parsed])
-                    for (row, _), example in zip(parsed, examples, strict=True):
-                        if isinstance(example, BadRecordError):
-                            bad.note(row, example)
-                        else:
-                            good.append((row.place, example))
-                    writer.add(good)
+                        good.append((row.place, found))
+                writer.add(good)
+                records += len(rows)
                 if progress is not None:
                     progress(rows[-1].done, selection.size, records)
             bad.raise_if_any()
@@ -180,11 +200,21 @@ def _tokenise(
         ) from error
 
 
+def _sequences(
+    reader: RowReader, selection: Selection, rows: Sequence[Row], only_parse: bool
+) -> list[tuple[Row, Example | BadRecordError]]:
+    try:
+        return list(reader.sequences(selection, rows, only_parse))
+    except UserError as error:
+        raise UserError(*(f"{selection.label}: {text}" for text in error.problems)) from error
+
+
 class _BadRows:
     """Counts rows that hold no record, and keeps those that are shown."""
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, kept: int) -> None:
         self._label = label
+        self._kept = kept  # enough to show the first ones in order: a batch is tokenised late
         self._count = 0
         self._first: list[tuple[int, str]] = []
 
@@ -196,7 +226,7 @@ class _BadRows:
     def note(self, row: Row, error: BadRecordError) -> None:
         """Count a row."""
         self._count += 1
-        if len(self._first) < 2 * _BATCH:  # enough to show the first ones in order: a batch is tokenised late
+        if len(self._first) < self._kept:
             self._first.append((row.place, f"{row.where}: {error}"))
 
     def raise_if_any(self) -> None:
@@ -210,26 +240,12 @@ class _BadRows:
             raise UserError(*problems)
 
 
-def _parsed(selection: Selection, row: Row) -> Record | BadRecordError:
-    try:
-        return selection.parse(row.value)
-    except BadRecordError as error:
-        return error
-
-
-def _encoded(label: str, tokeniser: Tokeniser, records: list[Record]) -> list[Example | BadRecordError]:
-    try:
-        return tokeniser.encode_many(records)
-    except UserError as error:
-        raise UserError(*(f"{label}: {text}" for text in error.problems)) from error
-
-
-def _batches(selection: Selection) -> Iterator[list[Row]]:
-    """Rows that are tokenised together, at least one."""
+def _batches(selection: Selection, reader: RowReader) -> Iterator[list[Row]]:
+    """Rows that are read together, at least one."""
     before, rows = 0, list[Row]()
     for row in selection.rows():
         rows.append(row)
-        if len(rows) >= _BATCH or row.done - before >= _BATCH_BYTES:
+        if len(rows) >= reader.rows or row.done - before >= reader.nbytes:
             yield rows
             before, rows = row.done, []
     if rows:

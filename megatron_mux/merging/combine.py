@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron_mux.adapters.peft_format import CONFIG, WEIGHTS
 from megatron_mux.errors import UserError
-from megatron_mux.files import write
-from megatron_mux.merging.hf_directory import new_directory, write_json
+from megatron_mux.files import new_directory, write
+from megatron_mux.merging.hf_directory import write_json
 from megatron_mux.merging.low_rank import lora_scale, refuse_variants
 from megatron_mux.merging.stored_adapter import PREFIX, StoredAdapter
 from megatron_mux.model_card import Parent, base_model_name, combined_card
@@ -182,7 +182,7 @@ def combine(
     rank = _rank(members, recipe, method)
     paths = _in_order({path for member in members for path in member.modules}, backbone)
     result = _Result()
-    with new_directory(output) as directory, torch.random.fork_rng(devices=[]):
+    with new_directory("--output", output) as directory, torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         for number, path in enumerate(paths, start=1):
             having = [member for member in members if path in member.modules]

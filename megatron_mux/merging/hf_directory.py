@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -14,8 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_mux.errors import UserError
-from megatron_mux.files import sync_directory, write, write_pieces
+from megatron_mux.files import write, write_pieces
 from megatron_mux.tensor_file import TensorInfo, bytes_of, header, in_file_order
 
 _COPIED = (
@@ -42,36 +38,6 @@ class _Shard:
     @property
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.tensors.values())
-
-
-@contextmanager
-def new_directory(output: Path, flag: str = "--output") -> Iterator[Path]:
-    """Make a directory that appears complete or not at all.
-
-    Args:
-        output: The directory; may exist if it is empty.
-        flag: Named by errors.
-
-    Yields:
-        A directory beside it, to fill, which takes its place at the end.
-
-    Raises:
-        UserError: It exists and holds something, or the disk is full or not writable.
-    """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{flag} {output} exists already: choose a new directory, or remove it first.")
-    partial = output.with_name(f".partial-{output.name}")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        sync_directory(partial)
-        os.rename(partial, output)
-        sync_directory(output.absolute().parent)
-    except OSError as error:
-        raise UserError(f"{flag} {output}: could not write: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

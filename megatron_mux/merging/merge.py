@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron_mux.backbone.checkpoint import Checkpoint
 from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.errors import UserError
-from megatron_mux.files import read_json, write
+from megatron_mux.files import new_directory, read_json, write
 from megatron_mux.merging.backbone_source import BackboneSource
-from megatron_mux.merging.hf_directory import copy_companions, new_directory, write_json, write_shards
+from megatron_mux.merging.hf_directory import copy_companions, write_json, write_shards
 from megatron_mux.merging.kinds import merge_kind
 from megatron_mux.merging.stored_adapter import PREFIX, StoredAdapter
 from megatron_mux.merging.weights import Change, Changes
@@ -91,7 +91,7 @@ def merge(
     """
     began = time.monotonic()
     info, stored = read_backbone_info(backbone), StoredAdapter(adapter)
-    with Checkpoint(backbone) as checkpoint, new_directory(output) as directory:
+    with Checkpoint(backbone) as checkpoint, new_directory("--output", output) as directory:
         changes = plan_changes(stored, Changes.of_backbone(info))
         source = BackboneSource(info, checkpoint)
         written = _plan(changes, source, dtype)

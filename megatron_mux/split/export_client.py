@@ -8,8 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,27 +51,12 @@ def export_client(backbone: Path, cut_front: int, cut_back: int, out: Path) -> i
     Raises:
         UserError: The backbone cannot be read or cut so, or `out` cannot be written.
     """
-    from megatron_mux.files import sync_directory
+    from megatron_mux.files import new_directory
     from megatron_mux.split.client_files import read_client_info
 
     info = read_client_info(backbone, cut_front, cut_back)
-    partial = out.with_name(f".partial-{out.name}")
-    try:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"--out {out}: exists already: choose another directory")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        size = _fill(partial, info, cut_front, cut_back)
-        sync_directory(partial)
-        if out.exists():
-            out.rmdir()
-        os.rename(partial, out)
-        sync_directory(out.absolute().parent)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return size
+    with new_directory("--out", out) as directory:
+        return _fill(directory, info, cut_front, cut_back)
 
 
 def _fill(directory: Path, info: BackboneInfo, cut_front: int, cut_back: int) -> int:

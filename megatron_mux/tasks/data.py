@@ -64,6 +64,8 @@ class DataSpec(SourceSection):
         if (self.path is None) == (self.mixture is None):
             raise problem("give path, or mixture with a path in each of its sources")
         if self.mixture is None:
+            if self.stopping_strategy != "first_exhausted":
+                raise problem("stopping_strategy is of a mixture: leave it out")
             return self
         for field in SourceSection.model_fields:
             if field in self.model_fields_set and getattr(self, field):

@@ -78,7 +78,7 @@ class EvalSpec(DataSource):
             raise problem(f"metrics has {twice[0]} twice: name it once")
         if "rouge" in self.metrics and find_spec("rouge_score") is None:
             raise problem(
-                "metrics: rouge needs the package rouge-score: pip install 'megatron-mux[metrics]', or leave rouge out"
+                "metrics: rouge needs the package rouge-score: pip install rouge-score, or leave rouge out"
             )
         return self
 

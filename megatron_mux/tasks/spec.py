@@ -67,15 +67,9 @@ class TaskSpec(Section):
                 f"eval.metrics, eval.generate: with loss: {training.loss} an evaluation measures the loss and rewards: "
                 "leave them out"
             )
-        unsupported = {
-            "data.mixture": self.data.mixture is not None,
-            "data.truncation_side": self.data.truncation_side != "right",
-            "data.chat_template_kwargs": bool(self.data.chat_template_kwargs),
-            "eval.chat_template_kwargs": measured is not None and bool(measured.chat_template_kwargs),
-        }
-        for name, is_given in unsupported.items():
-            if is_given:
-                raise problem(f"{name}: is not supported with loss: {training.loss}: leave it out")
+        for name in ("mixture", "truncation_side"):
+            if getattr(self.data, name) != DataSpec.model_fields[name].default:
+                raise problem(f"data.{name}: is not supported with loss: {training.loss}: leave it out")
         for name, value in self.adapter if training.disable_dropout else ():
             if name.endswith("_dropout") and value:
                 raise problem(
@@ -96,6 +90,11 @@ class TaskSpec(Section):
         training = self.training
         records = training.per_device_train_batch_size * training.gradient_accumulation_steps
         return records * training.sequences_per_record
+
+    @property
+    def starts_from_reference(self) -> bool:
+        """Whether a frozen copy of the adapter that it starts from stays its reference."""
+        return self.training.needs_reference and self.adapter.adapter_name_or_path is not None
 
     def total_steps(self, n_records: int) -> int:
         """Optimizer steps of the whole task on `n_records` usable sequences, counted as transformers does.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_mux.data.background import BackgroundTokenising
 from megatron_mux.data.dataset import DataFiles
-from megatron_mux.data.section import DataSource
+from megatron_mux.data.tokenised_file import Reading
 from megatron_mux.engine.agreement import everyones, from_first
 from megatron_mux.launcher import is_local_leader
 from megatron_mux.runtime import Parallel
@@ -33,13 +33,11 @@ class JoiningFile:
     process: BackgroundTokenising | None = None
 
     @property
-    def data(self) -> list[DataSource]:
-        """The sources of the tasks' data."""
-        # Those of preference tasks are tokenised when the task joins.
-        specs = [spec for spec in self.specs if not spec.training.is_preference]
-        training = [source for spec in specs for source in spec.data.sources]
-        evaluation = [spec.eval.source for spec in specs if spec.eval is not None]
-        return list({source.key: source for source in training + evaluation}.values())
+    def data(self) -> list[Reading]:
+        """What is read for the tasks: training data, then held-out data."""
+        training = [Reading(own, spec.training.loss) for spec in self.specs for own in spec.data.sources]
+        held_out = [Reading(spec.eval.source, spec.training.loss) for spec in self.specs if spec.eval]
+        return training + held_out
 
 
 @dataclass

@@ -123,6 +123,14 @@ def test_the_page_on_training_has_every_field_and_names_no_other() -> None:
     assert not names - known, "fields of TrainingArguments that are neither taken nor refused by name"
 
 
+def test_every_extra_that_is_named_exists() -> None:
+    files = [*PAGES, *ROOT.glob("megatron_mux/**/*.py")]
+    named = {name for file in files for name in re.findall(r"megatron-mux\[(\w+)\]", file.read_text())}
+    assert named and named <= set(
+        re.findall(r'^        "(\w+)": ', (ROOT / "setup.py").read_text(), re.MULTILINE)
+    )
+
+
 def test_every_tool_has_its_flags_documented() -> None:
     flags = (ROOT / "docs/flags.md").read_text()
     tools = {path.stem for path in (ROOT / "tools").glob("*.py")} - {"setup_venv"}

@@ -90,6 +90,7 @@ def folder(tmp_path: Path) -> Path:
         ({"data__path": "nowhere.jsonl"}, "data.path: no such file: "),
         ({"data__path": "no*such"}, "data.path: no file matches "),
         ({"data__path": "x" * 5000}, "data.path: no such file: "),
+        ({"data__stopping_strategy": "all_exhausted"}, "data: stopping_strategy is of a mixture: leave it out"),
         ({"data": 3}, "data: must be a mapping of name, split, columns, templates, chat_template_kwargs, path"),
         ({"eval": {"path": "data/a.jsonl", "eval_steps": 0}}, "eval.eval_steps: must be a whole number of at least 1"),
         ({"eval": {"path": "nowhere"}}, "eval.path: no such file: "),

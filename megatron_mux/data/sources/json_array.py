@@ -37,6 +37,9 @@ class JsonArray(Source):
                 number += 1
                 value = text.value()
                 yield Row(place, f"row {number}", value, text.byte)
+            text.take("]")
+            if text.skip(_SPACE):
+                raise ValueError("something follows the end of the array: write one array, or JSON Lines")
         except OSError as error:
             raise unreadable(self.path, error) from error
         except UnicodeDecodeError as error:

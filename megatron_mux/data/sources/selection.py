@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_mux.data.records import BadRecordError, Record, listed, record_of
 from megatron_mux.data.section import DataSource, template_columns
@@ -16,6 +16,8 @@ from megatron_mux.data.sources.json_lines import JsonLines
 from megatron_mux.data.sources.locate import is_sliced, locate, open_file, row_ranges
 from megatron_mux.data.sources.source import Row, Source, Stamp
 from megatron_mux.errors import UserError
+
+T = TypeVar("T")
 
 # A place is that in its file, with the file's number above these bits.
 _BITS = 47
@@ -73,10 +75,14 @@ class Selection:
             OSError: The file cannot be read.
         """
         value = self._mapped(self._files[place >> _BITS].row(place & ((1 << _BITS) - 1)))
-        return self.parse(value)
+        return self.read(value, record_of)
 
-    def parse(self, value: Any) -> Record:
-        """Read the record of a row.
+    def read(self, value: Any, parse: Callable[[Any], T]) -> T:
+        """Read the record of a row, with its columns' names in what is said of a bad one.
+
+        Args:
+            value: Of the row.
+            parse: Makes a record of a mapping.
 
         Raises:
             BadRecordError: It holds none.
@@ -84,7 +90,7 @@ class Selection:
         if isinstance(value, BadRecordError):
             raise value
         try:
-            return record_of(value)
+            return parse(value)
         except BadRecordError as error:
             raise BadRecordError(f"{error}{self._layout.origin(str(error))}") from None
 

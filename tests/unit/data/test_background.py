@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_mux.data.background import BackgroundTokenising, work
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.token_cache import TokenCacheWriter
-from megatron_mux.data.tokenised_file import TokenisedFile, as_source
+from megatron_mux.data.tokenised_file import Reading, TokenisedFile, as_source
 from megatron_mux.errors import UserError
 
 
@@ -28,8 +28,12 @@ def backbone(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedToke
     return directory
 
 
+def reading(path: str | Path) -> Reading:
+    return Reading(as_source(path))
+
+
 def key(path: str) -> str:
-    return as_source(path).key
+    return reading(path).key
 
 
 def records(path: Path, count: int) -> str:
@@ -53,7 +57,9 @@ def test_it_gives_what_tokenising_here_gives(
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a"}\n{\n')
     missing = str(tmp_path / "missing.jsonl")
-    process = BackgroundTokenising(backbone, [good, str(bad), missing], tmp_path / "tokens", niceness=0)
+    process = BackgroundTokenising(
+        backbone, [reading(path) for path in (good, bad, missing)], tmp_path / "tokens", niceness=0
+    )
     wait(process.poll)
     assert process.results is not None
     found = process.results[key(good)]
@@ -74,12 +80,12 @@ def test_it_gives_what_tokenising_here_gives(
 
 def test_the_end_of_its_process_is_an_error(tmp_path: Path, backbone: Path) -> None:
     path = records(tmp_path / "data.jsonl", 3)
-    process = BackgroundTokenising(backbone, [path], None, niceness=0)
+    process = BackgroundTokenising(backbone, [reading(path)], None, niceness=0)
     process._process.kill()
     wait(process.poll)
     assert process.results is not None
     assert str(process.results[key(path)]) == f"{path}: the process that tokenises was killed by signal 9"
-    process = BackgroundTokenising(tmp_path / "nowhere", [path], None, niceness=0)
+    process = BackgroundTokenising(tmp_path / "nowhere", [reading(path)], None, niceness=0)
     wait(process.poll)
     assert process.results is not None
     said = str(process.results[key(path)])
@@ -87,7 +93,9 @@ def test_the_end_of_its_process_is_an_error(tmp_path: Path, backbone: Path) -> N
 
 
 def test_it_can_be_cancelled(tmp_path: Path, backbone: Path) -> None:
-    process = BackgroundTokenising(backbone, [records(tmp_path / "data.jsonl", 3)], tmp_path / "tokens")
+    process = BackgroundTokenising(
+        backbone, [reading(records(tmp_path / "data.jsonl", 3))], tmp_path / "tokens"
+    )
     assert not process.poll()
     process.cancel()
     with pytest.raises(ProcessLookupError):
@@ -103,8 +111,8 @@ def test_it_has_idle_priority_and_leaves_with_its_parent(
     monkeypatch.setattr(os, "nice", nice.append)
     path = records(tmp_path / "data.jsonl", 1000)
     monkeypatch.setattr("subprocess.Popen", lambda command, **more: None)
-    asks = BackgroundTokenising(backbone, [path], tmp_path / "tokens")
-    request = (backbone, asks.sources, tmp_path / "tokens", 19)
+    asks = BackgroundTokenising(backbone, [reading(path)], tmp_path / "tokens")
+    request = (backbone, asks.readings, tmp_path / "tokens", 19)
     mine.send(request)
     work(its)
     assert nice == [19] and list(mine.recv()) == [key(path)]

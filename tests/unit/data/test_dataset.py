@@ -175,7 +175,7 @@ def test_one_process_may_tokenise_for_all(path: Path, tokenizer: Tokenizer) -> N
 def test_memory_holds_places_not_records(
     path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_mux.data.tokenised_file._BATCH", 8)
+    monkeypatch.setattr("megatron_mux.data.row_reader.SupervisedReader.rows", 8)
     line = json.dumps(pair("hello world " * 200, "yes")).encode() + b"\n"
     path.write_bytes(line * 1000)  # 2.4 MB
     told: list[tuple[int, int, int]] = []

@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_mux.data.records import Messages, PromptCompletion
+from megatron_mux.data.records import Messages, PromptCompletion, record_of
 from megatron_mux.data.section import DataSource
 from megatron_mux.data.sources.selection import Selection
 from megatron_mux.errors import UserError
@@ -25,7 +25,9 @@ def source(path: Any, **fields: Any) -> DataSource:
 def texts(where: DataSource) -> list[str]:
     selection = Selection(where)
     rows: Any = list(selection.rows())
-    assert [selection.record(row.place) for row in rows] == [selection.parse(row.value) for row in rows]
+    assert [selection.record(row.place) for row in rows] == [
+        selection.read(row.value, record_of) for row in rows
+    ]
     selection.close()
     return [row.value["text"] for row in rows]
 
@@ -136,12 +138,12 @@ def test_columns_and_templates(tmp_path: Path) -> None:
     row = (path, {"prompt": "question", "completion": "answer"})
     mapped = Selection(source(row[0], columns=row[1]))
     (only,) = mapped.rows()
-    assert mapped.parse(only.value) == mapped.record(only.place) == PromptCompletion("a", "b")
+    assert mapped.read(only.value, record_of) == mapped.record(only.place) == PromptCompletion("a", "b")
     made = Selection(
         source(path, columns={"completion": "answer"}, templates={"prompt": "Q: {question} {{{score}}}\nA:"})
     )
     (only,) = made.rows()
-    assert made.parse(only.value) == PromptCompletion("Q: a {1}\nA:", "b")
+    assert made.read(only.value, record_of) == PromptCompletion("Q: a {1}\nA:", "b")
     assert len({mapped.fingerprint(), made.fingerprint(), Selection(source(path)).fingerprint()}) == 3
 
 
@@ -150,7 +152,7 @@ def test_chat_template_kwargs_of_a_record_come_first(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a"}]
     path.write_text(json.dumps([{"messages": turns}, {"messages": turns, "chat_template_kwargs": {"a": 2}}]))
     selection = Selection(source(path, chat_template_kwargs={"a": 1, "b": 1}))
-    first, second = (selection.parse(row.value) for row in selection.rows())
+    first, second = (selection.read(row.value, record_of) for row in selection.rows())
     assert isinstance(first, Messages) and isinstance(second, Messages)
     assert (first.template_kwargs, second.template_kwargs) == ({"a": 1, "b": 1}, {"a": 2, "b": 1})
 

@@ -140,6 +140,11 @@ def test_values_inside_tables(tmp_path: Path) -> None:
         ("a.json", b'[{"a": 1},\n {"a": }]', "row 2: not valid JSON: Expecting value (line 2)"),
         ("a.json", b'[{"a": 1} {"a": 2}]', "row 1: not valid JSON: expected ','"),
         ("a.json", b'[{"a": 1}', "row 1: not valid JSON: expected ','"),
+        (
+            "a.json",
+            b'[{"a": 1}]\n[{"a": 2}]',
+            "row 1: not valid JSON: something follows the end of the array",
+        ),
         ("a.json", b'[{"a": "\xe9"}]', "is not UTF-8 text"),
         ("a.csv", b'a,b\n1,2\n"1,2\n', "line 3: not valid CSV: unexpected end of data"),
         ("a.csv", b"a,a\n1,2\n", "its header has 'a' more than once"),

@@ -12,11 +12,13 @@ import pytest
 from megatron_mux.data.preference import PreferenceTokeniser, parse_preference
 from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.data.records import BadRecordError
+from megatron_mux.data.section import DataSource
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.errors import UserError
 from tests.end_to_end.workplace import write_tokenizer
 
 TEMPLATE = (
+    "{% if tools %}{{ tools[0]['name'] }} {% endif %}{% if short %}w9 {% endif %}"
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} </s> {% endfor %}"
     "{% if add_generation_prompt %}assistant {% endif %}"
 )
@@ -50,6 +52,23 @@ def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
         assert example.labelled.tolist() == [False] * len(prompt) + [True] * (len(whole) - len(prompt))
 
 
+def test_tools_and_variables_reach_the_template(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": SKY, "chosen": answer("w3"), "rejected": answer("w4"), "tools": [{"name": "w8"}]}]
+    source = DataSource(path=write(tmp_path / "a.jsonl", rows), chat_template_kwargs={"short": True})
+    data = PreferenceDataset(source, tokenizer, 32, "dpo", tmp_path)
+    assert [tokenizer.decode(data[i].tokens).split()[:2] for i in range(2)] == [["w8", "w9"]] * 2
+
+
+def test_a_file_that_changes_while_it_is_read_leaves_no_tokens(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "w1", "chosen": " w2", "rejected": " w3"}])
+    monkeypatch.setattr("megatron_mux.data.sources.source.Source.is_unchanged", False)
+    with pytest.raises(UserError, match="was changed while it was read"):
+        PreferenceDataset(path, tokenizer, 16, "dpo", tmp_path / "tokens")
+    assert list((tmp_path / "tokens").iterdir()) == []
+
+
 def test_long_records_are_cut_and_those_without_a_completion_left_out(tokenizer: Any, tmp_path: Path) -> None:
     pairs = [
         {"prompt": "w1 w2", "chosen": " w3 w4 w5 w6", "rejected": " w7"},
@@ -74,12 +93,8 @@ def test_long_records_are_cut_and_those_without_a_completion_left_out(tokenizer:
         ("dpo", {"prompt": "w1", "completion": "w2"}, ["loss: dpo", '"chosen"', "'completion'"]),
         ("kto", {"prompt": "w1", "completion": "w2"}, ["loss: kto", '"label"']),
         ("kto", {"prompt": "w1", "completion": "w2", "label": "yes"}, ['"label"', "true or false"]),
-        ("dpo", {"prompt": SKY, "chosen": SKY, "rejected": SKY, "tools": [{}]}, ['"tools"', "not supported"]),
-        (
-            "dpo",
-            {"prompt": SKY, "chosen": SKY, "rejected": SKY, "chat_template_kwargs": {"a": 1}},
-            ["kwargs"],
-        ),
+        ("dpo", {"prompt": SKY, "chosen": SKY, "rejected": SKY, "tools": "w1"}, ['"tools"', "JSON schemas"]),
+        ("dpo", {"prompt": SKY, "chosen": SKY, "rejected": [{**SKY[0], "content": "\ud800"}]}, ["surrogate"]),
         ("dpo", {"prompt": "w1", "chosen": 3, "rejected": "w2"}, ['"chosen"', "text"]),
         ("dpo", {"prompt": "w1", "chosen": "w1", "rejected": SKY}, ["both"]),
         ("dpo", {"chosen": "w1", "rejected": "v2 v3"}, ['"prompt"', "alike"]),

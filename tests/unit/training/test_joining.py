@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_mux.data.dataset import DataFiles
-from megatron_mux.data.section import DataSource
-from megatron_mux.data.tokenised_file import as_source
+from megatron_mux.data.tokenised_file import Reading, as_source
 from megatron_mux.training import joining
 from megatron_mux.training.joining import STOP, JoiningFiles, WatchedDirectory
 
@@ -20,8 +19,9 @@ class Process:
 
     made: list[Process]
 
-    def __init__(self, backbone: Path, sources: list[DataSource], cache: Path | None) -> None:
-        self.paths = [source.label for source in sources]
+    def __init__(self, backbone: Path, readings: list[Reading], cache: Path | None) -> None:
+        self.paths = [source.label for source, _ in readings]
+        self.losses = [loss for _, loss in readings]
         self.news = ["half of it"]
         self.results: dict[str, Any] | None = None
         self.cancelled = False
@@ -34,15 +34,14 @@ class Process:
         self.cancelled = True
 
 
-def specs(name: str, *paths: str) -> list[Any]:
-    supervised = SimpleNamespace(is_preference=False)
+def specs(name: str, *paths: str, loss: str = "sft") -> list[Any]:
     evaluation = SimpleNamespace(source=as_source("held-out"))
     return [
         SimpleNamespace(
             name=f"{name}-{p}",
             data=SimpleNamespace(sources=(as_source(p),)),
             eval=evaluation,
-            training=supervised,
+            training=SimpleNamespace(loss=loss),
         )
         for p in paths
     ]
@@ -60,8 +59,8 @@ def files(monkeypatch: pytest.MonkeyPatch) -> JoiningFiles:
 def test_one_file_at_a_time(files: JoiningFiles) -> None:
     assert not files and not files.tokenising and files.news() == []
     files.add(Path("a.yaml"), specs("a", "x", "y"))
-    files.add(Path("b.yaml"), specs("b", "z"))
-    assert [process.paths for process in Process.made] == [["x", "y", "held-out"]]
+    files.add(Path("b.yaml"), specs("b", "z", loss="dpo"))
+    assert [process.paths for process in Process.made] == [["x", "y", "held-out", "held-out"]]
     assert files.tokenising and files.names == ["a-x", "a-y", "b-z"]
     assert files.news() == ["half of it"] and files.news() == []
     results: Any = {"x": "tokens"}
@@ -70,6 +69,7 @@ def test_one_file_at_a_time(files: JoiningFiles) -> None:
     file, opened = files.take()
     assert (file.path, opened.tokenised) == (Path("a.yaml"), results)
     assert [process.paths for process in Process.made[1:]] == [["z", "held-out"]] and files.tokenising
+    assert Process.made[1].losses == ["dpo", "dpo"]
 
 
 def test_a_file_that_leaves_ends_its_process(files: JoiningFiles) -> None:
