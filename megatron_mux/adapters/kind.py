@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
+import torch
 from torch import Tensor, nn
 
 from megatron_mux.adapters.costs import Curve, Kept, Place, Sample, Work
@@ -23,12 +24,10 @@ from megatron_mux.section import FilePath, Section
 from megatron_mux.shape import BackboneShape, Module
 
 if TYPE_CHECKING:
-    import torch
-
     from megatron_mux.adapters.adapter import TaskAdapter
     from megatron_mux.adapters.attach import Host
 
-Init = Callable[[Tensor, "torch.Generator"], Any]
+Init = Callable[[Tensor, torch.Generator], Any]
 """Fills a full fp32 tensor in place. The generator depends on the task's seed and the tensor's key alone."""
 
 
@@ -61,6 +60,12 @@ class AdapterTensor:
     on_output: bool = False
     derived: bool = False
     expert_dim: int | None = None
+
+
+def blank(tensors: Mapping[str, AdapterTensor]) -> dict[str, Tensor]:
+    """Zeros without storage in place of an adapter's stored values, by key: for those that are known elsewhere."""
+    stored = {key: own for key, own in tensors.items() if own.stored and not own.derived}
+    return {key: torch.zeros(()).expand(own.shape) for key, own in stored.items()}
 
 
 def constant(value: float) -> Init:

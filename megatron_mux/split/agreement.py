@@ -14,6 +14,7 @@ from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.adapters.targets import ALL_LINEAR
 from megatron_mux.errors import UserError
+from megatron_mux.optimizers.registry import OPTIMIZERS
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TrainingSpec
 
@@ -44,6 +45,18 @@ Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
 
 class _Document(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def problem_of_training(training: TrainingSpec) -> str:
+    """Why a task with this section cannot train with a split server; empty if it can."""
+    if training.is_preference:
+        return f"training.loss: {training.loss} is not supported with a split server: train it with pretrain_mux.py"
+    if not OPTIMIZERS[training.optim].splits:
+        return (
+            f"training.optim: {training.optim} steps whole tensors and is not supported with a split server: use "
+            "adamw_torch_fused, lion_32bit or sgd"
+        )
+    return ""
 
 
 class Proposal(_Document):
@@ -95,7 +108,7 @@ class Proposal(_Document):
         return value
 
     def adapter_spec(self) -> AdapterSpec:
-        """The adapter section, validated as that of a task file.
+        """The adapter section, validated as that of a task file; the training section is one that a server takes.
 
         Raises:
             UserError: It is not one that the server can have.
@@ -105,6 +118,8 @@ class Proposal(_Document):
             raise UserError(f"adapter.peft_type: must be one of {', '.join(KINDS)}")
         if self.adapter.get("adapter_name_or_path") is not None:
             raise UserError("adapter.adapter_name_or_path: is a path of the client's; tensors are uploaded")
+        if wrong := problem_of_training(self.training):
+            raise UserError(wrong)
         for name, value in self.adapter.items():
             values = value.values() if isinstance(value, dict) else [value]
             if any(isinstance(one, int | float) and abs(one) > _LARGEST for one in values):

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_mux import layout
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.attach import AdapterSet
-from megatron_mux.adapters.kind import AdapterSpec
+from megatron_mux.adapters.kind import AdapterSpec, blank
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size, reduce_gradients
 from megatron_mux.engine.snapshot import stored_parameters
@@ -30,7 +30,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.meter import measure
-from megatron_mux.split.pieces import Piece, assemble, check_pieces, runs_of
+from megatron_mux.split.pieces import MOMENTS, Piece, assemble, check_pieces, runs_of
 from megatron_mux.tasks import TrainingSpec
 
 
@@ -145,17 +145,17 @@ class Body:
         if initial:
             tensors = adapter.tensors(self.backbone.shape)
             check_pieces(initial, {key: tensor.shape for key, tensor in tensors.items()})
-            blank = {
-                key: torch.zeros(()).expand(own.shape)
-                for key, own in tensors.items()
-                if own.stored and not own.derived
-            }
-            values = {**blank, **assemble(initial, "value")}
+            values = {**blank(tensors), **assemble(initial, "value")}
         own = self.adapters.add(task, total_steps, values, layers)
         try:
             optimizer = TaskOptimizer(own, training, total_steps)
-            first, second = assemble(initial, "exp_avg"), assemble(initial, "exp_avg_sq")
-            optimizer.load_state({key: {"exp_avg": first[key], "exp_avg_sq": second[key]} for key in first})
+            states = {kind: assemble(initial, kind) for kind in MOMENTS}
+            optimizer.load_state(
+                {
+                    key: {kind: own[key] for kind, own in states.items() if key in own}
+                    for key in states["exp_avg"]
+                }
+            )
             own.load_state(assemble(initial, "extra"))
         except BaseException as error:
             self.adapters.remove(name)

@@ -31,13 +31,12 @@ from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Task
 from megatron_mux.errors import UserError
 from megatron_mux.files import write_atomically
-from megatron_mux.optimizers.registry import OPTIMIZERS
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 from megatron_mux.split.accountant import Releases
 from megatron_mux.split.affinity import choose_server, identity_of
-from megatron_mux.split.agreement import NAMING_MODULES, NARROWING, Proposal
+from megatron_mux.split.agreement import NAMING_MODULES, NARROWING, Proposal, problem_of_training
 from megatron_mux.split.backbone import SplitBackbone, load_ends
 from megatron_mux.split.body_share import body_share
 from megatron_mux.split.client_files import read_client_info
@@ -94,16 +93,8 @@ class ClientRun:
         Raises:
             UserError: Something is wrong with it.
         """
-        if spec.training.is_preference:
-            raise UserError(
-                f"task {spec.name!r}: training.loss: {spec.training.loss} is not supported with a split server: train "
-                "it with pretrain_mux.py"
-            )
-        if not OPTIMIZERS[spec.training.optim].splits:
-            raise UserError(
-                f"task {spec.name!r}: training.optim: {spec.training.optim} steps whole tensors and is not supported "
-                "with a split server: use adamw_torch_fused, lion_32bit or sgd"
-            )
+        if wrong := problem_of_training(spec.training):
+            raise UserError(f"task {spec.name!r}: {wrong}")
         info = read_client_info(options.backbone, options.cut_front, options.cut_back)
         if spec.adapter.own_rows(info.shape):
             raise UserError(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatron_mux.adapters.kind import blank
 from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.engine.snapshot import HostCopy, HostMemory, LocalState
 from megatron_mux.engine.updates import BucketUpdate, update_of
@@ -68,14 +69,9 @@ class SplitEngine(Engine):
     def register_tasks(self, tasks: Sequence[Task]) -> None:
         """See `Engine.register_tasks`; checkpoints may lack what the server has kept."""
         for task in tasks:
-            known = task.spec.adapter.tensors(self.backbone.shape).items()
-            blank = {
-                key: torch.zeros(()).expand(tensor.shape)
-                for key, tensor in known
-                if tensor.stored and not tensor.derived
-            }
             if task.resume is not None:
-                task.resume.adapter = blank | task.resume.adapter
+                unknown = blank(task.spec.adapter.tensors(self.backbone.shape))
+                task.resume.adapter = unknown | task.resume.adapter
         super().register_tasks(tasks)
 
     def _copies(self, names: Sequence[str], memory: HostMemory, owned: bool = True) -> dict[str, LocalState]:

@@ -17,7 +17,9 @@ from torch import Tensor
 from megatron_mux.errors import UserError
 
 Kind = Literal["value", "exp_avg", "exp_avg_sq", "extra"]
-KINDS: tuple[Kind, ...] = ("value", "exp_avg", "exp_avg_sq", "extra")
+MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
+"""States of optimizers; an optimizer may have none of them, or the first alone."""
+KINDS: tuple[Kind, ...] = ("value", *MOMENTS, "extra")
 
 
 @dataclass(frozen=True)

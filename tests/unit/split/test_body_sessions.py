@@ -100,7 +100,7 @@ def test_a_nan_of_one_session_reaches_no_other(body: Body, spoilt: str, what: st
 
 
 @pytest.mark.parametrize("steps", [2, 5], ids=["before the mask is frozen", "after"])
-@pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
+@pytest.mark.parametrize("optim", ["adamw_torch", "lion_32bit", "sgd"])
 def test_a_session_goes_on_from_its_save_to_the_bit(body: Body, steps: int, optim: str) -> None:
     for kind in SECTIONS if optim == "sgd" or steps == 2 else ("diff", "prefix"):
         add(body, kind, optim=optim)

@@ -317,6 +317,8 @@ def test_a_body_that_clients_do_not_get_stays_when_they_have_finished(
         ({"adapter": {"peft_type": "LORA", "rank_pattern": {"(.*)*q_proj": 2}}}, "proposal"),
         ({"adapter": {"peft_type": "LORA", "layers_to_transform": [1]}}, "proposal"),
         ({"adapter": {"peft_type": "LORA", "init_lora_weights": "pissa"}}, "proposal"),
+        ({"training": {"max_steps": 4, "optim": "adafactor"}}, "proposal"),
+        ({"training": {"max_steps": 4, "loss": "orpo"}}, "proposal"),
         ({"step": 3}, "no_state"),
     ],
 )
