@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_mux import runtime
+from megatron_mux.adapters.kind import blank
 from megatron_mux.attributes import replaced
 from megatron_mux.backbone.model import load_stages
 from megatron_mux.data.dataset import TaskDataset
@@ -31,6 +32,7 @@ from megatron_mux.memory.fake_gpu.place import INPUTS, JOIN, Place
 from megatron_mux.memory.fake_gpu.recorder import Answer, Recorder
 from megatron_mux.memory.kernel_scratch import scratch_of
 from megatron_mux.runtime import Parallel
+from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -136,7 +138,7 @@ def record_steps(
         place.enter(JOIN)
         engine = Engine(stages, parallel, Planning("auto", plan.stages, given=plan))
         watch.follow_adapters(engine.adapters)
-        engine.register_tasks([_task(one) for one in run.tasks])
+        engine.register_tasks([_task(one, stages[0].shape) for one in run.tasks])
         watch.label(engine)
         _steps(engine, run, place, watch, around)
         if names := [one.name for one in run.tasks if one.held_out]:
@@ -154,12 +156,16 @@ def _steps(engine: Engine, run: RunSpec, place: Place, watch: StepTracker, aroun
             left -= len(engine.steps(left if run.rolling else 1))
 
 
-def _task(one: TaskRecords) -> Task:
+def _task(one: TaskRecords, shape: BackboneShape) -> Task:
     held_out = LengthsOnlyDataset(one.held_out, one.held_out_labels) if one.held_out else None
+    spec, initial = TaskSpec.model_validate(one.task), None
+    if spec.starts_from_reference:
+        initial = blank(spec.adapter.tensors(shape))
     return Task(
-        TaskSpec.model_validate(one.task),
+        spec,
         cast(TaskDataset, LengthsOnlyDataset(one.lengths, one.labels)),
         cast(TaskDataset | None, held_out),
+        initial,
     )
 
 

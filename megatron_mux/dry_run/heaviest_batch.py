@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache, partial
-from glob import has_magic
+from glob import iglob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,7 +75,7 @@ def heaviest_batches(
     ) -> Batch:
         sources = [spec.eval] if held_out and spec.eval is not None else spec.data.sources
         paths = [path for source in sources for path in source.paths]
-        if can_read and all(os.path.exists(path) or has_magic(str(path)) for path in paths):
+        if can_read and all(map(_is_there, paths)):
             mixing = None if held_out else spec.data.mixing(spec.training.seed)
             cut, loss = (spec.data.max_length, spec.data.truncation_side), spec.training.loss
             with closing(files().open(sources, *cut, mixing, loss)) as data:
@@ -97,6 +96,10 @@ def heaviest_batches(
     if problems:
         raise UserError(*problems)
     return found, list(dict.fromkeys(unread))
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or next(iglob(str(path), recursive=True), None) is not None
 
 
 def longest(spec: TaskSpec, sequences: int | None = None) -> Batch:

@@ -7,6 +7,7 @@ token do not count, since nothing predicts it.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Task
 from megatron_mux.tasks import load_task_file
 from megatron_mux.training.task_setup import open_tasks
-from tests.end_to_end.forked import Server
+from tests.end_to_end.forked import Fault, Server
+from tests.end_to_end.outcome import assert_same_file, metrics
 from tests.end_to_end.test_loop import python
 from tests.unit.data.tiny_tokenizers import build
 
@@ -252,3 +254,25 @@ def test_all_layouts_train_and_bad_files_are_told(place: Path, tmp_path: Path, s
     assert run.returncode == 2 and "Traceback" not in run.stderr
     for name, (_, said) in bad.items():
         assert f"{tmp_path / name}: {said}" in run.stderr
+
+
+def test_a_killed_run_of_all_layouts_continues_exactly(place: Path, tmp_path: Path, server: Server) -> None:
+    """In an order that is drawn, over more than an epoch of the smallest data set."""
+    content = json.loads((place / "tasks.yaml").read_text())
+    for task in content["tasks"]:
+        task["data"]["shuffle"], task["training"]["max_steps"] = True, 4
+    tasks = place / "shuffled.yaml"
+    tasks.write_text(json.dumps(content))
+    flags = ["--backbone", str(place / "backbone"), "--mux-tasks", str(tasks), "--mux-no-progress"]
+    flags += ["--save-interval", "1"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert server.run([*flags, "--save", str(whole)]).status == 0
+    fault = Fault("megatron_mux.engine.optimize:TaskOptimizer.step", 2 * len(LAYOUTS) + 1, "kill before")
+    assert server.run([*flags, "--save", str(killed)], fault=fault).status == -signal.SIGKILL
+    run = server.run([*flags, "--save", str(killed), "--load", str(killed)])
+    assert run.status == 0, run.errors
+    for name in LAYOUTS:
+        assert metrics(killed, name) == metrics(whole, name), name
+        ours, theirs = (directory / name / "checkpoint-4" for directory in (killed, whole))
+        for file in theirs.iterdir():
+            assert_same_file(ours / file.name, file)

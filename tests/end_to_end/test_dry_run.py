@@ -116,6 +116,18 @@ def test_pruning_takes_most_where_its_masks_are_fixed_or_kept() -> None:
     assert last_step_peak(alone) == max(peaks[1:2])
 
 
+def test_a_frozen_copy_for_reference_is_held() -> None:
+    adapter = {"peft_type": "LORA", "r": 64, "target_modules": "all-linear"}
+    runs = []
+    for start in ({}, {"adapter_name_or_path": "none"}):
+        task = task_of("pairs", adapter | start, {**TRAINING, "loss": "dpo"}, [32] * 8)
+        runs.append(RunSpec(LLAMA, [task], plan_for("spatial", {"pairs": 1}, 1)))
+    without, with_copy = dry_runs([(run, 0) for run in runs], whole=True)
+    more = held(with_copy) - held(without)
+    size = without.stream.breakdown(begins(without)[0] - 1)[Category.GRADIENTS]
+    assert more == pytest.approx(2.5 * size, rel=0.01), "values and gradients in fp32, a copy in bf16"
+
+
 def test_layers_that_differ_are_all_dry_run() -> None:
     one = _run(8)
     upper = {**KINDS["lora"], "target_modules": r".*layers\.[4-7]\.self_attn\.q_proj"}

@@ -101,12 +101,14 @@ class EngineMemory:
         stages, tensor = self.stages, self.method.tensor
         values = np.array([[t.values(s.layers, tensor) for s in stages] for t in self.tasks])
         values = values.reshape(-1, len(stages)) * self.adapter_size  # [K, S]
+        held = np.array([t.copies for t in self.tasks], np.float64) @ values
         states = [
             sum(t.states(s.layers, tensor) + t.scratch(s.layers, tensor) for t in self.tasks) for s in stages
         ]
-        sizes = values.sum(axis=0)
-        fixed = np.array([sum(t.fixed_values(s.layers, tensor) for t in self.tasks) for s in stages])
-        copies = sizes / self.adapter_size * self.size * (self.size < self.adapter_size)
+        fixed = np.array(
+            [sum(t.copies * t.fixed_values(s.layers, tensor) for t in self.tasks) for s in stages]
+        )
+        rounded = held / self.adapter_size * self.size * (self.size < self.adapter_size)
         brought = self._fetches_weights
         return Lasting(
             parameters=np.array([float(self._weights(stage)) for stage in stages]),
@@ -114,10 +116,10 @@ class EngineMemory:
             head_in_use=np.array(
                 [brought * float(stage.units[-1].bytes(self.size).total) for stage in stages]
             ),
-            adapters=sizes + copies + self.adapter_size * fixed,
-            gradients=sizes,
+            adapters=held + rounded + self.adapter_size * fixed,
+            gradients=held,
             moments=self.adapter_size * np.array(states, dtype=np.float64),
-            buffer=np.minimum(sizes, GRADIENTS_AT_ONCE * self.adapter_size) * (self.method.data * tensor > 1),
+            buffer=np.minimum(held, GRADIENTS_AT_ONCE * self.adapter_size) * (self.method.data * tensor > 1),
         )
 
     @property

@@ -96,6 +96,7 @@ class TaskAdapters:
         fixed_divided, fixed_copied: `[L]` untrained values of each layer, like `divided` and `copied`.
         embeds: Whether it trains rows of the embedding, so that gradients go through all layers.
         tensors: The trained tensors one by one, for optimizers whose states depend on shapes.
+        copies: How often adapter and gradients are held: twice with a frozen copy for reference.
     """
 
     name: str
@@ -111,6 +112,7 @@ class TaskAdapters:
     fixed_copied: tuple[float, ...] = ()
     embeds: bool = False
     tensors: tuple[TrainedTensor, ...] = ()
+    copies: int = 1
 
     @classmethod
     def of(cls, spec: TaskSpec, shape: BackboneShape) -> TaskAdapters:
@@ -148,6 +150,7 @@ class TaskAdapters:
             tuple(fixed_copied),
             any("embedding" in matrix.places for matrix in spec.adapter.own_rows(shape)),
             tuple(trained),
+            2 if spec.starts_from_reference else 1,
         )
 
     @property

@@ -53,6 +53,11 @@ def test_what_lasts() -> None:
     assert first - memory([plain], stages=2).lasting.total[0] == 8 * elements(task) / 2, "no moments"
     fixed = replace(task, fixed=1000)
     assert memory([fixed], stages=2).lasting.total[0] - first == 4000, "nothing trains what is fixed"
+    copied = replace(task, copies=2)
+    more = memory([copied], stages=2).lasting.total[0] - first
+    assert more == 8 * elements(task) / 2, (
+        "a frozen copy for reference has values and gradients, but no moments"
+    )
 
 
 def test_weights_that_live_elsewhere_leave_memory_free() -> None:
