@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
+import torch
 from torch import Tensor, nn
 
 from megatron_mux.adapters.costs import Curve, Kept, Place, Sample, Work
@@ -23,12 +24,10 @@ from megatron_mux.section import FilePath, Section
 from megatron_mux.shape import BackboneShape, Module
 
 if TYPE_CHECKING:
-    import torch
-
     from megatron_mux.adapters.adapter import TaskAdapter
     from megatron_mux.adapters.attach import Host
 
-Init = Callable[[Tensor, "torch.Generator"], Any]
+Init = Callable[[Tensor, torch.Generator], Any]
 """Fills a full fp32 tensor in place. The generator depends on the task's seed and the tensor's key alone."""
 
 

@@ -164,6 +164,7 @@ def _predict(
         training=proposal.training,
         sequences_per_step=proposal.sequences,
         data=SimpleNamespace(max_length=proposal.longest),
+        starts_from_reference=False,
     )
     adapters: Any = TaskAdapters.of(task, shape)  # type: ignore[arg-type]
     rows, architecture, prefix = proposal.train_rows, architecture_of(shape), adapter.virtual_tokens
