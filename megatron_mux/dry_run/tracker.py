@@ -93,7 +93,11 @@ class StepTracker(Heartbeat):
 
     def label(self, engine: Engine) -> None:
         """Label the tasks' tensors by purpose, now and at the end of each bucket's step."""
-        own = [(adapter, engine.optimizer(name)) for name, adapter in engine.adapters.tasks.items()]
+        # The frozen copy of an adapter that is a reference has no optimizer.
+        own = [
+            (adapter, engine.optimizer(name) if name in engine.tasks else None)
+            for name, adapter in engine.adapters.tasks.items()
+        ]
 
         def label() -> None:
             for adapter, optimizer in own:
@@ -102,7 +106,7 @@ class StepTracker(Heartbeat):
                 for category, tensors in (
                     (Category.ADAPTERS, values),
                     (Category.GRADIENTS, [arena.gradients]),
-                    (Category.OPTIMIZER, optimizer.tensors),
+                    (Category.OPTIMIZER, optimizer.tensors if optimizer else []),
                 ):
                     for tensor in tensors:
                         self._recorder.label(tensor, category)
