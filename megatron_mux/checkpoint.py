@@ -115,6 +115,8 @@ class TaskToSave:
         snapshot: Its state, or None to go on naming the checkpoint that `entry` names.
         config: Content of `adapter_config.json`.
         records: Number of its training records; None: not known.
+        held_out: Number and fingerprint of its evaluation records; None: it has none.
+        header: Entries of the header of the adapter's file.
         card: Content of the adapter's `README.md`; empty: it gets none.
         limit: How many of its checkpoints to keep, besides those that this save names; None: all.
     """
@@ -123,6 +125,8 @@ class TaskToSave:
     snapshot: Snapshot | None = None
     config: dict[str, Any] = field(default_factory=dict)
     records: int | None = None
+    held_out: tuple[int, str] | None = None
+    header: dict[str, str] = field(default_factory=dict)
     card: str = ""
     limit: int | None = None
 
@@ -204,7 +208,7 @@ def _write_checkpoint(
         write(partial / ADAPTER_CONFIG, (json.dumps(state.config, indent=2, sort_keys=True) + "\n").encode())
         if state.card:
             write(partial / model_card.NAME, state.card.encode())
-        write_tensors(partial / ADAPTER_WEIGHTS, snapshot.adapter, {}, pace)
+        write_tensors(partial / ADAPTER_WEIGHTS, snapshot.adapter, state.header, pace)
         training = {
             f"{name}.{key}": t for key, named in snapshot.moments.items() for name, t in named.items()
         }

@@ -79,6 +79,8 @@ class TaskCard:
         spec: The task as plain data.
         data: Fingerprint of its training records.
         records: Their number; None if that is not known.
+        held_out: Number and fingerprint of its evaluation records; None if it has none.
+        quantised: How the backbone's weights were quantised; empty: not at all.
         layout: How the run was divided: `{"pipeline": 2}`.
         precision: In what the run computed.
         record: How the task has gone up to this step.
@@ -93,6 +95,8 @@ class TaskCard:
     layout: Mapping[str, int]
     precision: str
     record: TrainingRecord
+    held_out: tuple[int, str] | None = None
+    quantised: str = ""
 
     def text(self) -> str:
         """The content of README.md."""
@@ -115,9 +119,8 @@ class TaskCard:
             "",
             *_table(
                 [("training", *self._file("data")), ("evaluation", *self._file("eval"))],
-                ("", "file", "records"),
+                ("", "file", "records", "fingerprint"),
             ),
-            f"- Fingerprint of the training records: `{_short(self.data)}`",
             f"- Tokens seen: {self.record.tokens:,}{self._since}",
             "",
             "## Training",
@@ -127,6 +130,7 @@ class TaskCard:
             f"- Computed in: {self.precision or 'not recorded'}",
             f"- Parallel layout: {divided or 'one process'}",
             f"- Fingerprint of the backbone: `{_short(self.backbone.fingerprint)}`",
+            f"- Quantisation of the backbone: {self.quantised or 'none'}",
             *_made_with(),
             "",
             "The task, as in tasks.yaml:",
@@ -156,15 +160,21 @@ class TaskCard:
         first = self.record.first_step
         return f" (from step {first} on; the steps before were another run's)" if first > 1 else ""
 
-    def _file(self, section: str) -> tuple[str, str]:
-        """Names of a section's files, and how many records they hold."""
+    def _file(self, section: str) -> tuple[str, str, str]:
+        """Names of a section's files, how many records they hold, and the fingerprint of these."""
         given = self.spec.get(section) or {}
         names = sorted(set(_file_names(given)))
-        count = self.records if section == "data" else None
-        return ", ".join(f"`{name}`" for name in names) or "none", "" if count is None else f"{count:,}"
+        count, fingerprint = (self.records, self.data) if section == "data" else self.held_out or (None, "")
+        return (
+            ", ".join(f"`{name}`" for name in names) or "none",
+            "" if count is None else f"{count:,}",
+            f"`{_short(fingerprint)}`" if fingerprint else "",
+        )
 
 
-def merged_card(backbone: Parent, adapter: Parent, config: Mapping[str, Any], directory: Path) -> str:
+def merged_card(
+    backbone: Parent, adapter: Parent, config: Mapping[str, Any], directory: Path, quantised: str = ""
+) -> str:
     """The card of a backbone with an adapter merged into it.
 
     Args:
@@ -172,14 +182,16 @@ def merged_card(backbone: Parent, adapter: Parent, config: Mapping[str, Any], di
         adapter: What was merged into it.
         config: The adapter's.
         directory: The adapter's, whose own card becomes a part of this one.
+        quantised: How the backbone's weights were quantised; empty: not at all.
     """
+    dequantised = f" Before, the backbone was dequantised ({quantised})." if quantised else ""
     kind = str(config.get("peft_type"))
     return "\n".join(
         [
             *_front(backbone.name, ["merge", kind.lower(), "text-generation"], library="transformers"),
             f"# {backbone.name} with {adapter.name}",
             "",
-            f"`{backbone.name}` with the {kind} adapter `{adapter.name}` merged into its weights.",
+            f"`{backbone.name}` with the {kind} adapter `{adapter.name}` merged into its weights.{dequantised}",
             "",
             "## Made of",
             "",

@@ -53,6 +53,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompt", metavar="TEXT", help="answer this and end")
     add("--json", action="store_true", help="print one JSON object (with --prompt)")
     add(
+        "--backbone-dtype",
+        choices=("nf4", "fp8", "int8"),
+        help="how the weights of linear modules are quantised on load, as in the run (with --run: as it did)",
+    )
+    add(
         "--dtype",
         choices=("float32", "bfloat16"),
         help="to compute in (the checkpoint's on a GPU, else float32)",
@@ -95,19 +100,29 @@ def _begin(arguments: argparse.Namespace) -> Conversation:
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.backbone.registry import read_backbone_info, stored_dtype
     from megatron_mux.chat.conversation import Conversation
-    from megatron_mux.chat.speakers import speakers_of
+    from megatron_mux.chat.speakers import quantisation_of, speakers_of
     from megatron_mux.data.tokenizer import load_tokenizer
     from megatron_mux.runtime import initialize
 
-    info = read_backbone_info(arguments.backbone)
-    speakers = speakers_of(info, arguments.adapter, arguments.run, arguments.tasks, arguments.with_backbone)
+    quantise = arguments.backbone_dtype
+    if quantise is None and arguments.run is not None:
+        quantise = quantisation_of(arguments.run)
+    info = read_backbone_info(arguments.backbone, quantise)
+    info.check_parallel(1, 1)
+    speakers = speakers_of(
+        info, arguments.adapter, arguments.run, arguments.tasks, arguments.with_backbone, _warn
+    )
     tokenizer = load_tokenizer(arguments.backbone)
     parallel = initialize()
     on_gpu = parallel.device.type == "cuda"
     name = arguments.dtype or (stored_dtype(arguments.backbone) if on_gpu else None)
     dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
-    backbone = Backbone.load(arguments.backbone, parallel, dtype)
+    backbone = Backbone.load(arguments.backbone, parallel, dtype, quantise=quantise)
     return Conversation(backbone, parallel, tokenizer, speakers, arguments.max_new_tokens, arguments.plain)
+
+
+def _warn(text: str) -> None:
+    print(f"{PROGRAM}: warning: {text}", file=sys.stderr)
 
 
 def _talk(conversation: Conversation) -> None:

@@ -31,6 +31,11 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def build_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser, add = adapter_parser(__doc__.splitlines()[0])
+    add(
+        "--backbone-dtype",
+        choices=("nf4", "fp8", "int8"),
+        help="how the run that trained the adapter quantised the backbone on load (--mux-backbone-dtype)",
+    )
     add("--output", type=path, required=True, metavar="DIR", help="new directory for the merged model")
     add("--dtype", choices=_DTYPES, help="dtype of the merged weights (as the backbone stores them)")
     add(
@@ -57,12 +62,23 @@ def run(arguments: argparse.Namespace) -> None:
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
     with _ProgressBar() as progress:
         merged = merge(
-            arguments.backbone, arguments.adapter, arguments.output, dtype, arguments.max_shard_size, progress
+            arguments.backbone,
+            arguments.adapter,
+            arguments.output,
+            dtype,
+            arguments.max_shard_size,
+            progress,
+            arguments.backbone_dtype,
+            _warn,
         )
     if arguments.json:
         print(json.dumps({**asdict(merged), "output": str(arguments.output)}))
     else:
         _print(merged, arguments.output)
+
+
+def _warn(text: str) -> None:
+    print(f"merge_adapter.py: warning: {text}", file=sys.stderr)
 
 
 class _ProgressBar:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from megatron_mux import checkpoint
-from megatron_mux.adapters.peft_format import CONFIG, read_adapter
+from megatron_mux.adapters.peft_format import CONFIG, WEIGHTS, read_adapter
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.errors import UserError
+from megatron_mux.merging.provenance import Provenance, check_backbone
+from megatron_mux.quantised.scheme import Method
 from megatron_mux.tasks import TaskSpec, read_task
 
 BACKBONE = "backbone"
@@ -40,6 +42,7 @@ def speakers_of(
     run: Path | None,
     tasks: Collection[str] | None,
     with_backbone: bool,
+    warn: Callable[[str], None],
 ) -> list[Speaker]:
     """Read everyone who takes part.
 
@@ -49,6 +52,7 @@ def speakers_of(
         run: Directory that `pretrain_mux.py --save` wrote.
         tasks: Those of the run's tasks that take part; None: all that have a checkpoint.
         with_backbone: Whether the backbone without an adapter takes part, too. It does where nobody else does.
+        warn: Told of adapters that were trained on another backbone.
 
     Raises:
         UserError: With all problems: an adapter cannot be read or does not fit the backbone, or a name is taken.
@@ -67,12 +71,18 @@ def speakers_of(
             )
             continue
         try:
-            speakers.append(_read(name, directory, info))
+            speakers.append(_read(name, directory, info, warn))
         except UserError as error:
             problems += [f"adapter {name!r}: {problem.removeprefix('task: ')}" for problem in error.problems]
     if problems:
         raise UserError(*problems)
     return speakers
+
+
+def quantisation_of(run: Path) -> Method | None:
+    """How a run quantised its backbone on load; None: it did not, or nothing is saved there."""
+    saved = sorted(run.glob(f"*/checkpoint-*/{WEIGHTS}"))  # all of one backbone
+    return Provenance.read(saved[0].parent).method if saved else None
 
 
 def _of_run(run: Path, info: BackboneInfo, tasks: Collection[str] | None) -> list[tuple[str, Path]]:
@@ -97,11 +107,12 @@ def _of_run(run: Path, info: BackboneInfo, tasks: Collection[str] | None) -> lis
     return [(name, path) for name, path in saved.items() if tasks is None or name in tasks]
 
 
-def _read(name: str, directory: Path, info: BackboneInfo) -> Speaker:
+def _read(name: str, directory: Path, info: BackboneInfo, warn: Callable[[str], None]) -> Speaker:
     if not (directory / CONFIG).is_file():
         raise UserError(f"{directory} holds no {CONFIG}: give the directory of an adapter in PEFT's format")
     section: dict[str, Any] = {"adapter_name_or_path": str(directory.resolve())}
     task = {"name": name, "adapter": section, "data": {"path": "none"}, "training": {"max_steps": 1}}
     spec = read_task(task, Path.cwd())
     spec.adapter.modules(info.shape)  # refuses other backbones' in words
+    check_backbone(directory, info, warn)
     return Speaker(name, spec, read_adapter(directory, spec.adapter, info.shape))

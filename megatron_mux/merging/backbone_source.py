@@ -22,31 +22,39 @@ class BackboneSource:
     Args:
         info: Of the backbone.
         checkpoint: Its files, open.
+        rounded_to: The dtype in which a run computed that quantised the backbone on load; None: the checkpoint's.
+        on_gpu: Whether it computed on a GPU.
 
     Attributes:
-        tensors: Dtype and shape of each weight, in the order in which the files hold them; a quantised weight has the
-            dtype that config.json names.
+        tensors: Dtype and shape of each weight, in the order in which the files hold them; a weight that is stored
+            quantised has the dtype that config.json names.
     """
 
-    def __init__(self, info: BackboneInfo, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self,
+        info: BackboneInfo,
+        checkpoint: Checkpoint,
+        rounded_to: torch.dtype | None = None,
+        on_gpu: bool = False,
+    ) -> None:
         self.info, self._checkpoint = info, checkpoint
         self._quantised: dict[str, tuple[int, int]] = {}
         quantisation = info.shape.quantisation
-        places = dict(info.stored)
+        places, stored = dict(info.stored), dict[str, tuple[int, int]]()
         if quantisation is not None:
             self._quantised = quantised_weights(info.shape)
             wide = getattr(torch, stored_dtype(info.path) or "", torch.float32)
-            self._matrices = QuantisedSource(checkpoint, info.stored, quantisation, wide, on_gpu=False)
-            for name, size in self._quantised.items():
+            self._dtype = (rounded_to or wide) if quantisation.is_made else torch.float32
+            self._matrices = QuantisedSource(checkpoint, info.stored, quantisation, self._dtype, on_gpu)
+            stored = {} if quantisation.is_made else self._quantised
+            for name, size in stored.items():
                 codes, *others = stored_tensors(quantisation, name, size)
                 places = {each: place for each, place in places.items() if each not in others}
                 places[name] = places.pop(codes)
         order = {place: number for number, place in enumerate(checkpoint.tensors)}
         shapes = expected(info.shape)
         self.tensors = {
-            name: TensorInfo(
-                wide if name in self._quantised else checkpoint.dtype(places[name]), shapes[name]
-            )
+            name: TensorInfo(wide if name in stored else checkpoint.dtype(places[name]), shapes[name])
             for name in sorted(places, key=lambda name: order[places[name]])
         }
         self._places = places
@@ -62,7 +70,7 @@ class BackboneSource:
         if name not in self._quantised:
             return self._checkpoint.read(self._places[name], slice(0, self.tensors[name].shape[0]))
         transposed = self.info.shape.names.transposed
-        values = self._matrices.matrix(name, self._quantised[name], transposed).values(torch.float32)
+        values = self._matrices.matrix(name, self._quantised[name], transposed).values(self._dtype)
         return values.t() if transposed else values
 
     def parts(self, name: str) -> Iterator[Tensor]:

@@ -21,6 +21,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.files import new_directory, write
 from megatron_mux.merging.hf_directory import write_json
 from megatron_mux.merging.low_rank import lora_scale, refuse_variants
+from megatron_mux.merging.provenance import Provenance
 from megatron_mux.merging.stored_adapter import PREFIX, StoredAdapter
 from megatron_mux.model_card import Parent, base_model_name, combined_card
 from megatron_mux.tensor_file import write_tensors
@@ -195,7 +196,9 @@ def combine(
         result.tensors |= _embeddings(members)
         config = _config(members, result.ranks, rank)
         write_json(directory / CONFIG, config)
-        write_tensors(directory / WEIGHTS, result.tensors, {})
+        trained = {Provenance.read(path) for path in adapters.values()}
+        header = trained.pop().header if len(trained) == 1 else {}
+        write_tensors(directory / WEIGHTS, result.tensors, header)
         parents = [(Parent(m.name, m.stored.fingerprint()), m.weight, m.stored.directory) for m in members]
         card = combined_card(base_model_name(config), parents, {**recipe.settings, "method": method}, rank)
         write(directory / "README.md", card.encode())

@@ -18,10 +18,12 @@ from megatron_mux.files import new_directory, read_json, write
 from megatron_mux.merging.backbone_source import BackboneSource
 from megatron_mux.merging.hf_directory import copy_companions, write_json, write_shards
 from megatron_mux.merging.kinds import merge_kind
+from megatron_mux.merging.provenance import check_backbone
 from megatron_mux.merging.stored_adapter import PREFIX, StoredAdapter
 from megatron_mux.merging.weights import Change, Changes
 from megatron_mux.merging.whole_rows import replace_modules, replace_rows
 from megatron_mux.model_card import Parent, merged_card
+from megatron_mux.quantised.scheme import Method
 from megatron_mux.tensor_file import TensorInfo
 
 Progress = Callable[[str, int, int], None]
@@ -72,6 +74,8 @@ def merge(
     dtype: torch.dtype | None = None,
     largest: int = 5_000_000_000,
     progress: Progress = lambda name, done, total: None,
+    quantise: Method | None = None,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> Merged:
     """Write the backbone with the adapter merged into it.
 
@@ -85,15 +89,19 @@ def merge(
         dtype: Of the weights; None: as they are stored, or as config.json says of quantised ones.
         largest: Most bytes of a safetensors file.
         progress: Told of every tensor.
+        quantise: How the run that trained the adapter quantised the backbone on load; None: not at all.
+        warn: Told if the adapter was trained on another backbone.
 
     Raises:
         UserError: The adapter is of a kind that cannot be merged, or of another backbone; or the output exists.
     """
     began = time.monotonic()
-    info, stored = read_backbone_info(backbone), StoredAdapter(adapter)
+    info, stored = read_backbone_info(backbone, quantise), StoredAdapter(adapter)
+    info.check_parallel(1, 1)
+    trained = check_backbone(adapter, info, warn)
     with Checkpoint(backbone) as checkpoint, new_directory("--output", output) as directory:
         changes = plan_changes(stored, Changes.of_backbone(info))
-        source = BackboneSource(info, checkpoint)
+        source = BackboneSource(info, checkpoint, trained.rounded_to, trained.device == "cuda")
         written = _plan(changes, source, dtype)
         total, done = sum(each.info.nbytes for each in written.values()), 0
 
@@ -108,7 +116,8 @@ def merge(
         write_json(directory / "config.json", _config(backbone, changes, dtype))
         copy_companions(backbone, directory)
         parents = Parent(backbone.resolve().name, info.fingerprint), Parent(stored.name, stored.fingerprint())
-        write(directory / "README.md", merged_card(*parents, stored.config, adapter).encode())
+        quantised = str(info.shape.quantisation or "")
+        write(directory / "README.md", merged_card(*parents, stored.config, adapter, quantised).encode())
     changed = sum(bool(each.changes) for each in written.values())
     return Merged(stored.kind, len(written), changed, total, files, changes.unties, time.monotonic() - began)
 

@@ -49,12 +49,16 @@ class CardWriter:
         backbone: Fingerprint of the backbone.
         parallel: How the run is divided.
         precision: In what it computes.
+        quantised: How the backbone's weights are quantised; empty: not at all.
     """
 
-    def __init__(self, directory: Path, backbone: str, parallel: Parallel, precision: str) -> None:
+    def __init__(
+        self, directory: Path, backbone: str, parallel: Parallel, precision: str, quantised: str = ""
+    ) -> None:
         self.directory = directory
         self.backbone = backbone
         self.precision = precision
+        self.quantised = quantised
         self.layout = {
             "tensor": parallel.tp_size,
             "pipeline": parallel.pp_size,
@@ -79,4 +83,6 @@ class CardWriter:
             self.layout,
             self.precision,
             followed.record,
+            state.held_out,
+            self.quantised,
         ).text()

@@ -84,6 +84,7 @@ class Loop:
                 self.parallel,
                 arguments.precision,
                 self.reporter.owner,
+                self.engine.backbone.info.shape.quantisation,
             )
         self._judge = Judge(self.registry.entries, self.reporter.say)
         self._is_frozen = False
@@ -295,7 +296,10 @@ class Loop:
                     moved.append(name)
                     entry.step, entry.checkpoint = step, checkpoint_of(name, step)
                     state.config = self.engine.adapter_config(name)
-                    state.records = len(self.engine.task(name).data)
+                    task = self.engine.task(name)
+                    state.records = len(task.data)
+                    if task.evaluation is not None:
+                        state.held_out = len(task.evaluation), task.evaluation.fingerprint
                     state.config["base_model_name_or_path"] = str(self.arguments.backbone.resolve())
                 training = self.engine.task(name).spec.training
                 state.limit = training.save_total_limit

@@ -17,7 +17,9 @@ from megatron_mux.engine.snapshot import HostMemory, LocalState
 from megatron_mux.errors import UserError
 from megatron_mux.files import Pace
 from megatron_mux.fusion.plan import Plan
+from megatron_mux.merging.provenance import Provenance
 from megatron_mux.process_groups import new_group
+from megatron_mux.quantised.scheme import Quantisation
 from megatron_mux.runtime import Parallel
 from megatron_mux.training.cards import CardWriter
 
@@ -34,6 +36,7 @@ class Saver:
         parallel: Where this rank stands.
         precision: See `checkpoint.Manifest`.
         owner: See `checkpoint.save`.
+        quantisation: How the backbone's weights are quantised; None: not at all.
 
     Attributes:
         memory: Host memory of the save that is being written.
@@ -46,8 +49,10 @@ class Saver:
     parallel: Parallel
     precision: str = ""
     owner: str = ""
+    quantisation: Quantisation | None = None
     memory: HostMemory = field(init=False)
     _cards: CardWriter = field(init=False)
+    _trained_on: Provenance = field(init=False)
     _group: dist.ProcessGroup | None = None
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "saver"))
     _running: Future[None] | None = None
@@ -55,7 +60,12 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.memory = HostMemory(self.parallel.device)
-        self._cards = CardWriter(self.directory, self.backbone, self.parallel, self.precision)
+        quantised = str(self.quantisation or "")
+        self._cards = CardWriter(self.directory, self.backbone, self.parallel, self.precision, quantised)
+        self._trained_on = Provenance(self.backbone)
+        if self.quantisation is not None and self.quantisation.is_made:
+            dtype, device = self.precision.partition(" ")[0], self.parallel.device.type
+            self._trained_on = Provenance(self.backbone, self.quantisation.method, dtype, device)
         if len(self.parallel.model_ranks) > 1:
             # A group of its own: its exchanges run beside those of the steps.
             ranks = from_first(self.parallel.model_ranks, self.parallel)
@@ -85,6 +95,7 @@ class Saver:
             assert plan is not None
             for state in states:
                 if state.snapshot is not None:
+                    state.header = self._trained_on.header
                     state.card = self._cards.card(state)
             checkpoint.save(
                 self.directory, states, plan, self.backbone, self.keep, pace, self.precision, self.owner

@@ -14,10 +14,11 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron_mux import runtime
+from megatron_mux.merging.provenance import Provenance
 from tests.end_to_end.forked import Server
 from tests.end_to_end.workplace import TASKS, Workplace, furnish
 from tests.reference import greedy, peft_solo
-from tools import chat
+from tools import chat, merge_adapter
 
 TEMPLATE = "{% for m in messages %}w80 {{ m['content'] }} </s> {% endfor %}{% if add_generation_prompt %}w81{% endif %}"
 PROMPT = "w1 w2 w3"
@@ -77,6 +78,29 @@ def test_everyone_answers_a_prompt(place: Workplace, capsys: pytest.CaptureFixtu
     status, out, errors = talk(place, capsys, *some, "--tasks", "diff")
     assert status == 0 and all(f" {name} " in out for name in ("mine", "diff", "backbone"))
     assert "lora " not in out and "tokens in" in out
+
+
+def test_a_backbone_quantised_on_load_is_quantised_again(
+    place: Workplace, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, adapter = place.root / "quantised", place.root / "quantised/lora/checkpoint-1"
+    lora = {key: value for key, value in TASKS["lora"].items() if key != "eval"}
+    tasks = place.write_tasks(
+        "one.yaml", {"lora": {**lora, "training": {**lora["training"], "max_steps": 1}}}
+    )
+    how = "--mux-backbone-dtype", "int8", "--bf16"
+    done = server.run(place.arguments(*how, "--save", run, tasks=tasks))
+    assert done.status == 0, done.errors
+    assert Provenance.read(adapter).header.keys() >= {"backbone_fingerprint", "backbone_quantised"}
+    assert Provenance.read(adapter).rounded_to == torch.bfloat16
+    assert "Quantisation of the backbone: INT8, made on load" in (adapter / "README.md").read_text()
+    some = ("--prompt", PROMPT, "--max-new-tokens", "2")
+    status, _, errors = talk(place, capsys, *some, "--run", run, "--adapter", f"mine={adapter}")
+    assert status == 0 and not errors, errors
+    status, _, errors = talk(place, capsys, *some, "--adapter", f"mine={adapter}")
+    assert status == 2 and "give --backbone-dtype int8" in errors, errors
+    words = ["--backbone", place.backbone, "--adapter", adapter, "--output", place.root / "merged"]
+    assert merge_adapter.main([*map(str, words), "--backbone-dtype", "int8"]) == 0
 
 
 def test_a_conversation_goes_on_until_it_is_reset(

@@ -128,18 +128,23 @@ def test_a_pruned_difference_is_added(path_of: PathOf, tmp_path: Path) -> None:
     assert largest(logits(load(tmp_path / "merged")) - logits(model)) <= 1e-5
 
 
-@pytest.mark.parametrize("form", ["nf4", "int8"])
+@pytest.mark.parametrize("form", ["nf4", "int8", "nf4 on load"])
 def test_a_quantised_backbone_is_dequantised(form: str, tmp_path: Path) -> None:
     plain = quantised_models.make_plain(tmp_path)
-    if form == "nf4":
+    how: dict[str, Any] = {}
+    if form == "nf4 on load":
+        backbone, how = plain, {"quantization_config": quantised_models.bitsandbytes_config()}
+    elif form == "nf4":
         backbone = quantised_models.make_nf4(plain, double=True)
     else:
         backbone = quantised_models.make_torchao(plain, "int8")
     model, _ = saved(plain, lora("all-linear", 4), tmp_path / "adapter")
-    bare: Any = AutoModelForCausalLM.from_pretrained(backbone, dtype=torch.float32, local_files_only=True)
+    bare: Any = AutoModelForCausalLM.from_pretrained(
+        backbone, dtype=torch.float32, local_files_only=True, **how
+    )
     # In eval(), bitsandbytes computes otherwise on a CPU.
     wanted = logits(PeftModel.from_pretrained(bare, tmp_path / "adapter").train())
-    merge(backbone, tmp_path / "adapter", tmp_path / "merged")
+    merge(backbone, tmp_path / "adapter", tmp_path / "merged", quantise="nf4" if how else None)
     assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
     assert largest(logits(load(tmp_path / "merged")) - wanted) <= LOGITS
     assert largest(logits(model) - wanted) > 10 * LOGITS, "quantisation does too little to tell"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,9 @@ def check_provenance(directory: Path, root: Path) -> None:
     assert card.data.library_name == "peft" and card.data.base_model == "backbone"
     assert "lora" in card.data.tags and "megatron-mux" in card.data.tags
     assert str(root) not in card.content and "/" + root.parts[1] + "/" not in card.content
-    assert "| training | `pairs.jsonl` |" in card.text and "| evaluation | `held-out.jsonl` |" in card.text
+    for role, name in (("training", "pairs"), ("evaluation", "held-out")):
+        count = len((root / f"{name}.jsonl").read_text().splitlines())
+        assert re.search(rf"\| {role} \| `{name}.jsonl` \| {count} \| `[0-9a-f]{{16}}` \|", card.text)
     assert f"megatron-mux {megatron_mux.__version__}" in card.text and "- Seed: 1" in card.text
     given: dict[str, Any] = yaml.safe_load(card.text.partition("```yaml\n")[2].partition("```")[0])
     (task,) = given["tasks"]

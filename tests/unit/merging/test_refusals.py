@@ -12,9 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_mux.adapters.registry import KINDS
+from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.errors import UserError
 from megatron_mux.merging.kinds import MERGES, UNMERGEABLE
 from megatron_mux.merging.merge import merge
+from megatron_mux.merging.provenance import Provenance
+from megatron_mux.quantised.scheme import Method
 from tests import tiny_models
 
 _Q = "base_model.model.model.layers.0.self_attn.q_proj."
@@ -111,6 +114,28 @@ def test_what_cannot_be_merged_is_refused(wrong: str, backbone: Path, tmp_path: 
     with pytest.raises(UserError, match=message):
         merge(backbone, make(tmp_path / "adapter"), tmp_path / "merged")
     assert not list(tmp_path.glob("*merged*"))
+
+
+def test_another_backbone_is_said_and_another_quantisation_refused(backbone: Path, tmp_path: Path) -> None:
+    plain, made = read_backbone_info(backbone), read_backbone_info(backbone, "int8")
+    warnings: list[str] = []
+
+    def merged(trained_on: Provenance, quantise: Method | None, name: str) -> None:
+        adapter = lora(tmp_path / name, base_model_name_or_path="theirs")
+        path = adapter / "adapter_model.safetensors"
+        save_file(load_file(path), path, trained_on.header)
+        merge(backbone, adapter, tmp_path / f"{name}-merged", quantise=quantise, warn=warnings.append)
+
+    merged(Provenance(plain.fingerprint), None, "same")
+    merged(Provenance(made.fingerprint, "int8", "float32", "cpu"), "int8", "made")
+    assert not warnings
+    assert "was dequantised (INT8, made on load)" in (tmp_path / "made-merged/README.md").read_text()
+    with pytest.raises(UserError, match="quantised on load in int8: give --backbone-dtype int8"):
+        merged(Provenance(made.fingerprint, "int8", "float32", "cpu"), None, "made, not asked for")
+    with pytest.raises(UserError, match="as it is stored, not quantised: leave out --backbone-dtype"):
+        merged(Provenance(plain.fingerprint), "int8", "asked for, not made")
+    merged(Provenance("ab" * 32), None, "other")
+    assert len(warnings) == 1 and "another backbone (theirs, fingerprint abababababababab)" in warnings[0]
 
 
 def test_every_kind_is_merged_or_refused_with_a_reason() -> None:
