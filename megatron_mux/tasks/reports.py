@@ -36,4 +36,4 @@ class ReportFields(Section):
     project: str = Field(default="megatron-mux", min_length=1)
     """Project of wandb, experiment of mlflow."""
     logging_dir: FilePath | None = None
-    """Directory of their files; None: the task's below --save."""
+    """Directory in which their files have one of the task's name; None: that below --save."""

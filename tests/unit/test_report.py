@@ -15,6 +15,7 @@ from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.engine import EvalResult, StepResult
 from megatron_mux.errors import UserError
 from megatron_mux.report import Reporter, cut_metrics
+from megatron_mux.tasks import TaskSpec
 from megatron_mux.trackers.tensorboard import EventFile
 
 
@@ -62,6 +63,22 @@ def test_tensorboard_reads_the_numbers(tmp_path: Path) -> None:
         ("a/tokens", 1): 8,
     }
     reporter.close()
+
+
+def test_tasks_that_share_a_logging_dir_have_files_of_their_own(tmp_path: Path) -> None:
+    reporter = reporter_of(None)
+    reporter.add("b", "LORA", 0, 3)
+    fields = {"adapter": {"peft_type": "LORA"}, "data": {"path": "d"}}
+    training = {"report_to": "csv", "logging_dir": str(tmp_path)}
+    specs = [TaskSpec.model_validate({"name": name, "training": training, **fields}) for name in ("a", "b")]
+    assert not reporter.prepare_tracking(specs)
+    for spec in specs:
+        reporter.track(spec, 0)
+    for loss, name in ((2.5, "a"), (3.5, "b")):
+        reporter.step(name, StepResult(1, 3, loss, 1.0, 0.1, 8, "running"), 1.0)
+    reporter.close()
+    for loss, name in ((2.5, "a"), (3.5, "b")):
+        assert f"1,loss,{loss}\n" in (tmp_path / name / "metrics.csv").read_text()
 
 
 @pytest.mark.parametrize("saving", [False, True])
