@@ -81,7 +81,7 @@ def test_dropout_and_other_figures_are_refused() -> None:
     ("loss", "loss_type"), [("dpo", None), ("orpo", None), ("kto", None), ("kto", "apo_zero_unpaired")]
 )
 def test_the_best_adapter_is_chosen_by_a_figure_that_there_is(loss: str, loss_type: str | None) -> None:
-    fields = {"loss": loss, "loss_type": loss_type, "load_best_model_at_end": True}
+    fields: dict[str, Any] = {"loss": loss, "loss_type": loss_type, "load_best_model_at_end": True}
     with pytest.raises(
         UserError, match=r"'nonsense' is not measured: use one of eval_loss, .*rewards/margins"
     ) as raised:
