@@ -368,11 +368,11 @@ def refuse_used(directory: Path, owner: str = "") -> None:
         )
 
 
-def prepare(directory: Path) -> str:
-    """Make a run's directory and try to write there; returns the problem, if any."""
+def prepare(directory: Path, asked: str = "--save") -> str:
+    """Make a directory that `asked` names and try to write there; returns the problem, if any."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             return ""
     except OSError as error:
-        return f"--save {directory}: cannot be written: {error.strerror or error}: choose another directory"
+        return f"{asked} {directory}: cannot be written: {error.strerror or error}: choose another directory"

@@ -13,7 +13,7 @@ from typing import IO, Any
 from rich.live import Live
 from rich.table import Table
 
-from megatron_mux.checkpoint import Manifest
+from megatron_mux.checkpoint import Manifest, prepare
 from megatron_mux.console import make_console
 from megatron_mux.engine import EvalResult, StepResult
 from megatron_mux.engine.eval_lines import eval_lines
@@ -108,7 +108,7 @@ class Reporter:
     def track(self, spec: TaskSpec, step: int) -> None:
         """Report a task's figures to the trackers that it names, from `step` on."""
         training = spec.training
-        directory = training.logging_dir or self.directory
+        directory = _own_directory(spec, self.directory)
         if self.silent or not training.report_to or spec.name in self._trackers:
             return
         if directory is None:
@@ -119,11 +119,21 @@ class Reporter:
             spec.name,
             training.run_name or spec.name,
             training.project,
-            directory / spec.name,  # tasks may share a logging_dir
+            directory,
             step=step,
             config=spec.plain(),
         )
         self._trackers[spec.name] = Trackers(training.report_to, run, self.say)
+
+    def prepare_tracking(self, specs: Sequence[TaskSpec]) -> str:
+        """Make the directories of tasks' trackers and try to write there; returns the problem, if any."""
+        for spec in specs:
+            directory = _own_directory(spec, None)
+            if directory is None or not spec.training.report_to or self.silent:
+                continue
+            if problem := prepare(directory, f"task {spec.name!r}: training.logging_dir"):
+                return problem
+        return ""
 
     def untrack(self, name: str) -> None:
         """End a task's runs in its trackers."""
@@ -340,6 +350,12 @@ def cut_metrics(directory: Path, manifest: Manifest | None, owner: str = "") -> 
                 write_atomically(path, "".join(line + "\n" for line in kept))
         except OSError as error:
             raise UserError(f"{path}: cannot be cut to what was saved: {error.strerror or error}") from error
+
+
+def _own_directory(spec: TaskSpec, run: Path | None) -> Path | None:
+    """A task's directory in its `logging_dir`, else in the run's directory: files of its trackers have fixed names."""
+    root = spec.training.logging_dir or run
+    return None if root is None else root / spec.name
 
 
 def _all_saved(line: str, saved: Mapping[str, float]) -> bool:

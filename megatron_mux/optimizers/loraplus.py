@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-Group = Literal["A", "B", "embedding"]
+Group = Literal["A", "B"]
 
 
 def group_of(key: str, shape: Sequence[int]) -> Group:
@@ -16,8 +16,6 @@ def group_of(key: str, shape: Sequence[int]) -> Group:
         shape: Of the whole tensor.
 
     Returns:
-        `B` for `lora_B` and vectors, `embedding` for LoRA of embeddings, else `A`.
+        `B` for `lora_B` and vectors, else `A`. LoRA of embeddings, peft's third group, is refused elsewhere.
     """
-    if ".lora_embedding_" in key:
-        return "embedding"
     return "B" if "lora_B" in key or len(shape) == 1 else "A"

@@ -33,6 +33,20 @@ def _mixture(value: Any) -> Any:
     return value
 
 
+OF_SFT: Mapping[str, Refused] = {
+    "packing": Refused("sequences are laid end to end without padding anyway: leave it out"),
+    "dataset_text_field": Refused("write data.columns: {text: NAME}", (None, "text")),
+    "assistant_only_loss": Refused(
+        "of messages only the assistant's are learned: leave it out", (None, True)
+    ),
+    "completion_only_loss": Refused(
+        "of a prompt and completion only the completion is learned, of a text everything: leave it out",
+        (None, True),
+    ),
+}
+"""Fields of TRL's SFTConfig for data, which are refused in the sections `data` and `training`."""
+
+
 class DataSpec(SourceSection):
     """The training data of a task."""
 
@@ -51,10 +65,10 @@ class DataSpec(SourceSection):
 
     refused: ClassVar[Mapping[str, Refused]] = {
         **SOURCE_REFUSED,
+        **OF_SFT,
         "truncation_mode": Refused(
             "write truncation_side: right (for keep_start) or left (for keep_end)", (None, "keep_start")
         ),
-        "packing": Refused("sequences are laid end to end without padding anyway: leave it out"),
         "weight": Refused("belongs to a source of a mixture"),
         "probabilities": Refused("write a weight in each source of the mixture"),
     }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
-from megatron_mux.data.section import DataSource
-from megatron_mux.section import LARGEST_BATCH, LARGEST_COUNT, Section, problem
+from megatron_mux.data.section import SOURCE_REFUSED, DataSource
+from megatron_mux.section import LARGEST_BATCH, LARGEST_COUNT, Refused, Section, problem
 
 T = TypeVar("T")
 
@@ -50,6 +50,12 @@ class GenerateSpec(Section):
     metric of generated texts nothing else is generated."""
 
 
+WHEN_EVALUATED = (
+    "an eval section evaluates before the first step, every eval_steps and at the end: leave it out"
+)
+"""Said of fields of `transformers` that choose when to evaluate."""
+
+
 class EvalSpec(DataSource):
     """Held-out records, read like those of the `data` section, and when to evaluate on them."""
 
@@ -63,6 +69,14 @@ class EvalSpec(DataSource):
     classifications (see `plain_choices`), else `token_accuracy`."""
     generate: GenerateSpec | None = None
     """Generation on the prompts; None: none, unless a metric asks for it."""
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **SOURCE_REFUSED,
+        "eval_strategy": Refused(WHEN_EVALUATED, (None, "steps")),
+        "evaluation_strategy": Refused(WHEN_EVALUATED, (None, "steps")),
+        "do_eval": Refused(WHEN_EVALUATED, (None, True)),
+        "eval_on_start": Refused(WHEN_EVALUATED, (None, False, True)),
+    }
 
     @model_validator(mode="before")
     @classmethod

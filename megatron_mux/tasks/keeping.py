@@ -7,6 +7,7 @@ them, only how many there are.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -76,12 +77,12 @@ class KeepingFields(Section):
             return self.greater_is_better
         return self.metric not in LOWER_IS_BETTER and not self.metric.endswith("loss")
 
-    def problem_of_metric(self, evaluation: EvalSpec | None, any_figure: bool) -> str:
+    def problem_of_metric(self, evaluation: EvalSpec | None, figures: Sequence[str]) -> str:
         """Why evaluations cannot be compared; empty if they can, or need not.
 
         Args:
             evaluation: The task's `eval` section.
-            any_figure: Accept any figure: those of a preference task are not listed in `eval`.
+            figures: Measured besides the loss, whatever `eval.metrics` says; none of them: it says.
         """
         if not self.compares:
             return ""
@@ -89,13 +90,13 @@ class KeepingFields(Section):
             name = "load_best_model_at_end" if self.load_best_model_at_end else "early_stopping_patience"
             name = name if self.save_strategy != "best" else "save_strategy: best"
             return f"training.{name}: compares evaluations: add an eval section"
-        known = ["loss", *evaluation.metrics]
+        known = ["loss", *(figures or evaluation.metrics)]
         if "rouge" in known:
             known[known.index("rouge") :] = [*_ROUGE, *known[known.index("rouge") + 1 :]]
-        if self.metric not in known and not any_figure:
+        if self.metric not in known:
             return (
                 f"training.metric_for_best_model: {self.metric_for_best_model!r} is not measured: use one of "
-                f"{', '.join(f'eval_{name}' for name in known)}, or name it in eval.metrics"
+                f"{', '.join(f'eval_{name}' for name in known)}{'' if figures else ', or name it in eval.metrics'}"
             )
         return ""
 

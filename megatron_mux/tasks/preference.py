@@ -150,6 +150,11 @@ class PreferenceFields(Section):
             raise problem(
                 "loss_type exo_pair needs a label_smoothing above 0, such as 1e-3: without one it is infinite"
             )
+        if self.needs_kl and getattr(self, "per_device_train_batch_size", 2) < 2:
+            raise problem(
+                "per_device_train_batch_size must be at least 2 with loss_type kto, as in TRL: its KL term pairs each "
+                "prompt with the completion of another record"
+            )
         if self.is_preference and getattr(self, "router_aux_loss_coef", None):
             raise problem(f"router_aux_loss_coef is not supported with loss: {self.loss}: leave it out")
         return self
@@ -163,6 +168,20 @@ class PreferenceFields(Section):
     def is_preference(self) -> bool:
         """Whether the task learns a preference."""
         return self.loss != "sft"
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """What an evaluation of a preference measures besides the loss, without `eval_`."""
+        found = [
+            "accuracy",
+            *(f"{kind}/{which}" for kind in ("rewards", "logps") for which in ("chosen", "rejected")),
+        ]
+        found.append("rewards/margins")
+        if self.loss != "kto":
+            found.append("rewards/accuracies")
+        if self.loss == "orpo":
+            found += ["nll_loss", "log_odds_ratio", "log_odds_chosen"]
+        return (*found, "kl") if self.needs_kl else tuple(found)
 
     @property
     def sequences_per_record(self) -> int:

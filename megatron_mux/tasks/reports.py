@@ -36,4 +36,4 @@ class ReportFields(Section):
     project: str = Field(default="megatron-mux", min_length=1)
     """Project of wandb, experiment of mlflow."""
     logging_dir: FilePath | None = None
-    """Their files go to the task's directory below this one; None: below --save."""
+    """Directory in which their files have one of the task's name; None: that below --save."""

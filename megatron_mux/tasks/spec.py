@@ -80,7 +80,8 @@ class TaskSpec(Section):
 
     @model_validator(mode="after")
     def _compares_what_is_measured(self) -> TaskSpec:
-        if wrong := self.training.problem_of_metric(self.eval, any_figure=self.training.is_preference):
+        figures = self.training.figures if self.training.is_preference else ()
+        if wrong := self.training.problem_of_metric(self.eval, figures):
             raise problem(wrong)
         return self
 

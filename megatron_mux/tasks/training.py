@@ -20,6 +20,8 @@ from megatron_mux.section import (
     TidyNumber,
     problem,
 )
+from megatron_mux.tasks.data import OF_SFT
+from megatron_mux.tasks.evaluation import WHEN_EVALUATED
 from megatron_mux.tasks.keeping import KeepingFields
 from megatron_mux.tasks.preference import PREFERENCE_REFUSED, PreferenceFields
 from megatron_mux.tasks.reports import ReportFields
@@ -44,9 +46,11 @@ _REFUSED: Mapping[str, Refused] = {
         "gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing",
         "activation_checkpointing_kwargs",
     ),
-    **_elsewhere(
-        "belongs in the task's eval section",
-        "eval_steps", "eval_strategy", "evaluation_strategy", "do_eval", "per_device_eval_batch_size", "eval_on_start",
+    **_elsewhere("belongs in the task's eval section", "eval_steps", "per_device_eval_batch_size"),
+    **_elsewhere(WHEN_EVALUATED, "eval_strategy", "evaluation_strategy", "do_eval", "eval_on_start"),
+    **OF_SFT,
+    "loraplus_lr_embedding": Refused(
+        "LoRA on embeddings is not supported, so nothing would have this rate: leave it out", (None, 1e-6)
     ),
     **_elsewhere("the task's seed orders its data too: use seed", "data_seed"),
     **_elsewhere("use optim: adafactor", "adafactor"),
@@ -81,8 +85,6 @@ _REFUSED: Mapping[str, Refused] = {
     ),
 }  # fmt: skip
 
-
-_OF_LORAPLUS = ("loraplus_weight_decay", "loraplus_lr_embedding")
 
 _NOT_OF_STEPS = {
     "reduce_lr_on_plateau": "depends on evaluations, and a rate here is a function of the step alone",
@@ -152,8 +154,6 @@ class TrainingSpec(KeepingFields, ReportFields, PreferenceFields):
     """LoRA+: B of LoRA, and vectors, have this many times the learning rate (`peft`'s `create_loraplus_optimizer`)."""
     loraplus_weight_decay: Number = Field(default=0.0, ge=0)
     """Weight decay with `loraplus_lr_ratio`, in place of `weight_decay`."""
-    loraplus_lr_embedding: Number = Field(default=1e-6, gt=0)
-    """Learning rate of LoRA on embeddings with `loraplus_lr_ratio`."""
     adam_beta1: Number = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment of AdamW and Lion."""
     adam_beta2: Number = Field(default=0.999, ge=0, lt=1)
@@ -212,10 +212,10 @@ class TrainingSpec(KeepingFields, ReportFields, PreferenceFields):
         ):
             raise problem(f"lr_scheduler_kwargs: {wrong}")
         if self.loraplus_lr_ratio is None:
-            fields = type(self).model_fields
-            given = [name for name in _OF_LORAPLUS if getattr(self, name) != fields[name].default]
-            if given:
-                raise problem(f"{given[0]} belongs to LoRA+: give loraplus_lr_ratio too, or leave it out")
+            if self.loraplus_weight_decay:
+                raise problem(
+                    "loraplus_weight_decay belongs to LoRA+: give loraplus_lr_ratio too, or leave it out"
+                )
         elif self.weight_decay:
             raise problem("with loraplus_lr_ratio, weight decay is loraplus_weight_decay: give that instead")
         return self
@@ -230,13 +230,8 @@ class TrainingSpec(KeepingFields, ReportFields, PreferenceFields):
         """
         if self.loraplus_lr_ratio is None:
             return self.weight_decay * decays, 1.0
-        group = group_of(key, shape)
-        rates = {
-            "A": 1.0,
-            "B": self.loraplus_lr_ratio,
-            "embedding": self.loraplus_lr_embedding / self.learning_rate,
-        }
-        return self.loraplus_weight_decay * decays, rates[group]
+        rate = self.loraplus_lr_ratio if group_of(key, shape) == "B" else 1.0
+        return self.loraplus_weight_decay * decays, rate
 
     def warmup(self, total_steps: int) -> int:
         """Return the number of warm-up steps in a run of `total_steps`, counted as transformers does."""

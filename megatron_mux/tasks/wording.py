@@ -150,8 +150,8 @@ def _peft_type(task: Mapping[str, Any]) -> str:
 def _expected(field: FieldInfo) -> str:
     """Describe the values that a field takes."""
     options = {_bare(a) for a in (field.annotation, *typing.get_args(field.annotation))}
-    if typing.get_origin(field.annotation) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(field.annotation)))
+    if choices := _choices(field):
+        return f"one {'or a list ' * (list in options)}of {', '.join(choices)}"
     if bool in options:
         return "true or false"
     if int in options:
@@ -163,6 +163,14 @@ def _expected(field: FieldInfo) -> str:
     if list in options:
         return "a list of module names such as [q_proj, v_proj]"
     return "a path" if Path in options else "text"
+
+
+def _choices(field: FieldInfo) -> list[str]:
+    """The values of a `Literal`, or of a list of them; empty for other fields."""
+    for option in (field.annotation, *typing.get_args(field.annotation)):
+        if typing.get_origin(option) is Literal:
+            return [str(value) for value in typing.get_args(option)]
+    return []
 
 
 def _bare(annotation: Any) -> Any:
@@ -190,10 +198,10 @@ def _bounded(what: str, field: FieldInfo) -> str:
 
 
 def _hint(field: FieldInfo, value: Any) -> str:
-    if isinstance(value, bool) and typing.get_origin(field.annotation) is Literal:
+    if isinstance(value, bool) and _choices(field):
         return " (YAML reads yes, no, on and off as true and false: put quotes around text)"
-    if isinstance(value, str) and typing.get_origin(field.annotation) is Literal:
-        return did_you_mean(value, map(str, typing.get_args(field.annotation)))
+    if isinstance(value, str) and (choices := _choices(field)):
+        return did_you_mean(value, choices)
     if isinstance(value, str) and _looks_numeric(value):
         return " (a text: leave the quotes out)"
     return ""

@@ -241,6 +241,7 @@ class TaskRegistry:
             tasks = open_tasks(file.specs, self.info, files, self.reporter.say)
             for task in tasks:
                 self.engine.check_alone(task)
+            problem = self.reporter.prepare_tracking(file.specs)
         except UserError as error:
             problem = str(error)
         problem = first_problem(problem, self.parallel)

@@ -12,6 +12,8 @@ from megatron_mux.data.dataset import DataFiles
 from megatron_mux.engine import Task
 from megatron_mux.engine.reference import problem_of_preference
 from megatron_mux.errors import UserError
+from megatron_mux.optimizers.loraplus import group_of
+from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.training.eval_setup import problems_of_evaluation
 
@@ -118,6 +120,17 @@ def open_tasks(
     return tasks
 
 
+def _check_tensors(spec: TaskSpec, shape: BackboneShape) -> None:
+    """Refuse an adapter that the backbone cannot have, and LoRA+ for one that has no tensor of its rate."""
+    tensors = spec.adapter.tensors(shape).items()
+    rated = any(tensor.trained and group_of(key, tensor.shape) == "B" for key, tensor in tensors)
+    if spec.training.loraplus_lr_ratio is not None and not rated:
+        raise UserError(
+            "training.loraplus_lr_ratio: changes the learning rate of lora_B and of vectors, and a "
+            f"{spec.adapter.peft_type} has neither: leave it out"
+        )
+
+
 def _open(spec: TaskSpec, info: BackboneInfo, files: DataFiles, say: Progress, resumed: bool) -> Task:
     problems: list[str] = []
 
@@ -139,7 +152,7 @@ def _open(spec: TaskSpec, info: BackboneInfo, files: DataFiles, say: Progress, r
         problems.append(
             f"training.router_aux_loss_coef: balances experts, and a {info.shape.family} has none: leave it out"
         )
-    attempt(lambda: spec.adapter.tensors(info.shape))
+    attempt(lambda: _check_tensors(spec, info.shape))
     if wrong := attempt(lambda: problem_of_preference(spec, info.shape)):
         problems.append(wrong)
     loss = spec.training.loss

@@ -107,6 +107,13 @@ MISTAKES: dict[str, Mistake] = {
         ),
         ["latin.jsonl", "1"],
     ),
+    "a directory of trackers that cannot be made": Mistake(
+        lambda w, t: t["lora"]["training"].update(report_to=["csv"], logging_dir=str(w.tasks / "logs")),
+        ["lora", "logging_dir", "logs/lora"],
+    ),
+    "LoRA+ without B": Mistake(
+        _set("prefix", "training", "loraplus_lr_ratio", 16.0), ["prefix", "loraplus_lr_ratio", "lora_B"]
+    ),
     "several at once": Mistake(
         lambda w, t: (
             _set("lora", "adapter", "r", -1)(w, t),

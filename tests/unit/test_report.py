@@ -65,17 +65,20 @@ def test_tensorboard_reads_the_numbers(tmp_path: Path) -> None:
     reporter.close()
 
 
-def test_tasks_that_share_a_logging_dir_keep_their_figures_apart(tmp_path: Path) -> None:
+def test_tasks_that_share_a_logging_dir_have_files_of_their_own(tmp_path: Path) -> None:
     reporter = reporter_of(None)
     reporter.add("b", "LORA", 0, 3)
-    for name, loss in (("a", 2.5), ("b", 3.5)):
-        training = {"report_to": "csv", "logging_dir": str(tmp_path)}
-        task = {"name": name, "adapter": {"peft_type": "LORA"}, "data": {"path": "x"}, "training": training}
-        reporter.track(TaskSpec.model_validate(task), 0)
-        reporter.step(name, StepResult(1, 3, loss, 1.5, 0.25, 8, "running"), 1.0)
+    fields = {"adapter": {"peft_type": "LORA"}, "data": {"path": "d"}}
+    training = {"report_to": "csv", "logging_dir": str(tmp_path)}
+    specs = [TaskSpec.model_validate({"name": name, "training": training, **fields}) for name in ("a", "b")]
+    assert not reporter.prepare_tracking(specs)
+    for spec in specs:
+        reporter.track(spec, 0)
+    for loss, name in ((2.5, "a"), (3.5, "b")):
+        reporter.step(name, StepResult(1, 3, loss, 1.0, 0.1, 8, "running"), 1.0)
     reporter.close()
-    for name, loss in (("a", 2.5), ("b", 3.5)):
-        assert f"1,loss,{loss}" in (tmp_path / name / "metrics.csv").read_text().splitlines()
+    for loss, name in ((2.5, "a"), (3.5, "b")):
+        assert f"1,loss,{loss}\n" in (tmp_path / name / "metrics.csv").read_text()
 
 
 @pytest.mark.parametrize("saving", [False, True])

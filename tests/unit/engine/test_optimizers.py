@@ -245,4 +245,3 @@ def test_groups_of_lora_plus() -> None:
     assert spec.decay_and_rate(at + "lora_A.weight", (4, 8), True) == (0.1, 1.0)
     assert spec.decay_and_rate(at + "lora_B.weight", (8, 4), True) == (0.1, 16.0)
     assert spec.decay_and_rate(at + "lora_B.bias", (8,), False) == (0.0, 16.0)
-    assert spec.decay_and_rate(at + "lora_embedding_A", (4, 8), True) == pytest.approx((0.1, 1e-3))

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_mux.engine.eval_lines import eval_lines
 from megatron_mux.engine.evaluate import EvalResult
+from megatron_mux.engine.preference import loss_of, named
 from megatron_mux.errors import UserError
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.tasks.files import read_task
@@ -56,6 +57,7 @@ def test_spellings_of_trl_are_taken() -> None:
         ({"loss": "dpo", "truncation_mode": "keep_end"}, ["truncation_mode", "keep_end"]),
         ({"loss": "dpo", "max_prompt_length": 9}, ["max_prompt_length", "data.max_length"]),
         ({"loss": "dpo", "router_aux_loss_coef": 0.1}, ["router_aux_loss_coef"]),
+        ({"loss": "kto", "per_device_train_batch_size": 1}, ["per_device_train_batch_size", "at least 2"]),
         ({"loss": "simpo"}, ["loss", "simpo"]),
     ],
 )
@@ -72,6 +74,21 @@ def test_dropout_and_other_figures_are_refused() -> None:
     with pytest.raises(UserError, match=r"eval\.metrics"):
         task(evaluation={"metrics": ["perplexity"]}, loss="kto")
     task(evaluation={"chat_template_kwargs": {"enable_thinking": False}}, loss="kto")
+    task(loss="kto", loss_type="apo_zero_unpaired", per_device_train_batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "loss_type"), [("dpo", None), ("orpo", None), ("kto", None), ("kto", "apo_zero_unpaired")]
+)
+def test_the_best_adapter_is_chosen_by_a_figure_that_there_is(loss: str, loss_type: str | None) -> None:
+    fields: dict[str, Any] = {"loss": loss, "loss_type": loss_type, "load_best_model_at_end": True}
+    with pytest.raises(
+        UserError, match=r"'nonsense' is not measured: use one of eval_loss, .*rewards/margins"
+    ) as raised:
+        task(evaluation={}, metric_for_best_model="nonsense", **fields)
+    assert "eval.metrics" not in str(raised.value)
+    spec = task(evaluation={}, metric_for_best_model="eval_rewards/margins", **fields).training
+    assert {"accuracy", *named(loss_of(spec), [0.0] * 8, 1, 1, 1)} == set(spec.figures)
 
 
 def test_rewards_are_shown_as_they_are_and_accuracies_in_percent() -> None:

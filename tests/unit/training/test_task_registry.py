@@ -55,6 +55,9 @@ class Reporter:
     def track(self, spec: Any, step: int) -> None:
         """No tracker is asked for."""
 
+    def prepare_tracking(self, specs: Any) -> str:
+        return ""
+
     def say(self, text: str) -> None:
         self.said.append(text)
 
