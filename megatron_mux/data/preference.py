@@ -7,18 +7,19 @@ The columns are those of TRL:
 | dpo, orpo | `prompt`, `chosen`, `rejected`; without `prompt` it is what chosen and rejected begin with alike |
 | kto | `prompt`, `completion`, `label` (true: desirable); or a pair, which becomes one record of each label |
 
-Values are texts, or lists of messages for the tokenizer's chat template. Other keys are ignored.
+Values are texts, or lists of messages for the tokenizer's chat template, with `chat_template_kwargs`. Other keys are
+ignored, and a null is a missing value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from megatron_mux.data.records import BadRecordError
+from megatron_mux.data.records import BadRecordError, template_variables
 from megatron_mux.data.tokenise import Example, Tokeniser
 from megatron_mux.errors import UserError
 
@@ -26,6 +27,7 @@ Content = str | list[dict[str, Any]]
 """A text, or messages."""
 
 _PAIR = '{"prompt", "chosen", "rejected"}'
+_LABELS = {"true": True, "1": True, "false": False, "0": False}
 _SHAPES = {"dpo": _PAIR, "orpo": _PAIR, "kto": f'{{"prompt", "completion", "label"}} or {_PAIR}'}
 
 DESIRABLE, UNDESIRABLE = "desirable", "undesirable"
@@ -40,18 +42,20 @@ class PreferenceRecord:
         prompt: What they continue.
         completions: The chosen and the rejected one; or one alone.
         desirable: Whether the one is good; None for a pair.
+        template_kwargs: Variables of the chat template.
     """
 
     prompt: Content
     completions: tuple[Content, ...]
     desirable: bool | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def unpaired(self) -> list[PreferenceRecord]:
         """A desirable and an undesirable record of a pair; a record with one completion is itself."""
         if self.desirable is not None:
             return [self]
         labels = zip(self.completions, (True, False), strict=True)
-        return [PreferenceRecord(self.prompt, (completion,), label) for completion, label in labels]
+        return [replace(self, completions=(completion,), desirable=label) for completion, label in labels]
 
 
 def parse_preference(value: Mapping[str, Any], loss: str) -> PreferenceRecord:
@@ -66,24 +70,35 @@ def parse_preference(value: Mapping[str, Any], loss: str) -> PreferenceRecord:
     """
     if value.get("tools"):
         raise BadRecordError('"tools" is not supported in a preference record: leave it out')
-    if "chosen" in value and "rejected" in value:
+    options = template_variables(value)
+    given = {key for key, found in value.items() if found is not None}
+    forms = [{"chosen", "rejected"}, *([{"prompt", "completion", "label"}] if loss == "kto" else [])]
+    if not any(form <= given for form in forms):
+        given = set(value)  # so that a message names the null
+    if forms[0] <= given:
         chosen, rejected = _content(value, "chosen"), _content(value, "rejected")
-        prompt = _content(value, "prompt") if "prompt" in value else None
+        prompt = _content(value, "prompt") if "prompt" in given else None
         if isinstance(chosen, str) != isinstance(rejected, str):
             raise BadRecordError('"chosen" and "rejected" must both be texts, or both be messages')
         if prompt is None or isinstance(prompt, str) != isinstance(chosen, str):
             prompt, chosen, rejected = _split_prompt(chosen, rejected)
-        return PreferenceRecord(prompt, (chosen, rejected))
-    if loss == "kto" and {"prompt", "completion", "label"} <= value.keys():
-        label = value["label"]
-        if not isinstance(label, (bool, np.bool_)):
-            raise BadRecordError(f'"label" must be true or false, got {label!r}')
+        return PreferenceRecord(prompt, (chosen, rejected), None, options)
+    if forms[-1] <= given:
+        label = _label(value["label"])
         prompt, completion = _content(value, "prompt"), _content(value, "completion")
         if isinstance(prompt, str) != isinstance(completion, str):
             raise BadRecordError('"prompt" and "completion" must both be texts, or both be messages')
-        return PreferenceRecord(prompt, (completion,), bool(label))
+        return PreferenceRecord(prompt, (completion,), label, options)
     found = ", ".join(map(repr, value)) or "nothing"
     raise BadRecordError(f"no record for loss: {loss}: its keys must be {_SHAPES[loss]}, got {found[:80]}")
+
+
+def _label(label: Any) -> bool:
+    """A label as JSON and tables have it: a boolean, 1 or 0, or one of these as text."""
+    found = _LABELS.get(str(label).strip().lower()) if isinstance(label, (bool, np.bool_, int, str)) else None
+    if found is None:
+        raise BadRecordError(f'"label" must be true or false (or 1 or 0), got {label!r}')
+    return found
 
 
 def _content(value: Mapping[str, Any], key: str) -> Content:
@@ -146,8 +161,9 @@ class PreferenceTokeniser:
             texts = [text if text.endswith(end) else text + end for text in texts]
             whole = [self._tokens(record.prompt + text) for text in texts]
         else:
-            prompt = self._chat(record.prompt, True)
-            whole = [self._chat([*record.prompt, *completion], False) for completion in record.completions]
+            options = record.template_kwargs
+            prompt = self._chat(record.prompt, options, True)
+            whole = [self._chat([*record.prompt, *one], options, False) for one in record.completions]
         start = min(_same(prompt, ids) for ids in whole)
         if self._orpo:
             start, whole = self._closed(start, whole)
@@ -165,14 +181,16 @@ class PreferenceTokeniser:
         ids: list[int] = self._texts._call([text], **options)["input_ids"][0]
         return ids
 
-    def _chat(self, messages: Sequence[dict[str, Any]], prompt: bool) -> list[int]:
+    def _chat(
+        self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any], prompt: bool
+    ) -> list[int]:
         if not self._tokenizer.chat_template:
             raise UserError(
                 "messages need a chat template, and the backbone's tokenizer has none: write the records as texts"
             )
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=prompt
+                list(messages), tokenize=False, add_generation_prompt=prompt, **options
             )
         except Exception as error:  # a template is a program: it may fail in any way
             raise BadRecordError(f"the chat template does not take these messages: {error}") from error

@@ -17,7 +17,7 @@ from megatron_mux.errors import UserError
 from tests.end_to_end.workplace import write_tokenizer
 
 TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} </s> {% endfor %}"
+    "{{ mood or '' }}{% for m in messages %}{{ m['role'] }} {{ m['content'] }} </s> {% endfor %}"
     "{% if add_generation_prompt %}assistant {% endif %}"
 )
 SKY = [{"role": "user", "content": "w1 w2"}]
@@ -50,6 +50,22 @@ def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
         assert example.labelled.tolist() == [False] * len(prompt) + [True] * (len(whole) - len(prompt))
 
 
+def test_what_tables_hold(tokenizer: Any) -> None:
+    """Labels as text and as numbers, nulls for what is missing, variables of the template."""
+    row: dict[str, Any] = {"prompt": "w1", "completion": "w2", "chosen": None, "rejected": None}
+    for label in ("True", "true", "1", 1, True):
+        assert parse_preference({**row, "label": label}, "kto").desirable is True
+    for label in ("FALSE", "0", 0, False):
+        assert parse_preference({**row, "label": label}, "kto").desirable is False
+    pair = {"chosen": SKY + answer("w3"), "rejected": SKY + answer("w4")}
+    found = parse_preference({"prompt": None, **pair}, "dpo")
+    assert found == parse_preference(pair, "dpo") and found.prompt == SKY
+    options = {"mood": "w5 "}
+    for record in parse_preference({**pair, "chat_template_kwargs": options}, "kto").unpaired():
+        (example,) = PreferenceTokeniser(tokenizer, "kto").encode(record)
+        assert tokenizer.decode(example.tokens[:1].tolist()) == "w5"
+
+
 def test_long_records_are_cut_and_those_without_a_completion_left_out(tokenizer: Any, tmp_path: Path) -> None:
     pairs = [
         {"prompt": "w1 w2", "chosen": " w3 w4 w5 w6", "rejected": " w7"},
@@ -75,6 +91,8 @@ def test_long_records_are_cut_and_those_without_a_completion_left_out(tokenizer:
         ("kto", {"prompt": "w1", "completion": "w2"}, ["loss: kto", '"label"']),
         ("kto", {"prompt": "w1", "completion": "w2", "label": "yes"}, ['"label"', "true or false"]),
         ("dpo", {"prompt": SKY, "chosen": SKY, "rejected": SKY, "tools": [{}]}, ['"tools"', "not supported"]),
+        ("kto", {"prompt": "w1", "completion": "w2", "label": 2}, ['"label"', "1 or 0"]),
+        ("dpo", {"prompt": "w1", "chosen": "w2", "rejected": None}, ['"rejected" must be text']),
         ("dpo", {"prompt": "w1", "chosen": 3, "rejected": "w2"}, ['"chosen"', "text"]),
         ("dpo", {"prompt": "w1", "chosen": "w1", "rejected": SKY}, ["both"]),
         ("dpo", {"chosen": "w1", "rejected": "v2 v3"}, ['"prompt"', "alike"]),
