@@ -134,7 +134,7 @@ def record_of(row: Any) -> Record:
 
 def _mapping(row: dict[str, Any], form: set[str]) -> str:
     """The `columns` that choose a form."""
-    beside = {"input"} if "instruction" in form else _BESIDE - {"input"}
+    beside = frozenset({"input"}) if "instruction" in form else _BESIDE - {"input"}
     return f"{{{', '.join(f'{key}: {key}' for key in SHAPE_KEYS if key in row and key in form | beside)}}}"
 
 

@@ -220,12 +220,13 @@ def _preferences_by_trl(place: Path, name: str) -> list[dict[str, list[int]]]:
     from trl.trainer.kto_trainer import KTOTrainer
 
     length = LAYOUTS[name].get("max_length", MAX_LENGTH)
-    kind, config_of = (DPOTrainer, DPOConfig) if LOSSES[name] == "dpo" else (KTOTrainer, KTOConfig)
-    config: Any = config_of(max_length=length, bf16=False, use_cpu=True, report_to="none")
+    classes: Any = (DPOTrainer, DPOConfig) if LOSSES[name] == "dpo" else (KTOTrainer, KTOConfig)
+    kind, config_of = classes
+    config = config_of(max_length=length, bf16=False, use_cpu=True, report_to="none")
     tokenizer = load_tokenizer(place / "backbone")
     trainer: Any = object.__new__(kind)
     vars(trainer).update(_tokenizer=tokenizer, calculate_KL=False, desirable_weight=1, undesirable_weight=1)
-    found = []
+    found: list[dict[str, list[int]]] = []
     for row in trainer._prepare_dataset(read_by_datasets(place, name), tokenizer, config, "train"):
         prompt = row["prompt_ids"]
         for key in ("chosen_ids", "rejected_ids", "completion_ids"):
@@ -276,7 +277,7 @@ def test_all_layouts_train_and_bad_files_are_told(place: Path, tmp_path: Path, s
     for name in LAYOUTS:
         metrics = (tmp_path / "run" / name / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in metrics] == [1, 2]
-    bad = {
+    bad: dict[str, tuple[str | list[dict[str, str]], str]] = {
         "lines.jsonl": ('{"text": "a"}\n{"text": 3}\n', 'line 2: "text" must be text, got a JSON number'),
         "array.json": ('[{"text": "a"}, {"txt": "b"}]', "row 2: no known form"),
         "table.csv": ("text,id\na,1\n\nb\n", "row 2 (line 4): has 1 values, but the header names 2 columns"),
