@@ -118,7 +118,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "templates": {"path": "questions.jsonl", "templates": {"text": "test: {question}{answer}"}},
     "left": {"path": "texts.csv", "truncation_side": "left"},
     "preference-pairs": {"path": "choices.parquet"},
-    "preference-labels": {"path": "labels.csv", "max_length": 12},
+    "preference-labels": {"path": "labels.csv"},
 }
 LOSSES = {"preference-pairs": "dpo", "preference-labels": "kto"}
 
@@ -219,10 +219,9 @@ def _preferences_by_trl(place: Path, name: str) -> list[dict[str, list[int]]]:
     from trl.trainer.kto_config import KTOConfig
     from trl.trainer.kto_trainer import KTOTrainer
 
-    length = LAYOUTS[name].get("max_length", MAX_LENGTH)
     classes: Any = (DPOTrainer, DPOConfig) if LOSSES[name] == "dpo" else (KTOTrainer, KTOConfig)
     kind, config_of = classes
-    config = config_of(max_length=length, bf16=False, use_cpu=True, report_to="none")
+    config = config_of(max_length=MAX_LENGTH, bf16=False, use_cpu=True, report_to="none")
     tokenizer = load_tokenizer(place / "backbone")
     trainer: Any = object.__new__(kind)
     vars(trainer).update(_tokenizer=tokenizer, calculate_KL=False, desirable_weight=1, undesirable_weight=1)
@@ -232,7 +231,7 @@ def _preferences_by_trl(place: Path, name: str) -> list[dict[str, list[int]]]:
         for key in ("chosen_ids", "rejected_ids", "completion_ids"):
             if key in row:
                 labels = [-100] * len(prompt) + row[key]
-                found.append({"input_ids": (prompt + row[key])[:length], "labels": labels[:length]})
+                found.append({"input_ids": (prompt + row[key])[:MAX_LENGTH], "labels": labels[:MAX_LENGTH]})
     return found
 
 
