@@ -126,6 +126,16 @@ class TaskDataset:
         file, row = self._find(number)
         return file.example(row)
 
+    def uncut(self, number: int) -> tuple[Example, slice]:
+        """The example of a record uncut, and which part of it is left after the cut.
+
+        Raises:
+            IndexError: There is no such record.
+            UserError: The file was changed while in use.
+        """
+        file, row = self._find(number)
+        return file.uncut(row)
+
     def record(self, number: int) -> Record:
         """A record as it stands in the file.
 

@@ -8,7 +8,7 @@ The columns are those of TRL:
 | kto | `prompt`, `completion`, `label` (true: desirable); or a pair, which becomes one record of each label |
 
 Values are texts, or lists of messages for the tokenizer's chat template, beside which `tools` and
-`chat_template_kwargs` may stand. Other keys are ignored.
+`chat_template_kwargs` may stand. Other keys are ignored, and a null is a missing value.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ Content = str | list[dict[str, Any]]
 """A text, or messages."""
 
 _PAIR = '{"prompt", "chosen", "rejected"}'
+_LABELS = {"true": True, "1": True, "false": False, "0": False}
+_LABELS = {"true": True, "1": True, "false": False, "0": False}
 _SHAPES = {"dpo": _PAIR, "orpo": _PAIR, "kto": f'{{"prompt", "completion", "label"}} or {_PAIR}'}
 
 DESIRABLE, UNDESIRABLE = "desirable", "undesirable"
@@ -78,7 +80,10 @@ def parse_preference(row: Any, loss: str) -> PreferenceRecord:
     row = row_object(row)
     # Tables give a null for what a row lacks.
     given = {key for key, value in row.items() if value is not None}
-    if {"chosen", "rejected"} <= given:
+    pair, judged = {"chosen", "rejected"}, {"prompt", "completion", "label"}
+    if not pair <= given and not (loss == "kto" and judged <= given):
+        given = set(row)  # so that a message names the null
+    if pair <= given:
         chosen, rejected = _content(row, "chosen"), _content(row, "rejected")
         prompt = _content(row, "prompt") if "prompt" in given else None
         if isinstance(chosen, str) != isinstance(rejected, str):
@@ -86,10 +91,8 @@ def parse_preference(row: Any, loss: str) -> PreferenceRecord:
         if prompt is None or isinstance(prompt, str) != isinstance(chosen, str):
             prompt, chosen, rejected = _split_prompt(chosen, rejected)
         return PreferenceRecord(prompt, (chosen, rejected), None, _conversation(row, prompt))
-    if loss == "kto" and {"prompt", "completion", "label"} <= given:
-        label = row["label"]
-        if not isinstance(label, bool):
-            raise BadRecordError(f'"label" must be true or false, got {label!r}')
+    if loss == "kto" and judged <= given:
+        label = _label(row["label"])
         prompt, completion = _content(row, "prompt"), _content(row, "completion")
         if isinstance(prompt, str) != isinstance(completion, str):
             raise BadRecordError('"prompt" and "completion" must both be texts, or both be messages')
@@ -99,6 +102,14 @@ def parse_preference(row: Any, loss: str) -> PreferenceRecord:
 
 def _conversation(row: dict[str, Any], prompt: Content) -> Messages | None:
     return None if isinstance(prompt, str) else conversation_of(row, prompt, len(prompt))
+
+
+def _label(label: Any) -> bool:
+    """A label as JSON and tables have it: a boolean, 1 or 0, or one of these as text."""
+    found = _LABELS.get(str(label).strip().lower()) if isinstance(label, (bool, int, str)) else None
+    if found is None:
+        raise BadRecordError(f'"label" must be true or false (or 1 or 0), got {label!r}')
+    return found
 
 
 def _content(row: dict[str, Any], key: str) -> Content:

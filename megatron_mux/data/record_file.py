@@ -9,7 +9,7 @@ import numpy as np
 from megatron_mux.data.records import BadRecordError, Record
 from megatron_mux.data.section import DataSource
 from megatron_mux.data.sources.selection import Selection
-from megatron_mux.data.tokenise import Example, Tokeniser
+from megatron_mux.data.tokenise import Example, Tokeniser, kept_part
 from megatron_mux.data.tokenised_file import TokenisedFile, opened_entry
 from megatron_mux.errors import UserError
 
@@ -53,6 +53,17 @@ class RecordFile:
             if not np.array_equal(again.tokens, tokens):
                 raise self.changed()
         return Example(tokens, labelled, None)
+
+    def uncut(self, row: int) -> tuple[Example, slice]:
+        """A record's example uncut, and the part of it that `example` gives.
+
+        Raises:
+            UserError: Its file was changed while in use.
+        """
+        self.example(row)  # refuses a file that was changed
+        whole = Example(*self.entry.read(row, None), None)
+        limit, side = self._tokeniser.max_length, self._tokeniser.truncation_side
+        return whole, kept_part(len(whole.tokens), limit, side)
 
     def record(self, row: int) -> Record:
         """A record as it stands in its file.

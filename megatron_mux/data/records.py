@@ -126,9 +126,18 @@ def record_of(row: Any) -> Record:
         return PromptCompletion(
             instruction_prompt(text_of(row, "instruction"), given), text_of(row, "output")
         )
+    if whole := [form for form in _FORMS if form < keys]:
+        choices = " or ".join(_mapping(row, form) for form in whole)
+        raise BadRecordError(f"has keys of several forms: choose one with columns: {choices}")
     raise BadRecordError(
         f"no known form: its keys must be {_SHAPES} (or map them with columns), got {listed(row)}"
     )
+
+
+def _mapping(row: dict[str, Any], form: set[str]) -> str:
+    """The `columns` that choose a form."""
+    beside = frozenset({"input"}) if "instruction" in form else _BESIDE - {"input"}
+    return f"{{{', '.join(f'{key}: {key}' for key in SHAPE_KEYS if key in row and key in form | beside)}}}"
 
 
 def row_object(row: Any) -> dict[str, Any]:
@@ -204,12 +213,21 @@ def conversation_of(row: dict[str, Any], messages: list[dict[str, Any]], prompt:
             ) from None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRecordError('"tools" must be a list of JSON schemas, or one as JSON text')
+    return Messages(messages, prompt, tools or None, template_variables(row))
+
+
+def template_variables(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables that a row has for its chat template.
+
+    Raises:
+        BadRecordError: They are no object, or there are documents among them.
+    """
     options = row.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
         raise BadRecordError(f'"chat_template_kwargs" must be an object, got a JSON {_kind(options)}')
     if options.get("documents"):
         raise BadRecordError('"documents" beside messages is not supported')
-    return Messages(messages, prompt, tools or None, options)
+    return options
 
 
 def messages_of(row: dict[str, Any], key: str) -> list[dict[str, Any]]:

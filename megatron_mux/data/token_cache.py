@@ -182,9 +182,9 @@ class TokenCacheEntry:
         return labels
 
     def read(
-        self, number: int, max_length: int, truncation_side: str = "right"
+        self, number: int, max_length: int | None, truncation_side: str = "right"
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """A record's tokens and which of them are labels, cut to `max_length`."""
+        """A record's tokens and which of them are labels, cut to `max_length`; None leaves it whole."""
         row, end = self._rows[number], self._rows[number + 1]
         start = int(row["token"])
         kept = kept_part(int(end["token"]) - start, max_length, truncation_side)

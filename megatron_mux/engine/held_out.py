@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.data.dataset import Example
+from megatron_mux.data.dataset import Example, TaskDataset
 from megatron_mux.data.preference_file import PreferenceDataset
+from megatron_mux.data.records import PromptCompletion
 from megatron_mux.engine.agreement import everyones
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.errors import UserError
@@ -99,17 +101,28 @@ class HeldOut:
         return choices_among(self.records, self.metrics)
 
 
-def prompt_and_completion(records: Records, number: int) -> tuple[Tokens, Tokens] | None:
-    """The tokens before a record's last run of labels, and those of the run; None if it has no prompt.
+class Unprompted(Enum):
+    """Why nothing is generated for a record; completes "3 of 8 records have "."""
+
+    NO_PROMPT = "no prompt to continue"
+    CUT_PROMPT = "a prompt that data.max_length cuts: nothing is generated for them"
+
+
+def prompt_and_completion(records: TaskDataset, number: int) -> tuple[Tokens, Tokens] | Unprompted:
+    """The tokens before a record's last run of labels, and those of the run, uncut; or why there is no prompt.
 
     Raises:
         UserError: It cannot be read.
     """
-    example = records[number]
+    example, kept = records.uncut(number)
     start, stop = np.flatnonzero(np.diff(example.labelled, prepend=False, append=False))[-2:].tolist()
-    # A text by itself has every token but the first one labelled, like a completion after a prompt of one token.
-    if start == 1 and hasattr(records, "record") and getattr(records.record(number), "prompt", "") is None:
-        return None
+    # Without a prompt every token but the first one is labelled, as after a prompt of one token.
+    if start == 1:
+        record = records.record(number)
+        if isinstance(record, PromptCompletion) and not record.prompt:
+            return Unprompted.NO_PROMPT
+    if kept.start > 0 or kept.stop < start:
+        return Unprompted.CUT_PROMPT
     return example.tokens[:start], example.tokens[start:stop]
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.stop_tokens import stop_tokens
 from megatron_mux.engine.agreement import everyones
 from megatron_mux.engine.evaluate import EvalResult, Sample
 from megatron_mux.engine.generate import Completion, Generator, Prompt
-from megatron_mux.engine.held_out import HeldOut, Tokens, prompt_and_completion
+from megatron_mux.engine.held_out import HeldOut, Tokens, Unprompted, prompt_and_completion
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks.evaluation import GenerateSpec
@@ -32,7 +34,7 @@ class _Asked:
     Attributes:
         task: The task.
         prompt: `[L]` int64.
-        reference: The record's own completion, tokens.
+        reference: The record's own completion, tokens, uncut.
     """
 
     task: str
@@ -49,7 +51,7 @@ class _Texts:
     exact: int = 0
     rouge: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_ROUGE, 0.0))
     samples: list[Sample] = field(default_factory=list)
-    without_prompt: int = 0
+    unprompted: Counter[Unprompted] = field(default_factory=Counter)
     at_length: int = 0
     at_positions: int = 0
 
@@ -84,11 +86,11 @@ class _Texts:
             values |= {name: total / count for name, total in self.rouge.items()}
         longest = self.generates.max_new_tokens
         notes = {
-            "records have no prompt to continue": self.without_prompt,
+            **{f"records have {why.value}": self.unprompted[why] for why in Unprompted},
             f"completions have max_new_tokens ({longest}) and no end": self.at_length,
             "completions were cut at the last position of the backbone": self.at_positions,
         }
-        seen = self.count + self.without_prompt
+        seen = self.count + self.unprompted.total()
         said = tuple(f"{number} of {seen} {what}" for what, number in notes.items() if number)
         return replace(result, values=values, samples=tuple(self.samples), notes=said)
 
@@ -199,8 +201,10 @@ def _prompts(
             except UserError as error:
                 unread[name] = str(error)
                 continue
-            texts[name].without_prompt += one is None
-            asked += [] if one is None else [one]
+            if isinstance(one, Unprompted):
+                texts[name].unprompted[one] += 1
+            else:
+                asked.append(one)
         if parallel.total([bool(unread)])[0]:
             for rank, own in enumerate(everyones(unread, parallel)):
                 for name, text in own.items():
@@ -209,6 +213,7 @@ def _prompts(
         yield asked
 
 
-def _asked(task: HeldOut, number: int) -> _Asked | None:
+def _asked(task: HeldOut, number: int) -> _Asked | Unprompted:
+    assert isinstance(task.records, TaskDataset)  # see `HeldOut.generates`
     found = prompt_and_completion(task.records, number)
-    return None if found is None else _Asked(task.name, *found)
+    return found if isinstance(found, Unprompted) else _Asked(task.name, *found)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_mux.data.dataset import MAX_DISTINCT, TaskDataset
 from megatron_mux.engine import Task
-from megatron_mux.engine.held_out import prompt_and_completion
+from megatron_mux.engine.held_out import Unprompted, prompt_and_completion
 from megatron_mux.fusion.evaluation_time import EvaluatedLoad, EvaluationTime, predicted_evaluation
 from megatron_mux.fusion.planning_context import PlanningContext
 from megatron_mux.tasks import TaskSpec
@@ -26,13 +26,14 @@ def problems_of_evaluation(spec: TaskSpec, records: TaskDataset) -> Iterator[str
             f"most {MAX_DISTINCT} distinct completions, which those of {records.path} are not: measure token_accuracy "
             "or exact_match"
         )
-    if spec.eval.generates and not any(
-        prompt_and_completion(records, number) for number in range(min(len(records), _LOOKED_AT))
-    ):
-        yield (
-            f"eval: there is nothing to generate, for the first records of {records.path} are texts without a prompt: "
-            "leave out generate, exact_match and rouge"
-        )
+    if spec.eval.generates:
+        first = [prompt_and_completion(records, number) for number in range(min(len(records), _LOOKED_AT))]
+        if all(isinstance(one, Unprompted) for one in first):
+            remedy = ", or raise data.max_length" if Unprompted.CUT_PROMPT in first else ""
+            yield (
+                f"eval: there is nothing to generate, for the first records of {records.path} have no prompt, or lose "
+                f"a part of it at data.max_length: leave out generate, exact_match and rouge{remedy}"
+            )
 
 
 def accuracy_measured(task: Task) -> Iterator[str]:

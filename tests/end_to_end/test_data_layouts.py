@@ -1,7 +1,8 @@
 """Data as people have them: each layout gives the tokens and labels that TRL makes of it, and trains.
 
-TRL's side is what its users write: `datasets` reads the files, and `SFTTrainer` prepares them. Its labels of a first
-token do not count, since nothing predicts it.
+TRL's side is what its users write: `datasets` reads the files, and `SFTTrainer`, `DPOTrainer` or `KTOTrainer` prepares
+them. Its labels of a first token do not count, since nothing predicts it. No prompt of a supervised text ends where its
+tokens would merge with the completion's: there TRL, which tokenises both together, has other tokens.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ CHATS: list[dict[str, Any]] = [
     }
     for i in range(4)
 ]  # fmt: skip
+CHOICES = [{"chosen": [ask(i), answer(i)], "rejected": [ask(i), answer(i + 4)]} for i in range(4)]
+LABELS = [{**pair, "label": i % 3 == 0} for i, pair in enumerate(PAIRS)]
 CONVERSATIONS = [{"prompt": [ask(i)], "completion": [answer(i + 1)]} for i in range(5)]
 
 
@@ -86,6 +89,8 @@ def _write(root: Path) -> None:
     texts.select(range(3, 8)).to_parquet(root / "shards" / "b.parquet")
     DatasetDict(train=texts, validation=pairs).save_to_disk(root / "splits")
     Dataset.from_list(CHATS).to_parquet(root / "chats.parquet")
+    Dataset.from_list(CHOICES).to_parquet(root / "choices.parquet")
+    Dataset.from_list(LABELS).to_csv(root / "labels.csv", index=False)
     _json_lines(root / "conversations.jsonl", CONVERSATIONS)
     _json_lines(root / "hub" / "data" / "train.jsonl", PAIRS)
     _json_lines(root / "hub" / "data" / "test.jsonl", PAIRS[:2])
@@ -114,7 +119,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "columns": {"path": "questions.jsonl", "columns": {"prompt": "question", "completion": "answer"}},
     "templates": {"path": "questions.jsonl", "templates": {"text": "test: {question}{answer}"}},
     "left": {"path": "texts.csv", "truncation_side": "left"},
+    "preference-pairs": {"path": "choices.parquet"},
+    "preference-labels": {"path": "labels.csv"},
 }
+LOSSES = {"preference-pairs": "dpo", "preference-labels": "kto"}
 
 
 def read_by_datasets(root: Path, name: str) -> Any:
@@ -124,9 +132,11 @@ def read_by_datasets(root: Path, name: str) -> Any:
     def file(kind: str, path: str) -> Any:
         return ds.load_dataset(kind, data_files=str(root / path))["train"]
 
-    if name in ("parquet", "arrow-directory", "csv", "left", "json-array", "tools"):
+    if name in ("parquet", "arrow-directory", "csv", "left", "json-array", "tools", *LOSSES):
         path = LAYOUTS[name]["path"]
-        kind = {"saved": "", "pairs.json": "json", "texts.csv": "csv"}.get(path, "parquet")
+        kind = {"saved": "", "pairs.json": "json", "texts.csv": "csv", "labels.csv": "csv"}.get(
+            path, "parquet"
+        )
         return file(kind, path) if kind else ds.load_from_disk(str(root / path))
     if name == "files":
         return ds.Dataset.from_list([*file("json", "shards/a.jsonl"), *file("parquet", "shards/b.parquet")])
@@ -171,7 +181,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {
             "name": name,
             "adapter": adapter,
-            "training": training,
+            "training": {**training, **({"loss": LOSSES[name]} if name in LOSSES else {})},
             "data": {"max_length": MAX_LENGTH, **data, "shuffle": False},
         }
         for name, data in LAYOUTS.items()
@@ -181,10 +191,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepared_by_trl(place: Path, name: str) -> list[dict[str, list[int]]]:
-    """What `SFTTrainer` makes of the layout. Its preparation alone is called, which needs no model."""
+    """What TRL's trainer makes of the layout. Its preparation alone is called, which needs no model."""
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
+    if name in LOSSES:
+        return _preferences_by_trl(place, name)
     data = LAYOUTS[name]
     config = SFTConfig(
         max_length=data.get("max_length", MAX_LENGTH),
@@ -202,6 +214,29 @@ def prepared_by_trl(place: Path, name: str) -> list[dict[str, list[int]]]:
     return list(trainer._prepare_dataset(rows, tokenizer, config, False, None, "train"))
 
 
+def _preferences_by_trl(place: Path, name: str) -> list[dict[str, list[int]]]:
+    """The sequences that the trainer of a preference makes, cut as its collator does."""
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
+    from trl.trainer.kto_config import KTOConfig
+    from trl.trainer.kto_trainer import KTOTrainer
+
+    classes: Any = (DPOTrainer, DPOConfig) if LOSSES[name] == "dpo" else (KTOTrainer, KTOConfig)
+    kind, config_of = classes
+    config = config_of(max_length=MAX_LENGTH, bf16=False, use_cpu=True, report_to="none")
+    tokenizer = load_tokenizer(place / "backbone")
+    trainer: Any = object.__new__(kind)
+    vars(trainer).update(_tokenizer=tokenizer, calculate_KL=False, desirable_weight=1, undesirable_weight=1)
+    found: list[dict[str, list[int]]] = []
+    for row in trainer._prepare_dataset(read_by_datasets(place, name), tokenizer, config, "train"):
+        prompt = row["prompt_ids"]
+        for key in ("chosen_ids", "rejected_ids", "completion_ids"):
+            if key in row:
+                labels = [-100] * len(prompt) + row[key]
+                found.append({"input_ids": (prompt + row[key])[:MAX_LENGTH], "labels": labels[:MAX_LENGTH]})
+    return found
+
+
 def test_layouts_give_the_tokens_of_trl(place: Path, tmp_path: Path) -> None:
     said: list[str] = []
     files = DataFiles(load_tokenizer(place / "backbone"), said.append, tmp_path)
@@ -215,6 +250,9 @@ def test_layouts_give_the_tokens_of_trl(place: Path, tmp_path: Path) -> None:
             ids = example.tokens.tolist()
             labels = [token if on else -100 for token, on in zip(ids, example.labelled, strict=True)]
             assert (ids, labels[1:]) == (their["input_ids"], their["labels"][1:]), (task.spec.name, i)
+        if task.spec.name == "preference-labels":
+            labels_of: Any = task.data
+            assert labels_of.desirable.tolist() == [row["label"] for row in LABELS]
     whole = [len(files.tokenizer(row["text"])["input_ids"]) + 1 for row in TEXTS]
     longer, lost = (
         sum(count > MAX_LENGTH for count in whole),
@@ -233,21 +271,30 @@ def _run(server: Server, place: Path, tasks: Path, *more: str) -> subprocess.Com
 
 
 def test_all_layouts_train_and_bad_files_are_told(place: Path, tmp_path: Path, server: Server) -> None:
+    from datasets import Dataset
+
     run = _run(server, place, place / "tasks.yaml", "--save", str(tmp_path / "run"))
     assert run.returncode == 0, run.stderr
     for name in LAYOUTS:
         metrics = (tmp_path / "run" / name / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in metrics] == [1, 2]
-    bad = {
+    bad: dict[str, tuple[str | list[dict[str, str]], str]] = {
         "lines.jsonl": ('{"text": "a"}\n{"text": 3}\n', 'line 2: "text" must be text, got a JSON number'),
         "array.json": ('[{"text": "a"}, {"txt": "b"}]', "row 2: no known form"),
         "table.csv": ("text,id\na,1\n\nb\n", "row 2 (line 4): has 1 values, but the header names 2 columns"),
         "rows.parquet": ("PAR1", "cannot be read: "),
+        "nulls.parquet": (PAIRS, 'row 3: "completion" must be text, got a JSON null'),
     }
     task = json.loads((place / "tasks.yaml").read_text())["tasks"][0]
     tasks = []
     for name, (content, _) in bad.items():
-        (tmp_path / name).write_text(content)
+        if isinstance(content, str):
+            (tmp_path / name).write_text(content)
+        else:
+            rows = [
+                {**row, "completion": None if i == 2 else row["completion"]} for i, row in enumerate(content)
+            ]
+            Dataset.from_list(rows).to_parquet(tmp_path / name)
         tasks.append({**task, "name": name, "data": {"path": str(tmp_path / name)}})
     (tmp_path / "bad.yaml").write_text(json.dumps({"tasks": tasks}))
     run = _run(server, place, tmp_path / "bad.yaml")

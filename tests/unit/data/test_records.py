@@ -57,7 +57,15 @@ def test_a_mark_of_byte_order_is_skipped() -> None:
         (b'{"text": 3}', '"text" must be text, got a JSON number'),
         (b'{"prompt": "a", "completion": ["b"]}', '"completion" must be text, got a JSON array'),
         (b'{"prompt": "a"}', "no known form"),
-        (b'{"prompt": "a", "completion": "b", "text": "c"}', "no known form"),
+        (
+            b'{"prompt": "a", "completion": "b", "text": "c"}',
+            "keys of several forms: choose one with columns: {prompt: prompt, completion: completion} or {text: text}",
+        ),
+        (
+            b'{"instruction": "a", "input": "b", "output": "c", "text": "d"}',
+            "{text: text} or {instruction: instruction, input: input, output: output}",
+        ),
+        (b'{"text": "a", "output": "b"}', "choose one with columns: {text: text}"),
         (b"{}", "got nothing"),
         (b'{"text": "\\ud800"}', "half a surrogate pair"),
         (b'{"messages": []}', "at least one message"),

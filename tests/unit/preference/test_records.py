@@ -69,6 +69,18 @@ def test_a_file_that_changes_while_it_is_read_leaves_no_tokens(
     assert list((tmp_path / "tokens").iterdir()) == []
 
 
+def test_what_tables_hold() -> None:
+    """Labels as text and as numbers, and nulls for what is missing."""
+    row: dict[str, Any] = {"prompt": "w1", "completion": "w2", "chosen": None, "rejected": None}
+    for label in ("True", "true", "1", 1, True):
+        assert parse_preference({**row, "label": label}, "kto").desirable is True
+    for label in ("FALSE", "0", 0, False):
+        assert parse_preference({**row, "label": label}, "kto").desirable is False
+    pair = {"chosen": SKY + answer("w3"), "rejected": SKY + answer("w4")}
+    found = parse_preference({"prompt": None, **pair}, "dpo")
+    assert found == parse_preference(pair, "dpo") and found.prompt == SKY
+
+
 def test_long_records_are_cut_and_those_without_a_completion_left_out(tokenizer: Any, tmp_path: Path) -> None:
     pairs = [
         {"prompt": "w1 w2", "chosen": " w3 w4 w5 w6", "rejected": " w7"},
@@ -95,6 +107,8 @@ def test_long_records_are_cut_and_those_without_a_completion_left_out(tokenizer:
         ("kto", {"prompt": "w1", "completion": "w2", "label": "yes"}, ['"label"', "true or false"]),
         ("dpo", {"prompt": SKY, "chosen": SKY, "rejected": SKY, "tools": "w1"}, ['"tools"', "JSON schemas"]),
         ("dpo", {"prompt": SKY, "chosen": SKY, "rejected": [{**SKY[0], "content": "\ud800"}]}, ["surrogate"]),
+        ("kto", {"prompt": "w1", "completion": "w2", "label": 2}, ['"label"', "1 or 0"]),
+        ("dpo", {"prompt": "w1", "chosen": "w2", "rejected": None}, ['"rejected" must be text']),
         ("dpo", {"prompt": "w1", "chosen": 3, "rejected": "w2"}, ['"chosen"', "text"]),
         ("dpo", {"prompt": "w1", "chosen": "w1", "rejected": SKY}, ["both"]),
         ("dpo", {"chosen": "w1", "rejected": "v2 v3"}, ['"prompt"', "alike"]),
