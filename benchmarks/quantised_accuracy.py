@@ -85,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{form}: tested {tested[form]}, to be continued", file=sys.stderr)
                 return 0
         del engine, backbone
+        if kept is not None:
+            kept.unlink()
     publish(result, markdown(result), arguments.output)
     return 0
 
@@ -99,9 +101,8 @@ def reviews(train: int, test: int) -> tuple[list[_EXAMPLE], list[_EXAMPLE]]:
     tokenizer = load_tokenizer(QUICKSTART / "backbone")
     records = [
         json.loads(line)
-        for name in ("movie", "movie.eval", "movie.more")
-        if (file := QUICKSTART / "data" / f"{name}.jsonl").is_file()
-        for line in file.read_text().splitlines()
+        for name in ("movie", "movie.eval")
+        for line in (QUICKSTART / "data" / f"{name}.jsonl").read_text().splitlines()
     ]
     examples = []
     for record in records:

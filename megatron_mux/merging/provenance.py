@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -55,7 +54,7 @@ class Provenance:
     @property
     def method(self) -> Method | None:
         """How the backbone was quantised on load; None: it was not, or that is not known."""
-        return cast(Method, self.quantised) if self.quantised in METHODS else None
+        return next((method for method in METHODS if method == self.quantised), None)
 
     @property
     def rounded_to(self) -> torch.dtype | None:
