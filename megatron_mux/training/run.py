@@ -87,8 +87,10 @@ def run(arguments: MuxArguments) -> None:
         arguments, parallel = _join_world(arguments, info.shape, reporter)
         with _monitored(parallel, arguments, reporter.release) as parallel:
             planning = make_planning(arguments, info, tasks, parallel, manifest, reporter.say)
-            problem = checkpoint.prepare(save) if leader and save is not None else ""
-            raise_on_every_rank(problem or reporter.prepare_tracking(specs), parallel)
+            problem = reporter.prepare_tracking(specs)
+            if leader and save is not None:
+                problem = problem or checkpoint.prepare(save)
+            raise_on_every_rank(problem, parallel)
             exchange = _make_exchange(arguments, parallel, reporter)
             backbone = _load_backbone(arguments, parallel, planning, experts.placement, reporter)
             engine = Engine(backbone, parallel, planning, exchange=exchange)
