@@ -36,7 +36,6 @@ Content = str | list[dict[str, Any]]
 
 _PAIR = '{"prompt", "chosen", "rejected"}'
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
-_LABELS = {"true": True, "1": True, "false": False, "0": False}
 _SHAPES = {"dpo": _PAIR, "orpo": _PAIR, "kto": f'{{"prompt", "completion", "label"}} or {_PAIR}'}
 
 DESIRABLE, UNDESIRABLE = "desirable", "undesirable"

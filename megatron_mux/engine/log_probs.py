@@ -159,11 +159,11 @@ class LogProbs(PassRunner):
             own = range(rank, len(sequences), size)
             return list(filled(own, tokens, together=lambda i: sequences[i].wanted.together))
 
-        groups = [of_pipeline(rank) for rank in range(size)]
-        own = groups[self.parallel.dp_rank]
+        own = of_pipeline(self.parallel.dp_rank)
         if self.in_step:
             # Every rank knows all sequences: nothing is exchanged.
-            own += [[] for _ in range(max(map(len, groups)) - len(own))]
+            most = max(len(of_pipeline(rank)) for rank in range(size))
+            own += [[] for _ in range(most - len(own))]
         tasks = list({one.wanted.names: one.wanted.task for one in sequences}.values())
         return [self._pack(sequences, group, tasks) for group in own]
 

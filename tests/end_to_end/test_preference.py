@@ -17,6 +17,8 @@ from megatron_mux.data.tokenise import Example
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine, Planning, StepResult
 from megatron_mux.engine.evaluate import EvalResult
+from megatron_mux.engine.forward_compute import ForwardCompute
+from megatron_mux.engine.log_probs import LogProbs
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec, TrainingSpec
@@ -171,6 +173,31 @@ def test_evaluations_are_those_of_trl(name: str, together: Run, alone: dict[str,
     for key, value in found.values.items():
         if key != "accuracy":  # that of rewards, which TRL does not have for KTO
             assert value == pytest.approx(wanted[f"eval_{key}"], rel=LOSS, abs=NOISE), key
+
+
+def test_evaluations_share_passes(
+    backbone: Backbone,
+    parallel: Parallel,
+    preferences: Preferences,
+    initial: dict[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes: list[set[str]] = []
+    run = LogProbs.run
+
+    def counted(self: LogProbs, compute: ForwardCompute) -> None:
+        passes.extend(set(batch.task_rows) for batch in compute.batches)
+        run(self, compute)
+
+    monkeypatch.setattr(LogProbs, "run", counted)
+    engine = Engine(backbone, parallel, Planning("spatial", 1))
+    tasks = [preferences.task(name, loss, STEPS, initial) for name, loss in (("a", "dpo"), ("b", "kto"))]
+    engine.register_tasks(tasks)
+    engine.evaluate_together(["a", "b"])
+    assert passes and any({"a", "b"} <= names for names in passes), passes
+
+    for name in engine.tasks:
+        engine.remove_task(name)
 
 
 def test_cached_references_give_the_same(together: Run) -> None:
