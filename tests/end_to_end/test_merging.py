@@ -144,7 +144,9 @@ def test_a_quantised_backbone_is_dequantised(form: str, tmp_path: Path) -> None:
     )
     # In eval(), bitsandbytes computes otherwise on a CPU.
     wanted = logits(PeftModel.from_pretrained(bare, tmp_path / "adapter").train())
-    merge(backbone, tmp_path / "adapter", tmp_path / "merged", quantise="nf4" if how else None)
+    words = ["--backbone", backbone, "--adapter", tmp_path / "adapter", "--output", tmp_path / "merged"]
+    words += ["--backbone-dtype", "nf4"] if how else []
+    assert merge_adapter.main([str(word) for word in words]) == 0
     assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
     assert largest(logits(load(tmp_path / "merged")) - wanted) <= LOGITS
     assert largest(logits(model) - wanted) > 10 * LOGITS, "quantisation does too little to tell"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from transformers import EarlyStoppingCallback
 
+from megatron_mux import saved_files
 from megatron_mux.checkpoint import SavedTask
 from megatron_mux.engine import BestEvaluation, EvalResult
 from megatron_mux.saved_files import limit_checkpoints, prune, write_best
@@ -139,3 +141,22 @@ def test_checkpoints_beyond_a_limit_go_with_the_saves_that_name_them(tmp_path: P
     assert not (tmp_path / "a/best/training_state.safetensors").exists()
     assert len(list((tmp_path / "manifests").iterdir())) == 3, "of the first one, a checkpoint is gone"
     assert cast(Any, json.loads((tmp_path / "manifests/manifest-00000004.json").read_text()))["tasks"]
+
+
+def test_a_best_adapter_reaches_the_disk_before_it_is_named_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "a/checkpoint-3"
+    source.mkdir(parents=True)
+    (source / "adapter_model.safetensors").write_text("3")
+    done: list[str] = []
+    rename = os.rename
+
+    def renamed(old: Path, new: Path) -> None:
+        done.append("rename")
+        rename(old, new)
+
+    monkeypatch.setattr(saved_files, "sync_directory", lambda path: done.append(path.name))
+    monkeypatch.setattr(os, "rename", renamed)
+    write_best(tmp_path, {"a": "a/checkpoint-3"})
+    assert done == [".partial-best", "rename", "a"]
