@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--records", type=int, default=4000, help="reviews to test each seed's adapter on (4000)"
     )
-    parser.add_argument("--steps", type=int, default=30, help="steps of training (30)")
+    parser.add_argument(
+        "--steps", type=int, default=30, help="steps of training; more than 31 take some reviews again (30)"
+    )
     parser.add_argument("--batch", type=int, default=16, help="reviews of a step (16)")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (3)")
     parser.add_argument(
@@ -92,7 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def reviews(train: int, test: int) -> tuple[list[_EXAMPLE], list[_EXAMPLE]]:
-    """The shortest reviews, shuffled, as tokens and labels: to train on and to test on."""
+    """The shortest reviews, shuffled, as tokens and labels: to train on and to test on.
+
+    Args:
+        train: Reviews that the training asks for. If fewer are left beside those to test on, it takes them repeatedly.
+        test: Reviews to test on.
+    """
     import torch
     from engine_bench import QUICKSTART
 
@@ -109,11 +116,12 @@ def reviews(train: int, test: int) -> tuple[list[_EXAMPLE], list[_EXAMPLE]]:
         tokens = torch.tensor(tokenizer(record["prompt"] + record["completion"])["input_ids"])
         examples.append((tokens, torch.arange(len(tokens)) == len(tokens) - 1))
     examples.sort(key=lambda example: len(example[0]))
-    chosen = examples[: train + test]
-    if len(chosen) < train + test:
+    train = min(train, len(examples) - test)
+    if train < 1:
         raise SystemExit(
-            f"There are {len(chosen)} reviews, but {train} to train on and {test} to test on are asked for"
+            f"There are {len(examples)} reviews, but {test} to test on are asked for: leave some"
         )
+    chosen = examples[: train + test]
     random.Random(1).shuffle(chosen)
     return chosen[:train], chosen[train:]
 

@@ -60,6 +60,7 @@ class SavedTask:
         good: Directory of its last good checkpoint: `checkpoint` or one before it; empty if none is known to be good.
         health: Whether its loss goes its usual way.
         best: Its best evaluation so far, if it compares them.
+        reference: Fingerprint of the adapter that a preference loss compares with; empty if it is the backbone.
     """
 
     name: str
@@ -72,6 +73,7 @@ class SavedTask:
     good: str = ""
     health: LossHealth = field(default_factory=LossHealth)
     best: BestEvaluation = field(default_factory=BestEvaluation)
+    reference: str = ""
 
     def note(self, step: int, loss: float) -> None:
         """Record a step with a finite gradient and its loss; both judge the adapter that the step before it left."""

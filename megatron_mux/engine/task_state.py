@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -25,6 +26,7 @@ from megatron_mux.kernels.dropout import key_of
 from megatron_mux.kernels.embedding_noise import EmbeddingNoise
 from megatron_mux.layout import PackedSequence
 from megatron_mux.tasks import TaskSpec
+from megatron_mux.tensor_file import bytes_of
 
 Status = Literal["running", "finished", "failed"]
 
@@ -46,6 +48,16 @@ class Task:
     evaluation: TaskDataset | None = None
     initial: dict[str, Tensor] | None = None
     resume: Snapshot | None = None
+
+    def reference_fingerprint(self) -> str:
+        """SHA-256 of the adapter whose frozen copy is the reference of a preference loss; empty: there is none."""
+        if not self.spec.starts_from_reference or self.initial is None:
+            return ""
+        digest = hashlib.sha256()
+        for key in sorted(self.initial):
+            digest.update(key.encode())
+            digest.update(bytes_of(self.initial[key]))
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)

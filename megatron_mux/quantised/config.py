@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -71,6 +72,11 @@ def _strings(section: Mapping[str, Any], *names: str) -> tuple[str, ...]:
             continue
         if not isinstance(found, list | tuple) or not all(isinstance(one, str) for one in found):
             _refuse(name, found, "a list of module names")
+        for pattern in found:
+            try:
+                re.compile(pattern.removeprefix("re:"))
+            except re.error as error:
+                _refuse(name, pattern, f"a module's name or a regular expression ({error})")
         return tuple(found)
     return ()
 

@@ -98,6 +98,12 @@ class TaskRegistry:
                     f"task {name!r}: {task.data.path} is not what it was when the run was saved: restore it, or give "
                     "the task a new name"
                 )
+            if entry is not None and entry.reference not in ("", task.reference_fingerprint()):
+                raise UserError(
+                    f"task {name!r}: adapter.adapter_name_or_path ({task.spec.adapter.adapter_name_or_path}) holds "
+                    "other weights than when the run was saved, and its training.loss compares with them: restore "
+                    "them, or give the task a new name"
+                )
             if entry is not None and entry.checkpoint:
                 task.resume = checkpoint.load_task(self.continued or Path(), entry)
             joining.append(task)
@@ -129,6 +135,7 @@ class TaskRegistry:
             name, kind = task.spec.name, task.spec.adapter.peft_type
             step, total, status = self.engine.progress(name)
             fresh = SavedTask(name, step, status, "", "", task.spec.plain(), task.data.fingerprint)
+            fresh.reference = task.reference_fingerprint()
             self.entries.setdefault(name, fresh).status = status
             if name in self.reporter.history:  # it waited
                 self.reporter.history[name].status = status

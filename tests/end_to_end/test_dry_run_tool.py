@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,11 @@ def test_the_answer_for_a_task_file_and_at_once_when_it_is_known(
     least, most = method["peak_process_interval_bytes"]
     assert least < method["peak_process_bytes"] < most
     assert method["worst_rank"] == {"stage": 0, "rank": 0, "at": f"{method['moment']} ({method['action']})"}
-    before = processor_seconds()
+    used = [processor_seconds()]
+    subprocess.run(
+        [PYTHON, "-c", "import torch"], cwd=ROOT, check=True
+    )  # the measure of how fast the machine is
+    used.append(processor_seconds())
     again = subprocess.run(
         [PYTHON, "tools/estimate_memory.py", *flags],
         capture_output=True,
@@ -83,7 +88,9 @@ def test_the_answer_for_a_task_file_and_at_once_when_it_is_known(
         cwd=ROOT,
         check=True,
     )
-    assert processor_seconds() - before < 3 and not again.stderr  # about half a second
+    used.append(processor_seconds())
+    imports, answer = (after - before for before, after in pairwise(used))
+    assert answer < 2 * imports and not again.stderr  # 1.2 times; a dry run takes 8 times as long
     for word in (
         "2DP",
         "upper bound: the data of a, b",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -285,6 +286,14 @@ def test_a_run_reports_rewards_and_resumes_exactly(
     fault = Fault("megatron_mux.engine.optimize:TaskOptimizer.step", 14, "kill before")
     run = server.run(place.arguments("--save", parts, *more, tasks=file), fault=fault)
     assert run.status == -signal.SIGKILL, run.errors
+    kept = (tmp_path / "start").rename(tmp_path / "kept")
+    wrap(
+        load_model(place.backbone), LORA, {key: 2 * value for key, value in initial.items()}
+    ).save_pretrained(tmp_path / "start")
+    run = server.run(place.arguments("--save", parts, "--load", parts, *more, tasks=file))
+    assert run.status == 2 and "holds other weights than when the run was saved" in run.errors
+    shutil.rmtree(tmp_path / "start")
+    kept.rename(tmp_path / "start")
     run = server.run(place.arguments("--save", parts, "--load", parts, *more, tasks=file))
     assert run.status == 0, run.errors
     for name in tasks:

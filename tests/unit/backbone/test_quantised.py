@@ -45,6 +45,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "Int4Weight",
         ),
         ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, "scale_fmt"),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["mlp.("]}, 'modules_to_not_convert = "mlp.("'),
     ],
 )
 def test_other_formats_are_refused_by_name(section: dict[str, Any], named: str) -> None:
