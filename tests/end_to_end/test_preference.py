@@ -287,9 +287,8 @@ def test_a_run_reports_rewards_and_resumes_exactly(
     run = server.run(place.arguments("--save", parts, *more, tasks=file), fault=fault)
     assert run.status == -signal.SIGKILL, run.errors
     kept = (tmp_path / "start").rename(tmp_path / "kept")
-    wrap(
-        load_model(place.backbone), LORA, {key: 2 * value for key, value in initial.items()}
-    ).save_pretrained(tmp_path / "start")
+    other: Any = wrap(load_model(place.backbone), LORA, {key: 2 * value for key, value in initial.items()})
+    other.save_pretrained(tmp_path / "start")
     run = server.run(place.arguments("--save", parts, "--load", parts, *more, tasks=file))
     assert run.status == 2 and "holds other weights than when the run was saved" in run.errors
     shutil.rmtree(tmp_path / "start")
