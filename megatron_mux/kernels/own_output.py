@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_mux.kernels.own_rows import OwnRows
 
-_ROWS = {"cpu": 3072, "cuda": 1 << 16}
+ROWS_AT_ONCE = {"cpu": 3072, "cuda": 1 << 16}
 """Rows of the output layer per product of its gradient: a temporary tensor of so many rows comes and goes."""
 
 
@@ -46,7 +46,7 @@ def back_propagate(
     """
     scaled = hidden * factor
     if own.tokens is None:
-        step = _ROWS[weight.device.type]
+        step = ROWS_AT_ONCE[weight.device.type]
         for first in range(0, weight.shape[0], step):
             part = slice(first, first + step)
             _add_product(own.gradient[part], gradient[:, part], scaled)

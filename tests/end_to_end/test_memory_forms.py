@@ -35,8 +35,11 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 ADAPTERS: dict[str, dict[str, Any]] = {
     "bottle": {"peft_type": "BOTTLENECK", "bottleneck_size": 32, "target_modules": ["o_proj", "down_proj"]},
+    "copied_head": {"peft_type": "LORA", "target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
     "diff": {"peft_type": "DIFF_PRUNING", "sparsity": 0.9, "target_modules": ["o_proj", "q_proj"]},
     "dropped": {"peft_type": "LORA", "r": 16, "lora_dropout": 0.1, "target_modules": "all-linear"},
+    "eight_bits": {"peft_type": "LORA", "r": 32, "target_modules": "all-linear"},
+    "factored": {"peft_type": "LORA", "r": 32, "target_modules": "all-linear"},
     "lora": {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]},
     "magnitudes": {"peft_type": "LORA", "r": 8, "use_dora": True, "target_modules": ["q_proj", "down_proj"]},
     "principal": {"peft_type": "LORA", "init_lora_weights": "pissa", "target_modules": ["k_proj", "o_proj"]},
@@ -46,13 +49,27 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "target_modules": ["k_proj", "v_proj", "down_proj"],
         "feedforward_modules": ["down_proj"],
     },
+    "signs": {"peft_type": "LORA", "r": 32, "target_modules": "all-linear"},
     "vectors": {"peft_type": "VERA", "r": 64, "target_modules": ["q_proj", "v_proj"]},
+    "words": {
+        "peft_type": "LORA",
+        "target_modules": ["v_proj"],
+        "trainable_token_indices": {"embed_tokens": [*range(300)], "lm_head": [*range(100, 1400)]},
+    },
 }
+OPTIMIZERS = {"eight_bits": "adamw_8bit", "factored": "adafactor", "signs": "lion_32bit"}
+"""Of tasks that do not have AdamW."""
 LAYERS = 2
 """Of a stage."""
 THREE = ("bottle", "lora", "scales")
 CASES: dict[str, tuple[tuple[str, ...], Method]] = {
-    "all kinds": (tuple(ADAPTERS), Method()),
+    "all kinds": (
+        tuple(name for name in ADAPTERS if name not in ("copied_head", "words", *OPTIMIZERS)),
+        Method(),
+    ),
+    "other optimizers": (tuple(OPTIMIZERS), Method(parts=8)),
+    "a copied output layer": (("copied_head",), Method(tensor=2)),
+    "rows of both ends": (("words",), Method(pipeline=2, parts=2)),
     "two tensor ranks": (("diff", "prefix"), Method(tensor=2, parts=2)),
     "fixed matrices": (("vectors",), Method(tensor=2)),
     "sequence parallel": (THREE, Method(tensor=2, sequence_parallel=True)),
@@ -73,8 +90,17 @@ def specs_of(names: Sequence[str], length: int, sequences: int) -> list[TaskSpec
     """Tasks with adapters of these names, and with so many sequences of a length in each step."""
     data = {"path": "none", "max_length": length}
     training = {"per_device_train_batch_size": sequences, "max_steps": 8}
-    parts = ({"name": n, "adapter": ADAPTERS[n], "data": data, "training": training} for n in names)
-    return [TaskSpec.model_validate(part) for part in parts]
+    return [
+        TaskSpec.model_validate(
+            {
+                "name": name,
+                "adapter": ADAPTERS[name],
+                "data": data,
+                "training": {**training, "optim": OPTIMIZERS.get(name, "adamw_torch")},
+            }
+        )
+        for name in names
+    ]
 
 
 def setting_of(

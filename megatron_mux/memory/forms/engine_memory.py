@@ -363,7 +363,14 @@ class EngineMemory:
         per_row, most = self._layer.logits()
         labels = np.minimum(rows.labels, rows.most)
         chunk = np.minimum(labels, most)
-        return (labels + chunk) * self.architecture.hidden * self.size, chunk * per_row
+        hidden, own = self.architecture.hidden * self.size, np.zeros_like(chunk)
+        for task, present in zip(self.tasks, rows.of_tasks.T > 0, strict=True):
+            if task.head_rows:
+                of_row, product = self._layer.own_head(task.head_rows)
+                # Gradients of hidden states take the place of the product.
+                more = chunk * of_row + np.maximum(product - chunk * hidden, 0)
+                own = np.maximum(own, present * more)
+        return (labels + chunk) * hidden, chunk * per_row + own
 
     def _messages(self, in_step: float, trained: Array) -> Array:
         """`[B, S]` number of hidden states and their gradients that a stage has received ahead or has sent and keeps.

@@ -65,14 +65,18 @@ class TrainedTensor(NamedTuple):
     """A trained tensor of an adapter.
 
     Attributes:
-        layer: The layer that it belongs to; None: all layers share it.
+        layers: The layers whose stages have it; empty: all layers share it.
         shape: Of the whole tensor.
         dim: The dimension that tensor ranks divide; None: each of them has everything.
     """
 
-    layer: int | None
+    layers: tuple[int, ...]
     shape: tuple[int, ...]
     dim: int | None
+
+    def share(self, layers: range, of: int) -> float:
+        """How much of it a stage with these layers of so many has."""
+        return float(any(layer in layers for layer in self.layers)) if self.layers else len(layers) / of
 
     def size(self, parts: int) -> int:
         """Number of values on one of so many tensor ranks."""
@@ -95,7 +99,9 @@ class TaskAdapters:
         fixed: Untrained values on each rank with a part of the adapter.
         fixed_divided, fixed_copied: `[L]` untrained values of each layer, like `divided` and `copied`.
         embeds: Whether it trains rows of the embedding, so that gradients go through all layers.
+        head_rows: Rows of the output layer that it trains.
         tensors: The trained tensors one by one, for optimizers whose states depend on shapes.
+        tokens: Those of them that are rows of single tokens: the only ones that neither `divided` nor `copied` counts.
         copies: How often adapter and gradients are held: twice with a frozen copy for reference.
     """
 
@@ -111,7 +117,9 @@ class TaskAdapters:
     fixed_divided: tuple[float, ...] = ()
     fixed_copied: tuple[float, ...] = ()
     embeds: bool = False
+    head_rows: int = 0
     tensors: tuple[TrainedTensor, ...] = ()
+    tokens: tuple[TrainedTensor, ...] = ()
     copies: int = 1
 
     @classmethod
@@ -124,10 +132,18 @@ class TaskAdapters:
         divided, copied, fixed_divided, fixed_copied = ([0.0] * shape.layers for _ in range(4))
         fixed = 0.0
         trained: list[TrainedTensor] = []
-        for tensor in spec.adapter.tensors(shape).values():
+        rows: list[TrainedTensor] = []
+        matrices = spec.adapter.own_rows(shape)
+        ends = {"embedding": 0, "head": shape.layers - 1}
+        tokens = {m.key: tuple(ends[place] for place in m.places) for m in matrices if m.tokens is not None}
+        for key, tensor in spec.adapter.tensors(shape).items():
             size = math.prod(tensor.shape)
             if tensor.trained:
-                trained.append(TrainedTensor(tensor.layer, tensor.shape, tensor.dim))
+                layers = tokens.get(key, () if tensor.layer is None else (tensor.layer,))
+                trained.append(TrainedTensor(layers, tensor.shape, tensor.dim))
+            if key in tokens:
+                rows.append(trained[-1])
+                continue
             if tensor.layer is not None:
                 per_layer = (divided, copied) if tensor.trained else (fixed_divided, fixed_copied)
                 per_layer[tensor.dim is None][tensor.layer] += size
@@ -148,8 +164,10 @@ class TaskAdapters:
             fixed,
             tuple(fixed_divided),
             tuple(fixed_copied),
-            any("embedding" in matrix.places for matrix in spec.adapter.own_rows(shape)),
+            any("embedding" in matrix.places for matrix in matrices),
+            sum(matrix.size(shape)[0] for matrix in matrices if "head" in matrix.places),
             tuple(trained),
+            tuple(rows),
             2 if spec.starts_from_reference else 1,
         )
 
@@ -170,7 +188,8 @@ class TaskAdapters:
 
     def values(self, layers: range, tensor: int) -> float:
         """Number of trained values in these layers, on one of `tensor` tensor ranks."""
-        return sum(self.divided[i] / tensor + self.copied[i] for i in layers)
+        of_tokens = sum(own.size(tensor) * own.share(layers, len(self.divided)) for own in self.tokens)
+        return of_tokens + sum(self.divided[i] / tensor + self.copied[i] for i in layers)
 
     def states(self, layers: range, tensor: int) -> float:
         """fp32 values of optimizer state for these layers, on one of `tensor` tensor ranks."""
@@ -179,15 +198,14 @@ class TaskAdapters:
             return kind.states_per_value * self.values(layers, tensor)
         total = 0.0
         for own in self.tensors:
-            share = len(layers) / len(self.divided) if own.layer is None else float(own.layer in layers)
-            if share:
+            if share := own.share(layers, len(self.divided)):
                 total += share * kind.state_bytes(own.shape, own.dim, tensor) / 4
         return total
 
     def scratch(self, layers: range, tensor: int) -> float:
         """fp32 values of buffers that the optimizer keeps to step the tensors of these layers."""
         kind = OPTIMIZERS[self.optimizer]
-        own = [t.size(tensor) for t in self.tensors if t.layer is None or t.layer in layers]
+        own = [t.size(tensor) for t in self.tensors if t.share(layers, len(self.divided))]
         return kind.scratch_bytes(own) / 4
 
     def fixed_values(self, layers: range, tensor: int) -> float:
