@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux.backbone.exchange import Exchange
+from megatron_mux.data.tokenise import Example
 from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.engine.batches import Staging, StepBatches, agree
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
@@ -159,9 +160,7 @@ class StepRunner:
         self.read_ahead.prepare_next((next_steps or len(steps)) if rolls else 1)
         failed = FailedBuckets(len(plan.buckets), self.stages.values(), self.parallel)
         if mismatched := steps[0].mismatched:
-            wanted = [
-                Wanted(tasks[name], own.__getitem__, range(len(own))) for name, own in mismatched.items()
-            ]
+            wanted = self._mismatched(plan, tasks, mismatched)
             found = LogProbs(self.stages, self.parallel, self.communicator).on_last_stage(wanted)
             kl |= {name: kl_term(own) for name, own in zip(mismatched, found, strict=True)}
         work = compute(failed, batches)
@@ -171,6 +170,20 @@ class StepRunner:
         if skipped := work.finalizer.skipped:
             results[-1] |= self._make_smaller(plan, tasks, skipped, failed.everywhere(), "is repeated")
         return results
+
+    def _mismatched(
+        self, plan: Plan, tasks: Mapping[str, TaskState], examples: Mapping[str, Sequence[Example]]
+    ) -> list[Wanted]:
+        """What KTO's KL terms need, in passes of no more rows than those that train, which have been found to fit."""
+        most = dict[str, int]()
+        for bucket in plan.buckets:
+            names = [name for name in bucket.tasks if name in examples]
+            passes = bucket.micro_batches * self.parallel.dp_size
+            most |= dict.fromkeys(names, sum(len(examples[name]) for name in names) // passes)
+        return [
+            Wanted(tasks[name], own.__getitem__, range(len(own)), batch_size=max(2, most[name]))
+            for name, own in examples.items()
+        ]
 
     def _updates_of(self, plan: Plan, tasks: Mapping[str, TaskState]) -> list[BucketUpdate]:
         """The update of each bucket, made anew for other tasks than in the steps before."""

@@ -35,6 +35,7 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 ADAPTERS: dict[str, dict[str, Any]] = {
     "bottle": {"peft_type": "BOTTLENECK", "bottleneck_size": 32, "target_modules": ["o_proj", "down_proj"]},
+    "compared": {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]},
     "copied_head": {"peft_type": "LORA", "target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
     "diff": {"peft_type": "DIFF_PRUNING", "sparsity": 0.9, "target_modules": ["o_proj", "q_proj"]},
     "dropped": {"peft_type": "LORA", "r": 16, "lora_dropout": 0.1, "target_modules": "all-linear"},
@@ -64,10 +65,11 @@ LAYERS = 2
 THREE = ("bottle", "lora", "scales")
 CASES: dict[str, tuple[tuple[str, ...], Method]] = {
     "all kinds": (
-        tuple(name for name in ADAPTERS if name not in ("copied_head", "words", *OPTIMIZERS)),
+        tuple(name for name in ADAPTERS if name not in ("compared", "copied_head", "words", *OPTIMIZERS)),
         Method(),
     ),
     "other optimizers": (tuple(OPTIMIZERS), Method(parts=8)),
+    "rows with a reference": (("compared",), Method(pipeline=2, parts=2)),
     "a copied output layer": (("copied_head",), Method(tensor=2)),
     "rows of both ends": (("words",), Method(pipeline=2, parts=2)),
     "two tensor ranks": (("diff", "prefix"), Method(tensor=2, parts=2)),
@@ -89,18 +91,14 @@ LENGTH, SEQUENCES = 128, 12
 def specs_of(names: Sequence[str], length: int, sequences: int) -> list[TaskSpec]:
     """Tasks with adapters of these names, and with so many sequences of a length in each step."""
     data = {"path": "none", "max_length": length}
-    training = {"per_device_train_batch_size": sequences, "max_steps": 8}
-    return [
-        TaskSpec.model_validate(
-            {
-                "name": name,
-                "adapter": ADAPTERS[name],
-                "data": data,
-                "training": {**training, "optim": OPTIMIZERS.get(name, "adamw_torch")},
-            }
-        )
-        for name in names
-    ]
+    made = []
+    for name in names:
+        training: dict[str, Any] = {"per_device_train_batch_size": sequences, "max_steps": 8}
+        training |= {"optim": OPTIMIZERS.get(name, "adamw_torch")}
+        if name == "compared":
+            training |= {"per_device_train_batch_size": sequences // 2, "loss": "dpo"}  # pairs
+        made.append({"name": name, "adapter": ADAPTERS[name], "data": data, "training": training})
+    return [TaskSpec.model_validate(one) for one in made]
 
 
 def setting_of(

@@ -188,13 +188,16 @@ class EngineMemory:
             kept = kept - most * tasks.below_first
         sends = np.array([not stage.last for stage in self.stages])
         kept = kept + most * (self.row_inputs + layer_input * sends * trains) + self._copied(rows)
+        referred = of_tasks @ np.array([[float(task.refers)] for task in self.tasks])
+        kept = kept + layer_input * self._beside_references(most, referred)
         kept = kept + (labels * _LABEL_INPUTS)[:, None]
         kept[:, -1] += self._at_the_end(rows.most, labels)
         workspace, recomputed = self._most(
             self._workspace(most, labels, tasks) - of_layers @ self._above,
             self._recomputed(most, kept_of, tasks),
         )
-        workspace = np.where(trains, workspace, most * layer_input * 2)
+        # A gradient comes for all rows that were sent.
+        workspace = np.where(trains, workspace, most * layer_input * 2) + layer_input * referred * sends
         recomputed = np.where(trains, recomputed, 0.0)
         loss, logits = np.zeros_like(workspace), np.zeros_like(workspace)
         loss[:, -1], logits[:, -1] = self._loss(rows)
@@ -204,9 +207,22 @@ class EngineMemory:
             logits,
             workspace,
             recomputed,
-            most * layer_input * self._messages(in_step, trained),
+            (most + referred) * layer_input * self._messages(in_step, trained),
             FRAGMENTATION[self.method.recompute] * (self.fragmentation and self.device == "cuda"),
         )
+
+    def _beside_references(self, most: Array, referred: Array) -> Array:
+        """`[B, S]` rows of hidden states that stages keep since rows of references travel in front of the others.
+
+        Args:
+            most: `[B, 1]` rows.
+            referred: `[B, 1]` those that are computed with a reference, too.
+        """
+        # Both arrive together. They leave as a copy, beside what both passes returned.
+        arrive = np.array([not stage.first for stage in self.stages])
+        leave = np.array([not stage.last for stage in self.stages])
+        found: Array = referred * arrive + (most * (referred > 0) + 2 * referred) * leave
+        return found
 
     def _kept_of_layers(
         self, rows: Rows, labels: Array, kept_of: Sequence[LayerBytes], tasks: AdapterBytes

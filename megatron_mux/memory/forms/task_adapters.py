@@ -103,6 +103,7 @@ class TaskAdapters:
         tensors: The trained tensors one by one, for optimizers whose states depend on shapes.
         tokens: Those of them that are rows of single tokens: the only ones that neither `divided` nor `copied` counts.
         copies: How often adapter and gradients are held: twice with a frozen copy for reference.
+        refers: Whether its rows are computed a second time, forward only, with its reference.
     """
 
     name: str
@@ -121,6 +122,7 @@ class TaskAdapters:
     tensors: tuple[TrainedTensor, ...] = ()
     tokens: tuple[TrainedTensor, ...] = ()
     copies: int = 1
+    refers: bool = False
 
     @classmethod
     def of(cls, spec: TaskSpec, shape: BackboneShape) -> TaskAdapters:
@@ -169,6 +171,7 @@ class TaskAdapters:
             tuple(trained),
             tuple(rows),
             2 if spec.starts_from_reference else 1,
+            spec.training.refers_in_steps,
         )
 
     @property
