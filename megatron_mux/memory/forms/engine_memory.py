@@ -188,8 +188,10 @@ class EngineMemory:
             kept = kept - most * tasks.below_first
         sends = np.array([not stage.last for stage in self.stages])
         kept = kept + most * (self.row_inputs + layer_input * sends * trains) + self._copied(rows)
-        referred = of_tasks @ np.array([[float(task.refers)] for task in self.tasks])
-        kept = kept + layer_input * self._beside_references(most, referred)
+        # Rows of references travel in front of the others, and leave as a copy beside what both passes returned.
+        referred = of_tasks @ np.array([task.refers for task in self.tasks], np.float64).reshape(-1, 1)
+        arrives = np.array([not stage.first for stage in self.stages])
+        kept = kept + layer_input * (referred * arrives + (most * (referred > 0) + 2 * referred) * sends)
         kept = kept + (labels * _LABEL_INPUTS)[:, None]
         kept[:, -1] += self._at_the_end(rows.most, labels)
         workspace, recomputed = self._most(
@@ -210,19 +212,6 @@ class EngineMemory:
             (most + referred) * layer_input * self._messages(in_step, trained),
             FRAGMENTATION[self.method.recompute] * (self.fragmentation and self.device == "cuda"),
         )
-
-    def _beside_references(self, most: Array, referred: Array) -> Array:
-        """`[B, S]` rows of hidden states that stages keep since rows of references travel in front of the others.
-
-        Args:
-            most: `[B, 1]` rows.
-            referred: `[B, 1]` those that are computed with a reference, too.
-        """
-        # Both arrive together. They leave as a copy, beside what both passes returned.
-        arrive = np.array([not stage.first for stage in self.stages])
-        leave = np.array([not stage.last for stage in self.stages])
-        found: Array = referred * arrive + (most * (referred > 0) + 2 * referred) * leave
-        return found
 
     def _kept_of_layers(
         self, rows: Rows, labels: Array, kept_of: Sequence[LayerBytes], tasks: AdapterBytes
