@@ -188,8 +188,7 @@ class AdapterSpec(Section, ABC):
                     raise ValueError(f"{key}: tensor ranks divide {width} features, not {tensor}")
                 found[key] = tensor
         for matrix in self.own_rows(shape):
-            end = {"embedding": 0, "head": shape.layers - 1}[matrix.places[0]]  # whose stage holds it
-            layer, dim = (end, 0) if matrix.tokens is None else (None, None)
+            layer, dim = (matrix.layers(shape)[0], 0) if matrix.tokens is None else (None, None)
             found[matrix.key] = AdapterTensor(matrix.size(shape), layer, _of_backbone, dim)
         return found
 

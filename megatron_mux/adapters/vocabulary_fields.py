@@ -39,6 +39,11 @@ class OwnMatrix:
         """Its rows and columns."""
         return shape.vocab if self.tokens is None else len(self.tokens), shape.hidden
 
+    def layers(self, shape: BackboneShape) -> tuple[int, ...]:
+        """The first layer, the last one or both: those of the stages that hold it, the owner's first."""
+        ends: dict[Place, int] = {"embedding": 0, "head": shape.layers - 1}
+        return tuple(ends[place] for place in self.places)
+
 
 class SavesModules(Section):
     """The field of all of peft's tuners for whole matrices."""

@@ -174,7 +174,10 @@ class StepRunner:
     def _mismatched(
         self, plan: Plan, tasks: Mapping[str, TaskState], examples: Mapping[str, Sequence[Example]]
     ) -> list[Wanted]:
-        """What KTO's KL terms need, in passes of no more rows than those that train, which have been found to fit."""
+        """What KTO's KL terms need, in passes of no more sequences than a micro-batch that trains has of these tasks.
+
+        A pass has each sequence twice, with the adapter and with its reference.
+        """
         most = dict[str, int]()
         for bucket in plan.buckets:
             names = [name for name in bucket.tasks if name in examples]

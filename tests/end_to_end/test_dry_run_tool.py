@@ -77,20 +77,14 @@ def test_the_answer_for_a_task_file_and_at_once_when_it_is_known(
     assert least < method["peak_process_bytes"] < most
     assert method["worst_rank"] == {"stage": 0, "rank": 0, "at": f"{method['moment']} ({method['action']})"}
     used = [processor_seconds()]
-    subprocess.run(
-        [PYTHON, "-c", "import torch"], cwd=ROOT, check=True
-    )  # the measure of how fast the machine is
-    used.append(processor_seconds())
-    again = subprocess.run(
-        [PYTHON, "tools/estimate_memory.py", *flags],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-    )
-    used.append(processor_seconds())
-    imports, answer = (after - before for before, after in pairwise(used))
-    assert answer < 2 * imports and not again.stderr  # 1.2 times; a dry run takes 8 times as long
+    # How fast the machine is, by what the answer needs most of; twice, as other processes change the time.
+    for command in 2 * ([PYTHON, "-c", "import torch"], [PYTHON, "tools/estimate_memory.py", *flags]):
+        again = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+        used.append(processor_seconds())
+    imports, *others = (after - before for before, after in pairwise(used))
+    imports, answer = max(imports, others[1]), min(others[0], others[2])
+    # 1.2 times as long; a dry run takes 8 times. These are 3 s where importing torch takes 1.9.
+    assert answer < 1.6 * imports and not again.stderr
     for word in (
         "2DP",
         "upper bound: the data of a, b",

@@ -41,6 +41,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "dropped": {"peft_type": "LORA", "r": 16, "lora_dropout": 0.1, "target_modules": "all-linear"},
     "eight_bits": {"peft_type": "LORA", "r": 32, "target_modules": "all-linear"},
     "factored": {"peft_type": "LORA", "r": 32, "target_modules": "all-linear"},
+    "judged": {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]},
     "lora": {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]},
     "magnitudes": {"peft_type": "LORA", "r": 8, "use_dora": True, "target_modules": ["q_proj", "down_proj"]},
     "principal": {"peft_type": "LORA", "init_lora_weights": "pissa", "target_modules": ["k_proj", "o_proj"]},
@@ -58,6 +59,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "trainable_token_indices": {"embed_tokens": [*range(300)], "lm_head": [*range(100, 1400)]},
     },
 }
+LOSSES = {"compared": "dpo", "judged": "kto"}
+"""Of tasks that are not supervised."""
 OPTIMIZERS = {"eight_bits": "adamw_8bit", "factored": "adafactor", "signs": "lion_32bit"}
 """Of tasks that do not have AdamW."""
 LAYERS = 2
@@ -65,11 +68,12 @@ LAYERS = 2
 THREE = ("bottle", "lora", "scales")
 CASES: dict[str, tuple[tuple[str, ...], Method]] = {
     "all kinds": (
-        tuple(name for name in ADAPTERS if name not in ("compared", "copied_head", "words", *OPTIMIZERS)),
+        tuple(n for n in ADAPTERS if n not in ("copied_head", "words", *LOSSES, *OPTIMIZERS)),
         Method(),
     ),
     "other optimizers": (tuple(OPTIMIZERS), Method(parts=8)),
     "rows with a reference": (("compared",), Method(pipeline=2, parts=2)),
+    "mismatched completions": (("judged",), Method(pipeline=2, parts=2)),
     "a copied output layer": (("copied_head",), Method(tensor=2)),
     "rows of both ends": (("words",), Method(pipeline=2, parts=2)),
     "two tensor ranks": (("diff", "prefix"), Method(tensor=2, parts=2)),
@@ -93,10 +97,13 @@ def specs_of(names: Sequence[str], length: int, sequences: int) -> list[TaskSpec
     data = {"path": "none", "max_length": length}
     made = []
     for name in names:
-        training: dict[str, Any] = {"per_device_train_batch_size": sequences, "max_steps": 8}
-        training |= {"optim": OPTIMIZERS.get(name, "adamw_torch")}
-        if name == "compared":
-            training |= {"per_device_train_batch_size": sequences // 2, "loss": "dpo"}  # pairs
+        loss = LOSSES.get(name, "sft")
+        training = {
+            "per_device_train_batch_size": sequences // 2 if loss == "dpo" else sequences,  # pairs
+            "max_steps": 8,
+            "optim": OPTIMIZERS.get(name, "adamw_torch"),
+            "loss": loss,
+        }
         made.append({"name": name, "adapter": ADAPTERS[name], "data": data, "training": training})
     return [TaskSpec.model_validate(one) for one in made]
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from megatron_mux.adapters.costs import Row
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.gpus import Gpu
-from megatron_mux.kernels.loss_head import CHUNK_ELEMENTS
-from megatron_mux.kernels.own_output import ROWS_AT_ONCE
 from megatron_mux.kernels.pointwise import gated
 from megatron_mux.kernels.short_attention import LONGEST, blocks_of, padded_length
 from megatron_mux.memory.assumed_routes import ExpertLoad
@@ -268,26 +266,6 @@ class EngineLayer:
     def _is_fused(self) -> bool:
         """Whether one function computes both halves of a gated MLP."""
         return self.architecture.gated and gated(self.architecture.activation) is not None
-
-    def logits(self) -> tuple[int, int]:
-        """For the loss under a frozen output layer: bytes of a row of logits and its copies; rows of a chunk."""
-        vocabulary = -(-self.architecture.vocabulary // self.tensor)
-        # Logits, in fp32 (fp64 for fp64), and rounded again for the product.
-        size = self.size if self.size >= 4 else 4 + 2 * self.size
-        return vocabulary * size, max(1, CHUNK_ELEMENTS[self.device] // vocabulary)
-
-    def own_head(self, rows: int) -> tuple[int, int]:
-        """For the loss of a task that trains so many rows of the output layer.
-
-        Returns:
-            Bytes of a labelled row beside those of `logits`, and of the temporary product of rows' gradients.
-        """
-        part = -(-self.architecture.vocabulary // self.tensor)
-        hidden = self.architecture.hidden * self.size
-        # Of single tokens, gradients of their logits are picked from the others.
-        picked = min(rows, part) * self.size if rows < self.architecture.vocabulary else 0
-        product = min(rows, part, ROWS_AT_ONCE[self.device]) * hidden * (self.size < 4)
-        return hidden + picked, product
 
     def mlp_backward(self) -> list[Row]:
         """Temporary tensors of the activation's backward pass: gradients of its output, of its input, and in between.

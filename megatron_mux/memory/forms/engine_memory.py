@@ -27,6 +27,7 @@ from megatron_mux.memory.forms.engine_bytes import Lasting, Passes
 from megatron_mux.memory.forms.engine_layer import EngineLayer
 from megatron_mux.memory.forms.layer_bytes import LayerBytes, RowBytes
 from megatron_mux.memory.forms.layer_kinds import LayerKinds
+from megatron_mux.memory.forms.loss import loss_bytes
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.phases import FRAGMENTATION
 from megatron_mux.memory.forms.stages import Stage, stages
@@ -202,7 +203,7 @@ class EngineMemory:
         workspace = np.where(trains, workspace, most * layer_input * 2) + layer_input * referred * sends
         recomputed = np.where(trains, recomputed, 0.0)
         loss, logits = np.zeros_like(workspace), np.zeros_like(workspace)
-        loss[:, -1], logits[:, -1] = self._loss(rows)
+        loss[:, -1], logits[:, -1] = loss_bytes(self._layer, self.tasks, rows.of_tasks > 0, labels)
         return Passes(
             np.maximum(kept, 0.0),
             loss,
@@ -362,20 +363,6 @@ class EngineMemory:
         own = (rows.copied > 0) * rows.most * self._layer.bytes(self._layer.copied_keys())
         found: Array = (rows.copied * row + own)[:, None] * self._tables.of_stage.sum(axis=0)
         return found
-
-    def _loss(self, rows: Rows) -> tuple[Array, Array]:
-        """`[B]` bytes of hidden states and their gradient, and of a chunk of logits."""
-        per_row, most = self._layer.logits()
-        labels = np.minimum(rows.labels, rows.most)
-        chunk = np.minimum(labels, most)
-        hidden, own = self.architecture.hidden * self.size, np.zeros_like(chunk)
-        for task, present in zip(self.tasks, rows.of_tasks.T > 0, strict=True):
-            if task.head_rows:
-                of_row, product = self._layer.own_head(task.head_rows)
-                # Gradients of hidden states take the place of the product.
-                more = chunk * of_row + np.maximum(product - chunk * hidden, 0)
-                own = np.maximum(own, present * more)
-        return (labels + chunk) * hidden, chunk * per_row + own
 
     def _messages(self, in_step: float, trained: Array) -> Array:
         """`[B, S]` number of hidden states and their gradients that a stage has received ahead or has sent and keeps.

@@ -134,17 +134,16 @@ class TaskAdapters:
         divided, copied, fixed_divided, fixed_copied = ([0.0] * shape.layers for _ in range(4))
         fixed = 0.0
         trained: list[TrainedTensor] = []
-        rows: list[TrainedTensor] = []
+        tokens: list[TrainedTensor] = []
         matrices = spec.adapter.own_rows(shape)
-        ends = {"embedding": 0, "head": shape.layers - 1}
-        tokens = {m.key: tuple(ends[place] for place in m.places) for m in matrices if m.tokens is not None}
+        of_tokens = {matrix.key: matrix.layers(shape) for matrix in matrices if matrix.tokens is not None}
         for key, tensor in spec.adapter.tensors(shape).items():
             size = math.prod(tensor.shape)
             if tensor.trained:
-                layers = tokens.get(key, () if tensor.layer is None else (tensor.layer,))
+                layers = of_tokens.get(key, () if tensor.layer is None else (tensor.layer,))
                 trained.append(TrainedTensor(layers, tensor.shape, tensor.dim))
-            if key in tokens:
-                rows.append(trained[-1])
+            if key in of_tokens:
+                tokens.append(trained[-1])
                 continue
             if tensor.layer is not None:
                 per_layer = (divided, copied) if tensor.trained else (fixed_divided, fixed_copied)
@@ -169,7 +168,7 @@ class TaskAdapters:
             any("embedding" in matrix.places for matrix in matrices),
             sum(matrix.size(shape)[0] for matrix in matrices if "head" in matrix.places),
             tuple(trained),
-            tuple(rows),
+            tuple(tokens),
             2 if spec.starts_from_reference else 1,
             spec.training.refers_in_steps,
         )
