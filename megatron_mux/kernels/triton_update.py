@@ -38,12 +38,12 @@ def squared_norms(table: UpdateTable) -> Tensor:
     return norms
 
 
-def update_(table: UpdateTable, options: Tensor, norms: Tensor, skip: Tensor) -> None:
+def update_(table: UpdateTable, settings: Tensor, norms: Tensor, skip: Tensor) -> None:
     """Clip gradients, step, write the copies and zero the gradients of all tasks.
 
     Args:
         table: The tasks.
-        options: `[rows, 7]` fp64 on the device, of `options_of`.
+        settings: `[rows, 7]` fp64 on the device, of `options_of`.
         norms: `[rows]` fp64, the norm of each task's gradient over all ranks.
         skip: `[rows]` bool: where it is true, values, moments and copies stay as they are. The gradient is zeroed all
             the same.
@@ -51,7 +51,7 @@ def update_(table: UpdateTable, options: Tensor, norms: Tensor, skip: Tensor) ->
     if table.tiles:
         copy_type = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
         _update[(table.tiles,)](
-            table.entries, table.of_pieces, len(table.pieces), options, norms, skip.view(torch.uint8),
+            table.entries, table.of_pieces, len(table.pieces), settings, norms, skip.view(torch.uint8),
             COPY=copy_type[table.copy_type], ALIGNED=table.aligned, TILE=TILE, num_warps=4,
         )  # fmt: skip
 
@@ -104,13 +104,13 @@ def _row_sums(sums, values, first, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _option(options, row, field: tl.constexpr):
-    return tl.load(options + row * _OPTIONS + field)
+def _option(settings, row, field: tl.constexpr):
+    return tl.load(settings + row * _OPTIONS + field)
 
 
 @triton.jit
 def _update(
-    entries, of_pieces, pieces, options, norms, skip,
+    entries, of_pieces, pieces, settings, norms, skip,
     COPY: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile's step; the arithmetic of `torch.optim.AdamW(fused=True)` and `clip_grad_norm_`."""
@@ -121,17 +121,17 @@ def _update(
     gradient = tl.load(gradients, mask=mask, other=0.0)
     tl.store(gradients, tl.zeros((TILE,), dtype=tl.float32), mask=mask)
     if tl.load(skip + row) == 0:
-        limit = _option(options, row, _MAX_NORM)
+        limit = _option(settings, row, _MAX_NORM)
         if limit > 0:
             factor = limit / (tl.load(norms + row) + 1e-6)
             gradient *= tl.where(factor < 1, factor, 1.0).to(tl.float32)
         values = _pointer(entry, _VALUE, tl.float32, ALIGNED) + places
         value = tl.load(values, mask=mask, other=0.0)
         decay = _number(entry, _WEIGHT_DECAY)
-        rate = _option(options, row, _RATE) * _number(entry, _RATE_FACTOR)
+        rate = _option(settings, row, _RATE) * _number(entry, _RATE_FACTOR)
         if tl.load(entry + _EXP_AVG) != 0:
             value -= (rate * decay).to(tl.float32) * value
-            value -= _adam_step(entry, places, mask, gradient, options, row, rate, ALIGNED)
+            value -= _adam_step(entry, places, mask, gradient, settings, row, rate, ALIGNED)
         else:
             value -= rate.to(tl.float32) * (gradient + decay * value)
         tl.store(values, value, mask=mask)
@@ -140,17 +140,17 @@ def _update(
 
 
 @triton.jit
-def _adam_step(entry, places, mask, gradient, options, row, rate, ALIGNED: tl.constexpr):
+def _adam_step(entry, places, mask, gradient, settings, row, rate, ALIGNED: tl.constexpr):
     """Update the moments, and what to subtract from the values."""
     first = _pointer(entry, _EXP_AVG, tl.float32, ALIGNED) + places
     second = _pointer(entry, _EXP_AVG_SQ, tl.float32, ALIGNED) + places
-    beta1 = _option(options, row, _BETA1)
-    beta2 = _option(options, row, _BETA2)
+    beta1 = _option(settings, row, _BETA1)
+    beta2 = _option(settings, row, _BETA2)
     mean = beta1.to(tl.float32) * tl.load(first, mask=mask, other=0.0) + (1 - beta1).to(tl.float32) * gradient
     square = tl.load(second, mask=mask, other=0.0)
     square = beta2.to(tl.float32) * square + (1 - beta2).to(tl.float32) * gradient * gradient
     tl.store(first, mean, mask=mask)
     tl.store(second, square, mask=mask)
-    scale = tl.sqrt(square) / _option(options, row, _CORRECTION2).to(tl.float32)
-    size = (rate / _option(options, row, _CORRECTION1)).to(tl.float32)
-    return size * mean / (scale + _option(options, row, _EPSILON).to(tl.float32))
+    scale = tl.sqrt(square) / _option(settings, row, _CORRECTION2).to(tl.float32)
+    size = (rate / _option(settings, row, _CORRECTION1)).to(tl.float32)
+    return size * mean / (scale + _option(settings, row, _EPSILON).to(tl.float32))

@@ -63,7 +63,7 @@ def compiled(kernel: Any, arch: int, blocks: dict[str, int], path: Path, **const
     types |= {"entries": "i64"} | dict.fromkeys(
         ("first_entry", "tiles", "table", "sequence_ids", "token_index", "of_pieces"), "i32"
     )
-    types |= {"skip": "u8"} | dict.fromkeys(("options", "norms", "squares"), "fp64")
+    types |= {"skip": "u8"} | dict.fromkeys(("settings", "norms", "squares"), "fp64")
     signature, attributes = {}, {}
     for place, parameter in enumerate(kernel.params):
         name = parameter.name
