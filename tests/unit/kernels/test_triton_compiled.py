@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_mux.kernels import bucket_update, triton_low_rank, triton_update
+from megatron_mux.kernels import bucket_update, triton_cross_entropy, triton_low_rank, triton_update
 from megatron_mux.kernels.triton_low_rank_device import input_gradient_kernel, reduce_kernel, up_kernel
 from megatron_mux.kernels.triton_rows_device import (
     activation_kernel,
@@ -58,11 +58,12 @@ def compiled(kernel: Any, arch: int, blocks: dict[str, int], path: Path, **const
         **blocks,
         **constants,
     }
-    halves = ("values", "latent", "d_latent", "output", "gradient", "hidden")
+    halves = ("logits", "values", "latent", "d_latent", "output", "gradient", "hidden")
     types = dict.fromkeys(halves, "bf16")
     types |= {"entries": "i64"} | dict.fromkeys(
         ("first_entry", "tiles", "table", "sequence_ids", "token_index", "of_pieces"), "i32"
     )
+    types |= dict.fromkeys(("top", "total", "target", "sums", "smoothing"), "fp32") | {"columns": "i64"}
     types |= {"skip": "u8"} | dict.fromkeys(("settings", "norms", "squares"), "fp64")
     signature, attributes = {}, {}
     for place, parameter in enumerate(kernel.params):
@@ -160,6 +161,17 @@ def test_resources_of_updates(arch: int, tmp_path: Path) -> None:
         assert found.stack == 0 and found.registers <= 64
         assert len(re.findall(r"ld\.global[.\w]*\.v4", found.ptx)) == read * wide
         assert len(re.findall(r"st\.global[.\w]*\.v4", found.ptx)) >= written * wide
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_resources_of_cross_entropy(arch: int, tmp_path: Path) -> None:
+    for kernel, blocks, constants in (
+        (triton_cross_entropy.statistics_kernel, triton_cross_entropy.STATISTICS, {"SUMS": False}),
+        (triton_cross_entropy.gradient_kernel, triton_cross_entropy.GRADIENT, {"SMOOTHED": False}),
+    ):
+        found = compiled(kernel, arch, blocks, tmp_path, **constants)
+        assert found.stack == 0, "registers spill"
+        assert re.search(r"ld\.global[.\w]*\.v4|cp\.async\.cg", found.ptx)
 
 
 def test_odd_ranks_leave_wide_accesses(tmp_path: Path) -> None:
