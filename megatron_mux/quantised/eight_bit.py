@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from megatron_mux.kernels.dequantise import DequantiseKernels, EightBitCodes
 from megatron_mux.quantised.matrix import QuantisedMatrix
 
 Format = Literal["int8", "fp8"]
@@ -87,6 +88,11 @@ class EightBitMatrix(QuantisedMatrix):
         values.copy_(self.rowwise["codes"][rows].view(self.stored))
         scales = self.rowwise["scales"][rows]
         values.view(*scales.shape, -1).mul_(scales[:, :, None])
+
+    def _launch(self, kernels: type[DequantiseKernels], place: Tensor, counts: Tensor | None) -> None:
+        floating = self.stored.is_floating_point
+        codes = EightBitCodes(self.rowwise["codes"], self.rowwise["scales"], floating)
+        kernels.eight_bit(place, codes, counts)
 
 
 class Int8Matrix(EightBitMatrix):

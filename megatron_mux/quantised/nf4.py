@@ -13,6 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from megatron_mux.kernels.dequantise import DequantiseKernels, Nf4Codes
 from megatron_mux.quantised.matrix import QuantisedMatrix
 
 BLOCK = 64
@@ -136,7 +137,7 @@ class Nf4Matrix(QuantisedMatrix):
             rowwise["first"] = first
             shared |= {
                 "scales": scales,
-                "offsets": offset.expand(scales.shape),
+                "offsets": offset.expand(scales.shape).contiguous(),
                 "nested_codebook": nested_codebook(),
             }
         return cls(rowwise, shared, codes.shape[1] * 2, rounded_to)
@@ -155,9 +156,7 @@ class Nf4Matrix(QuantisedMatrix):
         if not double:
             return cls.of(codes, absmax)
         blocks = sum(-(-count // NESTED_BLOCK) for count in source_scales)
-        made = cls.of(codes, absmax, torch.empty(blocks), torch.zeros(()))
-        made.shared["offsets"] = made.shared["offsets"].contiguous()
-        return made
+        return cls.of(codes, absmax, torch.empty(blocks), torch.zeros(()))
 
     @property
     def block(self) -> int:
@@ -197,6 +196,19 @@ class Nf4Matrix(QuantisedMatrix):
         pairs = torch.stack((numbers.repeat_interleave(16), numbers.repeat(16)), dim=1)  # [256, 2]
         torch.index_select(pairs, 0, codes.int(), out=values.view(-1, 2))
         values.view(-1, BLOCK).mul_(self._scales(rows).view(-1, 1))
+
+    def _launch(self, kernels: type[DequantiseKernels], place: Tensor, counts: Tensor | None) -> None:
+        shared = self.shared
+        codes = Nf4Codes(
+            self.rowwise["codes"],
+            self.rowwise["absmax"],
+            shared["codebook"],
+            self.rowwise.get("first"),
+            shared.get("scales"),
+            shared.get("offsets"),
+            shared.get("nested_codebook"),
+        )
+        kernels.nf4(place, codes, self.rounded_to, counts)
 
     def _scales(self, rows: slice) -> Tensor:
         """`[n, K / 64]` fp32 scales of some rows."""
