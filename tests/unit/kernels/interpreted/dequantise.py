@@ -17,6 +17,7 @@ from megatron_mux.kernels.triton_dequantise import TritonDequantise
 from megatron_mux.quantised import eight_bit, matrix, nf4
 from megatron_mux.quantised.matrix import QuantisedMatrix
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
@@ -66,12 +67,14 @@ CASES: dict[str, Callable[[], QuantisedMatrix]] = {
 }
 
 
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    def choose(triton: bool) -> None:
-        monkeypatch.setattr(matrix, "kernels_for", lambda place: TritonDequantise if triton else None)
-
-    return choose
+def _by_kernel(held: QuantisedMatrix, place: Tensor, counts: Tensor | None = None) -> Tensor:
+    """What kernels make of a copy of `place`."""
+    found = place.to(DEVICE, copy=True)
+    own = None if counts is None else counts.to(DEVICE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matrix, "kernels_for", lambda _: TritonDequantise)
+        held.on(DEVICE).dequantise_into(found, own)
+    return found.cpu()
 
 
 def _same(found: Tensor, wanted: Tensor) -> bool:
@@ -81,32 +84,31 @@ def _same(found: Tensor, wanted: Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_bits_are_those_of_loops(
-    case: str, dtype: torch.dtype, kernels: Callable[[bool], None], launches: list[str]
-) -> None:
+def test_bits_are_those_of_loops(case: str, dtype: torch.dtype) -> None:
     held = CASES[case]()
     wanted = held.values(dtype)
-    assert not launches and wanted.isnan().any() == case.startswith("fp8")
-    kernels(True)
-    assert _same(held.values(dtype), wanted)
-    assert launches == ["nf4_kernel" if "nf4" in case else "eight_bit_kernel"]
-    assert set(LAUNCHES.values()) == {1}
+    assert wanted.isnan().any() == case.startswith("fp8")
+    assert _same(_by_kernel(held, torch.empty_like(wanted)), wanted)
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if "odd" not in name])
-def test_experts_without_rows_are_left_as_they_are(
-    case: str, kernels: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_without_rows_are_left_as_they_are(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "megatron_mux.kernels.triton_dequantise.GROUPS", 32
     )  # several programs for each expert
     held = CASES[case]().take(torch.arange(8))
     counts = torch.tensor([0, 3, 0, 1])
-    wanted = torch.full((8, held.columns), 7.0)
+    place = torch.full((8, held.columns), 7.0)
+    wanted, found = place.clone(), place.clone()
     for rows in (slice(2, 4), slice(6, 8)):
         wanted[rows] = held.values(torch.float32)[rows]
-    for triton in (False, True):
-        kernels(triton)
-        found = torch.full_like(wanted, 7.0)
-        held.dequantise_into(found, counts)
-        assert _same(found, wanted)
+    held.dequantise_into(found, counts)
+    assert _same(found, wanted), "of loops"
+    assert _same(_by_kernel(held, place, counts), wanted)
+
+
+@pytest.mark.parametrize("case", ["nf4, double", "int8 by blocks"])
+def test_launches_are_those_declared(case: str, launches: list[str]) -> None:
+    held = CASES[case]()
+    _by_kernel(held, torch.empty(held.rows, held.columns))
+    assert len(launches) == LAUNCHES[case.partition(",")[0] if "nf4" in case else "eight_bit"]
