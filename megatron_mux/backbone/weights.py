@@ -318,7 +318,7 @@ class _Reader:
         self._quantised = resolve.quantised_weights(shape)
         if shape.quantisation is not None:
             on_gpu = device.type == "cuda"
-            self._matrices = QuantisedSource(source, stored, shape.quantisation, dtype, on_gpu)
+            self._matrices = QuantisedSource(source, stored, shape.quantisation, dtype, on_gpu, device)
 
     def fill(self, model: Any, filled: Plan) -> tuple[list[nn.Parameter], list[Quantised]]:
         """Replace parameters on the meta device by frozen ones with the checkpoint's values, and return those.

@@ -22,18 +22,19 @@ def quantise(chunks: Iterable[Tensor], to: Format) -> EightBitMatrix:
     """Quantise a whole Hugging Face tensor, with one scale for each row, as torchao does.
 
     Args:
-        chunks: Its rows, some at a time: `[n, K]`.
+        chunks: Its rows, some at a time: `[n, K]`, on any device.
         to: The format.
     """
     codes, scales = [], []
     for chunk in chunks:
         values = chunk.float()
         absmax = values.abs().amax(dim=1, keepdim=True)
+        # On a GPU, torch would multiply with the reciprocal of a Python number: other bits than on a CPU.
+        largest = torch.tensor(127.5 if to == "int8" else _LARGEST_FP8, device=values.device)
+        scale = (absmax / largest).clamp(min=_TINY)
         if to == "int8":
-            scale = (absmax / 127.5).clamp(min=_TINY)
             codes.append((values * (1 / scale)).round().clamp(-128, 127).to(torch.int8))
         else:
-            scale = (absmax / _LARGEST_FP8).clamp(min=_TINY)
             codes.append((values / scale).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn))
         scales.append(scale)
     return EightBitMatrix.of(torch.cat([one.view(torch.uint8) for one in codes]), torch.cat(scales), to)

@@ -77,6 +77,7 @@ class QuantisedMatrix(ABC):
 
     def take(self, rows: Tensor) -> Self:
         """Some of the rows, in the order given."""
+        rows = rows.to(self.tensors[0].device)
         taken = {name: tensor.index_select(0, rows) for name, tensor in self.rowwise.items()}
         return self._with(taken, self.shared, self.columns)
 

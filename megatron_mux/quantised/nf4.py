@@ -63,7 +63,7 @@ def quantise(chunks: Iterable[Tensor], double: bool = True, on_gpu: bool = False
     """Quantise a whole Hugging Face tensor.
 
     Args:
-        chunks: Its rows, some at a time: `[n, K]`, K a multiple of 64.
+        chunks: Its rows, some at a time: `[n, K]`, K a multiple of 64, on any device.
         double: Whether scales are quantised, too.
         on_gpu: Whether scales get the codes that bitsandbytes gives them on a GPU, not on a CPU.
     """
@@ -71,7 +71,8 @@ def quantise(chunks: Iterable[Tensor], double: bool = True, on_gpu: bool = False
     packed, absmax = torch.cat(codes), torch.cat(scales)
     if not double:
         return Nf4Matrix.of(packed, absmax)
-    offset = absmax.flatten().mean()
+    # On the CPU on any device: where sums begin decides about their last bits.
+    offset = absmax.flatten().cpu().mean().to(absmax.device)
     nested, nested_absmax = _quantise_scales((absmax - offset).flatten(), on_gpu)
     return Nf4Matrix.of(packed, nested.view(absmax.shape), nested_absmax, offset)
 
@@ -98,7 +99,8 @@ def _quantise_scales(values: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
 
 def _nearest(scaled: Tensor, numbers: Tensor) -> Tensor:
     """Index of the nearest of sorted numbers."""
-    return torch.bucketize(scaled.clamp(-1, 1), (numbers[:-1] + numbers[1:]) / 2).to(torch.uint8)
+    middles = ((numbers[:-1] + numbers[1:]) / 2).to(scaled.device)
+    return torch.bucketize(scaled.clamp(-1, 1), middles, out_int32=True).to(torch.uint8)
 
 
 class Nf4Matrix(QuantisedMatrix):
@@ -130,15 +132,15 @@ class Nf4Matrix(QuantisedMatrix):
             rounded_to: See `QuantisedMatrix`.
         """
         rows, blocks = absmax.shape
-        rowwise, shared = {"codes": codes, "absmax": absmax}, {"codebook": codebook()}
+        rowwise, shared = {"codes": codes, "absmax": absmax}, {"codebook": codebook().to(codes.device)}
         if scales is not None:
             assert offset is not None
-            first = torch.arange(rows, dtype=torch.int32)[:, None] * blocks
+            first = torch.arange(rows, dtype=torch.int32, device=codes.device)[:, None] * blocks
             rowwise["first"] = first
             shared |= {
                 "scales": scales,
                 "offsets": offset.expand(scales.shape).contiguous(),
-                "nested_codebook": nested_codebook(),
+                "nested_codebook": nested_codebook().to(codes.device),
             }
         return cls(rowwise, shared, codes.shape[1] * 2, rounded_to)
 
