@@ -7,7 +7,7 @@ Triton kernels compute on a real GPU declare theirs (`LAUNCHES`), which tests ho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,7 +27,8 @@ from megatron_mux.dry_run.waits import host_waits
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.step_runner import StepRunner
 from megatron_mux.engine.updates import DryUpdateKernels, GroupedUpdate
-from megatron_mux.kernels import bucket_update, grouped_rows, low_rank
+from megatron_mux.kernels import bucket_update, dequantise, grouped_rows, low_rank
+from megatron_mux.kernels.dequantise import DryDequantise
 from megatron_mux.kernels.low_rank_choice import DryKernels
 from megatron_mux.memory.worker import Worker
 
@@ -181,7 +182,12 @@ def _counted(run: RunSpec) -> list[StepLaunches]:
             inside = staticmethod(counter.inside("backward", function.backward))
             stack.enter_context(replaced(function, "backward", inside))
         of_adapters = {**low_rank.LAUNCHES, **grouped_rows.LAUNCHES}
-        for kind, launches in ((DryKernels, of_adapters), (DryUpdateKernels, bucket_update.LAUNCHES)):
+        kinds: tuple[tuple[type, Mapping[str, int]], ...] = (
+            (DryKernels, of_adapters),
+            (DryUpdateKernels, bucket_update.LAUNCHES),
+            (DryDequantise, dequantise.LAUNCHES),
+        )
+        for kind, launches in kinds:
             for name, many in launches.items():
                 noted = _noting(counter, name, getattr(kind, name), many)
                 stack.enter_context(replaced(kind, name, staticmethod(noted)))

@@ -113,6 +113,7 @@ class ExpertProbes:
 
     def _of_pairs(self, module: Callable[[Tensor, Pairs], Tensor], rows: int, width: int) -> Run:
         pairs = self.pairs(self.given(self.stage.batch(rows)))
+        self.layer.select(pairs)
         x = self.stage.input(len(pairs.rows), width)
         return lambda: (module(x, pairs), (x,))
 
