@@ -48,7 +48,9 @@ def test_masks_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 1 <= block <= length
         keys = seen if window is None else block + window - 1
         assert block == 1 or block * keys <= dense_attention._LARGEST_MASK
-    assert dense_attention._block(32768, 32768, 512) >= 512, "blocks as long as the window, not token by token"
+    assert dense_attention._block(32768, 32768, 512) >= 512, (
+        "blocks as long as the window, not token by token"
+    )
 
 
 class Largest(TorchDispatchMode):
