@@ -1,8 +1,8 @@
 """Causal attention of sequences of equal length, in memory that grows with their length, not with its square.
 
-`scaled_dot_product_attention` multiplies all pairs of tokens where no kernel of the device takes a call as it is. So keys
-are repeated where heads share them and the GPU's kernel does not know that; a causal mask is the kernel's own; and where
-a mask must be in memory, queries are taken block by block.
+`scaled_dot_product_attention` multiplies all pairs of tokens where no kernel of the device takes a call as it is. So
+keys are repeated where heads share them and the GPU's kernel does not know that; a causal mask is the kernel's own; and
+where a mask must be in memory, queries are taken block by block.
 Shapes: n sequences, h query heads, g key-value heads, L queries, S >= L keys, D head size.
 """
 

@@ -84,6 +84,7 @@ def test_training_in_bf16_follows_fp32_on_the_cpu(family: str, chunk: int | None
 
 
 def test_offloaded_weights_train_as_resident_ones_in_less_memory(tmp_path: Path) -> None:
+    """In fp32: attention's gradients add up in an order that varies, which bf16 turns into thousandths of a loss."""
     parallel = runtime.initialize(device="cuda")
     path = tiny_models.make(tmp_path, "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=16)
     section = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -93,12 +94,13 @@ def test_offloaded_weights_train_as_resident_ones_in_less_memory(tmp_path: Path)
     for kind in ("resident", "offloaded"):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        backbone = Backbone.load(path, parallel, torch.bfloat16, residence=kind)
+        backbone = Backbone.load(path, parallel, torch.float32, residence=kind)
         losses[kind] = train(backbone, parallel, [case], 3).losses("task")
         most[kind] = torch.cuda.max_memory_allocated() - before
         del backbone
     runtime.shutdown()
-    assert losses["offloaded"] == pytest.approx(losses["resident"], rel=1e-3)
+    assert losses["offloaded"][0] == losses["resident"][0], "one forward pass of the same numbers"
+    assert losses["offloaded"] == pytest.approx(losses["resident"], rel=1e-5)
     assert most["offloaded"] < 0.5 * most["resident"]
 
 
