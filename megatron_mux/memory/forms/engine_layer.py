@@ -169,7 +169,7 @@ class EngineLayer:
         The product of linear_qkv holds all three. It is kept whole where one of them is a view of it that something
         needs: queries and keys that nothing has rotated or normalised, or the inputs of their norms; values, unless one
         kernel takes all sequences, for which they are copied. Queries of heads that share keys are copied out of it at
-        once.
+        once. Where the kernel knows no shared keys, it is given keys and values of every head.
         """
         a = self.architecture
         if a.latent is not None:
@@ -179,10 +179,11 @@ class EngineLayer:
         changed = a.rotary or a.qk_norm
         short = self.short and not selective
         products = self.by_products and not selective
+        repeated = self.repeats_keys and not selective
         if self.prefixed and not selective:
             yield from self._behind_a_prefix(begins)
             return
-        values_copied = (self.one_kernel or short or products) and not selective
+        values_copied = (self.one_kernel or short or products or repeated) and not selective
         if short:
             yield from self.short_attention()
         elif products:
@@ -190,12 +191,15 @@ class EngineLayer:
             yield Row("attention's weights", "columns", a.heads * self.length)
         elif changed or grouped:
             yield Row("queries", "columns", a.queries)
-        if changed and not short and not products:
-            yield Row("keys", "columns", a.keys)
-        if values_copied and not short and not products:
-            yield Row("values", "columns", a.keys)
+        if repeated and not products:
+            yield Row("keys and values of every head", "columns", 2 * a.queries)
+        elif not short and not products:
+            if changed:
+                yield Row("keys", "columns", a.keys)
+            if values_copied:
+                yield Row("values", "columns", a.keys)
         normed = a.qk_norm and begins <= BEGINS["linear_qkv"]  # else nothing trained lies below them
-        if normed or not ((changed or short) and values_copied):
+        if normed or not ((changed or short or repeated) and values_copied):
             yield Row("product of linear_qkv", "columns", a.queries + 2 * a.keys)
         if normed:
             if grouped:
@@ -243,15 +247,22 @@ class EngineLayer:
         return self.device == "cuda" and not self.one_kernel and kernel(self.gpu, self._call) == Kernel.MATH
 
     @property
+    def repeats_keys(self) -> bool:
+        """Whether keys and values are copied for every head, as `kernels.dense_attention` does on a GPU."""
+        a = self.architecture
+        return self.device == "cuda" and not self.one_kernel and a.heads != a.kv_heads
+
+    @property
     def _call(self) -> AttentionCall:
         a, length = self.architecture, self.length
-        dtype = "float32" if self.size == 4 else "float64"
-        return AttentionCall(dtype, a.heads, a.kv_heads, length, length, a.head_dim, a.head_dim)
+        dtype = {2: "float16", 4: "float32"}.get(self.size, "float64")
+        width = a.head_dim + -a.head_dim % 8
+        return AttentionCall(dtype, a.heads, a.heads, length, length, width, width)
 
     @property
     def one_kernel(self) -> bool:
         """Whether one kernel computes attention of all packed sequences."""
-        return self.device == "cuda" and self.size == 2
+        return self.device == "cuda" and self.size == 2 and self.gpu.capability >= (8, 0)
 
     def _activation(self, ffn: int) -> Iterator[Row]:
         """Inside an MLP: most gated ones are one fused function; else autograd keeps the activated half, too."""
@@ -292,7 +303,8 @@ class EngineLayer:
         An upper bound: gradients come and go one after the other.
         """
         a = self.architecture
-        width = 3 * a.queries + 2 * a.keys if a.latent is None else latent_layer.backward(a)
+        keys = a.queries if self.repeats_keys else a.keys
+        width = 3 * a.queries + 2 * keys if a.latent is None else latent_layer.backward(a)
         found = [
             Row("gradients of hidden states", "rows", 2 * a.hidden),
             Row("gradients of attention", "columns", width),

@@ -41,8 +41,10 @@ def _in_attention(layer: EngineLayer) -> Iterator[Row]:
         yield Row("scores of the last block", "columns", a.heads * (stop - first) * stop / layer.length)
     elif layer.prefixed or layer.one_kernel:
         yield Row("copied keys and values", "columns", 2 * a.keys)
+    if layer.repeats_keys:
+        yield Row("keys and values of every head", "columns", 2 * a.queries)
     if layer.by_products:
-        yield Row("queries, and keys and values of every head", "columns", 3 * a.queries)
+        yield Row("scaled queries and keys", "columns", 2 * a.queries)
         yield Row("scores, and attention's weights", "columns", 2 * a.heads * layer.length)
     yield Row("output of attention", "columns", a.queries)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_mux.base_ops import BaseOpName
+from megatron_mux.gpus import Gpu
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.engine_layer import EngineLayer
 from tests.unit.memory.architectures import gpt2, llama
@@ -96,13 +97,22 @@ def test_short_attention_keeps_padded_tensors_and_weights_of_pairs() -> None:
     assert kept["attention's weights"] == 8 * 16 * 16 / 10
 
 
+@pytest.mark.parametrize(("size", "gpu"), [(4, Gpu()), (4, Gpu((7, 5), False)), (2, Gpu((7, 5), False))])
+def test_keys_are_copied_for_every_head_where_the_kernel_shares_none(size: int, gpu: Gpu) -> None:
+    kept = {row.what: row.width for row in layer(llama(), size, gpu=gpu).kept()}
+    assert kept["keys and values of every head"] == 2 * 256 and kept["queries"] == 256
+    assert kept["log-sum-exp"] == 8 and "attention's weights" not in kept
+    assert not {"keys", "values", "product of linear_qkv"} & set(kept)
+    own = {row.what for row in layer(llama(kv_heads=8), size, gpu=gpu).kept()}
+    assert "log-sum-exp" in own and "keys and values of every head" not in own
+
+
 def test_a_gpu_without_a_kernel_keeps_the_weights_of_attention() -> None:
-    """In fp32, where heads share keys: PyTorch multiplies keys and values that it has copied for every head."""
-    kept = {row.what: row.width for row in layer(llama(), 4).kept()}
+    """In fp64 PyTorch multiplies all pairs of tokens."""
+    kept = {row.what: row.width for row in layer(llama(), 8).kept()}
     assert kept["queries, and keys and values of every head"] == 3 * 256
     assert kept["attention's weights"] == 8 * 128
     assert not {"queries", "keys", "values", "product of linear_qkv", "log-sum-exp"} & set(kept)
-    assert "log-sum-exp" in {row.what for row in layer(llama(kv_heads=8), 4).kept()}, "one that has a kernel"
 
 
 def test_norms() -> None:
