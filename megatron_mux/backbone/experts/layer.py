@@ -89,7 +89,7 @@ class MoELayer(nn.Module):
         x = hidden.squeeze(1)
         routes, slots = self.route(x)
         sent = None
-        received = Received(x, routes.weights, routes.experts, slots)
+        received = Received(x, routes.weights, routes.experts, slots, routes.experts.numel())
         if self.exchange is not None:
             sent = self.exchange.send_to(routes)
             anchor = self.anchor if torch.is_grad_enabled() else self.anchor.detach()
@@ -121,10 +121,12 @@ class MoELayer(nn.Module):
         """The weighted sums of what this rank's experts make of rows: `[N, H]`."""
         if not len(received.x):
             return received.x
-        pairs = Pairs.of(received.experts, received.slots, self.places, len(self.held))
+        # Rows of other ranks may be of any task.
+        slots = layout.active().groups.slot_set if self.exchange is None else None
+        pairs = Pairs.of(received.experts, received.slots, self.places, len(self.held), received.pairs, slots)
         inner = self.activation(self.experts_fc1(pairs.spread(received.x), pairs))
         y = self.experts_fc2(inner, pairs)
-        weights = received.weights[pairs.rows, pairs.choices].unsqueeze(1)
+        weights = pairs.of_choices(received.weights).unsqueeze(1)
         return pairs.summed((y * weights).to(y.dtype))
 
     def _balance(self, rows: int, again: bool) -> Balance | None:

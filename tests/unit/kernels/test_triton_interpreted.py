@@ -13,7 +13,7 @@ INTERPRETED = Path(__file__).parent / "interpreted"
 
 
 # Two files for each process: what it imports takes seconds.
-@pytest.mark.parametrize("names", [("engine.py", "update.py"), ("low_rank.py", "rows.py")])
+@pytest.mark.parametrize("names", [("engine.py", "update.py"), ("low_rank.py", "rows.py"), ("experts.py",)])
 def test_in_interpreter(names: tuple[str, str]) -> None:
     run = subprocess.run(
         [
