@@ -36,10 +36,12 @@ class Given:
     Attributes:
         experts: `[N, K]` int64, as `Pairs.of` takes them.
         slots: `[N]` int64.
+        pairs: How many experts there are.
     """
 
     experts: Tensor
     slots: Tensor
+    pairs: int
 
     @property
     def rows(self) -> int:
@@ -75,13 +77,13 @@ class ExpertProbes:
         with layout.activate(batch):
             slots = self.layer.slots(len(routes.experts))
         if self._echo is None:
-            return Given(routes.experts, slots)
-        choice, _ = self._echo.begin(routes)
-        return Given(choice.experts, slots[choice.rows])
+            return Given(routes.experts, slots, routes.experts.numel())
+        sent = self._echo.send_to(routes)
+        return Given(sent.experts, slots[sent.rows], sent.pairs)
 
     def pairs(self, given: Given) -> Pairs:
         """Their order."""
-        return Pairs.of(given.experts, given.slots, self.layer.places, len(self.layer.held))
+        return Pairs.of(given.experts, given.slots, self.layer.places, len(self.layer.held), given.pairs)
 
     def operators(self, rows: int) -> list[Probe]:
         """The operators of a layer's second half, and all of it."""
@@ -194,7 +196,7 @@ class _Echo(Exchange):
         for rank in self.serving.tolist():
             places[rank] = places.get(rank, -1) + 1
             own.append(layer.held[places[rank] % len(layer.held)])
-        self._own = torch.tensor([*own, -1], device=self.serving.device)  # the last one: no expert
+        self._own = torch.tensor(own, device=self.serving.device)
 
     def begin(self, routes: Routes) -> tuple[Choice, Arriving]:
         """See `Exchange.begin`: experts of other ranks become those in the same places of this rank."""
@@ -203,8 +205,8 @@ class _Echo(Exchange):
 
     def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
         """See `Exchange.agreed`."""
-        outgoing = tuple(sizes.tolist())
-        return _Returned(choice, outgoing, outgoing, self.traffic)
+        outgoing, pairs = zip(*sizes.tolist(), strict=True)
+        return _Returned(choice, outgoing, outgoing, sum(pairs), self.traffic)
 
 
 class _Returned(Sent):

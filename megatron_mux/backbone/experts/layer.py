@@ -26,7 +26,7 @@ from megatron_mux.backbone.experts.router import Router, Routes, no_routes
 from megatron_mux.backbone.weight_unit import SelectExperts, before_backward
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.expert_shape import Placement
-from megatron_mux.runtime import Parallel, to_device
+from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 
 
@@ -93,7 +93,7 @@ class MoELayer(nn.Module):
         x = hidden.squeeze(1)
         routes, slots = self.route(x)
         sent = None
-        received = Received(x, routes.weights, routes.experts, slots)
+        received = Received(x, routes.weights, routes.experts, slots, routes.experts.numel())
         if self.exchange is not None:
             sent = self.exchange.send_to(routes)
             anchor = self.anchor if torch.is_grad_enabled() else self.anchor.detach()
@@ -125,21 +125,23 @@ class MoELayer(nn.Module):
         """The weighted sums of what this rank's experts make of rows: `[N, H]`."""
         if not len(received.x):
             return received.x
-        pairs = Pairs.of(received.experts, received.slots, self.places, len(self.held))
+        # Rows of other ranks may be of any task.
+        slots = layout.active().groups.slot_set if self.exchange is None else None
+        pairs = Pairs.of(received.experts, received.slots, self.places, len(self.held), received.pairs, slots)
         counts = self.select(pairs)
         inner = self.activation(self.experts_fc1(pairs.spread(received.x), pairs))
         y = self.experts_fc2(inner, pairs)
         if self.dequantise is not None and counts is not None:
             # For both products: the buffer is filled anew for each backward pass.
             y = before_backward(y, partial(self.dequantise, counts))
-        weights = received.weights[pairs.rows, pairs.choices].unsqueeze(1)
+        weights = pairs.of_choices(received.weights).unsqueeze(1)
         return pairs.summed((y * weights).to(y.dtype))
 
     def select(self, pairs: Pairs) -> Tensor | None:
         """Have the experts that have pairs dequantised; returns what `dequantise` was given, None if nothing was."""
         if self.dequantise is None:
             return None
-        counts = to_device(torch.tensor(pairs.counts), self.device)
+        counts = pairs.groups.sizes
         self.dequantise(counts)
         return counts
 
