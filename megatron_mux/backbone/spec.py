@@ -15,6 +15,7 @@ from torch import nn
 from megatron_mux import megatron_core
 from megatron_mux.backbone.attention import SegmentAttention
 from megatron_mux.backbone.experts.layer import MoELayer
+from megatron_mux.backbone.frozen_linear import use_whole_linear
 from megatron_mux.backbone.latent_attention import LatentAttention
 from megatron_mux.backbone.norms import NormThenAdd, make_norm
 from megatron_mux.base_ops import BASE_OPS
@@ -114,6 +115,8 @@ def build(
             add_experts(model, shape, parallel, layers, placement)
         if parallel.experts.is_manager:
             keep_experts(model)
+    if parallel.tp_size == 1:
+        use_whole_linear(model)
     return model.eval()
 
 

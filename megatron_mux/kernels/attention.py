@@ -215,12 +215,37 @@ def _varlen_kernel() -> Callable[..., Any] | None:
         return None
     # Before torch 2.11 it takes neither windows nor scales.
     known = inspect.signature(kernel).parameters
-    return kernel if {"window_size", "scale"} <= set(known) else None
+    return _flash if {"window_size", "scale"} <= set(known) else None
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first_query: Tensor,
+    first_key: Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`varlen_attn` without its two operators in Python, which take the host longer than anything else in a layer.
+
+    The operator below them has a backward of its own, and always lets query heads share keys.
+    """
+    left, right = window_size
+    out: Tensor = torch.ops.aten._flash_attention_forward.default(
+        query, key, value, first_query, first_key, longest_query, longest_key, 0.0, left < 0, False,
+        scale=scale, window_size_left=left, window_size_right=right,
+    )[0]  # fmt: skip
+    return out
 
 
 @lru_cache(maxsize=4)
 def _serves_groups(kernel: Callable[..., Any]) -> bool:
-    """Whether the kernel lets query heads share keys, from torch 2.12 on."""
+    """Whether the kernel lets query heads share keys."""
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
@@ -296,12 +321,16 @@ def _by_varlen(
     bounds: Bounds,
 ) -> Tensor:
     """All segments in one call; causal is aligned at the last position, so a prefix is only more keys."""
-    tasks = dict.fromkeys(segment.task for segment in segments)
-    used = {task: prefix[task] for task in tasks if task in prefix}
     rows = segments[-1].start + segments[-1].length
+    padding = query.shape[0] - rows
+    if padding:
+        query = query[:rows]
     if bounds.gather is None:
-        key, value = key[:rows], value[:rows]
+        if padding:
+            key, value = key[:rows], value[:rows]
     else:
+        tasks = dict.fromkeys(segment.task for segment in segments)
+        used = {task: prefix[task] for task in tasks if task in prefix}
         key = torch.cat([*(pair[0] for pair in used.values()), key]).index_select(0, bounds.gather)
         value = torch.cat([*(pair[1] for pair in used.values()), value]).index_select(0, bounds.gather)
     options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
@@ -311,7 +340,7 @@ def _by_varlen(
     elif group > 1:
         key, value = of_every_head(key, group), of_every_head(value, group)
     out: Tensor = kernel(
-        query[:rows],
+        query,
         key,
         value.contiguous(),
         bounds.queries,
@@ -320,5 +349,4 @@ def _by_varlen(
         bounds.longest_key,
         **options,
     )
-    padding = query.shape[0] - rows
     return torch.cat((out, out.new_zeros(padding, *out.shape[1:]))) if padding else out
