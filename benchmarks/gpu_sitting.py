@@ -239,7 +239,7 @@ class Running:
     def __init__(self, case: Case) -> None:
         self.case = case
         self._start = time.monotonic()
-        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
         words = (str(Path(__file__).resolve()), _WAITS, *case.words) if case.alone else case.words
         environment = {
             "HF_HUB_OFFLINE": "1",
@@ -279,8 +279,13 @@ class Running:
         status = 124 if self.process.poll() is None else self.process.returncode
         seconds = time.monotonic() - self._start
         self.stop()
-        self._output.seek(0)
-        return {"status": status, "seconds": seconds, "output": self._output.read()[-_TAIL:]}
+        return {"status": status, "seconds": seconds, "output": self.printed[-_TAIL:]}
+
+    @property
+    def printed(self) -> str:
+        """What it has printed so far."""
+        file = self._output.fileno()  # its offset is the process's, too
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
     def stop(self) -> None:
         """End it and its children, if they still run."""
