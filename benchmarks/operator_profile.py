@@ -29,7 +29,10 @@ _PRODUCTS = (
     r"aten::(addmm_?|mm|bmm|baddbmm_?|_?grouped_mm|mkldnn_linear|linear_backward)|grouped_product_\w+"
     r"|.*(gemm|nvjet|cutlass|cublas|splitKreduce).*"
 )
-_OPTIMIZER = r"aten::_(fused_(adam|sgd|adagrad)|foreach_).*|.*(multi_tensor_apply|FusedAdam).*|_update|_tile_squares|_row_sums"
+_OPTIMIZER = (
+    r"aten::_(fused_(adam|sgd|adagrad)|foreach_).*|.*(multi_tensor_apply|FusedAdam).*"
+    r"|_update|_tile_squares|_row_sums"
+)
 _COPIES = (
     r"aten::(copy_|cat|fill_|zero_|index.*|_index.*|embedding.*|gather|scatter.*)|permute_\w+|gather_\w+"
     r"|.*(copy_kernel|CatArray|memcpy|memset|Memcpy|Memset|FillFunctor|indexSelect|index_elementwise|indexFunc"
