@@ -1,15 +1,15 @@
 """What a step launches on a GPU, and where the host waits for it: counted on a fake GPU, without one.
 
     python benchmarks/launches.py [--kind lora|ia3|bottleneck|prefix]... [--tasks N]... [--targets qv|all-linear]...
-        [--dropout P] [--json]
+        [--dropout P] [--quantise nf4|int8|fp8] [--json]
 
 The model has Llama-3-8B's shape with two layers, in bf16; tasks of ranks 8 to 64 with two sequences each train in two
 micro-batches. They are LoRA tasks; or of other kinds, one after the other, with the modules that these target by
 default. Launches are those of a BaseOp with adapters: forward with the frozen product; backward with it for LoRA,
 without it for kinds that act on rows, which have a backward pass of their own. Then those of the end of a bucket's
-step, the copy of learning rates and other options included; and of everything else in a steady step. The first step
-after tasks came or went brings tables to the device besides. By default a table of 1, 8 and 64 tasks and, for LoRA,
-both targets.
+step, the copy of learning rates and other options included; of dequantising in a steady step; and of everything else
+in it. The first step after tasks came or went brings tables to the device besides. By default a table of 1, 8 and 64
+tasks and, for LoRA, both targets.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from script import table
 from megatron_mux.dry_run.launches import StepLaunches, count_launches
 from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.fusion.plan import plan_for
+from megatron_mux.kernels import dequantise
+from megatron_mux.quantised.scheme import METHODS, Method
 from megatron_mux.tasks import TaskSpec
 
 CONFIG: dict[str, Any] = {
@@ -50,7 +52,11 @@ def section(kind: str, rank: int, targets: str, dropout: float) -> dict[str, Any
 
 
 def counted(
-    tasks: int, targets: str, dropout: float, kinds: Sequence[str] = ("lora",)
+    tasks: int,
+    targets: str,
+    dropout: float,
+    kinds: Sequence[str] = ("lora",),
+    quantise: Method | None = None,
 ) -> tuple[StepLaunches, StepLaunches]:
     """The launches of the first step after all tasks have joined, and of a steady step."""
     specs = []
@@ -61,14 +67,17 @@ def counted(
         specs.append(TaskSpec.model_validate(spec))
     records = [TaskRecords(spec.plain(), [16 + i] * 6, [8] * 6) for i, spec in enumerate(specs)]
     plan = plan_for("spatial", {spec.name: 2 for spec in specs}, 1)
-    first, steady = count_launches(RunSpec(CONFIG, records, plan, steps=2))
+    first, steady = count_launches(RunSpec(CONFIG, records, plan, steps=2, quantise=quantise))
     return first, steady
 
 
-def figures(tasks: int, targets: str, dropout: float, kinds: Sequence[str]) -> dict[str, Any]:
+def figures(
+    tasks: int, targets: str, dropout: float, kinds: Sequence[str], quantise: Method | None = None
+) -> dict[str, Any]:
     """The figures of one case."""
-    first, found = counted(tasks, targets, dropout, kinds)
-    plain = counted(tasks, targets, 0.0, kinds)[1] if dropout else found
+    first, found = counted(tasks, targets, dropout, kinds, quantise)
+    plain = counted(tasks, targets, 0.0, kinds, quantise)[1] if dropout else found
+    dequantising = sum(found.others[name] for name in dequantise.LAUNCHES)
     return {
         "tasks": tasks,
         "kinds": ", ".join(kinds),
@@ -77,7 +86,8 @@ def figures(tasks: int, targets: str, dropout: float, kinds: Sequence[str]) -> d
         "forward_per_base_op": found.forward,
         "backward_per_base_op": found.backward,
         "update_per_bucket": found.norm + found.update + found.options,
-        "other_launches": found.others.total() + found.tables,
+        "dequantising": dequantising,
+        "other_launches": found.others.total() - dequantising + found.tables,
         "waits": dict(found.waits),
         "copies_of_tables_after_a_join": first.tables,
         "waits_after_a_join": dict(first.waits),
@@ -94,12 +104,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", type=int, action="append", help="number of tasks; may be repeated")
     parser.add_argument("--targets", choices=TARGETS, action="append", help="may be repeated")
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--quantise", choices=METHODS, help="hold the weights of linear modules so")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     kinds = args.kind or ["lora"]
     targets = args.targets or TARGETS if "lora" in kinds else ("default",)
     cases = [(t, n) for t in targets for n in args.tasks or (1, 8, 64)]
-    found = [figures(tasks, targets, args.dropout, kinds) for targets, tasks in cases]
+    found = [figures(tasks, targets, args.dropout, kinds, args.quantise) for targets, tasks in cases]
     if args.json:
         print(json.dumps(found))
         return 0
