@@ -18,6 +18,8 @@ from megatron_mux.kernels.groups import RowGroups
 
 SLOTS = 1 << 20
 """More than slots of tasks: a row's key is the place of its expert times this, plus its slot."""
+NO_SLOT = SLOTS - 1
+"""Of rows that belong to no task: padding, and those that a reference computes."""
 
 
 class Tiles(NamedTuple):
@@ -102,7 +104,8 @@ class ExpertGroups:
         """For each expert and task with rows: place, slot, first row and one past the last. The host reads them."""
         if not len(self.keys):
             return ()
-        most = int((self.keys % SLOTS).max()) + 1
+        slots = self.keys % SLOTS
+        most = int(slots.masked_fill(slots == NO_SLOT, -1).max()) + 1
         bounds = bounds_of(self.held, most, self.keys.device)
         at = torch.searchsorted(self.keys, bounds).tolist()
         return tuple(
