@@ -360,8 +360,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60, help="begin nothing later than this")
     parser.add_argument("--output", type=Path, help="write the JSON here, too")
     args = parser.parse_args(argv)
-    began, found = time.monotonic(), []
     parallel = runtime.initialize(device=args.device)
+    began, found = time.monotonic(), []
     try:
         for name, run in cases(parallel):
             if time.monotonic() - began > args.seconds:
