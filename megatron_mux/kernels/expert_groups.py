@@ -18,6 +18,8 @@ from megatron_mux.kernels.groups import RowGroups
 
 SLOTS = 1 << 20
 """More than slots of tasks: a row's key is the place of its expert times this, plus its slot."""
+NO_SLOT = SLOTS - 1
+"""Of rows that belong to no task: padding, and those that a reference computes."""
 
 
 class Tiles(NamedTuple):
@@ -86,13 +88,12 @@ class ExpertGroups:
         """Tiles of the rows of each expert and task: group `place * S + slot`.
 
         Args:
-            bounds: `[E, S + 1]` int32, the smallest key of each expert and slot, up to S.
+            bounds: `[2, G]` int32, the smallest key of each group, and one past the largest.
             size: Rows of a tile.
         """
         of = bounds.shape[1], size
         if of not in self._tiles:
-            at = torch.searchsorted(self.keys, bounds, out_int32=True)
-            start, stop = at[:, :-1].flatten(), at[:, 1:].flatten()
+            start, stop = torch.searchsorted(self.keys, bounds, out_int32=True)
             self._tiles[of] = Tiles.of(start, stop, len(self.keys), size)
         return self._tiles[of]
 
@@ -107,14 +108,14 @@ class ExpertGroups:
         """For each expert and task with rows: place, slot, first row and one past the last. The host reads them."""
         if not len(self.keys):
             return ()
-        most = int((self.keys % SLOTS).max()) + 1
+        slots = self.keys % SLOTS
+        most = int(slots.masked_fill(slots == NO_SLOT, -1).max()) + 1
         bounds = bounds_of(self.held, most, self.keys.device)
-        at = torch.searchsorted(self.keys, bounds).tolist()
+        starts, stops = torch.searchsorted(self.keys, bounds).tolist()
         return tuple(
-            (place, slot, row[slot], row[slot + 1])
-            for place, row in enumerate(at)
-            for slot in range(most)
-            if row[slot] < row[slot + 1]
+            (group // most, group % most, start, stop)
+            for group, (start, stop) in enumerate(zip(starts, stops, strict=True))
+            if start < stop
         )
 
     @cached_property
@@ -134,6 +135,7 @@ class ExpertGroups:
 
 
 def bounds_of(held: int, slots: int, device: torch.device) -> Tensor:
-    """`[E, S + 1]` int32: the smallest key of each expert and slot, up to S."""
+    """`[2, G]` int32: the smallest key of each expert and slot, and one past the largest; group `place * S + slot`."""
     places = torch.arange(0, held * SLOTS, SLOTS, dtype=torch.int32, device=device)
-    return places.unsqueeze(1) + torch.arange(slots + 1, dtype=torch.int32, device=device)
+    first = (places.unsqueeze(1) + torch.arange(slots, dtype=torch.int32, device=device)).flatten()
+    return torch.stack((first, first + 1))

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_mux import layout
@@ -26,6 +27,7 @@ from megatron_mux.backbone.experts.router import Router, Routes, no_routes
 from megatron_mux.backbone.weight_unit import SelectExperts, before_backward
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.expert_shape import Placement
+from megatron_mux.kernels.expert_groups import NO_SLOT
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 
@@ -159,15 +161,14 @@ class MoELayer(nn.Module):
         return self.tp_rank * rows if self.sequence_parallel else 0
 
     def slots(self, rows: int) -> Tensor:
-        """`[rows]` int64: the slot of the task that each of this rank's rows belongs to."""
+        """`[rows]` int64: the slot of the task that each of this rank's rows belongs to; `NO_SLOT` for no task."""
         first = self._first(rows)
-        table = layout.active().groups.table.long()  # slot, first row, one past the last, steps
-        if not len(table):
-            return torch.zeros(rows, dtype=torch.int64, device=table.device)
-        row = torch.arange(first, first + rows, device=table.device)
-        # Padding rows at the end are no task's.
-        slots = torch.cat((table[:, 0], table[:, 0].max().unsqueeze(0) + 1))
-        return slots[torch.searchsorted(table[:, 2].contiguous(), row, right=True)]
+        table = layout.active().groups.table  # slot, first row, one past the last, steps
+        row = torch.arange(first, first + rows, dtype=torch.int32, device=table.device)
+        # Behind all groups there is one that no row reaches.
+        groups = F.pad(table, (0, 0, 0, 1), value=NO_SLOT)
+        own = groups[torch.searchsorted(table[:, 2].contiguous(), row, right=True)]
+        return torch.where(row >= own[:, 1], own[:, 0], NO_SLOT).long()
 
 
 def _exchange(ranks: ExpertRanks, layer: int) -> Exchange | None:

@@ -58,15 +58,16 @@ class Pairs:
             known_slots: The slots that the rows may have, if the host knows them.
         """
         here = places[experts]
-        of_row = (here >= 0).sum(dim=1)
+        computed = here >= 0
+        of_row = computed.sum(dim=1)
         # Choices that are not computed here come last.
-        keys = torch.where(here >= 0, here * SLOTS + slots.unsqueeze(1), held * SLOTS).int().flatten()
+        keys = torch.where(computed, here * SLOTS + slots.unsqueeze(1), held * SLOTS).int().flatten()
         keys, order = keys.sort(stable=True)
-        keys, order = keys[:count], order[:count]
         if count == experts.numel():
             found = torch.empty_like(order)
             found[order] = torch.arange(count, device=order.device)
         else:
+            keys, order = keys[:count].clone(), order[:count].clone()  # the rest is freed
             found = order.argsort()
         starts = of_row.cumsum(0) - of_row
         rows = order.div(experts.shape[1], rounding_mode="floor")

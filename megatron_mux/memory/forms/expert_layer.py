@@ -51,8 +51,14 @@ def order(layer: EngineLayer) -> Iterator[Row]:
     load, moe = layer.load, layer.architecture.moe
     assert moe is not None and load is not None
     if layer.exchanges:
-        yield Row("rows sent and their experts", "rows", load.sent * (2 + moe.routing.top_k), _INDEX)
+        yield Row(
+            "rows sent, their experts, and where sums return",
+            "rows",
+            load.sent * (2 + moe.routing.top_k) + 1,
+            _INDEX,
+        )
     yield Row("order of pairs", "rows", 3 * load.pairs + load.received, _INDEX)
+    yield Row("experts and tasks of pairs", "rows", load.pairs, 4)
 
 
 def forward(layer: EngineLayer, recomputes: bool) -> list[Row]:

@@ -17,7 +17,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_mux.kernels import bucket_update, triton_cross_entropy, triton_low_rank, triton_update
+from megatron_mux.kernels import (
+    bucket_update,
+    triton_cross_entropy,
+    triton_experts,
+    triton_experts_device,
+    triton_low_rank,
+    triton_update,
+)
 from megatron_mux.kernels.triton_low_rank_device import input_gradient_kernel, reduce_kernel, up_kernel
 from megatron_mux.kernels.triton_rows_device import (
     activation_kernel,
@@ -58,12 +65,13 @@ def compiled(kernel: Any, arch: int, blocks: dict[str, int], path: Path, **const
         **blocks,
         **constants,
     }
-    halves = ("logits", "values", "latent", "d_latent", "output", "gradient", "hidden")
+    halves = ("logits", "values", "latent", "d_latent", "output", "gradient", "hidden", "x", "y", "weight")
     types = dict.fromkeys(halves, "bf16")
     types |= {"entries": "i64"} | dict.fromkeys(
         ("first_entry", "tiles", "table", "sequence_ids", "token_index", "of_pieces"), "i32"
     )
     types |= dict.fromkeys(("top", "total", "target", "sums", "smoothing"), "fp32") | {"columns": "i64"}
+    types |= dict.fromkeys(("at", "group_of", "start", "stop", "last"), "i32")
     types |= {"skip": "u8"} | dict.fromkeys(("settings", "norms", "squares"), "fp64")
     signature, attributes = {}, {}
     for place, parameter in enumerate(kernel.params):
@@ -145,6 +153,35 @@ def test_resources(case: str, arch: int, tmp_path: Path) -> None:
     assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", found.ptx)
     assert re.search(r"st\.global[.\w]*\.v4", found.ptx) and not re.search(
         r"[sl][td]\.global\.b16", found.ptx
+    )
+
+
+EXPERTS = {
+    # The matrices' rows lie next to each other in the forward pass, their columns in the backward pass.
+    "product": (triton_experts_device.product_kernel, triton_experts.PRODUCT, {"in_stride": 1}),
+    "its gradient": (triton_experts_device.product_kernel, triton_experts.PRODUCT, {"out_stride": 1}),
+    "down": (triton_experts_device.reduce_kernel, triton_experts.REDUCE, {"UP": False}),
+    "latent gradient": (triton_experts_device.reduce_kernel, triton_experts.REDUCE, {"UP": True}),
+    "up": (triton_experts_device.expand_kernel, triton_experts.EXPAND, {"UP": True}),
+    "input gradient": (triton_experts_device.expand_kernel, triton_experts.EXPAND, {"UP": False}),
+    "gradient of A": (triton_experts_device.outer_kernel, triton_experts.OUTER, {"UP": False}),
+    "gradient of B": (triton_experts_device.outer_kernel, triton_experts.OUTER, {"UP": True}),
+}
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("case", EXPERTS)
+def test_resources_of_experts(case: str, arch: int, tmp_path: Path) -> None:
+    kernel, blocks, constants = EXPERTS[case]
+    found = compiled(kernel, arch, blocks, tmp_path, **constants)
+    print(case, arch, found[:3])
+    assert found.stack == 0, "registers spill"
+    assert found.registers * 32 * blocks["num_warps"] <= REGISTERS
+    assert found.shared <= SHARED_MEMORY[arch]
+    assert "mma.sync" in found.ptx or "wgmma.mma_async" in found.ptx, "no tensor cores"
+    # Rows are read 16 bytes at a time; of B, columns of an expert are far apart.
+    assert re.search(
+        r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10|ld\.global[.\w]*\.v4", found.ptx
     )
 
 
