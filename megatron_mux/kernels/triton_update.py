@@ -32,7 +32,9 @@ def squared_norms(table: UpdateTable) -> Tensor:
     norms = torch.empty(table.rows, dtype=torch.float64, device=table.entries.device)
     if table.tiles:
         arguments = squares, table.entries, table.of_pieces, len(table.pieces)
-        launch(_tile_squares, (table.tiles,), arguments, {"ALIGNED": table.aligned, "TILE": TILE, "num_warps": 4})
+        launch(
+            _tile_squares, (table.tiles,), arguments, {"ALIGNED": table.aligned, "TILE": TILE, "num_warps": 4}
+        )
     launch(_row_sums, (table.rows,), (norms, squares, table.of_rows), {"WIDTH": 128, "num_warps": 1})
     return norms
 
@@ -49,7 +51,12 @@ def update_(table: UpdateTable, settings: Tensor, norms: Tensor, skip: Tensor) -
     """
     if table.tiles:
         copy_type = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-        constants = {"COPY": copy_type[table.copy_type], "ALIGNED": table.aligned, "TILE": TILE, "num_warps": 4}
+        constants = {
+            "COPY": copy_type[table.copy_type],
+            "ALIGNED": table.aligned,
+            "TILE": TILE,
+            "num_warps": 4,
+        }
         arguments = (
             table.entries, table.of_pieces, len(table.pieces), settings, norms, skip.view(torch.uint8),
         )  # fmt: skip
