@@ -128,6 +128,8 @@ class Meter:
             tokens = self.run(count)[1]
 
         kernels = operator_profile.record_kernels(run)
+        if not kernels:  # the profiler does not work here
+            return {"steps": count}
         busy = operator_profile.busy_seconds(kernels)
         return {
             "steps": count,
@@ -172,7 +174,13 @@ def peft_tasks(work: Work, model: nn.Module, rival: str) -> list[peft_side.PeftT
     model.set_attn_implementation(  # type: ignore[operator]
         peft_side.attention_of(rival, next(model.parameters()).dtype, device)
     )
-    more = {"rival": rival, "head": row.heads[0], "dropout": row.dropout, "parameters": row.parameters}
+    more = {
+        "rival": "padded" if rival == "padded" else "packed",
+        "head": row.heads[0],
+        "dropout": row.dropout,
+        "parameters": row.parameters,
+        "liger_experts": rival == "liger-experts",
+    }
     return [
         peft_side.PeftTask(
             peft_side.share_weights(model),
@@ -206,7 +214,7 @@ def measure_peft(work: Work, model: nn.Module, rival: str, initial: Adapters) ->
     Args:
         work: The row's.
         model: The backbone.
-        rival: `packed` or `padded`.
+        rival: `packed`, `liger-experts` or `padded`.
         initial: Is filled with the tasks' initial adapters, in the order of tasks.
     """
     device = next(model.parameters()).device

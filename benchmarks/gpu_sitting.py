@@ -83,7 +83,7 @@ class Case:
 
 def checks(directory: Path, data: Path, tiny: bool = False) -> list[Case]:
     """Tests that need a GPU, file by file, and what users train against a CPU: nothing is timed."""
-    words = ("-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-n", "0", "-m", "gpu")
+    words = ("-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-m", "gpu")
     found = [Case(name, (*words, f"tests/gpu/{name}.py"), 150) for name in CHECKS]
     few = ("--devices", "cpu", "--only", "tf32", "--jobs", "1") if tiny else ("--jobs", "12")
     given = ("--data", str(data), "--output", str(directory / "cases.json"), "--seconds", "140", *few)
