@@ -31,7 +31,8 @@ class Row:
         seconds: It begins only if as much time is left.
         targets, parameters: Modules, and parameters of experts, that get a LoRA adapter.
         dropout: LoRA dropout.
-        rivals: `packed`, `padded`, `zero-padded`; none: only our sides.
+        rivals: `packed`, `liger-experts` (packed, experts by Liger's kernel), `padded`, `zero-padded`; none: only our
+            sides.
         heads: Of PEFT's loss.
         ceiling: Whether the frozen backbone alone is measured, too.
         chunk: Tokens of a chunk, on our side.
@@ -73,6 +74,8 @@ def long() -> tuple[TaskShape, ...]:
     return tuple(TaskShape(f"long-{rank}", 1, 8192, rank=rank, min_length=4096) for rank in RANKS)
 
 
+_BOTH = ("packed", "liger-experts")
+
 ROWS: tuple[Row, ...] = (
     Row("q v, 8 sequences", LLAMA, 8, mix(8), 35, ceiling=True, processes=True),
     Row("q v, 32 sequences", LLAMA, 8, mix(32), 35, ceiling=True, processes=True),
@@ -81,14 +84,14 @@ ROWS: tuple[Row, ...] = (
     Row("q v, 128 sequences", LLAMA, 8, mix(128), 50, heads=("labelled", "fused")),
     Row("q v, 1 x 64 sequences", LLAMA, 8, alike(1, 64), 15, heads=("labelled",)),
     Row("q v, 8 x 8 sequences", LLAMA, 8, alike(8, 8), 25, heads=("labelled",)),
-    Row("q v, 64 x 1 sequences", LLAMA, 8, alike(64, 1), 60, heads=("labelled",)),
+    Row("q v, 64 x 1 sequences", LLAMA, 8, alike(64, 1), 20, rivals=()),
     Row("q v, 4k to 8k tokens", LLAMA, 8, long(), 30, heads=("labelled", "fused")),
     Row("q v, 4k to 8k tokens in chunks", LLAMA, 8, long(), 20, rivals=(), chunk=2048),
     Row("32 tasks' memory", LLAMA, 8, mix(8), 30, memory=32),
     Row("q v, 8 sequences, padded", LLAMA, 8, mix(8), 40, rivals=("padded", "zero-padded"), heads=("labelled",)),
     Row("q v, 8 sequences, 32 layers", LLAMA, 32, mix(8), 70, heads=("labelled", "fused")),
-    Row("experts, 8 sequences", QWEN, 4, mix(8, 4), 50, ATTENTION, EXPERTS, heads=("labelled",)),
-    Row("experts, 32 sequences", QWEN, 4, mix(32, 4), 50, ATTENTION, EXPERTS, heads=("labelled",)),
+    Row("experts, 8 sequences", QWEN, 4, mix(8, 4), 50, ATTENTION, EXPERTS, rivals=_BOTH, heads=("labelled",)),
+    Row("experts, 32 sequences", QWEN, 4, mix(32, 4), 50, ATTENTION, EXPERTS, rivals=_BOTH, heads=("labelled",)),
     Row("NF4, 8 sequences", LLAMA, 8, mix(8, 4), 50, quantise="nf4", heads=("labelled", "fused")),
 )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import statistics
 import time
@@ -28,6 +29,9 @@ WARM_UP, TURNS, SIZE, PROFILED = 3, 5, 2, 2
 STEPS = WARM_UP + TURNS * SIZE + PROFILED
 _SLOW = 1.0
 """Seconds of a step from which on turns are fewer, of one step."""
+
+LONGEST = 150.0
+"""Seconds after which a side ends the process: what is kept stays, and a further call goes on with the next row."""
 
 Step = Callable[[int], list[float]]
 """Runs the step of a given number on all tasks and returns their losses."""
@@ -128,6 +132,8 @@ class Meter:
             tokens = self.run(count)[1]
 
         kernels = operator_profile.record_kernels(run)
+        if not kernels:  # the profiler does not work here
+            return {"steps": count}
         busy = operator_profile.busy_seconds(kernels)
         return {
             "steps": count,
@@ -157,10 +163,13 @@ def attempt(measure: Callable[[], dict[str, Any]], device: torch.device) -> dict
     """Measure a side on an emptied allocator; if it fails, the result says why, and the next side goes on."""
     empty_allocator(device)
     start = time.monotonic()
+    faulthandler.dump_traceback_later(LONGEST, exit=True)  # one that hangs must not take the sitting with it
     try:
         found = measure()
     except Exception:  # whatever fails on one side must not cost the sitting the others
         found = {"failed": traceback.format_exc()[-3000:]}
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     if device.type == "cuda":
         found["peak_bytes"] = torch.cuda.max_memory_allocated(device)
     return {**found, "took": time.monotonic() - start}
@@ -172,7 +181,13 @@ def peft_tasks(work: Work, model: nn.Module, rival: str) -> list[peft_side.PeftT
     model.set_attn_implementation(  # type: ignore[operator]
         peft_side.attention_of(rival, next(model.parameters()).dtype, device)
     )
-    more = {"rival": rival, "head": row.heads[0], "dropout": row.dropout, "parameters": row.parameters}
+    more = {
+        "rival": "padded" if rival == "padded" else "packed",
+        "head": row.heads[0],
+        "dropout": row.dropout,
+        "parameters": row.parameters,
+        "liger_experts": rival == "liger-experts",
+    }
     return [
         peft_side.PeftTask(
             peft_side.share_weights(model),
@@ -206,7 +221,7 @@ def measure_peft(work: Work, model: nn.Module, rival: str, initial: Adapters) ->
     Args:
         work: The row's.
         model: The backbone.
-        rival: `packed` or `padded`.
+        rival: `packed`, `liger-experts` or `padded`.
         initial: Is filled with the tasks' initial adapters, in the order of tasks.
     """
     device = next(model.parameters()).device

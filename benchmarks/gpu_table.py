@@ -137,6 +137,7 @@ class _Table:
     def measure(self, row: Any) -> None:
         """Measure the sides of a row."""
         import gpu_sides
+        import peft_side
         import torch
         from gpu_rows import operations
 
@@ -163,7 +164,7 @@ class _Table:
             side("memory", partial(gpu_sides.measure_memory, work, model, self._parallel))
             return
         for rival in row.rivals:
-            if rival != "zero-padded":
+            if rival != "zero-padded" and (rival != "liger-experts" or peft_side.uses_liger(device)):
                 side(rival, partial(gpu_sides.measure_peft, work, self._rival(row, model), rival, initial))
         if row.quantise and device.type == "cuda":
             torch.cuda.empty_cache()

@@ -7,9 +7,10 @@ from typing import Any
 
 from script import table
 
-RIVALS = ("packed", "padded", "processes", "zero-padded")
+RIVALS = ("packed", "liger-experts", "padded", "processes", "zero-padded")
 NAMES = {
     "packed": "PEFT, packed",
+    "liger-experts": "PEFT, packed, Liger's experts",
     "padded": "PEFT, padded",
     "processes": "PEFT, a process a task at once",
     "zero-padded": "megatron-mux, zero-padded",

@@ -68,7 +68,7 @@ def heads_of(device: torch.device) -> tuple[str, ...]:
 
 def attention_of(rival: str, dtype: torch.dtype, device: torch.device) -> str:
     """The attention implementation: for packed sequences on a GPU flash-attn where installed, else torch's own."""
-    if rival != "packed" or device.type != "cuda" or dtype == torch.float32:
+    if rival == "padded" or device.type != "cuda" or dtype == torch.float32:
         return "sdpa"
     if importlib.util.find_spec("flash_attn") is not None:
         return "flash_attention_2"
@@ -180,6 +180,7 @@ class PeftTask:
         head: Of `HEADS`; None: `fused` with Liger, else `whole`.
         dropout: LoRA dropout.
         parameters: Names of fused experts' parameters that get an adapter, too.
+        liger_experts: Whether Liger's kernel computes experts, rather than grouped products of `transformers`.
     """
 
     def __init__(
@@ -194,6 +195,7 @@ class PeftTask:
         head: str | None = None,
         dropout: float = 0.0,
         parameters: Sequence[str] = (),
+        liger_experts: bool = False,
     ) -> None:
         self.collate: Callable[[Sequence[Pair]], dict[str, Any]] = {"padded": pad, "packed": flatten}[rival]
         self.dtype, self.device = next(
@@ -203,7 +205,10 @@ class PeftTask:
         self.head = head or ("fused" if liger else "whole")
         if liger:
             # The head is ours, the other kernels are Liger's.
-            apply_liger_kernel(model, {"fused_linear_cross_entropy": False, "cross_entropy": False})
+            gated = liger_experts or not parameters
+            apply_liger_kernel(
+                model, {"fused_linear_cross_entropy": False, "cross_entropy": False, "swiglu": gated}
+            )
         config = LoraConfig(
             task_type="CAUSAL_LM",
             r=rank,
