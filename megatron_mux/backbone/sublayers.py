@@ -65,8 +65,7 @@ class Attention(nn.Module):
         """
         weights = (self.q_layernorm.weight, self.k_layernorm.weight) if self._normed else (None, None)
         heads = Heads(self.size, self.queries, weights=weights, eps=self.eps)
-        mixed = self._gathered(self.linear_qkv(hidden)[0])
-        query, key, value = turn(mixed, attention_bias, heads)
+        query, key, value = turn(self._gathered(self.linear_qkv(hidden)[0]), attention_bias, heads)
         if self.sharing > 1:
             query = query.chunk(self.sharing, dim=1)[self.share]
         attended = self.core_attention(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1))

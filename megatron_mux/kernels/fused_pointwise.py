@@ -108,7 +108,9 @@ class _Activate(torch.autograd.Function):
         width = x.shape[-1] // 2 if gate else x.shape[-1]
         out = x.new_empty(*x.shape[:-1], width)
         kernels.activate(_rows(out), _rows(x), bias, name, gate)
-        ctx.save_for_backward(x, bias)
+        # ReLU goes backward by its output, which the next product may have to keep anyway.
+        by_output = name == "relu" and not gate
+        ctx.save_for_backward(*((out, None) if by_output else (x, bias)))
         ctx.of = name, gate, kernels
         return out
 

@@ -210,9 +210,8 @@ def _norm_backward(gradient, value, weight, at, mask, width, epsilon, CENTRED: t
     value, scale = _centred(value, mask, width, epsilon, CENTRED)
     back = gradient * tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
     along = tl.sum(back * value) / width * scale * scale
-    if CENTRED:
-        back -= tl.sum(back) / width
-    return scale * (back - value * along)
+    mean = tl.sum(back) / width if CENTRED else 0.0
+    return scale * (back - (value * along + mean))
 
 
 @triton.jit

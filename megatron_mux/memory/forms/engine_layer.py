@@ -65,6 +65,16 @@ class EngineLayer:
         return self.device == "cuda" and self.size < 8
 
     @property
+    def fused(self) -> bool:
+        """Whether kernels of our own compute the element-wise work between products: see `pointwise_choice`."""
+        return self.device == "cuda" and self.size < 8
+
+    @property
+    def turned(self) -> bool:
+        """Whether one of them makes queries, keys and values out of the product of linear_qkv."""
+        return self.fused and self.architecture.rotary and self.architecture.latent is None
+
+    @property
     def input(self) -> float:
         """Bytes of a row of its input, which full recomputation keeps."""
         return self.bytes([Row("input", "rows", self.architecture.hidden)])
@@ -152,10 +162,10 @@ class EngineLayer:
 
     @property
     def statistics(self) -> int:
-        """Numbers that a norm keeps of a row: a CPU's RMS norm recomputes them."""
-        if not self.architecture.rms_norm:
-            return 2
-        return int(self.device == "cuda")
+        """Numbers that a norm keeps of a row: our own recompute them."""
+        if self.fused:
+            return 0
+        return int(self.device == "cuda") if self.architecture.rms_norm else 2
 
     def copied_keys(self) -> list[Row]:
         """Keys that are put behind a prefix or earlier chunks, besides what `kept` has of keys and values anyway."""
@@ -169,7 +179,8 @@ class EngineLayer:
         The product of linear_qkv holds all three. It is kept whole where one of them is a view of it that something
         needs: queries and keys that nothing has rotated or normalised, or the inputs of their norms; values, unless one
         kernel takes all sequences, for which they are copied. Queries of heads that share keys are copied out of it at
-        once. Where the kernel knows no shared keys, it is given keys and values of every head.
+        once; and all three where a kernel rotates them. Where the kernel knows no shared keys, it is given keys and
+        values of every head.
         """
         a = self.architecture
         if a.latent is not None:
@@ -183,7 +194,7 @@ class EngineLayer:
         if self.prefixed and not selective:
             yield from self._behind_a_prefix(begins)
             return
-        values_copied = (self.one_kernel or short or products or repeated) and not selective
+        values_copied = self.turned or (self.one_kernel or short or products or repeated) and not selective
         if short:
             yield from self.short_attention()
         elif products:
@@ -202,7 +213,7 @@ class EngineLayer:
         if normed or not ((changed or short or repeated) and values_copied):
             yield Row("product of linear_qkv", "columns", a.queries + 2 * a.keys)
         if normed:
-            if grouped:
+            if grouped and not self.turned:
                 yield Row("queries before their norm", "columns", a.queries)
             statistics = self.statistics * (a.heads + a.kv_heads)
             yield Row("statistics of the norms of queries and keys", "columns", statistics, 4)
@@ -268,23 +279,24 @@ class EngineLayer:
         """Inside an MLP: most gated ones are one fused function; else autograd keeps the activated half, too."""
         a = self.architecture
         yield Row("input of the activation, or its output", "columns", ffn * (2 if a.gated else 1))
-        if a.gated and not self._is_fused:
+        if self.halves_apart:
             yield Row("activated half", "columns", ffn)
-        if a.activation == "quick_gelu":
+        if a.activation == "quick_gelu" and not self.fused:
             yield Row("sigmoid", "columns", ffn)
 
     @property
-    def _is_fused(self) -> bool:
-        """Whether one function computes both halves of a gated MLP."""
-        return self.architecture.gated and gated(self.architecture.activation) is not None
+    def halves_apart(self) -> bool:
+        """Whether a gated MLP's halves are computed one after the other, not by one function."""
+        a = self.architecture
+        return a.gated and not self.fused and gated(a.activation) is None
 
     def mlp_backward(self) -> list[Row]:
         """Temporary tensors of the activation's backward pass: gradients of its output, of its input, and in between.
 
-        The fused function of a gated MLP recomputes the activated half.
+        torch's function of both halves of a gated MLP recomputes the activated one.
         """
         a = self.architecture
-        again = a.ffn if self._is_fused else 0
+        again = a.ffn if a.gated and not (self.halves_apart or self.fused) else 0
         return [
             Row("gradient of hidden states", "rows", a.hidden),
             Row("inside the MLP", "columns", a.inner + a.ffn + again),
