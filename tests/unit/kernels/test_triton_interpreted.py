@@ -12,9 +12,9 @@ import pytest
 INTERPRETED = Path(__file__).parent / "interpreted"
 
 
-# Two files for each process: what it imports takes seconds.
-@pytest.mark.parametrize("names", [("engine.py", "update.py"), ("low_rank.py", "rows.py")])
-def test_in_interpreter(names: tuple[str, str]) -> None:
+# Several files for each process: what it imports takes seconds.
+@pytest.mark.parametrize("names", [("engine.py", "update.py", "stores.py"), ("low_rank.py", "rows.py")])
+def test_in_interpreter(names: tuple[str, ...]) -> None:
     run = subprocess.run(
         [
             sys.executable,
