@@ -296,7 +296,9 @@ class Report:
             used = {k["operation"]: k["seconds"] for k in own if not k["blocks"] and "seconds" in k}
             products = frozen["forward"] + frozen["backward"]
             share = sum(used.values()) / products
-            lines.append(f"{frozen['op']} {frozen['rows']} rows, dropout {frozen['dropout']}: {share:.3f} of products")
+            lines.append(
+                f"{frozen['op']} {frozen['rows']} rows, dropout {frozen['dropout']}: {share:.3f} of products"
+            )
             for operation, seconds in used.items():
                 tried = [k for k in own if k["operation"] == operation and "seconds" in k]
                 best = min(tried, key=lambda k: k["seconds"])
@@ -308,7 +310,9 @@ class Report:
         return "\n".join(lines)
 
 
-def measure(report: Report, clock: Clock, found: Sequence[Candidate], ready: Mapping[int, Future[None]]) -> None:
+def measure(
+    report: Report, clock: Clock, found: Sequence[Candidate], ready: Mapping[int, Future[None]]
+) -> None:
     """Time candidates, those that have been compiled."""
     for i, one in enumerate(found):
         fields = {**one.case._asdict(), "operation": one.operation, "blocks": dict(one.change)}

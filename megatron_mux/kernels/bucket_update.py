@@ -28,7 +28,7 @@ ENTRY = (
     "rate",
     "aligned",
 )
-"""Fields of a row of `UpdateTable.entries`: addresses (0: no such tensor), sizes, the bits of an fp64 number, and flags.
+"""Fields of a row of `UpdateTable.entries`: addresses (0: no such tensor), sizes, bits of fp64 numbers, and flags.
 
 `aligned`: whether the piece can be accessed 16 bytes at a time. That is a matter of each piece, so that a task's bits
 do not depend on those of others.

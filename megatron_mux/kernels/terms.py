@@ -269,7 +269,9 @@ def _by_columns(terms: Sequence[Term]) -> list[list[Term]]:
     if any(ranges and len(own) > 1 and not own[0].rank for ranges, own in found.items()):
         raise ValueError(f"factors of slot {terms[0].slot} share output columns")
     if any(overlap(a, b) for a, b in combinations(found, 2)):
-        raise ValueError(f"terms of slot {terms[0].slot} overlap in some of their output columns, but not in all")
+        raise ValueError(
+            f"terms of slot {terms[0].slot} overlap in some of their output columns, but not in all"
+        )
     return list(found.values())
 
 

@@ -334,7 +334,7 @@ def up_kernel(
     mask = features < count
     rows, row_mask = _rows_of(tile, ROWS)
     total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-    for i in range(0, sharing):
+    for i in range(sharing):
         term = entry + i * _FIELDS
         own = _expand_tile(
             term, latent, latent_stride, rows, row_mask, features, count,

@@ -82,7 +82,9 @@ def _down_factors_gradient(
         own = _latent_of(entry, latent, latent_stride, rows, rows < stop, ranks, rank, None, ALIGNED)
         gradient = _latent_of(entry, d_latent, latent_stride, rows, rows < stop, ranks, rank, None, ALIGNED)
         total += own.to(tl.float32) * gradient.to(tl.float32)
-    _add_to(_pointer(entry, _DOWN_FACTORS_GRADIENT, tl.float32, False) + ranks, ranks < rank, _sum_rows(total))
+    _add_to(
+        _pointer(entry, _DOWN_FACTORS_GRADIENT, tl.float32, False) + ranks, ranks < rank, _sum_rows(total)
+    )
 
 
 @triton.jit

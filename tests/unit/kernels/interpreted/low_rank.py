@@ -193,7 +193,10 @@ def test_ragged_groups_with_several_terms() -> None:
 def test_terms_on_the_same_columns() -> None:
     """As of PiSSA on q and v: the subtracted terms come behind the trained ones."""
     trained = [term_of(0, 8, INTERLEAVED, module="q", dropout=0.1), term_of(0, 40, REST_OF_THEM, module="v")]
-    subtracted = [fixed(term_of(0, 8, INTERLEAVED, module="q0")), fixed(term_of(0, 40, REST_OF_THEM, module="v0"))]
+    subtracted = [
+        fixed(term_of(0, 8, INTERLEAVED, module="q0")),
+        fixed(term_of(0, 40, REST_OF_THEM, module="v0")),
+    ]
     both_trained = [term_of(1, 5), term_of(1, 3, module="k"), term_of(1, 1, module="o")]
     terms = [*trained, *subtracted, *both_trained]
     check(terms, groups_of([1, 0], [(0, 20), (20, 100)]))
@@ -282,7 +285,10 @@ def test_neighbours_leave_no_trace() -> None:
 
 
 def test_neighbours_that_are_not_aligned_leave_no_trace() -> None:
-    own = [term_of(2, 16, INTERLEAVED, module="q", dropout=0.2), fixed(term_of(2, 16, INTERLEAVED, module="0"))]
+    own = [
+        term_of(2, 16, INTERLEAVED, module="q", dropout=0.2),
+        fixed(term_of(2, 16, INTERLEAVED, module="0")),
+    ]
     assert TermTable(own).alignment == 8
     check_neighbours(own, [term_of(0, 3, dropout=0.5), term_of(3, 8, UNALIGNED)])
 
