@@ -45,10 +45,7 @@ FACTOR_GRADIENT: dict[str, int] = {"ROWS": 64, "WIDTH": 64, "num_warps": 4, "num
 
 
 class TritonKernels(GroupedKernels):
-    """Kernels for fp16, bf16 and fp32; parameters' gradients are fp32, sums too.
-
-    A task's terms at a BaseOp must not share output columns: each is added by programs of its own.
-    """
+    """Kernels for fp16, bf16 and fp32; parameters' gradients are fp32, sums too."""
 
     @staticmethod
     def down(x: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
