@@ -168,9 +168,7 @@ class Bench:
             found[f"double {double}"] = {
                 "values_equal": torch.equal(held.values(torch.bfloat16), wanted),
                 "codes_equal": torch.equal(ours.rowwise["codes"], held.rowwise["codes"]),
-                "us": round(
-                    1e6 * self.seconds(partial(functional.dequantize_4bit, codes, state))
-                ),
+                "us": round(1e6 * self.seconds(partial(functional.dequantize_4bit, codes, state))),
             }
         return found
 
