@@ -102,12 +102,18 @@ def benchmarks(directory: Path, minutes: float, tiny: bool = False, *only: str) 
 
 def kernels(directory: Path, tiny: bool = False) -> list[Case]:
     """Scripts that time kernels by themselves."""
-    device = ("--device", "cpu") if tiny else ()
+    device, seconds = ("--device", "cpu") if tiny else (), ("--seconds", "40")
     return [
         Case(
             name,
-            (f"benchmarks/{name}.py", *filter(None, [flag]), str(directory / f"{name}.json"), *device),
-            60,
+            (
+                f"benchmarks/{name}.py",
+                *filter(None, [flag]),
+                str(directory / f"{name}.json"),
+                *seconds,
+                *device,
+            ),
+            70,
             alone=True,
         )
         for name, flag in KERNELS.items()
