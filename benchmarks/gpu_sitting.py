@@ -95,9 +95,9 @@ def benchmarks(directory: Path, minutes: float, tiny: bool = False, *only: str) 
     words = [TABLE, "--output", str(directory / "table.json"), "--minutes", f"{minutes:g}"]
     words += ["--names", *only] if only else []
     words += ["--tiny"] if tiny else []
-    return [
-        Case(name, tuple(words), 60 * minutes + 40, alone=True) for name in ("table", "rest of the table")
-    ]
+    seconds = 60 * minutes + 40
+    rest = () if only else (Case("rest of the table", (*words, "--no-processes"), seconds, alone=True),)
+    return [Case("table", tuple(words), seconds, alone=True), *rest]
 
 
 def kernels(directory: Path, tiny: bool = False) -> list[Case]:
