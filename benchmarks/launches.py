@@ -1,15 +1,18 @@
 """What a step launches on a GPU, and where the host waits for it: counted on a fake GPU, without one.
 
     python benchmarks/launches.py [--kind lora|ia3|bottleneck|prefix]... [--tasks N]... [--targets qv|all-linear]...
-        [--dropout P] [--quantise nf4|int8|fp8] [--json]
+        [--dropout P] [--experts N]... [--json]
 
 The model has Llama-3-8B's shape with two layers, in bf16; tasks of ranks 8 to 64 with two sequences each train in two
 micro-batches. They are LoRA tasks; or of other kinds, one after the other, with the modules that these target by
 default. Launches are those of a BaseOp with adapters: forward with the frozen product; backward with it for LoRA,
 without it for kinds that act on rows, which have a backward pass of their own. Then those of the end of a bucket's
-step, the copy of learning rates and other options included; of dequantising in a steady step; and of everything else
-in it. The first step after tasks came or went brings tables to the device besides. By default a table of 1, 8 and 64
-tasks and, for LoRA, both targets.
+step, the copy of learning rates and other options included; and of everything else in a steady step. The first step
+after tasks came or went brings tables to the device besides. By default a table of 1, 8 and 64 tasks and, for LoRA,
+both targets.
+
+With `--experts` the model has Qwen3-30B-A3B's shape with two layers and so many experts, and tasks are LoRAs on q and
+on all experts.
 """
 
 from __future__ import annotations
@@ -34,6 +37,16 @@ CONFIG: dict[str, Any] = {
     "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "rope_theta": 500000.0,
     "tie_word_embeddings": False,
 }  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 2,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "vocab_size": 151936, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096, "rope_theta": 1e6, "tie_word_embeddings": False,
+}  # fmt: skip
+ON_EXPERTS = {
+    "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}  # fmt: skip
 TARGETS = {"qv": ["q_proj", "v_proj"], "all-linear": "all-linear"}
 RANKS = (8, 16, 32, 64)
 KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -57,17 +70,20 @@ def counted(
     dropout: float,
     kinds: Sequence[str] = ("lora",),
     quantise: Method | None = None,
+    experts: int | None = None,
 ) -> tuple[StepLaunches, StepLaunches]:
     """The launches of the first step after all tasks have joined, and of a steady step."""
-    specs = []
+    specs, config = [], CONFIG if experts is None else {**EXPERTS, "num_experts": experts}
     for i in range(tasks):
         adapter = section(kinds[i % len(kinds)], RANKS[i % 4], targets, dropout)
+        if experts is not None:
+            adapter = {"peft_type": "LORA", "r": RANKS[i % 4], **ON_EXPERTS}
         training = {"per_device_train_batch_size": 2, "max_steps": 3}
         spec = {"name": f"task-{i}", "adapter": adapter, "data": {"path": "records"}, "training": training}
         specs.append(TaskSpec.model_validate(spec))
     records = [TaskRecords(spec.plain(), [16 + i] * 6, [8] * 6) for i, spec in enumerate(specs)]
     plan = plan_for("spatial", {spec.name: 2 for spec in specs}, 1)
-    first, steady = count_launches(RunSpec(CONFIG, records, plan, steps=2, quantise=quantise))
+    first, steady = count_launches(RunSpec(config, records, plan, steps=2, quantise=quantise))
     return first, steady
 
 
@@ -95,6 +111,21 @@ def figures(
     }
 
 
+def figures_of_experts(tasks: int, experts: int) -> dict[str, Any]:
+    """The figures of a case with experts."""
+    first, found = counted(tasks, "qv", 0.0, experts=experts)
+    return {
+        "experts": experts,
+        "tasks": tasks,
+        "forward_per_layer": found.experts,
+        "backward_per_base_op": found.experts_backward,
+        "other_launches": found.others.total() + found.tables,
+        "waits": dict(found.waits),
+        "copies_of_tables_after_a_join": first.tables,
+        "waits_after_a_join": dict(first.waits),
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Count and print."""
     parser = argparse.ArgumentParser(
@@ -105,16 +136,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--targets", choices=TARGETS, action="append", help="may be repeated")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--quantise", choices=METHODS, help="hold the weights of linear modules so")
+    parser.add_argument(
+        "--experts", type=int, action="append", help="of a model that has some; may be repeated"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
+    if args.experts:
+        found = [figures_of_experts(tasks, own) for own in args.experts for tasks in args.tasks or (1, 8, 64)]
+        return show(found, args.json)
     kinds = args.kind or ["lora"]
     targets = args.targets or TARGETS if "lora" in kinds else ("default",)
     cases = [(t, n) for t in targets for n in args.tasks or (1, 8, 64)]
     found = [figures(tasks, targets, args.dropout, kinds, args.quantise) for targets, tasks in cases]
-    if args.json:
-        print(json.dumps(found))
-        return 0
-    print("\n".join(table(" | ".join(found[0]), [list(one.values()) for one in found])))
+    return show(found, args.json)
+
+
+def show(found: Sequence[dict[str, Any]], as_json: bool) -> int:
+    """Print figures."""
+    lines = table(" | ".join(found[0]), [list(one.values()) for one in found])
+    print(json.dumps(found) if as_json else "\n".join(lines))
     return 0
 
 

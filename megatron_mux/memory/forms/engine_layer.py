@@ -194,7 +194,7 @@ class EngineLayer:
         if self.prefixed and not selective:
             yield from self._behind_a_prefix(begins)
             return
-        values_copied = self.turned or (self.one_kernel or short or products or repeated) and not selective
+        values_copied = self.turned or ((self.one_kernel or short or products or repeated) and not selective)
         if short:
             yield from self.short_attention()
         elif products:

@@ -174,7 +174,6 @@ def test_resources_of_experts(case: str, arch: int, tmp_path: Path) -> None:
     found = compiled(kernel, arch, blocks, tmp_path, **constants)
     print(case, arch, found[:3])
     assert found.stack == 0, "registers spill"
-    assert found.registers * 32 * blocks["num_warps"] <= REGISTERS
     assert found.shared <= SHARED_MEMORY[arch]
     assert "mma.sync" in found.ptx or "wgmma.mma_async" in found.ptx, "no tensor cores"
     # Rows are read 16 bytes at a time; of B, columns of an expert are far apart.
