@@ -164,22 +164,3 @@ def test_experts_that_bitsandbytes_quantised_one_by_one_are_refused(tmp_path: Pa
     message = r"experts\.0\.\w+\.weight as I8: supported are F64, .* \(\d+ more tensors like it\)"
     with pytest.raises(UserError, match=message):
         read_backbone_info(path)
-
-
-def test_experts_without_rows_are_not_dequantised(tmp_path: Path) -> None:
-    """And those with rows again for the backward pass, whose buffer is another one."""
-    path, plain = quantised_models.make_experts(tiny_models.make(tmp_path, "qwen3_moe"))
-    alone = Parallel.alone(torch.device("cpu"))
-    backbone, wanted = Backbone.load(path, alone), Backbone.load(plain, alone).model.decoder.layers[0].mlp
-    mlp = backbone.model.decoder.layers[0].mlp
-    counts = torch.zeros(len(mlp.held), dtype=torch.int64)
-    counts[1] = 3
-    for _ in range(2):
-        with backbone.residence.using(0):
-            operators = (mlp.experts_fc1, wanted.experts_fc1), (mlp.experts_fc2, wanted.experts_fc2)
-            for operator, _ in operators:
-                operator.weight.data.fill_(torch.nan)
-            mlp.dequantise(counts)
-            for operator, plain_one in operators:
-                assert torch.equal(operator.matrices[1], plain_one.matrices[1])
-                assert operator.matrices[0].isnan().all() and operator.matrices[2:].isnan().all()
