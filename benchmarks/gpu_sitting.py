@@ -36,15 +36,7 @@ from sitting import Kept, Sitting, tell_left
 
 ROOT = Path(__file__).resolve().parents[1]
 MINUTES = {"check": 3.0, "bench": 6.0, "profile": 2.0, "first": 6.0, "second": 8.0}
-CHECKS = (
-    "test_gpu_waits",
-    "test_messages",
-    "test_steady_steps",
-    "test_triton_on_gpu",
-    "test_triton_rows_on_gpu",
-    "test_isolation_on_gpu",
-    "test_on_gpu",
-)
+CHECKS = sorted(file.stem for file in (ROOT / "tests" / "gpu").glob("test_*.py"))
 """Files of `tests/gpu`."""
 KERNELS = {"gpu_kernels": "", "gpu_pointwise": "", "gpu_experts": "--output", "gpu_quantised": "--output"}
 """Scripts that time kernels, where they exist, and the flag before the file of JSON that they write."""
@@ -84,10 +76,10 @@ class Case:
 def checks(directory: Path, data: Path, tiny: bool = False) -> list[Case]:
     """Tests that need a GPU, file by file, and what users train against a CPU: nothing is timed."""
     words = ("-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-m", "gpu")
-    found = [Case(name, (*words, f"tests/gpu/{name}.py"), 150) for name in CHECKS]
+    found = [Case(name, (*words, f"tests/gpu/{name}.py"), 120) for name in CHECKS]
     few = ("--devices", "cpu", "--only", "tf32", "--jobs", "1") if tiny else ("--jobs", "12")
-    given = ("--data", str(data), "--output", str(directory / "cases.json"), "--seconds", "140", *few)
-    return [*found, Case("cases", ("benchmarks/gpu_cases.py", *given), 150)]
+    given = ("--data", str(data), "--output", str(directory / "cases.json"), "--seconds", "115", *few)
+    return [*found, Case("cases", ("benchmarks/gpu_cases.py", *given), 125)]
 
 
 def benchmarks(directory: Path, minutes: float, tiny: bool = False, *only: str) -> list[Case]:
@@ -102,7 +94,7 @@ def benchmarks(directory: Path, minutes: float, tiny: bool = False, *only: str) 
 
 def kernels(directory: Path, tiny: bool = False) -> list[Case]:
     """Scripts that time kernels by themselves."""
-    device, seconds = ("--device", "cpu") if tiny else (), ("--seconds", "40")
+    device, seconds = ("--device", "cpu") if tiny else (), ("--seconds", "30")
     return [
         Case(
             name,
