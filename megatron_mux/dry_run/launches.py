@@ -27,8 +27,9 @@ from megatron_mux.dry_run.waits import host_waits
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.step_runner import StepRunner
 from megatron_mux.engine.updates import DryUpdateKernels, GroupedUpdate
-from megatron_mux.kernels import bucket_update, grouped_rows, low_rank
+from megatron_mux.kernels import bucket_update, grouped_rows, low_rank, pointwise_choice
 from megatron_mux.kernels.low_rank_choice import DryKernels
+from megatron_mux.kernels.pointwise_choice import DryPointwise
 from megatron_mux.memory.worker import Worker
 
 _ALLOCATIONS = frozenset(
@@ -181,7 +182,11 @@ def _counted(run: RunSpec) -> list[StepLaunches]:
             inside = staticmethod(counter.inside("backward", function.backward))
             stack.enter_context(replaced(function, "backward", inside))
         of_adapters = {**low_rank.LAUNCHES, **grouped_rows.LAUNCHES}
-        for kind, launches in ((DryKernels, of_adapters), (DryUpdateKernels, bucket_update.LAUNCHES)):
+        for kind, launches in (
+            (DryKernels, of_adapters),
+            (DryUpdateKernels, bucket_update.LAUNCHES),
+            (DryPointwise, pointwise_choice.LAUNCHES),
+        ):
             for name, many in launches.items():
                 noted = _noting(counter, name, getattr(kind, name), many)
                 stack.enter_context(replaced(kind, name, staticmethod(noted)))
