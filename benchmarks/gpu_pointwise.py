@@ -109,9 +109,7 @@ def cases(device: str, shape: dict[str, int]) -> list[Case]:
         weights = tuple(of(x, weight) for weight in own.weights)
         return fused.turn(x, angles(x), Heads(size, queries, weights=weights, eps=own.eps))
 
-    warps = [
-        [(triton_pointwise, "norm_warps", lambda width, count=count: count)] for count in (4, 8, 16)
-    ]
+    warps = [[(triton_pointwise, "norm_warps", lambda width, count=count: count)] for count in (4, 8, 16)]
     inner = [
         [(triton_pointwise, "BLOCK", block), (triton_pointwise, "ACTIVATION_WARPS", count)]
         for block, count in ((1024, 4), (2048, 8), (4096, 4), (4096, 8))
@@ -283,9 +281,7 @@ def replaced(settings: Sequence[tuple[Any, str, Any]]) -> Iterator[str]:
     for owner, name, value in settings:
         setattr(owner, name, value)
     try:
-        yield ", ".join(
-            f"{name} {value(0) if callable(value) else value}" for _, name, value in settings
-        )
+        yield ", ".join(f"{name} {value(0) if callable(value) else value}" for _, name, value in settings)
     finally:
         for (owner, name, _), value in zip(settings, before, strict=True):
             setattr(owner, name, value)
@@ -311,9 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron_mux.kernels import fused_pointwise, triton_pointwise
 
     if not is_gpu:
-        fused_pointwise.pointwise_kernels = lambda x: (
-            None if x.dtype == torch.float64 else triton_pointwise
-        )
+        fused_pointwise.pointwise_kernels = lambda x: None if x.dtype == torch.float64 else triton_pointwise
     shape = {"hidden": 4096, "ffn": 14336, "size": 128, "queries": 4, "groups": 8}
     if not is_gpu:
         shape = {"hidden": 64, "ffn": 96, "size": 16, "queries": 2, "groups": 2}

@@ -13,8 +13,8 @@ INTERPRETED = Path(__file__).parent / "interpreted"
 
 
 # Two files for each process: what it imports takes seconds.
-@pytest.mark.parametrize("names", [("engine.py", "update.py"), ("low_rank.py", "rows.py")])
-def test_in_interpreter(names: tuple[str, str]) -> None:
+@pytest.mark.parametrize("names", [("engine.py", "update.py"), ("low_rank.py", "rows.py"), ("pointwise.py",)])
+def test_in_interpreter(names: tuple[str, ...]) -> None:
     run = subprocess.run(
         [
             sys.executable,
