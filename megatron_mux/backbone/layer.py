@@ -68,7 +68,8 @@ def _all_before_backward(compute: Any, *arguments: Any) -> Tensor:
 
 
 def _whole(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
-    hidden, normed = attend(layer, hidden, angles, layer.pre_mlp_layernorm)
+    norm: Any = layer.pre_mlp_layernorm
+    hidden, normed = attend(layer, hidden, angles, norm)
     assert normed is not None
     return feed_forward(layer, hidden, normed)
 

@@ -35,10 +35,12 @@ from megatron_mux.kernels import (
     grouped_product,
     grouped_rows,
     low_rank,
+    pointwise_choice,
 )
 from megatron_mux.kernels.dequantise import DryDequantise
 from megatron_mux.kernels.expert_linear import DryExpertKernels
 from megatron_mux.kernels.low_rank_choice import DryKernels
+from megatron_mux.kernels.pointwise_choice import DryPointwise
 from megatron_mux.memory.worker import Worker
 
 _ALLOCATIONS = frozenset(
@@ -208,6 +210,7 @@ def _counted(run: RunSpec) -> list[StepLaunches]:
             (DryKernels, of_adapters),
             (DryExpertKernels, expert_linear.LAUNCHES),
             (DryUpdateKernels, bucket_update.LAUNCHES),
+            (DryPointwise, pointwise_choice.LAUNCHES),
             (DryDequantise, dequantise.LAUNCHES),
         )
         for kind, launches in kinds:

@@ -21,12 +21,18 @@ LAUNCHES = dict.fromkeys(
 class PointwiseKernels(Protocol):
     """What `fused_pointwise` launches: each operation writes to tensors that it is given. See the Triton modules."""
 
-    activate: Any
-    activate_backward: Any
-    join: Any
-    join_backward: Any
-    turn: Any
-    turn_backward: Any
+    @property
+    def activate(self) -> Any: ...  # noqa: D102
+    @property
+    def activate_backward(self) -> Any: ...  # noqa: D102
+    @property
+    def join(self) -> Any: ...  # noqa: D102
+    @property
+    def join_backward(self) -> Any: ...  # noqa: D102
+    @property
+    def turn(self) -> Any: ...  # noqa: D102
+    @property
+    def turn_backward(self) -> Any: ...  # noqa: D102
 
 
 class DryPointwise:
@@ -67,7 +73,7 @@ def pointwise_kernels(x: Tensor) -> PointwiseKernels | None:
     if not suits_triton(x.device, x.dtype):
         return None
     if isinstance(x, FakeTensor):
-        return DryPointwise
+        return DryPointwise()
     if not has_triton():
         return None
     from megatron_mux.kernels import triton_pointwise
