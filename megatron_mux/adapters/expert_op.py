@@ -1,7 +1,7 @@
 """A BaseOp of routed experts with adapters on it: each expert has a LoRA of its own for each task.
 
 Its rows are pairs of a token and an expert, laid out expert by expert and task by task. So the pairs of an expert and a
-task are a group of rows like those of a task elsewhere, with a slot of its own, and the same kernels compute it.
+task are a group of rows; kernels compute all groups at once, and find them on the device.
 
 Shapes: P pairs, E experts of the layer, R rank, K and N input and output width of an expert.
 """
@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
 from megatron_mux.adapters.base_op import AttachedBaseOp
-from megatron_mux.kernels.groups import RowGroups
-from megatron_mux.kernels.loop_low_rank import LoopKernels
-from megatron_mux.kernels.low_rank import low_rank_linear
-from megatron_mux.kernels.terms import Term
+from megatron_mux.kernels.expert_linear import expert_kernels_for, expert_linear
+from megatron_mux.kernels.expert_terms import ExpertTable, ExpertTerm
 
 if TYPE_CHECKING:
     from megatron_mux.adapters.attach import Site
@@ -43,27 +40,14 @@ class ExpertTerms(Adapter):
     def __init__(self, owner: TaskAdapter, site: Site, down: AdapterParameter, up: AdapterParameter) -> None:
         self.owner, self.site, self.down, self.up = owner, site, down, up
 
-    def low_rank(self, slot: int) -> list[Term]:
-        """See `Adapter.low_rank`: a term for each expert that this rank holds, with a slot of its own."""
+    def term(self, slot: int) -> ExpertTerm:
+        """What kernels compute of a task with this slot, of the experts that this rank holds."""
         held, module, spec = self.site.info.experts, self.site.module, self.owner.spec
-        rank = spec.rank_of(module)
         # Where the matrices have each one.
-        at = held if self.down.index is None else range(len(held))
-        if not held:
-            return []
-        down, down_gradient = (matrix.view(-1, rank, matrix.shape[1]) for matrix in self._matrices(self.down))
-        up, up_gradient = (matrix.view(matrix.shape[0], rank, -1) for matrix in self._matrices(self.up))
-        return [
-            Term(
-                slot * len(held) + place,
-                down[expert],
-                up[:, :, expert],
-                spec.scale_of(module),
-                down_gradient=down_gradient[expert],
-                up_gradient=up_gradient[:, :, expert],
-            )
-            for place, expert in enumerate(at)
-        ]
+        at = tuple(held if self.down.index is None else range(len(held)))
+        (down, down_gradient), (up, up_gradient) = map(self._matrices, (self.down, self.up))
+        rank, scale = spec.rank_of(module), spec.scale_of(module)
+        return ExpertTerm(slot, rank, down, up, down_gradient, up_gradient, scale, at)
 
     def _matrices(self, matrix: AdapterParameter) -> tuple[Tensor, Tensor]:
         """A matrix in the compute dtype, and where its gradient goes."""
@@ -75,19 +59,37 @@ class ExpertTerms(Adapter):
 class AttachedExperts(AttachedBaseOp):
     """The adapters of all tasks at one BaseOp of routed experts; see `AttachedBaseOp`."""
 
+    _table: ExpertTable | None = None
+
     def attach(self) -> None:
         """Replace the module's `forward`."""
         self.info.module.forward = self.compute
 
-    def renew(self) -> None:
-        """Compute with the experts that this rank holds by now, after some have moved."""
-        for name, adapter in self._adapters.items():
-            assert isinstance(adapter, ExpertTerms)
-            self._terms[name] = {"low_rank": adapter.low_rank(adapter.owner.slot)}
+    def add(self, task: str, adapter: Adapter, slot: int) -> None:
+        """See `AttachedBaseOp.add`."""
+        self._adapters[task] = adapter
         self._change()
 
+    def renew(self) -> None:
+        """Compute with the experts that this rank holds by now, after some have moved."""
+        self._change()
+
+    def _change(self) -> None:
+        super()._change()
+        self._table = None
+
+    @property
+    def table(self) -> ExpertTable:
+        """The terms of all tasks."""
+        if self._table is None:
+            adapters = [adapter for adapter in self._adapters.values() if isinstance(adapter, ExpertTerms)]
+            terms = [adapter.term(adapter.owner.slot) for adapter in adapters]
+            self._table = ExpertTable(terms, len(self.info.experts), self._anchor.device)
+        return self._table
+
     def prepare(self) -> None:
-        """Nothing: loops of BLAS calls need no tables on the device."""
+        """See `AttachedBaseOp.prepare`."""
+        self.table.bring()
 
     def compute(self, x: Tensor, pairs: Any) -> Tensor:
         """The products of pairs with the matrices of their experts, and with those of their tasks there.
@@ -100,20 +102,8 @@ class AttachedExperts(AttachedBaseOp):
             `[P, N]`.
         """
         module: Any = self.info.module
-        held, table = len(self.info.experts), self.tables.low_rank
-        nothing = torch.empty(0, dtype=torch.int32, device=x.device)
-        groups = RowGroups(
-            slots=tuple(slot * held + place for place, slot, _, _ in pairs.groups),
-            rows=tuple((start, stop) for _, _, start, stop in pairs.groups),
-            steps=(0,) * len(pairs.groups),
-            training=False,  # which matters for dropout only
-            table=nothing,
-            tiles=nothing,
-            sequence_ids=nothing,
-            token_index=nothing,
-        )
-        if not table.any_of(groups):
+        if not self.table.any_of(pairs.groups):
             result: Tensor = type(module).forward(module, x, pairs)
             return result
-        weight = module.matrices
-        return low_rank_linear(x, weight, None, self._anchor, table, groups, LoopKernels, pairs.counts)
+        kernels = expert_kernels_for(x, self.kernels)
+        return expert_linear(x, module.matrices, self._anchor, self.table, pairs.groups, kernels)

@@ -12,6 +12,7 @@ Shapes: R rows of the micro-batch on this rank, H hidden.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -76,7 +77,7 @@ class CutExperts:
             begun = self._router.input(normed, needed).squeeze(1)
             routes, slots = layer.route(begun, self._again)
         x, weights = self._router.output(begun)[0], self._router.output(routes.weights)[0]
-        arrived = Received(x, weights, routes.experts, slots)
+        arrived = Received(x, weights, routes.experts, slots, routes.experts.numel())
         if layer.exchange is None:
             shared, shared_trained = self._compute_shared(normed, needed)
             y, trained = self._compute_experts(arrived, needed)
@@ -117,7 +118,7 @@ class CutExperts:
         piece, self._weights = self._experts, rows.weights[:0]
         x, weights = piece.input(rows.x, trained), piece.input(rows.weights, trained)
         with layout.activate(self._batch):
-            return piece.output(self._layer.compute(Received(x, weights, rows.experts, rows.slots)))
+            return piece.output(self._layer.compute(replace(rows, x=x, weights=weights)))
 
     def _compute_shared(self, normed: Tensor, needed: bool) -> tuple[Tensor | None, bool]:
         shared = self._layer.shared_experts

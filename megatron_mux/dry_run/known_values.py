@@ -178,7 +178,8 @@ def assumed_routes(
         experts = known(routes.experts)
         if experts is not None:
             with _disable_current_modes():
-                counts = torch.tensor([len(rows) for rows, _ in assumed.arriving(experts)])
+                sizes_of = [(len(own), int((own >= 0).sum())) for _, own in assumed.arriving(experts)]
+                counts = torch.tensor(sizes_of, dtype=torch.int32)
             set_known(sizes.wait(), counts)
         return choice, sizes
 

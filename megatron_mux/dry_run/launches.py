@@ -7,7 +7,7 @@ Triton kernels compute on a real GPU declare theirs (`LAUNCHES`), which tests ho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,13 +21,23 @@ from torch.utils._pytree import tree_iter
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.adapters.base_op import AttachedBaseOp
 from megatron_mux.attributes import replaced
+from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.dry_run.process import in_forks
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.dry_run.waits import host_waits
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.step_runner import StepRunner
 from megatron_mux.engine.updates import DryUpdateKernels, GroupedUpdate
-from megatron_mux.kernels import bucket_update, grouped_rows, low_rank
+from megatron_mux.kernels import (
+    bucket_update,
+    dequantise,
+    expert_linear,
+    grouped_product,
+    grouped_rows,
+    low_rank,
+)
+from megatron_mux.kernels.dequantise import DryDequantise
+from megatron_mux.kernels.expert_linear import DryExpertKernels
 from megatron_mux.kernels.low_rank_choice import DryKernels
 from megatron_mux.memory.worker import Worker
 
@@ -52,6 +62,8 @@ class StepLaunches:
     Attributes:
         forward, backward: The most launches of one call of a BaseOp with adapters. The frozen product is included, in
             the backward pass only where low-rank terms are fused with it; what acts on finished rows counts by itself.
+        experts: The most launches of a layer's experts in the forward pass, router and order of pairs included.
+        experts_backward: The most launches of one call of a BaseOp of routed experts with adapters in the backward.
         kept: Bytes that autograd keeps for all BaseOps with adapters.
         norm, update, options: The most launches of the end of a bucket's step: norms; clipping and updates; and the
             copy of what the optimizers need, once for all steps that roll together.
@@ -63,6 +75,8 @@ class StepLaunches:
 
     forward: int = 0
     backward: int = 0
+    experts: int = 0
+    experts_backward: int = 0
     kept: int = 0
     norm: int = 0
     update: int = 0
@@ -104,14 +118,15 @@ class LaunchCounter(TorchDispatchMode):
         """A function whose launches count under a place."""
 
         def counted(*args: Any, **named: Any) -> Any:
-            self._place, self._here = place, 0
+            around, self._place, self._here = (self._place, self._here), place, 0
             try:
                 return function(*args, **named)
             finally:
-                now = self.steps[-1]
+                now, found = self.steps[-1], self._here
                 before = getattr(now, place)
-                setattr(now, place, before + self._here if place == "tables" else max(before, self._here))
-                self._place = ""
+                setattr(now, place, before + found if place == "tables" else max(before, found))
+                self._place, self._here = around
+                self._here += found
 
         return counted
 
@@ -172,16 +187,30 @@ def _counted(run: RunSpec) -> list[StepLaunches]:
             (StepRunner, "_updates_of", "tables"),
             (GroupedUpdate, "prepare", "options"),
             (AttachedBaseOp, "forward", "forward"),
+            (MoELayer, "forward", "experts"),
             (BucketFinalizer, "norm", "norm"),
             (BucketFinalizer, "update", "update"),
             (BucketFinalizer, "finish", "reads"),
         ):
             stack.enter_context(replaced(owner, name, _method(counter.inside(place, getattr(owner, name)))))
-        for function in (low_rank._LowRankLinear, grouped_rows._AdaptedRows):
-            inside = staticmethod(counter.inside("backward", function.backward))
+        for function, place in (
+            (low_rank._LowRankLinear, "backward"),
+            (grouped_rows._AdaptedRows, "backward"),
+            (expert_linear._ExpertLinear, "experts_backward"),
+        ):
+            inside = staticmethod(counter.inside(place, function.backward))
             stack.enter_context(replaced(function, "backward", inside))
+        for module in (grouped_product, expert_linear):
+            noted = _noting(counter, "grouped_product", module.multiply, grouped_product.LAUNCHES)
+            stack.enter_context(replaced(module, "multiply", noted))
         of_adapters = {**low_rank.LAUNCHES, **grouped_rows.LAUNCHES}
-        for kind, launches in ((DryKernels, of_adapters), (DryUpdateKernels, bucket_update.LAUNCHES)):
+        kinds: tuple[tuple[type, Mapping[str, int]], ...] = (
+            (DryKernels, of_adapters),
+            (DryExpertKernels, expert_linear.LAUNCHES),
+            (DryUpdateKernels, bucket_update.LAUNCHES),
+            (DryDequantise, dequantise.LAUNCHES),
+        )
+        for kind, launches in kinds:
             for name, many in launches.items():
                 noted = _noting(counter, name, getattr(kind, name), many)
                 stack.enter_context(replaced(kind, name, staticmethod(noted)))

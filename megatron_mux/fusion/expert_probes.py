@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mux import layout, megatron_core
+from megatron_mux import layout
 from megatron_mux.attributes import replaced_in
 from megatron_mux.backbone.experts.all_to_all import AllToAll
 from megatron_mux.backbone.experts.exchange import Arriving, Choice, Exchange, Sent
@@ -23,6 +23,7 @@ from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.pairs import Pairs
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.experts.traffic import Traffic
+from megatron_mux.backbone.layer import feed_forward
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.fusion.even_experts import even_selection
 from megatron_mux.fusion.probed_stage import Probe, ProbedStage, Run, activation
@@ -36,10 +37,12 @@ class Given:
     Attributes:
         experts: `[N, K]` int64, as `Pairs.of` takes them.
         slots: `[N]` int64.
+        pairs: How many experts there are.
     """
 
     experts: Tensor
     slots: Tensor
+    pairs: int
 
     @property
     def rows(self) -> int:
@@ -75,13 +78,13 @@ class ExpertProbes:
         with layout.activate(batch):
             slots = self.layer.slots(len(routes.experts))
         if self._echo is None:
-            return Given(routes.experts, slots)
-        choice, _ = self._echo.begin(routes)
-        return Given(choice.experts, slots[choice.rows])
+            return Given(routes.experts, slots, routes.experts.numel())
+        sent = self._echo.send_to(routes)
+        return Given(sent.experts, slots[sent.rows], sent.pairs)
 
     def pairs(self, given: Given) -> Pairs:
         """Their order."""
-        return Pairs.of(given.experts, given.slots, self.layer.places, len(self.layer.held))
+        return Pairs.of(given.experts, given.slots, self.layer.places, len(self.layer.held), given.pairs)
 
     def operators(self, rows: int) -> list[Probe]:
         """The operators of a layer's second half, and all of it."""
@@ -113,6 +116,7 @@ class ExpertProbes:
 
     def _of_pairs(self, module: Callable[[Tensor, Pairs], Tensor], rows: int, width: int) -> Run:
         pairs = self.pairs(self.given(self.stage.batch(rows)))
+        self.layer.select(pairs)
         x = self.stage.input(len(pairs.rows), width)
         return lambda: (module(x, pairs), (x,))
 
@@ -139,7 +143,7 @@ class ExpertProbes:
             out = x
             with layout.activate(batch), _even([layer.mlp for layer in layers], routes, self._echo):
                 for layer in layers:
-                    out = megatron_core.mlp_half(layer, out)
+                    out = feed_forward(layer, out)
             return out, (x,)
 
         return run
@@ -193,7 +197,7 @@ class _Echo(Exchange):
         for rank in self.serving.tolist():
             places[rank] = places.get(rank, -1) + 1
             own.append(layer.held[places[rank] % len(layer.held)])
-        self._own = torch.tensor([*own, -1], device=self.serving.device)  # the last one: no expert
+        self._own = torch.tensor(own, device=self.serving.device)
 
     def begin(self, routes: Routes) -> tuple[Choice, Arriving]:
         """See `Exchange.begin`: experts of other ranks become those in the same places of this rank."""
@@ -202,8 +206,8 @@ class _Echo(Exchange):
 
     def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
         """See `Exchange.agreed`."""
-        outgoing = tuple(sizes.tolist())
-        return _Returned(choice, outgoing, outgoing, self.traffic)
+        outgoing, pairs = zip(*sizes.tolist(), strict=True)
+        return _Returned(choice, outgoing, outgoing, sum(pairs), self.traffic)
 
 
 class _Returned(Sent):

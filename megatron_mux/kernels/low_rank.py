@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_mux.kernels.grouped_product import multiply
 from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.kernels.terms import TermTable
 
@@ -80,13 +79,12 @@ class _LowRankLinear(torch.autograd.Function):
         table: TermTable,
         groups: RowGroups,
         kernels: type[LowRankKernels],
-        counts: tuple[int, ...] | None,
     ) -> Tensor:
-        y = F.linear(x, weight, bias) if counts is None else multiply(x, weight, counts)
+        y = F.linear(x, weight, bias)
         latent = kernels.down(x, table, groups)
         kernels.up_(y, latent, table, groups)
         ctx.save_for_backward(weight, x, latent)
-        ctx.table, ctx.groups, ctx.kernels, ctx.counts = table, groups, kernels, counts
+        ctx.table, ctx.groups, ctx.kernels = table, groups, kernels
         return y
 
     @staticmethod
@@ -99,9 +97,9 @@ class _LowRankLinear(torch.autograd.Function):
         kernels.weight_gradients(x, latent, dy, d_latent, table, groups)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = dy @ weight if ctx.counts is None else multiply(dy, weight.transpose(1, 2), ctx.counts)
+            dx = dy @ weight
             kernels.input_gradient_(dx, d_latent, table, groups)
-        return dx, None, None, None, None, None, None, None
+        return dx, None, None, None, None, None, None
 
 
 def low_rank_linear(
@@ -112,22 +110,20 @@ def low_rank_linear(
     table: TermTable,
     groups: RowGroups,
     kernels: type[LowRankKernels],
-    counts: tuple[int, ...] | None = None,
 ) -> Tensor:
     """`x W^T + b`, with the terms of each task added to its rows. The backward pass adds to the terms' gradients.
 
     Args:
         x: `[T, K]`.
-        weight: `[N, K]`, frozen; `[E, N, K]` with `counts`.
+        weight: `[N, K]`, frozen.
         bias: `[N]`, frozen, or None.
         anchor: A scalar that requires a gradient, and gets none: so that there is a backward pass if `x` needs none.
         table: The terms.
         groups: The rows of each task.
         kernels: Computes the terms.
-        counts: Rows of each of E matrices, in order of rows; None: there is one. Such a product has no bias.
 
     Returns:
         `[T, N]`.
     """
-    result: Tensor = _LowRankLinear.apply(x, weight, bias, anchor, table, groups, kernels, counts)  # type: ignore[no-untyped-call]
+    result: Tensor = _LowRankLinear.apply(x, weight, bias, anchor, table, groups, kernels)  # type: ignore[no-untyped-call]
     return result

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_mux.kernels.bucket_update import ENTRY, TILE, UpdateTable
+from megatron_mux.kernels.triton_launch import launch
 from megatron_mux.kernels.triton_low_rank_device import _number, _pointer
 
 _FIELDS = tl.constexpr(len(ENTRY))
@@ -33,10 +34,9 @@ def squared_norms(table: UpdateTable) -> Tensor:
     squares = torch.empty(max(table.tiles, 1), dtype=torch.float64, device=table.entries.device)
     norms = torch.empty(table.rows, dtype=torch.float64, device=table.entries.device)
     if table.tiles:
-        _tile_squares[(table.tiles,)](
-            squares, table.entries, table.of_pieces, len(table.pieces), TILE=TILE, num_warps=4,
-        )  # fmt: skip
-    _row_sums[(table.rows,)](norms, squares, table.of_rows, WIDTH=128, num_warps=1)
+        arguments = squares, table.entries, table.of_pieces, len(table.pieces)
+        launch(_tile_squares, (table.tiles,), arguments, {"TILE": TILE, "num_warps": 4})
+    launch(_row_sums, (table.rows,), (norms, squares, table.of_rows), {"WIDTH": 128, "num_warps": 1})
     return norms
 
 
@@ -52,10 +52,15 @@ def update_(table: UpdateTable, settings: Tensor, norms: Tensor, skip: Tensor) -
     """
     if table.tiles:
         copy_type = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-        _update[(table.tiles,)](
+        constants = {
+            "COPY": copy_type[table.copy_type],
+            "TILE": TILE,
+            "num_warps": 4,
+        }
+        arguments = (
             table.entries, table.of_pieces, len(table.pieces), settings, norms, skip.view(torch.uint8),
-            COPY=copy_type[table.copy_type], TILE=TILE, num_warps=4,
         )  # fmt: skip
+        launch(_update, (table.tiles,), arguments, constants)
 
 
 @triton.jit

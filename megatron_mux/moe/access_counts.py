@@ -181,7 +181,7 @@ class _LayerCounts:
 
         Args:
             experts: `[R, K]` int64.
-            slots: `[R]` int64.
+            slots: `[R]` int64; rows whose slot no task has are not counted as some task's.
         """
         groups = layout.active().groups
         if not groups.rows or not len(experts):
@@ -195,15 +195,15 @@ class _LayerCounts:
                 (self.selected, self.selected.new_zeros(missing, self.selected.shape[1]))
             )
         experts, slots = experts[:used], slots[:used]
-        wide = self.selected.shape[1]
-        self._count(self.selected, experts + (slots * wide).unsqueeze(1))
+        most, wide = self.selected.shape
+        places = experts + (slots.clamp(max=most - 1) * wide).unsqueeze(1)
+        self._count(self.selected, places, (slots < most).long().unsqueeze(1))
         some = experts[-self._rows % _EVERY :: _EVERY]  # as if all passes were one
         self._rows += len(experts)
-        self._count(self.together, some.unsqueeze(2) * wide + some.unsqueeze(1))
+        self._count(self.together, some.unsqueeze(2) * wide + some.unsqueeze(1), self._one)
 
-    def _count(self, table: Tensor, places: Tensor) -> None:
-        flat = places.flatten()
-        table.view(-1).scatter_add_(0, flat, self._one.expand(len(flat)))
+    def _count(self, table: Tensor, places: Tensor, times: Tensor) -> None:
+        table.view(-1).scatter_add_(0, places.flatten(), times.expand_as(places).flatten())
 
     def clear(self) -> None:
         """Begin anew."""

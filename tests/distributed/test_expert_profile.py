@@ -64,7 +64,7 @@ def test_ranks_compute_and_send_what_a_roofline_counts(
         x = torch.zeros(len(routes.experts), backbone.shape.hidden)
         received = dispatch(x, routes, layer.slots(len(x)), sent, layer.anchor)
     assert sum(sent.outgoing) == given.rows
-    real = Pairs.of(received.experts, received.slots, layer.places, len(layer.held))
+    real = Pairs.of(received.experts, received.slots, layer.places, len(layer.held), received.pairs)
     sources = parallel.experts.size * expert_tensor
     assert len(real.rows) == pytest.approx(len(pairs.rows), abs=2 * len(layer.held) * sources)
 

@@ -10,6 +10,12 @@ from tests.gpu.needs_gpu import NEEDS_GPU
 pytestmark = NEEDS_GPU
 
 if torch.cuda.is_available():
+    from tests.unit.kernels.interpreted.cross_entropy import (  # noqa: F401
+        test_a_rank_without_the_label_or_without_tokens,
+        test_a_row_that_is_not_finite_leaves_the_others,
+        test_a_vocabulary_divided_among_ranks,
+        test_agrees_with_torch,
+    )
     from tests.unit.kernels.interpreted.low_rank import (  # noqa: F401
         INTERLEAVED,
         check,

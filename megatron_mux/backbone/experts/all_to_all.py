@@ -31,7 +31,7 @@ class AllToAll(Exchange):
         return choice, self.tell(choice.counts)
 
     def tell(self, counts: Tensor) -> Arriving:
-        """Begin to tell each rank how many rows will come: `[ranks]` int64, and what they tell. A collective."""
+        """Begin to tell each rank how many rows and pairs will come, and what they tell: `[ranks, 2]`. A collective."""
         incoming = torch.empty_like(counts)
         work = dist.all_to_all_single(incoming, counts, group=self._ranks.group, async_op=True)
         assert work is not None
@@ -39,9 +39,10 @@ class AllToAll(Exchange):
 
     def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
         """See `Exchange.agreed`."""
-        outgoing, received = torch.stack((choice.counts, sizes)).tolist()
-        self.traffic.add("sizes", choice.counts.element_size(), [1] * len(outgoing), [1] * len(outgoing))
-        return _SentToAll(self._ranks.group, choice, tuple(outgoing), tuple(received), self.traffic)
+        both = torch.cat((choice.counts, sizes), dim=1)
+        outgoing, _, incoming, pairs = zip(*both.tolist(), strict=True)
+        self.traffic.add("sizes", sizes[0].nbytes, [1] * len(sizes), [1] * len(sizes))
+        return _SentToAll(self._ranks.group, choice, outgoing, incoming, sum(pairs), self.traffic)
 
 
 class _SentToAll(Sent):

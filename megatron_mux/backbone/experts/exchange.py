@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_mux.backbone.experts.pairs import sum_of_places
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.experts.traffic import Message, Traffic
 from megatron_mux.expert_ranks import ExpertRanks, Leaving
@@ -26,19 +27,21 @@ from megatron_mux.expert_ranks import ExpertRanks, Leaving
 
 @dataclass(frozen=True)
 class Choice:
-    """Which of this rank's rows go to which ranks.
+    """Which of this rank's rows go to which ranks: on the device, until the host knows how many.
 
     Attributes:
-        rows: `[S]` int64, in the order in which they are sent, rank by rank.
-        experts: `[S, K]` int64, their experts; -1 for those that another rank computes.
-        total: R.
-        counts: `[ranks]` int64, rows for each rank.
+        experts: `[R, K]` int64, the experts of rows.
+        served: `[R, K]` int64, the expert rank that computes each.
+        to: `[ranks, R]` bool, whether a rank gets a row.
+        counts: `[ranks, 2]` int32, rows for each rank, and their pairs that it computes.
+        tensor_size: Ranks that divide an expert's matrices, next to each other.
     """
 
-    rows: Tensor
     experts: Tensor
-    total: int
+    served: Tensor
+    to: Tensor
     counts: Tensor
+    tensor_size: int
 
     @classmethod
     def of(cls, routes: Routes, serving: Tensor, ranks: ExpertRanks) -> Choice:
@@ -50,13 +53,44 @@ class Choice:
             ranks: The expert ranks.
         """
         served = serving[routes.experts]
-        there = torch.zeros(len(served), ranks.size, dtype=torch.bool, device=served.device)
-        there.scatter_(1, served, True)
-        to = there.t().repeat_interleave(ranks.tensor_size, dim=0)  # [ranks, R]
-        receiver, rows = to.nonzero(as_tuple=True)
-        elsewhere = served[rows] != (receiver // ranks.tensor_size).unsqueeze(1)
-        experts = routes.experts[rows].masked_fill(elsewhere, -1)
-        return cls(rows, experts, len(served), to.sum(dim=1))
+        times = torch.zeros(len(served), ranks.size, dtype=torch.int32, device=served.device)
+        times.scatter_add_(1, served, torch.ones_like(served, dtype=torch.int32))
+        there = times > 0
+        counts = torch.stack((there.sum(dim=0), times.sum(dim=0)), dim=1).int()
+        to = there.t()
+        if ranks.tensor_size > 1:
+            to, counts = (own.repeat_interleave(ranks.tensor_size, dim=0) for own in (to, counts))
+        return cls(routes.experts, served, to, counts, ranks.tensor_size)
+
+    def taken(self, total: int) -> tuple[Tensor, Tensor]:
+        """The rows that are sent, rank by rank, `[S]` int64; and their experts `[S, K]`, -1 for other ranks'.
+
+        Args:
+            total: S.
+        """
+        place = _places_of_true(self.to, total)
+        rank = place.div(len(self.served), rounding_mode="floor")
+        rows = place - rank * len(self.served)
+        elsewhere = self.served[rows] != (rank // self.tensor_size).unsqueeze(1)
+        return rows, self.experts[rows].masked_fill(elsewhere, -1)
+
+    def returning(self, total: int) -> tuple[Tensor, Tensor]:
+        """Where the sums of rows come back: places `[S]` int64 in the order of rows, and the first of each row's `[R]`.
+
+        Args:
+            total: S.
+        """
+        place = _places_of_true(self.to.t(), total)
+        row = place.div(len(self.to), rounding_mode="floor")
+        there = (self.to.flatten().cumsum(0) - 1).view(self.to.shape)
+        of_row = self.to.sum(dim=0)
+        return there[place - row * len(self.to), row], of_row.cumsum(0) - of_row
+
+
+def _places_of_true(mask: Tensor, count: int) -> Tensor:
+    """`[count]` int64: the places of what is true, of which the host knows how many there are, in order."""
+    number = torch.arange(1, count + 1, device=mask.device)
+    return torch.searchsorted(mask.flatten().cumsum(0), number)
 
 
 class Arriving:
@@ -91,14 +125,22 @@ class Sent(ABC):
     Args:
         choice: Which rows of this rank go where.
         outgoing, incoming: Rows sent to each rank and received from each.
+        pairs: Pairs that this rank computes of those it receives.
         traffic: Counts.
     """
 
     def __init__(
-        self, choice: Choice, outgoing: tuple[int, ...], incoming: tuple[int, ...], traffic: Traffic
+        self,
+        choice: Choice,
+        outgoing: tuple[int, ...],
+        incoming: tuple[int, ...],
+        pairs: int,
+        traffic: Traffic,
     ) -> None:
-        self.rows, self.experts, self.total = choice.rows, choice.experts, choice.total
-        self.outgoing, self.incoming, self.traffic = outgoing, incoming, traffic
+        total = sum(outgoing)
+        self.rows, self.experts = choice.taken(total)
+        self._places, self._starts = choice.returning(total)
+        self.outgoing, self.incoming, self.pairs, self.traffic = outgoing, incoming, pairs, traffic
 
     def forth(self, x: Tensor, message: Message) -> Arriving:
         """Begin to send `[S, W]` to the ranks: `[N, W]`. Every rank calls it."""
@@ -117,12 +159,8 @@ class Sent(ABC):
     def _back(self, y: Tensor) -> Arriving: ...
 
     def collected(self, y: Tensor) -> Tensor:
-        """Sum what came back for each row: `[S, W]` to `[R, W]`."""
-        summed = y.new_zeros(self.total, y.shape[1])
-        # Rank by rank: a row is there once for each, so nothing is added to the same place at once.
-        for rows, part in zip(self.rows.split(self.outgoing), y.split(self.outgoing), strict=True):
-            summed[rows] += part
-        return summed
+        """Sum what came back for each row, in the order of ranks: `[S, W]` to `[R, W]`."""
+        return sum_of_places(y, self._places, self._starts)
 
 
 class Exchange(ABC):
@@ -151,7 +189,12 @@ class Exchange(ABC):
 
     @abstractmethod
     def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
-        """What both directions need, once both results of `begin` are there. The host reads the sizes."""
+        """What both directions need, once both results of `begin` are there. The host reads the sizes: it waits once.
+
+        Args:
+            choice: What this rank chooses.
+            sizes: Rows that come to it, and the pairs that it computes.
+        """
 
 
 @dataclass(frozen=True)
@@ -163,12 +206,14 @@ class Received:
         weights: `[N, K]`.
         experts: `[N, K]` int64; -1 for those that this rank does not compute for the row.
         slots: `[N]` int64.
+        pairs: Experts that are not -1.
     """
 
     x: Tensor
     weights: Tensor
     experts: Tensor
     slots: Tensor
+    pairs: int
 
 
 def dispatch(x: Tensor, routes: Routes, slots: Tensor, sent: Sent, anchor: Tensor) -> Received:
@@ -182,7 +227,7 @@ def dispatch(x: Tensor, routes: Routes, slots: Tensor, sent: Sent, anchor: Tenso
         anchor: `[0]`; one that requires a gradient makes every rank take part in the backward.
     """
     received = _Dispatch.apply(x, routes.weights, slots, sent, anchor)  # type: ignore[no-untyped-call]
-    return Received(*received)
+    return Received(*received, sent.pairs)
 
 
 def collect(y: Tensor, sent: Sent) -> Tensor:
@@ -214,7 +259,7 @@ class Rows:
     def arrived(self, message: Tensor) -> Received:
         """The rows for this rank's experts, from the message that `forth` began."""
         x, weights, numbers = _apart(message, self._forth)
-        return Received(x, weights, numbers[:, :-1].long(), numbers[:, -1].long())
+        return Received(x, weights, numbers[:, :-1].long(), numbers[:, -1].long(), self._sent.pairs)
 
     def back(self, dx: Tensor, dweights: Tensor) -> Arriving:
         """Begin to send back the gradients of what `arrived` returned."""

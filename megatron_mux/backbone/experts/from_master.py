@@ -18,8 +18,8 @@ from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.expert_ranks import Broker, ExpertRanks, Leaving
 
-HEADER_BYTES = 16
-"""Rows and layer, int64 each."""
+HEADER_BYTES = 24
+"""Rows, their pairs and layer, int64 each."""
 
 
 class FromMaster(Exchange):
@@ -40,13 +40,13 @@ class FromMaster(Exchange):
         assert broker is not None
         choice = Choice.of(routes, self.serving, self._ranks)
         if self._ranks.is_manager:
-            header = torch.tensor([0, self._layer], device="cpu")
+            header = torch.tensor([0, 0, self._layer], device="cpu")
             work = dist.irecv(header, group=broker.headers, group_src=0)
             assert work is not None
             return choice, Arriving(header, [work])
         counts = choice.counts.cpu()
-        for manager, rows in enumerate(counts.tolist()[1:], start=1):
-            header = torch.tensor([rows, self._layer], device="cpu")
+        for manager, sizes in enumerate(counts.tolist()[1:], start=1):
+            header = torch.tensor([*sizes, self._layer], device="cpu")
             broker.outbox.send(header, manager, broker.headers)
         self.traffic.add("sizes", HEADER_BYTES, (0, *(1,) * (size - 1)), (0,) * size)
         return choice, Arriving(counts, [])
@@ -56,19 +56,19 @@ class FromMaster(Exchange):
         broker, none = self._ranks.broker, (0,) * self._ranks.size
         assert broker is not None
         if not self._ranks.is_manager:
-            return _SentFromMaster(broker, choice, tuple(sizes.tolist()), none, self.traffic)
-        counts = self._checked(sizes), *none[1:]
+            return _SentFromMaster(broker, choice, tuple(sizes[:, 0].tolist()), none, 0, self.traffic)
+        rows, pairs = self._checked(sizes)
         self.traffic.add("sizes", HEADER_BYTES, none, (1, *none[1:]))
-        return _SentFromMaster(broker, choice, none, counts, self.traffic)
+        return _SentFromMaster(broker, choice, none, (rows, *none[1:]), pairs, self.traffic)
 
-    def _checked(self, header: Tensor) -> int:
-        """How many rows will come, by a header."""
-        rows, layer = header.tolist()
+    def _checked(self, header: Tensor) -> tuple[int, int]:
+        """How many rows will come, and pairs, by a header."""
+        rows, pairs, layer = header.tolist()
         if layer != self._layer:
             raise RuntimeError(
                 f"expert manager {self._ranks.rank} is at layer {self._layer}, the master at {layer}"
             )
-        return int(rows)
+        return rows, pairs
 
 
 class _SentFromMaster(Sent):

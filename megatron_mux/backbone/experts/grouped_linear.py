@@ -29,7 +29,7 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: Tensor, pairs: Pairs) -> Tensor:
         """`[P, in]` to `[P, out]`."""
-        return grouped_product(x, self.matrices, pairs.counts)
+        return grouped_product(x, self.matrices, pairs.groups)
 
     @property
     def matrices(self) -> Tensor:

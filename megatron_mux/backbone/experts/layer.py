@@ -9,9 +9,11 @@ Shapes: T rows of the micro-batch on this rank, N rows that it receives, H hidde
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_mux import layout
@@ -22,8 +24,10 @@ from megatron_mux.backbone.experts.from_master import FromMaster
 from megatron_mux.backbone.experts.grouped_linear import GroupedLinear
 from megatron_mux.backbone.experts.pairs import Pairs
 from megatron_mux.backbone.experts.router import Router, Routes, no_routes
+from megatron_mux.backbone.weight_unit import SelectExperts, before_backward
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.expert_shape import Placement
+from megatron_mux.kernels.expert_groups import NO_SLOT
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 
@@ -42,6 +46,7 @@ class MoELayer(nn.Module):
     Attributes:
         held: The experts of this rank.
         observe: Called with the routes and slots of each pass's rows; None: nobody looks.
+        dequantise: Called before experts are used, forward and backward; None: they are not quantised.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class MoELayer(nn.Module):
         self.exchange = _exchange(ranks, layer)
         self.place(placement)
         self.observe: Callable[[Routes, Tensor], None] | None = None
+        self.dequantise: SelectExperts | None = None
         self.anchor = torch.zeros(0, device=parallel.device, requires_grad=True)
         self.router = None
         if not ranks.is_manager:
@@ -89,7 +95,7 @@ class MoELayer(nn.Module):
         x = hidden.squeeze(1)
         routes, slots = self.route(x)
         sent = None
-        received = Received(x, routes.weights, routes.experts, slots)
+        received = Received(x, routes.weights, routes.experts, slots, routes.experts.numel())
         if self.exchange is not None:
             sent = self.exchange.send_to(routes)
             anchor = self.anchor if torch.is_grad_enabled() else self.anchor.detach()
@@ -121,11 +127,25 @@ class MoELayer(nn.Module):
         """The weighted sums of what this rank's experts make of rows: `[N, H]`."""
         if not len(received.x):
             return received.x
-        pairs = Pairs.of(received.experts, received.slots, self.places, len(self.held))
+        # Rows of other ranks may be of any task.
+        slots = layout.active().groups.slot_set if self.exchange is None else None
+        pairs = Pairs.of(received.experts, received.slots, self.places, len(self.held), received.pairs, slots)
+        counts = self.select(pairs)
         inner = self.activation(self.experts_fc1(pairs.spread(received.x), pairs))
         y = self.experts_fc2(inner, pairs)
-        weights = received.weights[pairs.rows, pairs.choices].unsqueeze(1)
+        if self.dequantise is not None and counts is not None:
+            # For both products: the buffer is filled anew for each backward pass.
+            y = before_backward(y, partial(self.dequantise, counts))
+        weights = pairs.of_choices(received.weights).unsqueeze(1)
         return pairs.summed((y * weights).to(y.dtype))
+
+    def select(self, pairs: Pairs) -> Tensor | None:
+        """Have the experts that have pairs dequantised; returns what `dequantise` was given, None if nothing was."""
+        if self.dequantise is None:
+            return None
+        counts = pairs.groups.sizes
+        self.dequantise(counts)
+        return counts
 
     def _balance(self, rows: int, again: bool) -> Balance | None:
         """The balancing loss of this rank's rows; None: no task of the micro-batch asks for it."""
@@ -141,15 +161,14 @@ class MoELayer(nn.Module):
         return self.tp_rank * rows if self.sequence_parallel else 0
 
     def slots(self, rows: int) -> Tensor:
-        """`[rows]` int64: the slot of the task that each of this rank's rows belongs to."""
+        """`[rows]` int64: the slot of the task that each of this rank's rows belongs to; `NO_SLOT` for no task."""
         first = self._first(rows)
-        table = layout.active().groups.table.long()  # slot, first row, one past the last, steps
-        if not len(table):
-            return torch.zeros(rows, dtype=torch.int64, device=table.device)
-        row = torch.arange(first, first + rows, device=table.device)
-        # Padding rows at the end are no task's.
-        slots = torch.cat((table[:, 0], table[:, 0].max().unsqueeze(0) + 1))
-        return slots[torch.searchsorted(table[:, 2].contiguous(), row, right=True)]
+        table = layout.active().groups.table  # slot, first row, one past the last, steps
+        row = torch.arange(first, first + rows, dtype=torch.int32, device=table.device)
+        # Behind all groups there is one that no row reaches.
+        groups = F.pad(table, (0, 0, 0, 1), value=NO_SLOT)
+        own = groups[torch.searchsorted(table[:, 2].contiguous(), row, right=True)]
+        return torch.where(row >= own[:, 1], own[:, 0], NO_SLOT).long()
 
 
 def _exchange(ranks: ExpertRanks, layer: int) -> Exchange | None:

@@ -1,19 +1,21 @@
 """Pairs of a row and an expert, in the order in which a rank's experts compute them: expert by expert, task by task.
 
-So no row meets another task's adapter, and all pairs of an expert are one product.
+So no row meets another task's adapter, and all pairs of an expert are one product. The host knows how many pairs there
+are before they are ordered, and reads nothing.
 
 Shapes: N rows that a rank's experts compute, K experts of a row, P pairs, W width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megatron_mux.kernels.expert_groups import SLOTS, ExpertGroups
 
 
 @dataclass(frozen=True)
@@ -22,23 +24,28 @@ class Pairs:
 
     Attributes:
         rows: `[P]` int64, the row of each pair.
-        choices: `[P]` int64, which of its row's K experts each is.
-        counts: Pairs of each of the rank's experts.
-        groups: For each expert and task with pairs: the expert's place among the rank's, the task's slot, the first of
-            their pairs and one past the last.
+        order: `[P]` int64, which of the N K choices of all rows each is.
+        groups: Their experts and tasks.
         places: `[P]` int64, for the pairs in order of rows, where each one is.
         starts: `[N]` int64, the first of each row's pairs in `places`.
     """
 
     rows: Tensor
-    choices: Tensor
-    counts: tuple[int, ...]
-    groups: tuple[tuple[int, int, int, int], ...]
+    order: Tensor
+    groups: ExpertGroups
     places: Tensor
     starts: Tensor
 
     @classmethod
-    def of(cls, experts: Tensor, slots: Tensor, places: Tensor, held: int) -> Pairs:
+    def of(
+        cls,
+        experts: Tensor,
+        slots: Tensor,
+        places: Tensor,
+        held: int,
+        count: int,
+        known_slots: frozenset[int] | None = None,
+    ) -> Pairs:
         """Order the pairs of a rank.
 
         Args:
@@ -47,24 +54,33 @@ class Pairs:
             places: `[E + 1]` int64, the place of each expert among those that the rank holds; -1: it does not. The
                 last one is -1, so that no expert has none.
             held: How many it holds.
+            count: P.
+            known_slots: The slots that the rows may have, if the host knows them.
         """
         here = places[experts]
-        rows, choices = (here >= 0).nonzero(as_tuple=True)
-        most = int(slots.max()) + 1 if len(slots) else 1
-        key = here[rows, choices] * most + slots[rows]
-        order = key.argsort(stable=True)
-        found = torch.empty_like(order)
-        found[order] = torch.arange(len(order), device=order.device)
-        of_row = (here >= 0).sum(dim=1)
-        sizes = torch.bincount(key, minlength=held * most).view(held, most).tolist()
-        counts = tuple(map(sum, sizes))
+        computed = here >= 0
+        of_row = computed.sum(dim=1)
+        # Choices that are not computed here come last.
+        keys = torch.where(computed, here * SLOTS + slots.unsqueeze(1), held * SLOTS).int().flatten()
+        keys, order = keys.sort(stable=True)
+        if count == experts.numel():
+            found = torch.empty_like(order)
+            found[order] = torch.arange(count, device=order.device)
+        else:
+            keys, order = keys[:count].clone(), order[:count].clone()  # the rest is freed
+            found = order.argsort()
         starts = of_row.cumsum(0) - of_row
-        return cls(rows[order], choices[order], counts, tuple(_groups(sizes)), found, starts)
+        rows = order.div(experts.shape[1], rounding_mode="floor")
+        return cls(rows, order, ExpertGroups(keys, held, known_slots), found, starts)
 
     def spread(self, x: Tensor) -> Tensor:
         """The row of each pair: `[N, W]` to `[P, W]`."""
         spread: Tensor = _Spread.apply(x, self)  # type: ignore[no-untyped-call]
         return spread
+
+    def of_choices(self, weights: Tensor) -> Tensor:
+        """What belongs to each pair, of something that all choices have: `[N, K]` to `[P]`."""
+        return weights.flatten().index_select(0, self.order)
 
     def summed(self, y: Tensor) -> Tensor:
         """The sum of each row's pairs: `[P, W]` to `[N, W]`."""
@@ -72,21 +88,14 @@ class Pairs:
         return summed
 
 
-def _groups(sizes: list[list[int]]) -> Iterator[tuple[int, int, int, int]]:
-    """`Pairs.groups` from the pairs of each expert and slot."""
-    at = 0
-    for place, of_slot in enumerate(sizes):
-        for slot, size in enumerate(of_slot):
-            if size:
-                yield place, slot, at, at + size
-            at += size
+def sum_of_places(y: Tensor, places: Tensor, starts: Tensor) -> Tensor:
+    """Sum rows of `y` `[P, W]`: for each of N places in `starts`, those listed from there on.
 
-
-def _sum(y: Tensor, pairs: Pairs) -> Tensor:
-    if not len(pairs.places):
-        return y.new_zeros(len(pairs.starts), y.shape[1])
-    # In the same order whatever else there is, which adding to rows in place does not promise on a GPU.
-    return F.embedding_bag(pairs.places, y, pairs.starts, mode="sum")
+    In the same order whatever else there is, which adding to rows in place does not promise on a GPU.
+    """
+    if not len(places):
+        return y.new_zeros(len(starts), y.shape[1])
+    return F.embedding_bag(places, y, starts, mode="sum")
 
 
 class _Spread(torch.autograd.Function):
@@ -97,14 +106,14 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _sum(gradient, ctx.pairs), None
+        return sum_of_places(gradient, ctx.pairs.places, ctx.pairs.starts), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, pairs: Pairs) -> Tensor:
         ctx.pairs = pairs
-        return _sum(y, pairs)
+        return sum_of_places(y, pairs.places, pairs.starts)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

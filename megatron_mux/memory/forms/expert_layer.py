@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_mux.adapters.costs import Row
-from megatron_mux.kernels.pointwise import gated
 from megatron_mux.memory.forms.beginnings import BEGINS
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def kept(layer: EngineLayer, begins: int) -> Iterator[Row]:
     if begins <= BEGINS["linear_fc1"]:
         inner = layer.expert_ffn * (2 if a.gated else 1)
         yield Row("input of experts' activation, or its output", "rows", load.pairs * inner)
-        if a.gated and gated(a.activation) is None:
+        if layer.halves_apart:
             yield Row("activated half of experts", "rows", load.pairs * layer.expert_ffn)
 
 
@@ -51,8 +50,14 @@ def order(layer: EngineLayer) -> Iterator[Row]:
     load, moe = layer.load, layer.architecture.moe
     assert moe is not None and load is not None
     if layer.exchanges:
-        yield Row("rows sent and their experts", "rows", load.sent * (2 + moe.routing.top_k), _INDEX)
+        yield Row(
+            "rows sent, their experts, and where sums return",
+            "rows",
+            load.sent * (2 + moe.routing.top_k) + 1,
+            _INDEX,
+        )
     yield Row("order of pairs", "rows", 3 * load.pairs + load.received, _INDEX)
+    yield Row("experts and tasks of pairs", "rows", load.pairs, 4)
 
 
 def forward(layer: EngineLayer, recomputes: bool) -> list[Row]:

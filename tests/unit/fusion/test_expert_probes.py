@@ -53,9 +53,9 @@ def test_experts_have_as_many_pairs_each(alone: Parallel, tmp_path: Path) -> Non
     stage = ProbedStage(backbone, 64)
     experts = ExpertProbes(stage)
     pairs = experts.pairs(experts.given(stage.batch(50, tasks=2)))
-    assert pairs.counts == (20,) * 5
+    assert pairs.groups.counts == (20,) * 5
     of_task = Counter[int]()
-    for _, slot, start, stop in pairs.groups:
+    for _, slot, start, stop in pairs.groups.groups:
         of_task[slot] += stop - start
     assert of_task == {0: 50, 1: 50}
 

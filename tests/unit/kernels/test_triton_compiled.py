@@ -20,7 +20,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_mux.kernels import bucket_update, triton_low_rank, triton_update
+from megatron_mux.kernels import (
+    bucket_update,
+    triton_cross_entropy,
+    triton_experts,
+    triton_experts_device,
+    triton_low_rank,
+    triton_update,
+)
 from megatron_mux.kernels.triton_low_rank_device import input_gradient_kernel, reduce_kernel, up_kernel
 from megatron_mux.kernels.triton_rows_device import (
     activation_kernel,
@@ -59,11 +66,13 @@ def compiled(kernel: Any, arch: int, blocks: dict[str, int], path: Path, **const
         **blocks,
         **constants,
     }
-    halves = ("values", "latent", "d_latent", "output", "gradient", "hidden")
+    halves = ("logits", "values", "latent", "d_latent", "output", "gradient", "hidden", "x", "y", "weight")
     types = dict.fromkeys(halves, "bf16")
     types |= {"entries": "i64"} | dict.fromkeys(
         ("first_entry", "tiles", "table", "sequence_ids", "token_index", "of_pieces"), "i32"
     )
+    types |= dict.fromkeys(("top", "total", "target", "sums", "smoothing"), "fp32") | {"columns": "i64"}
+    types |= dict.fromkeys(("at", "group_of", "start", "stop", "last"), "i32")
     types |= {"skip": "u8"} | dict.fromkeys(("settings", "norms", "squares"), "fp64")
     signature, attributes = {}, {}
     for place, parameter in enumerate(kernel.params):
@@ -145,6 +154,34 @@ def test_resources(case: str, arch: int, tmp_path: Path) -> None:
     )
 
 
+EXPERTS = {
+    # The matrices' rows lie next to each other in the forward pass, their columns in the backward pass.
+    "product": (triton_experts_device.product_kernel, triton_experts.PRODUCT, {"in_stride": 1}),
+    "its gradient": (triton_experts_device.product_kernel, triton_experts.PRODUCT, {"out_stride": 1}),
+    "down": (triton_experts_device.reduce_kernel, triton_experts.REDUCE, {"UP": False}),
+    "latent gradient": (triton_experts_device.reduce_kernel, triton_experts.REDUCE, {"UP": True}),
+    "up": (triton_experts_device.expand_kernel, triton_experts.EXPAND, {"UP": True}),
+    "input gradient": (triton_experts_device.expand_kernel, triton_experts.EXPAND, {"UP": False}),
+    "gradient of A": (triton_experts_device.outer_kernel, triton_experts.OUTER, {"UP": False}),
+    "gradient of B": (triton_experts_device.outer_kernel, triton_experts.OUTER, {"UP": True}),
+}
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("case", EXPERTS)
+def test_resources_of_experts(case: str, arch: int, tmp_path: Path) -> None:
+    kernel, blocks, constants = EXPERTS[case]
+    found = compiled(kernel, arch, blocks, tmp_path, **constants)
+    print(case, arch, found[:3])
+    assert found.stack == 0, "registers spill"
+    assert found.shared <= SHARED_MEMORY[arch]
+    assert "mma.sync" in found.ptx or "wgmma.mma_async" in found.ptx, "no tensor cores"
+    # Rows are read 16 bytes at a time; of B, columns of an expert are far apart.
+    assert re.search(
+        r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10|ld\.global[.\w]*\.v4", found.ptx
+    )
+
+
 @pytest.mark.parametrize("arch", [80, 90])
 def test_resources_of_updates(arch: int, tmp_path: Path) -> None:
     blocks = {"num_warps": 4, "num_stages": 3}
@@ -158,6 +195,17 @@ def test_resources_of_updates(arch: int, tmp_path: Path) -> None:
         assert found.stack == 0
         assert len(re.findall(r"ld\.global[.\w]*\.v4", found.ptx)) == read * wide
         assert len(re.findall(r"st\.global[.\w]*\.v4", found.ptx)) >= written * wide
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_resources_of_cross_entropy(arch: int, tmp_path: Path) -> None:
+    for kernel, blocks, constants in (
+        (triton_cross_entropy.statistics_kernel, triton_cross_entropy.STATISTICS, {"SUMS": False}),
+        (triton_cross_entropy.gradient_kernel, triton_cross_entropy.GRADIENT, {"SMOOTHED": False}),
+    ):
+        found = compiled(kernel, arch, blocks, tmp_path, **constants)
+        assert found.stack == 0, "registers spill"
+        assert re.search(r"ld\.global[.\w]*\.v4|cp\.async\.cg", found.ptx)
 
 
 def test_odd_ranks_leave_wide_accesses(tmp_path: Path) -> None:
