@@ -65,7 +65,7 @@ def update_(table: UpdateTable, settings: Tensor, norms: Tensor, skip: Tensor) -
 
 @triton.jit
 def _tile(entries, of_pieces, pieces, TILE: tl.constexpr):
-    """The entry of this program's tile, and the places of the tile's elements in the piece: by bisection."""
+    """The entry of this program's tile, and the place of the tile's first element in the piece: by bisection."""
     tile = tl.program_id(0)
     low = tile * 0
     high = low + pieces
@@ -75,8 +75,13 @@ def _tile(entries, of_pieces, pieces, TILE: tl.constexpr):
             low = middle
         else:
             high = middle
-    first = (tile - tl.load(of_pieces + low)).to(tl.int64) * TILE
-    return entries + low * _FIELDS, tl.multiple_of(first, TILE) + tl.arange(0, TILE)
+    return entries + low * _FIELDS, (tile - tl.load(of_pieces + low)).to(tl.int64) * TILE
+
+
+@triton.jit
+def _places(first, TILE: tl.constexpr):
+    """Of a tile's elements in its piece. Within a branch, so that either has the layout that suits its accesses."""
+    return tl.multiple_of(first, TILE) + tl.arange(0, TILE)
 
 
 @triton.jit
@@ -87,7 +92,8 @@ def _count(entry, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _counted_gradient(entry, places, ALIGNED: tl.constexpr):
+def _counted_gradient(entry, first, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+    places = _places(first, TILE)
     # Not the product with zero: a gradient that is not counted may be infinite.
     count = tl.where(tl.load(entry + _COUNTED) != 0, _count(entry, ALIGNED), 0)
     return tl.load(_pointer(entry, _GRADIENT, tl.float32, ALIGNED) + places, mask=places < count, other=0.0)
@@ -96,11 +102,11 @@ def _counted_gradient(entry, places, ALIGNED: tl.constexpr):
 @triton.jit
 def _tile_squares(squares, entries, of_pieces, pieces, TILE: tl.constexpr):
     """The sum of squares of each tile's gradient."""
-    entry, places = _tile(entries, of_pieces, pieces, TILE)
+    entry, first = _tile(entries, of_pieces, pieces, TILE)
     if tl.load(entry + _ALIGNED) != 0:
-        gradient = _counted_gradient(entry, places, True)
+        gradient = _counted_gradient(entry, first, True, TILE)
     else:
-        gradient = _counted_gradient(entry, places, False)
+        gradient = _counted_gradient(entry, first, False, TILE)
     wide = gradient.to(tl.float64)
     tl.store(squares + tl.program_id(0), tl.sum(wide * wide))
 
@@ -127,18 +133,19 @@ def _update(
     entries, of_pieces, pieces, settings, norms, skip, COPY: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One tile's step."""
-    entry, places = _tile(entries, of_pieces, pieces, TILE)
+    entry, first = _tile(entries, of_pieces, pieces, TILE)
     if tl.load(entry + _ALIGNED) != 0:
-        _step(entry, places, settings, norms, skip, COPY, True, TILE)
+        _step(entry, first, settings, norms, skip, COPY, True, TILE)
     else:
-        _step(entry, places, settings, norms, skip, COPY, False, TILE)
+        _step(entry, first, settings, norms, skip, COPY, False, TILE)
 
 
 @triton.jit
 def _step(
-    entry, places, settings, norms, skip, COPY: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr
+    entry, first, settings, norms, skip, COPY: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """The arithmetic of `torch.optim.AdamW(fused=True)` and `clip_grad_norm_`."""
+    places = _places(first, TILE)
     mask = places < _count(entry, ALIGNED)
     row = tl.load(entry + _ROW).to(tl.int32)
     gradients = _pointer(entry, _GRADIENT, tl.float32, ALIGNED) + places

@@ -20,7 +20,7 @@ from megatron_mux.kernels.terms import Term, TermTable
 T, K, N = 17, 6, 10
 ROWS = ((2, 4), (4, 9), (9, 12), (13, 16), (16, 16))
 SLOTS = (3, 0, 5, 2, 1)
-SCATTERED, RUNS, SLICE = [1, 2, 5, 6, 9], [0, 1, 4, 5, 8, 9], [6, 7, 8]
+SCATTERED, RUNS, REST, SLICE = [1, 2, 5, 9], [0, 1, 4, 5, 8, 9], [2, 3, 6, 7], [6, 7, 8]
 
 
 def groups(training: bool = True) -> RowGroups:
@@ -64,7 +64,7 @@ def make_terms() -> list[Term]:
         term(3, 9, None, 0.5),
         *neighbours(term(0, 3, SCATTERED), term(0, 2, SLICE), term(0, 3, [])),
         term(2, 4, RUNS, dropout=0.4, key=77, first_feature=3),
-        term(2, 4, None, 7.0, dropout=0.4, key=78),
+        term(2, 4, REST, 7.0, dropout=0.4, key=78),
         term(2, 3, RUNS, factors=True),
         term(1, 3, SLICE),
     ]
