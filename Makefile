@@ -55,23 +55,23 @@ format: $(VENV_TARGET)  ## let ruff lay out and mend what it can
 bench: prepare  ## megatron-mux against Hugging Face PEFT, one task at a time, on this machine
 	$(PY) benchmarks/vs_peft.py
 
-gpu-check: $(VENV_TARGET)  ## the tests that need a GPU (this and the next three: eight minutes at most, repeat to go on)
-	$(PY) benchmarks/gpu_hour.py check
+gpu-check: $(VENV_TARGET)  ## tests/gpu, and 17 cases on the GPU against the CPU: three minutes (repeat to go on)
+	$(PY) benchmarks/gpu_sitting.py check
 
 bench-pipeline: $(VENV_TARGET)  ## two stages on two cores: against Megatron-Core's 1F1B, policies, batching or interleaving
 	$(PY) benchmarks/pipeline.py
 	$(PY) benchmarks/crossover.py
 	$(PY) benchmarks/policies.py --stages 2
 
-gpu-bench: $(VENV_TARGET)  ## the benchmark on a GPU: both dtypes, random backbones of Llama-3-8B's shape
-	$(PY) benchmarks/gpu_hour.py bench
+gpu-bench: $(VENV_TARGET)  ## the table on a GPU against the fastest PEFT: six minutes (repeat to go on)
+	$(PY) benchmarks/gpu_sitting.py bench
 
-gpu-memory: $(VENV_TARGET)  ## memory on a GPU, held against PREDICTED
-	@mkdir -p .gpu-hour
-	$(PY) benchmarks/gpu_memory.py measure --minutes 8 --predicted $(PREDICTED) --output .gpu-hour/memory.json
+gpu-memory: $(VENV_TARGET)  ## memory on a GPU, held against PREDICTED: three minutes (repeat to go on)
+	@mkdir -p .gpu-sitting
+	$(PY) benchmarks/gpu_memory.py measure --minutes 3 --predicted $(PREDICTED) --output .gpu-sitting/memory.json
 
-gpu-profile: $(VENV_TARGET)  ## the planner's profile of a GPU, and seconds of steps: predicted and measured
-	$(PY) benchmarks/gpu_hour.py profile
+gpu-profile: $(VENV_TARGET)  ## the planner's profile of a GPU, and seconds of steps, predicted and measured: two minutes
+	$(PY) benchmarks/gpu_sitting.py profile
 
 clean:  ## remove environments, caches and the quickstart's folder
 	rm -rf .venv .venv312 .quickstart docs/_build build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -36,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # run by file path, from a checkout
 
 GIB = 1 << 30
-CASE_SECONDS = 150
+CASE_SECONDS = 60
 """A measured case is stopped when it takes longer; it begins only if there is as much time."""
 PREDICTION_SECONDS = 90
 """A prediction begins only if there is as much time."""
@@ -92,7 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         publish(result := predictions(arguments, kept_in, sitting), predicted_table(result), arguments.output)
         return 0
     predicted = json.loads(arguments.predicted.read_text())
-    found = measurements(predicted, arguments.only, kept_in, sitting)
+    try:
+        found = measurements(predicted, arguments.only, kept_in, sitting)
+    finally:
+        _WORKERS.end()
     # Last: it creates a CUDA context, whose memory the measured processes would lack.
     result = {**predicted, **found, "machine": machine_info()}
     publish(result, measured_tables(result), arguments.output)
@@ -260,28 +263,67 @@ def run_limited(about: Mapping[str, Any], batch: int) -> dict[str, Any]:
 
 def run(asked: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Run the worker once; returns what it measured, or the error if it failed other than by running out of memory."""
-    from megatron_mux.gpus import set_allocator_options
 
     print(name, file=sys.stderr)
-    environment = dict(os.environ)
-    if "run_spec" in asked:
-        set_allocator_options(environment)  # as `pretrain_mux.py` does
+    process = _WORKERS.take(ours="run_spec" in asked)
     try:
-        done = subprocess.run(
-            [sys.executable, str(HERE / "gpu_memory_worker.py")],
-            input=json.dumps(asked) + "\n",
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=CASE_SECONDS,
-            check=False,
-        )
+        output, errors = process.communicate(json.dumps(asked) + "\n", timeout=CASE_SECONDS)
     except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
         return {"failed": f"took more than {CASE_SECONDS} s"}
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no error message"]
+    if process.returncode:
+        lines = [line for line in errors.splitlines() if line.strip()] or ["no error message"]
         return {"failed": lines[-1]}
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return json.loads(output)  # type: ignore[no-any-return]
+
+
+class _Workers:
+    """Processes of `gpu_memory_worker.py` that import while others measure, and wait for what they are asked.
+
+    None touches the GPU before, so that they do not add to what is measured.
+    """
+
+    def __init__(self, ahead: int = 3) -> None:
+        self._ahead = ahead
+        self._waiting: dict[bool, list[subprocess.Popen[str]]] = {True: [], False: []}
+
+    def take(self, ours: bool) -> subprocess.Popen[str]:
+        """The process that has waited longest; others start beside it.
+
+        Args:
+            ours: Whether it trains with our engine, whose allocator has our options.
+        """
+        waiting = self._waiting[ours]
+        while len(waiting) <= self._ahead:
+            waiting.append(self._start(ours))
+        return waiting.pop(0)
+
+    def end(self) -> None:
+        """End those that wait."""
+        for waiting in self._waiting.values():
+            for process in waiting:
+                process.kill()
+                process.communicate()
+            waiting.clear()
+
+    def _start(self, ours: bool) -> subprocess.Popen[str]:
+        from megatron_mux.gpus import set_allocator_options
+
+        environment = dict(os.environ)
+        if ours:
+            set_allocator_options(environment)  # as `pretrain_mux.py` does
+        return subprocess.Popen(
+            [sys.executable, str(HERE / "gpu_memory_worker.py")],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
+_WORKERS = _Workers()
 
 
 def is_selected(name: str, only: Sequence[str] | None) -> bool:

@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 import torch
 from torch import nn
 
+from megatron_mux import runtime
+
 STEPS = 3
 """Steps of a run. The optimizer's states exist from the second step on."""
 
@@ -29,9 +31,21 @@ def main() -> int:
     """Train, measure, and print the result."""
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to standard error
+    _import()
     asked = json.loads(sys.stdin.readline())
     print(json.dumps(measure(asked)), file=output, flush=True)
+    runtime.shutdown()
     return 0
+
+
+def _import() -> None:
+    """Import what either program needs, before anything is asked for."""
+    import accelerate  # noqa: F401
+    import megatron.core  # noqa: F401
+    import peft  # noqa: F401
+    import transformers  # noqa: F401
+
+    import megatron_mux.engine  # noqa: F401
 
 
 def measure(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,7 +186,6 @@ def train_together(run_spec: Mapping[str, Any], device: torch.device) -> None:
     """Train a run spec with our engine on one rank, with random weights."""
     from typing import cast
 
-    from megatron_mux import runtime
     from megatron_mux.backbone.model import load_stages
     from megatron_mux.data.dataset import TaskDataset
     from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords

@@ -27,6 +27,8 @@ from script import table
 from megatron_mux.dry_run.launches import StepLaunches, count_launches
 from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.fusion.plan import plan_for
+from megatron_mux.kernels import dequantise
+from megatron_mux.quantised.scheme import METHODS, Method
 from megatron_mux.tasks import TaskSpec
 
 CONFIG: dict[str, Any] = {
@@ -63,7 +65,12 @@ def section(kind: str, rank: int, targets: str, dropout: float) -> dict[str, Any
 
 
 def counted(
-    tasks: int, targets: str, dropout: float, kinds: Sequence[str] = ("lora",), experts: int | None = None
+    tasks: int,
+    targets: str,
+    dropout: float,
+    kinds: Sequence[str] = ("lora",),
+    quantise: Method | None = None,
+    experts: int | None = None,
 ) -> tuple[StepLaunches, StepLaunches]:
     """The launches of the first step after all tasks have joined, and of a steady step."""
     specs, config = [], CONFIG if experts is None else {**EXPERTS, "num_experts": experts}
@@ -76,14 +83,17 @@ def counted(
         specs.append(TaskSpec.model_validate(spec))
     records = [TaskRecords(spec.plain(), [16 + i] * 6, [8] * 6) for i, spec in enumerate(specs)]
     plan = plan_for("spatial", {spec.name: 2 for spec in specs}, 1)
-    first, steady = count_launches(RunSpec(config, records, plan, steps=2))
+    first, steady = count_launches(RunSpec(config, records, plan, steps=2, quantise=quantise))
     return first, steady
 
 
-def figures(tasks: int, targets: str, dropout: float, kinds: Sequence[str]) -> dict[str, Any]:
+def figures(
+    tasks: int, targets: str, dropout: float, kinds: Sequence[str], quantise: Method | None = None
+) -> dict[str, Any]:
     """The figures of one case."""
-    first, found = counted(tasks, targets, dropout, kinds)
-    plain = counted(tasks, targets, 0.0, kinds)[1] if dropout else found
+    first, found = counted(tasks, targets, dropout, kinds, quantise)
+    plain = counted(tasks, targets, 0.0, kinds, quantise)[1] if dropout else found
+    dequantising = sum(found.others[name] for name in dequantise.LAUNCHES)
     return {
         "tasks": tasks,
         "kinds": ", ".join(kinds),
@@ -92,7 +102,8 @@ def figures(tasks: int, targets: str, dropout: float, kinds: Sequence[str]) -> d
         "forward_per_base_op": found.forward,
         "backward_per_base_op": found.backward,
         "update_per_bucket": found.norm + found.update + found.options,
-        "other_launches": found.others.total() + found.tables,
+        "dequantising": dequantising,
+        "other_launches": found.others.total() - dequantising + found.tables,
         "waits": dict(found.waits),
         "copies_of_tables_after_a_join": first.tables,
         "waits_after_a_join": dict(first.waits),
@@ -124,6 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", type=int, action="append", help="number of tasks; may be repeated")
     parser.add_argument("--targets", choices=TARGETS, action="append", help="may be repeated")
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--quantise", choices=METHODS, help="hold the weights of linear modules so")
     parser.add_argument(
         "--experts", type=int, action="append", help="of a model that has some; may be repeated"
     )
@@ -135,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds = args.kind or ["lora"]
     targets = args.targets or TARGETS if "lora" in kinds else ("default",)
     cases = [(t, n) for t in targets for n in args.tasks or (1, 8, 64)]
-    found = [figures(tasks, targets, args.dropout, kinds) for targets, tasks in cases]
+    found = [figures(tasks, targets, args.dropout, kinds, args.quantise) for targets, tasks in cases]
     return show(found, args.json)
 
 

@@ -7,19 +7,37 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from workload import LEARNING_RATE, Pair, TaskShape
+from workload import LEARNING_RATE, Pair, TaskShape, padded_to_longest
 
 from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.sampler import Sampler
-from megatron_mux.engine import Engine, Task
+from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
+from tests.reference.records import Records
 
 
-def spec(shape: TaskShape, targets: Sequence[str], steps: int, seed: int) -> TaskSpec:
-    """Make the task's spec, as an entry of tasks.yaml would define it."""
+def spec(
+    shape: TaskShape,
+    targets: Sequence[str],
+    steps: int,
+    seed: int,
+    dropout: float = 0.0,
+    parameters: Sequence[str] = (),
+) -> TaskSpec:
+    """Make the task's spec, as an entry of tasks.yaml would define it.
+
+    Args:
+        shape: Its batches and rank.
+        targets: Names of the modules that get an adapter.
+        steps: Length of its learning rate schedule.
+        seed: Of its order of records.
+        dropout: LoRA dropout.
+        parameters: Names of fused experts' parameters that get an adapter, too.
+    """
+    experts = {"target_parameters": list(parameters)} if parameters else {}
     return TaskSpec.model_validate(
         {
             "name": shape.name,
@@ -27,7 +45,9 @@ def spec(shape: TaskShape, targets: Sequence[str], steps: int, seed: int) -> Tas
                 "peft_type": "LORA",
                 "r": shape.rank,
                 "lora_alpha": 2 * shape.rank,
+                "lora_dropout": dropout,
                 "target_modules": list(targets),
+                **experts,
             },
             "data": {"path": shape.records or "made-up", "max_length": shape.max_length},
             "training": {
@@ -52,15 +72,32 @@ def examples(task: TaskSpec, records: TaskDataset, steps: int) -> list[list[Pair
     return chosen
 
 
+def zero_padded(
+    specs: Sequence[TaskSpec], examples: Sequence[Sequence[Sequence[Pair]]]
+) -> tuple[list[TaskSpec], list[TaskDataset]]:
+    """Return specs and records of the same steps, all sequences padded to the longest one of their step.
+
+    Args:
+        specs: Of the tasks.
+        examples: Of each task the records of each step.
+    """
+    records = [Records([pair for pairs in own for pair in pairs]) for own in padded_to_longest(examples)]
+    longest = max(int(own.lengths.max()) for own in records)
+    data = [spec.data.model_copy(update={"max_length": longest, "shuffle": False}) for spec in specs]
+    padded = [spec.model_copy(update={"data": own}) for spec, own in zip(specs, data, strict=True)]
+    return padded, [own.as_dataset() for own in records]
+
+
 def make_engine(
     backbone: Backbone,
     parallel: Parallel,
     specs: Sequence[TaskSpec],
     records: Sequence[TaskDataset],
     initial: Sequence[dict[str, Tensor] | None],
+    planning: Planning | None = None,
 ) -> Engine:
-    """Make an engine with these tasks, all in one hybrid task."""
-    engine = Engine(backbone, parallel)
+    """Make an engine with these tasks, by default all in one hybrid task."""
+    engine = Engine(backbone, parallel, planning)
     engine.register_tasks([Task(s, r, initial=i) for s, r, i in zip(specs, records, initial, strict=True)])
     return engine
 

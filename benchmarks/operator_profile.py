@@ -1,7 +1,8 @@
 """Where the time of a step goes, by kind of operator: for any function, on a CPU or a GPU.
 
-On a CPU an operator's own time is its self time there, on a GPU that of the kernels. The host's own work (views,
-allocations, Python in autograd functions) has a kind of its own on a CPU; on a GPU it is not in the table.
+On a CPU an operator's own time is its self time there, on a GPU that of the kernels, recorded without the host's
+operators, which would slow the host down. The host's own work (views, allocations, Python in autograd functions) has a
+kind of its own on a CPU; on a GPU it is what the wall has beside the kernels.
 """
 
 from __future__ import annotations
@@ -9,19 +10,45 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-_ATTENTION = r".*(scaled_dot_product|flash_attention|efficient_attention|flash_fwd|flash_bwd|fmha|varlen).*"
-_PRODUCTS = (
-    r"aten::(addmm_?|mm|bmm|baddbmm_?|_grouped_mm|mkldnn_linear|linear_backward)|.*(gemm|nvjet|cutlass).*"
+_ATTENTION = (
+    r".*(scaled_dot_product|flash_attention|efficient_attention|flash_fwd|flash_bwd|fmha|sdpa|varlen"
+    r"|FlashAttn).*"
 )
-_OPTIMIZER = r"aten::_(fused|foreach)_.*|.*multi_tensor_apply.*"
-_COPIES = r"aten::(copy_|cat|fill_|zero_|index.*|_index.*|embedding.*|gather)|.*(copy_kernel|CatArray|memcpy|memset).*"
-_REDUCTIONS = r"aten::(.*norm.*|.*softmax.*|sum|mean|amax|max|argmax|cumsum|.*nll_loss.*)|.*reduce_kernel.*"
+_ADAPTERS = (
+    r"(reduce|up|input_gradient|weight_gradient|activation|scale|factor_gradient"
+    r"|low_rank_\w+|expert_\w+)_kernel"
+)
+_DEQUANTISE = r"(dequantise_\w+|nf4_kernel|eight_bit_kernel)|.*(kDequantize|kgemm_4bit|Dequantize).*"
+_PRODUCTS = (
+    r"aten::(addmm_?|mm|bmm|baddbmm_?|_?grouped_mm|mkldnn_linear|linear_backward)|grouped_product_\w+"
+    r"|.*(gemm|nvjet|cutlass|cublas|splitKreduce).*"
+)
+_OPTIMIZER = (
+    r"aten::_(fused_(adam|sgd|adagrad)|foreach_).*|.*(multi_tensor_apply|FusedAdam).*"
+    r"|_update|_tile_squares|_row_sums"
+)
+_COPIES = (
+    r"aten::(copy_|cat|fill_|zero_|index.*|_index.*|embedding.*|gather|scatter.*)|permute_\w+|gather_\w+"
+    r"|.*(copy_kernel|CatArray|memcpy|memset|Memcpy|Memset|FillFunctor|indexSelect|index_elementwise|indexFunc"
+    r"|gather_kernel|scatter_gather|embedding).*"
+)
+_NORMS = (
+    r"aten::(.*norm.*)|_?(block_)?(rms|layer)_norm_\w+"
+    r"|.*(layer_norm|LayerNorm|RMSNorm|rms_norm|NormTwoOps|lpnorm).*"
+)
+_LOSS = (
+    r"aten::(.*softmax.*|.*nll_loss.*|.*cross_entropy.*|logsumexp)|liger_cross_entropy_kernel"
+    r"|.*(softmax|nll_loss|SoftMax).*"
+)
+_REDUCTIONS = (
+    r"aten::(sum|mean|amax|max|argmax|cumsum)|.*(reduce_kernel|DeviceScan|DeviceReduce|DeviceRadixSort).*"
+)
 _HOST = (
     r"aten::(.*view.*|reshape|transpose|t|permute|expand.*|.*squeeze|slice|select|.*split.*|chunk|as_strided|narrow"
     r"|detach|empty.*|resize_|flatten|unflatten|alias|_reshape_alias|set_|to|_to_copy|clone|contiguous|linear|matmul"
@@ -31,14 +58,29 @@ _HOST = (
 
 KINDS: tuple[tuple[str, str], ...] = (
     ("attention", _ATTENTION),
+    ("adapters", _ADAPTERS),
+    ("dequantise", _DEQUANTISE),
     ("matrix products", _PRODUCTS),
     ("optimizer", _OPTIMIZER),
+    ("norms", _NORMS),
+    ("loss", _LOSS),
     ("copies", _COPIES),
-    ("reductions and norms", _REDUCTIONS),
+    ("reductions", _REDUCTIONS),
     ("views, allocation, autograd", _HOST),
     ("element-wise", ".*"),
 )
-"""Kinds of operators, each with a pattern of their names; the first that matches counts."""
+"""Kinds of operators, each with a pattern of their names; the first that matches counts.
+
+Triton kernels have their function's name; those of no other kind (`gated_*`, `rotary_*`, `_swiglu_*`) are element-wise.
+"""
+
+
+class Kernel(NamedTuple):
+    """What ran on the GPU: a kernel, a copy or a fill. Times in nanoseconds."""
+
+    name: str
+    start: int
+    duration: int
 
 
 def kind_of(name: str, on_device: bool = False) -> str:
@@ -51,6 +93,34 @@ def kind_of(name: str, on_device: bool = False) -> str:
     raise AssertionError("the last pattern matches everything")
 
 
+def record_kernels(run: Callable[[], object]) -> list[Kernel]:
+    """Run a function, which waits for the GPU before it returns; returns what ran on the GPU, in order of start."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        run()
+    assert found.profiler is not None and found.profiler.kineto_results is not None
+    events = found.profiler.kineto_results.events()
+    kernels = [
+        Kernel(event.name(), event.start_ns(), event.duration_ns())
+        for event in events
+        if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
+    ]
+    return sorted(kernels, key=lambda kernel: kernel.start)
+
+
+def busy_seconds(kernels: Iterable[Kernel]) -> float:
+    """Seconds in which at least one kernel ran: the union of their intervals.
+
+    Args:
+        kernels: In order of start.
+    """
+    total, end = 0, 0
+    for kernel in kernels:
+        stop = kernel.start + kernel.duration
+        total += max(0, stop - max(kernel.start, end))
+        end = max(end, stop)
+    return total / 1e9
+
+
 def profile_by_kind(run: Callable[[], object], device: torch.device) -> dict[str, dict[str, float]]:
     """Run a function under the profiler.
 
@@ -61,23 +131,44 @@ def profile_by_kind(run: Callable[[], object], device: torch.device) -> dict[str
     Returns:
         By kind: `seconds` and `calls`.
     """
-    on_device = device.type == "cuda"
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_device
-    with profile(activities=activities) as found:
+    if device.type == "cuda":
+        return kernels_by_kind(record_kernels(run))
+    with profile(activities=[ProfilerActivity.CPU]) as found:
         run()
-    return _by_kind(found.key_averages(), on_device)
+    return _by_kind(
+        (kind_of(event.key), event.self_cpu_time_total / 1e6, event.count)
+        for event in found.key_averages()
+        if event.device_type == DeviceType.CPU and not event.is_user_annotation
+    )
 
 
-def _by_kind(events: Iterable[Any], on_device: bool) -> dict[str, dict[str, float]]:
-    wanted = DeviceType.CUDA if on_device else DeviceType.CPU
+def kernels_by_kind(kernels: Iterable[Kernel]) -> dict[str, dict[str, float]]:
+    """Sum kernels by kind: `seconds` and `calls`."""
+    kinds: dict[str, str] = {}
+    for kernel in kernels:
+        if kernel.name not in kinds:
+            kinds[kernel.name] = kind_of(kernel.name, on_device=True)
+    return _by_kind((kinds[kernel.name], kernel.duration / 1e9, 1) for kernel in kernels)
+
+
+def by_name(kernels: Iterable[Kernel], most: int = 40) -> list[dict[str, Any]]:
+    """Sum kernels by name; the `most` that took longest, with their kind."""
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for kernel in kernels:
+        found[kernel.name][0] += kernel.duration / 1e9
+        found[kernel.name][1] += 1
+    ordered = sorted(found.items(), key=lambda item: -item[1][0])[:most]
+    return [
+        {"name": name[:160], "kind": kind_of(name, on_device=True), "seconds": seconds, "calls": calls}
+        for name, (seconds, calls) in ordered
+    ]
+
+
+def _by_kind(events: Iterable[tuple[str, float, int]]) -> dict[str, dict[str, float]]:
     kinds: dict[str, dict[str, float]] = defaultdict(lambda: {"seconds": 0.0, "calls": 0})
-    for event in events:
-        if event.device_type != wanted or event.is_user_annotation:
-            continue
-        of_kind = kinds[kind_of(event.key, on_device)]
-        time = event.self_device_time_total if on_device else event.self_cpu_time_total
-        of_kind["seconds"] += time / 1e6
-        of_kind["calls"] += event.count
+    for kind, seconds, calls in events:
+        kinds[kind]["seconds"] += seconds
+        kinds[kind]["calls"] += calls
     return dict(kinds)
 
 

@@ -1,19 +1,25 @@
-"""Hugging Face PEFT as careful users run it, one task at a time: the rivals of `vs_peft.py`.
+"""Hugging Face PEFT as careful users run it, one task at a time: the rivals of `vs_peft.py` and `gpu_table.py`.
 
 `padded`: a batch is padded to its longest sequence. `packed`: its sequences lie end to end in one row, with position
 ids that restart and no attention mask, as in `DataCollatorWithFlattening` and TRL's `padding_free`; `transformers` then
-lets no sequence see another (on a GPU by variable-length attention). On a GPU both use Liger's kernels where they are
-importable, its fused linear cross entropy among them.
+lets no sequence see another (on a GPU by variable-length attention). On a GPU both use Liger's kernels for norms, gated
+MLPs and rotary embeddings where they are importable.
 
-Both use what `transformers` and `peft` offer for speed: SDPA attention, no key-value cache, the fused optimizer,
-gradients for the adapter only, and the loss of `transformers`. This module does not import megatron_mux.
+The loss has one of three heads: `whole` makes logits of all tokens, `labelled` selects the labelled rows first, `fused`
+is Liger's fused linear cross entropy.
+
+All use what `transformers` and `peft` offer for speed: SDPA attention, no key-value cache, the fused optimizer,
+gradients for the adapter only, and, in bf16, autocast, so that products of the fp32 LoRA weights run in bf16. The loss
+stays on the device. This module does not import megatron_mux.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,6 +27,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM, get_scheduler
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_liger_kernel_available
@@ -29,22 +36,24 @@ Pair = tuple[Tensor, Tensor]
 """Token ids `[L]`, and a mask `[L]` of the tokens that are labels."""
 
 RIVALS = ("padded", "packed")
+HEADS = ("whole", "labelled", "fused")
 
 
 def load(path: Path, dtype: torch.dtype, device: torch.device, rival: str = "padded") -> nn.Module:
     """Load the backbone as users of PEFT do."""
-    varies = rival == "packed" and device.type == "cuda" and dtype != torch.float32
     model: Any = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=dtype,
-        attn_implementation=_variable_length_attention() if varies else "sdpa",
-        local_files_only=True,
+        path, dtype=dtype, attn_implementation=attention_of(rival, dtype, device), local_files_only=True
     )
-    model.config.use_cache = False
     model.to(device)
+    return prepared(model)
+
+
+def prepared(model: Any) -> nn.Module:
+    """Prepare a model of `transformers` for training: no key-value cache."""
+    model.config.use_cache = False
     model.train()
-    moved: nn.Module = model
-    return moved
+    made: nn.Module = model
+    return made
 
 
 def uses_liger(device: torch.device) -> bool:
@@ -52,8 +61,15 @@ def uses_liger(device: torch.device) -> bool:
     return device.type == "cuda" and bool(is_liger_kernel_available())
 
 
-def _variable_length_attention() -> str:
-    """The implementation for packed sequences on a GPU: flash-attn where installed, else torch's own."""
+def heads_of(device: torch.device) -> tuple[str, ...]:
+    """The heads that can run on a device."""
+    return HEADS if uses_liger(device) else HEADS[:2]
+
+
+def attention_of(rival: str, dtype: torch.dtype, device: torch.device) -> str:
+    """The attention implementation: for packed sequences on a GPU flash-attn where installed, else torch's own."""
+    if rival == "padded" or device.type != "cuda" or dtype == torch.float32:
+        return "sdpa"
     if importlib.util.find_spec("flash_attn") is not None:
         return "flash_attention_2"
     AttentionInterface.register("varlen", _varlen)
@@ -68,9 +84,22 @@ def _varlen(
 
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
-    more = {"scale": options["scaling"], "window_size": (-1, 0), "enable_gqa": True}
+    more: dict[str, Any] = {"scale": options["scaling"], "window_size": (-1, 0)}
+    group = query.shape[1] // key.shape[1]
+    if group > 1 and _serves_groups():
+        more["enable_gqa"] = True
+    elif group > 1:
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     out = varlen_attn(query, key, value, bounds, bounds, longest, longest, **more)
     return out.unsqueeze(0), None
+
+
+@lru_cache(maxsize=1)
+def _serves_groups() -> bool:
+    """Whether torch's variable-length attention lets query heads share keys (torch 2.12 and newer)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def share_weights(model: nn.Module) -> nn.Module:
@@ -80,41 +109,61 @@ def share_weights(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def pad(pairs: Sequence[Pair], device: torch.device) -> dict[str, Any]:
-    """Pad a batch on the right to its longest sequence, as `DataCollatorForSeq2Seq` does; other labels are -100."""
+def pad(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Pad a batch on the right to its longest sequence, as `DataCollatorForSeq2Seq` does.
+
+    Returns:
+        As `flatten`.
+    """
     longest = max(len(tokens) for tokens, _ in pairs)
     ids = torch.zeros(len(pairs), longest, dtype=torch.int64)
     mask = torch.zeros_like(ids)
-    labels = torch.full_like(ids, -100)
-    for row, (tokens, labelled) in enumerate(pairs):
+    for row, (tokens, _) in enumerate(pairs):
         ids[row, : len(tokens)] = tokens
         mask[row, : len(tokens)] = 1
-        labels[row, : len(tokens)] = torch.where(labelled, tokens, -100)
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+    starts = [row * longest for row in range(len(pairs))]
+    return _pinned({"input_ids": ids, "attention_mask": mask, **_targets(pairs, starts)})
 
 
-def flatten(pairs: Sequence[Pair], device: torch.device) -> dict[str, Any]:
-    """Lay a batch end to end in one row, as `DataCollatorWithFlattening` does; other labels are -100.
+def flatten(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Lay a batch end to end in one row, as `DataCollatorWithFlattening` does.
 
-    The first token of a sequence is no label, because the row before it belongs to another sequence.
+    Returns:
+        Arguments of the model; `rows` `[N]`, the rows before a labelled token of the same sequence, and `targets`
+        `[N]`, these tokens.
     """
-    labels = [torch.where(labelled, tokens, -100) for tokens, labelled in pairs]
-    for own in labels:
-        own[0] = -100
-    batch: dict[str, Any] = {
-        "input_ids": torch.cat([tokens for tokens, _ in pairs]).unsqueeze(0),
-        "position_ids": torch.cat([torch.arange(len(tokens)) for tokens, _ in pairs]).unsqueeze(0),
-        "labels": torch.cat(labels).unsqueeze(0),
-    }
-    if device.type == "cpu":
-        return batch
-    # Without these, flash attention would find the bounds again in each layer and wait for the device each time.
     lengths = [len(tokens) for tokens, _ in pairs]
-    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-    moved = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
-    return moved | {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    bounds = [0, *accumulate(lengths)]
+    # Without the bounds, flash attention would find them again in each layer and wait for the device each time.
+    ends = torch.tensor(bounds, dtype=torch.int32)
+    batch = {
+        "input_ids": torch.cat([tokens for tokens, _ in pairs]).unsqueeze(0),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
+        **_targets(pairs, bounds[:-1]),
+        **({"cu_seq_lens_q": ends, "cu_seq_lens_k": ends} if torch.cuda.is_available() else {}),
+    }
+    longest = {"max_length_q": max(lengths), "max_length_k": max(lengths)} if "cu_seq_lens_q" in batch else {}
+    return _pinned(batch) | longest
+
+
+def _targets(pairs: Sequence[Pair], starts: Sequence[int]) -> dict[str, Tensor]:
+    """Rows that predict a labelled token, and these tokens, of sequences that start at these rows."""
+    at = [
+        start + labelled[1:].nonzero().flatten() for start, (_, labelled) in zip(starts, pairs, strict=True)
+    ]
+    return {
+        "rows": torch.cat(at),
+        "targets": torch.cat([tokens[1:][labelled[1:]] for tokens, labelled in pairs]),
+    }
+
+
+def _pinned(batch: dict[str, Tensor]) -> dict[str, Any]:
+    """Pin host memory where there is a GPU, as a `DataLoader` does, so that copies do not wait."""
+    return {key: value.pin_memory() if torch.cuda.is_available() else value for key, value in batch.items()}
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
 class PeftTask:
@@ -128,6 +177,10 @@ class PeftTask:
         steps: Length of the learning rate schedule.
         initial: Initial adapter tensors, by their key in a checkpoint.
         rival: `padded` or `packed`.
+        head: Of `HEADS`; None: `fused` with Liger, else `whole`.
+        dropout: LoRA dropout.
+        parameters: Names of fused experts' parameters that get an adapter, too.
+        liger_experts: Whether Liger's kernel computes experts, rather than grouped products of `transformers`.
     """
 
     def __init__(
@@ -139,18 +192,38 @@ class PeftTask:
         steps: int,
         initial: dict[str, Tensor] | None = None,
         rival: str = "padded",
+        head: str | None = None,
+        dropout: float = 0.0,
+        parameters: Sequence[str] = (),
+        liger_experts: bool = False,
     ) -> None:
-        self.collate = {"padded": pad, "packed": flatten}[rival]
-        if uses_liger(next(model.parameters()).device):
-            apply_liger_kernel(model, None)
+        self.collate: Callable[[Sequence[Pair]], dict[str, Any]] = {"padded": pad, "packed": flatten}[rival]
+        self.dtype, self.device = next(
+            (p.dtype, p.device) for p in model.parameters() if p.is_floating_point()
+        )
+        liger = uses_liger(self.device)
+        self.head = head or ("fused" if liger else "whole")
+        if liger:
+            # The head is ours, the other kernels are Liger's.
+            gated = liger_experts or not parameters
+            apply_liger_kernel(
+                model, {"fused_linear_cross_entropy": False, "cross_entropy": False, "swiglu": gated}
+            )
         config = LoraConfig(
-            task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=list(targets)
+            task_type="CAUSAL_LM",
+            r=rank,
+            lora_alpha=2 * rank,
+            lora_dropout=dropout,
+            target_modules=list(targets),
+            target_parameters=list(parameters) or None,
         )
         self.model = get_peft_model(model, config)
         if initial is not None:
             set_peft_model_state_dict(self.model, initial)
         self.model.train()
-        self.device = next(self.model.parameters()).device
+        for module in self.model.modules():
+            if self.dtype != torch.float32 and hasattr(module, "cast_input_dtype_enabled"):
+                module.cast_input_dtype_enabled = False  # autocast casts weights; inputs are bf16 already
         self.trained = [value for value in self.model.parameters() if value.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=learning_rate, weight_decay=0.0, fused=True)
         self.scheduler = get_scheduler("cosine", self.optimizer, num_warmup_steps=0, num_training_steps=steps)
@@ -161,13 +234,52 @@ class PeftTask:
             key: value.detach().cpu().clone() for key, value in get_peft_model_state_dict(self.model).items()
         }
 
-    def step(self, pairs: Sequence[Pair]) -> float:
-        """Take one optimizer step; returns the loss."""
-        labels = sum(int(labelled[1:].sum()) for _, labelled in pairs)
-        output = self.model(**self.collate(pairs, self.device), num_items_in_batch=labels)
-        output.loss.backward()
+    def step(self, pairs: Sequence[Pair]) -> Tensor:
+        """Take one optimizer step on a batch of pairs; returns the loss, on the device."""
+        return self.step_on(self.collate(pairs))
+
+    def step_on(self, batch: Mapping[str, Any]) -> Tensor:
+        """Take one optimizer step on a batch that `collate` made; returns the loss, on the device."""
+        batch = {key: _on(value, self.device) for key, value in batch.items()}
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            loss = self._loss(batch, batch.pop("rows"), batch.pop("targets"))
+        loss.backward()
         nn.utils.clip_grad_norm_(self.trained, 1.0)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(output.loss.detach())
+        return loss.detach()
+
+    def _loss(self, batch: dict[str, Any], rows: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss over the labelled tokens.
+
+        Args:
+            batch: Arguments of the model.
+            rows: `[N]` int64, the rows that predict a labelled token, among all rows of the batch.
+            targets: `[N]` int64, the tokens that they predict.
+        """
+        base: Any = self.model.get_base_model()
+        hidden = base.model(**batch).last_hidden_state.flatten(0, 1)  # [T, H]
+        head = base.get_output_embeddings()
+        if self.head == "labelled":
+            return _cross_entropy(head(hidden.index_select(0, rows)), targets)
+        labels = torch.full((hidden.shape[0],), -100, dtype=torch.int64, device=self.device)
+        labels = labels.index_copy(0, rows, targets)
+        if self.head == "whole":
+            return _cross_entropy(head(hidden), labels, len(targets))
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        total = liger_fused_linear_cross_entropy(hidden, head.weight, labels, reduction="sum")
+        loss: Tensor = total / len(targets)
+        return loss
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, count: int | None = None) -> Tensor:
+    """Mean cross entropy over `count` labels, all of them by default; by Liger's kernel where the rivals use it."""
+    kernel: Any = functional.cross_entropy
+    if uses_liger(logits.device):
+        from liger_kernel.transformers.functional import liger_cross_entropy as kernel  # in fp32 by itself
+    else:
+        logits = logits.float()
+    total: Tensor = kernel(logits, labels, reduction="sum")
+    return total / (count or len(labels))

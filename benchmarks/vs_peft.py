@@ -65,6 +65,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="how PEFT trains: batches padded to their longest sequence, or packed without padding",
     )
     parser.add_argument(
+        "--head",
+        choices=("whole", "labelled", "fused"),
+        help="PEFT's logits: of all tokens, of labelled ones, or in Liger's fused loss (default: fused, else whole)",
+    )
+    parser.add_argument(
         "--zero-padded",
         action="store_true",
         help="one more rival: our engine with the sequences of all tasks padded to the longest one of the step",

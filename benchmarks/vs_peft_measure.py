@@ -18,6 +18,8 @@ from vs_peft_setup import Setup
 from vs_peft_sides import SideResult, measure_sides
 from workload import mix_of, mix_to_json, padding_share
 
+from megatron_mux import runtime
+
 MEMORY_STEPS = 3
 PACKAGES = ("torch", "transformers", "peft", "megatron-core")
 
@@ -128,6 +130,7 @@ def measure_memory(arguments: argparse.Namespace, part: str) -> dict[str, int]:
     process_memory.reset_peak(setup.device)
     for _ in range(MEMORY_STEPS):
         engine.step()
+    runtime.shutdown()
     return {**_around_loading(setup, before, loaded), **process_memory.report(setup.device)}
 
 
@@ -143,7 +146,7 @@ def environment(arguments: argparse.Namespace) -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else None
     return {
         "hardware": {
-            "cpu": _cpu_name(),
+            "cpu": cpu_name(),
             "threads": arguments.threads,
             "gpu": gpu,
             "memory_bytes": _memory_bytes(),
@@ -172,7 +175,8 @@ def backbone_name(arguments: argparse.Namespace) -> str:
     return f"{shape} with {arguments.layers} layers" if arguments.layers else str(shape)
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Name of this machine's CPU."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()

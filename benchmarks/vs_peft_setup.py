@@ -10,7 +10,7 @@ import mux_side
 import peft_side
 import torch
 from torch import Tensor
-from workload import LEARNING_RATE, Pair, TaskShape, mix_of, padded_to_longest, random_records
+from workload import LEARNING_RATE, Pair, TaskShape, mix_of, random_records
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.dataset import TaskDataset
@@ -59,20 +59,16 @@ class Setup:
 
     def zero_padded(self, members: Sequence[int]) -> tuple[list[TaskSpec], list[TaskDataset]]:
         """Return specs and records of the same steps, all sequences padded to the longest one of their step."""
-        examples = padded_to_longest([self.examples(i) for i in members])
-        records = [Records([pair for pairs in own for pair in pairs]) for own in examples]
-        longest = max(int(own.lengths.max()) for own in records)
         specs = [self.specs[i] for i in members]
-        data = [spec.data.model_copy(update={"max_length": longest, "shuffle": False}) for spec in specs]
-        specs = [spec.model_copy(update={"data": own}) for spec, own in zip(specs, data, strict=True)]
-        return specs, [own.as_dataset() for own in records]
+        return mux_side.zero_padded(specs, [self.examples(i) for i in members])
 
     def peft_task(
         self, model: torch.nn.Module, i: int, rival: str, initial: dict[str, Tensor] | None = None
     ) -> peft_side.PeftTask:
         """Set up task `i` to be trained by PEFT."""
         targets, rank = self.arguments.targets, self.mix[i].rank
-        return peft_side.PeftTask(model, rank, targets, LEARNING_RATE, self.steps, initial, rival)
+        head = self.arguments.head
+        return peft_side.PeftTask(model, rank, targets, LEARNING_RATE, self.steps, initial, rival, head)
 
     def synchronize(self) -> None:
         """Wait until the GPU, if there is one, has finished."""

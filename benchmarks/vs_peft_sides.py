@@ -21,9 +21,11 @@ from typing import Any
 import mux_side
 import operator_profile
 import peft_side
+import torch
 from safetensors.torch import load_file, save_file
 from vs_peft_setup import Setup
 
+from megatron_mux import runtime
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.tasks import TaskSpec
 
@@ -90,14 +92,21 @@ def measure_sides(
     return turns
 
 
-def in_new_process(measure: Callable[..., dict[str, int]], *arguments: Any) -> dict[str, int]:
-    """Call a function in a new process, which has imported the libraries and computed nothing."""
-    with ProcessPoolExecutor(1, _context(), max_tasks_per_child=1) as pool:
-        return pool.submit(measure, *arguments).result()
+def in_new_process(
+    measure: Callable[..., dict[str, int]], arguments: argparse.Namespace, *more: Any
+) -> dict[str, int]:
+    """Call a function in a new process, in which nothing has been computed."""
+    with ProcessPoolExecutor(1, _context(arguments.device), max_tasks_per_child=1) as pool:
+        return pool.submit(measure, arguments, *more).result()
 
 
-def _context() -> Any:
-    """The server that forks new processes."""
+def _context(device: str) -> Any:
+    """How processes start: for a GPU each by itself, since a process cannot use CUDA if its parent has asked for it.
+
+    On a CPU a server forks them, which has imported the libraries.
+    """
+    if device == "cuda":
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_IMPORTED])
     return context
@@ -109,7 +118,7 @@ class _SideProcess:
     def __init__(
         self, name: str, arguments: argparse.Namespace, steps: int, members: Sequence[int], scratch: Path
     ) -> None:
-        context = _context()
+        context = _context(arguments.device)
         self.name = name
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
@@ -176,6 +185,8 @@ def _run_side(
         pass
     except Exception:  # the parent reports it
         connection.send(traceback.format_exc())
+    finally:
+        runtime.shutdown()
 
 
 def _run_steps(setup: Setup, step: Step, first: int, count: int, profiled: bool) -> Any:
@@ -203,7 +214,13 @@ def _peft(rival: str, setup: Setup, members: Sequence[int], scratch: Path) -> St
         if initial is None:
             save_file(tasks[-1].tensors(), _initial(scratch, i))
     examples = [setup.examples(i) for i in members]
-    return lambda step: [task.step(examples[k][step]) for k, task in enumerate(tasks)]
+
+    def step(number: int) -> list[float]:
+        # Read at the step's end only: no task waits for the device.
+        losses = [task.step(examples[k][number]) for k, task in enumerate(tasks)]
+        return [float(loss) for loss in torch.stack(losses).tolist()]
+
+    return step
 
 
 def _mux(setup: Setup, members: Sequence[int], scratch: Path) -> Step:

@@ -29,6 +29,7 @@ class TaskShape:
         max_length: Tokens to which records are truncated.
         records: File name within the data directory; empty for random records.
         rank: LoRA rank; alpha is twice the rank.
+        min_length: Tokens of the shortest random record; None: a quarter of `max_length`.
     """
 
     name: str
@@ -36,6 +37,7 @@ class TaskShape:
     max_length: int
     records: str = ""
     rank: int = RANK
+    min_length: int | None = None
 
     @property
     def short(self) -> bool:
@@ -143,6 +145,34 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "max_position_embeddings": 512,
     },
+    # For trying out experts: a Qwen3-MoE.
+    "tiny-experts": {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 512,
+    },
+    "qwen3-30b-a3b": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 8192,
+        "rope_theta": 1000000.0,
+    },
     "llama3-8b": {
         "vocab_size": 128256,
         "hidden_size": 4096,
@@ -154,6 +184,28 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 500000.0,
     },
 }
+
+
+def config_of(shape: str, layers: int | None = None) -> Any:
+    """Make the Hugging Face config of a shape: a Llama's, or with experts a Mixtral's or a Qwen3-MoE's.
+
+    Args:
+        shape: A name in `SHAPES`.
+        layers: Number of layers; None: that of the shape.
+    """
+    from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
+
+    fields = {**SHAPES[shape], **({} if layers is None else {"num_hidden_layers": layers})}
+    made: Any
+    if "num_experts" in fields:
+        made = Qwen3MoeConfig(**fields, tie_word_embeddings=False)
+        made.architectures = ["Qwen3MoeForCausalLM"]
+    elif "num_local_experts" in fields:
+        made = MixtralConfig(**fields)
+    else:
+        made = LlamaConfig(**fields, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2)
+        made.architectures = ["LlamaForCausalLM"]
+    return made
 
 
 def write_random_backbone(shape: str, directory: Path, dtype: torch.dtype, layers: int | None = None) -> None:
@@ -168,20 +220,18 @@ def write_random_backbone(shape: str, directory: Path, dtype: torch.dtype, layer
         layers: Number of layers; None: that of the shape.
     """
     from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+    from transformers import LlamaForCausalLM, MixtralForCausalLM
 
     if "num_local_experts" in SHAPES[shape]:
         if not (directory / "config.json").exists():
             torch.manual_seed(0)
-            MixtralForCausalLM(MixtralConfig(**SHAPES[shape])).to(dtype).save_pretrained(directory)
+            MixtralForCausalLM(config_of(shape)).to(dtype).save_pretrained(directory)
         return
     index_path = directory / "model.safetensors.index.json"
     if index_path.exists():
         return
     directory.mkdir(parents=True, exist_ok=True)
-    fields = {**SHAPES[shape], **({} if layers is None else {"num_hidden_layers": layers})}
-    config = LlamaConfig(**fields, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2)
-    config.architectures = ["LlamaForCausalLM"]
+    config = config_of(shape, layers)
     config.dtype = dtype
     with torch.device("meta"):
         names = {key: value.shape for key, value in LlamaForCausalLM(config).state_dict().items()}
@@ -211,11 +261,11 @@ def _random_weight(name: str, shape: Sequence[int], dtype: torch.dtype, generato
 
 
 def random_records(shape: TaskShape, count: int, vocab: int, seed: int) -> list[Pair]:
-    """Make records of random tokens: lengths uniform over [max/4, max], the second half of each record labelled."""
+    """Make records of random tokens: of uniform lengths, the second half of each record labelled."""
     generator = torch.Generator().manual_seed(seed)
     records: list[Pair] = []
     for _ in range(count):
-        low = max(4, shape.max_length // 4)
+        low = shape.min_length or max(4, shape.max_length // 4)
         length = int(torch.randint(low, shape.max_length + 1, (1,), generator=generator))
         tokens = torch.randint(3, vocab, (length,), generator=generator)
         labelled = torch.arange(length) >= length // 2

@@ -39,6 +39,8 @@ from megatron_mux.packing import (
 __all__ = ["HostBatch", "MicroBatch", "PackedSequence", "Span", "activate", "active", "pack"]
 
 PrefixKV = dict[int, dict[str, tuple[Tensor, Tensor]]]
+Present = tuple[tuple[int, ...], tuple[Span, ...], tuple[int, ...]]
+"""Slot, rows and steps of each task, as in `RowGroups`."""
 
 
 @dataclass
@@ -136,7 +138,7 @@ class HostBatch:
         wide, narrow: The length of each array of 64 and of 32 bits.
         segments, task_rows, task_steps, training: See `MicroBatch`.
         label_task_rows: Task name to its `(start, stop)` among the N labelled rows; only tasks present.
-        slots: Task name to its slot.
+        present: Slot, rows and steps of each task with rows and a slot: of all rows, and of the labelled ones.
         longest: Queries and keys of the longest segment.
     """
 
@@ -148,7 +150,7 @@ class HostBatch:
     label_task_rows: Ranges
     task_steps: Mapping[str, int]
     training: bool
-    slots: Mapping[str, int]
+    present: tuple[Present, Present]
     longest: tuple[int, int]
 
     @property
@@ -200,7 +202,7 @@ class HostBatch:
             segments=(),
             bounds=None,
             task_rows=self.label_task_rows,
-            groups=self._groups(self.label_task_rows, rest[4:8]),
+            groups=self._groups(self.present[1], rest[4:8]),
             tokens=few_tokens,
             positions=few_positions,
             label_rows=few_rows,
@@ -210,7 +212,7 @@ class HostBatch:
             segments=self.segments,
             bounds=Bounds(queries, keys, *self.longest, gather if gather.shape[0] else None),
             task_rows=self.task_rows,
-            groups=self._groups(self.task_rows, rest[:4]),
+            groups=self._groups(self.present[0], rest[:4]),
             tokens=tokens,
             positions=positions,
             label_rows=label_rows,
@@ -221,13 +223,13 @@ class HostBatch:
             **common,
         )
 
-    def _groups(self, ranges: Ranges, tensors: Sequence[Tensor]) -> RowGroups:
-        names = [name for name, (start, stop) in ranges.items() if start < stop and name in self.slots]
+    def _groups(self, present: Present, tensors: Sequence[Tensor]) -> RowGroups:
+        slots, rows, steps = present
         index, ids, table, tiles = tensors
         return RowGroups(
-            slots=tuple(self.slots[name] for name in names),
-            rows=tuple(ranges[name] for name in names),
-            steps=tuple(self.task_steps[name] for name in names),
+            slots=slots,
+            rows=rows,
+            steps=steps,
             training=self.training,
             table=table.view(-1, 4),
             tiles=tiles.view(-1, 3),
@@ -275,6 +277,12 @@ def pack(
     task_rows = ranges_of(names, [segment.length for segment in segments])
     label_task_rows = ranges_of(names, np.bincount(labels.part, minlength=len(parts)).tolist())
     queries, keys, gather = bounds_of(segments, prefixes)
+
+    def present(ranges: Ranges) -> Present:
+        names = [name for name, (start, stop) in ranges.items() if start < stop and name in slots]
+        own = tuple(slots[name] for name in names), tuple(ranges[name] for name in names)
+        return *own, tuple(task_steps[name] for name in names)
+
     wide = [*rows[:2], labels.rows, labels.tokens, of_task, *few[:2], np.arange(len(labels.rows)), gather]
     balancing = NOT_BALANCED if balanced is None else balanced.arrays(segments, len(rows[0]), order)
     wide += [array.view(np.int64) for array in balancing]
@@ -289,6 +297,6 @@ def pack(
         label_task_rows=label_task_rows,
         task_steps=dict(task_steps),
         training=training,
-        slots=slots,
+        present=(present(task_rows), present(label_task_rows)),
         longest=(int(np.diff(queries).max(initial=0)), int(np.diff(keys).max(initial=0))),
     )

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 _of_torch = (torch.cuda.current_device, torch.cuda.synchronize)
 
@@ -47,17 +46,14 @@ def adapt_to(device: torch.device | None) -> None:
     torch.cuda.current_device, torch.cuda.synchronize = current, synchronize
 
 
-def replace_in_layer_spec(layer: Any, norm: Any, core_attention: Any, qk_norm: bool) -> None:
+def replace_in_layer_spec(layer: Any, norm: Any, core_attention: Any) -> None:
     """Put our norm and core attention into the layer spec that Megatron-Core made, in place.
 
     The two versions nest specs alike down to here: a `ModuleSpec` of the layer, within it one of the attention.
     """
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
-    attention = parts.self_attention.submodules
-    attention.core_attention = core_attention
-    if qk_norm:
-        attention.q_layernorm = attention.k_layernorm = norm
+    parts.self_attention.submodules.core_attention = core_attention
 
 
 def set_mlp_width(layer: Any, width: int) -> None:
@@ -82,17 +78,3 @@ def set_output_width(linear_fc2: Any, width: int) -> None:
     weight = linear_fc2.weight
     linear_fc2.input_size_per_partition = width
     linear_fc2.weight = torch.nn.Parameter(weight.new_empty(weight.shape[0], width))
-
-
-def attention_half(layer: Any, hidden: Tensor, attention_bias: Any) -> Tensor:
-    """The first half of a Megatron transformer layer: `[T, 1, H]` to the same, attention and residual added."""
-    attended: Tensor = layer._forward_attention(
-        hidden_states=hidden, attention_mask=None, attention_bias=attention_bias
-    )[0]
-    return attended
-
-
-def mlp_half(layer: Any, hidden: Tensor) -> Tensor:
-    """The second half of a Megatron transformer layer: MLP and residual added, row by row."""
-    output: Tensor = layer._forward_mlp(hidden)
-    return output

@@ -300,6 +300,12 @@ def has_bf16(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def finish(device: torch.device) -> None:
+    """Wait until a GPU has computed what was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def use_tf32() -> None:
     """Compute fp32 products of this process in TF32, on GPUs."""
     torch.backends.cuda.matmul.allow_tf32 = True

@@ -118,7 +118,7 @@ class AttachedBaseOp:
         batch = layout.active()
         grouped = self._grouped(input_)
         present = self._present(batch, grouped)
-        alone = any(stages - {"extend"} for _, stages in present.values())
+        alone = bool(present) and any(stages - {"extend"} for _, stages in present.values())
         if not alone and not self.tables.any_of(batch.groups, grouped):
             module = self.info.module
             result: tuple[Tensor, Tensor | None] = type(module).forward(module, input_, *args, **kwargs)
@@ -141,8 +141,10 @@ class AttachedBaseOp:
 
     def _present(self, batch: MicroBatch, grouped: frozenset[Grouped]) -> Present:
         """Adapters with stages that are computed task by task; those that extend the batch have done so."""
-        rows = batch.task_rows
         others = self.others(grouped)
+        if not others:
+            return {}
+        rows = batch.task_rows
         present = {rows[task]: own for task, own in others.items() if task in rows}
         present = {own: present[own] for own in sorted(present) if own[0] < own[1]}
         for adapter, stages in present.values():
@@ -167,7 +169,8 @@ class AttachedBaseOp:
     ) -> tuple[Tensor, Tensor | None]:
         module: Any = self.info.module
         x = input_.reshape(-1, input_.shape[-1])
-        x = _map_rows(x, {rows: a.before for rows, a in _of_stage(present, "before")})
+        if present:
+            x = _map_rows(x, {rows: a.before for rows, a in _of_stage(present, "before")})
         if "before" in grouped:
             x = self._adapted(x, self.tables.before, batch)
         y3 = self._product(x, None, present, batch).view(*input_.shape[:-1], -1)
@@ -211,7 +214,7 @@ class AttachedBaseOp:
             y = low_rank_linear(x, weight, bias, self._anchor, self.tables.low_rank, batch.groups, kernels)
         else:
             y = F.linear(x, weight, bias)
-        others = dict(_of_stage(present, "product"))
+        others = dict(_of_stage(present, "product")) if present else {}
         if not others:
             return y
         own = dict(zip(others, _split_rows(x, list(others)), strict=True))
@@ -230,8 +233,10 @@ class AttachedBaseOp:
         grouped: frozenset[Grouped],
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the stage `after`. The bias is added first, even where Megatron would add it later."""
-        after = {rows: adapter.after for rows, adapter in _of_stage(present, "after")}
         together = "after" in grouped and self.tables.after.any_of(batch.groups)
+        if not present and not together:
+            return y, bias
+        after = {rows: adapter.after for rows, adapter in _of_stage(present, "after")}
         if not after and not together:
             return y, bias
         if bias is not None:

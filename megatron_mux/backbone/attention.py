@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_mux import layout
 from megatron_mux.kernels.attention import segment_attention
-from megatron_mux.kernels.pointwise import rotate
 from megatron_mux.shape import BackboneShape
 
 
@@ -36,21 +35,13 @@ class SegmentAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: None = None,
-        attention_bias: tuple[Tensor, Tensor] | None = None,
-        **_: Any,
     ) -> Tensor:
-        """Rotate queries and keys by their positions, then attend.
-
-        Megatron would compute cosines and sines again in each layer. Here they are computed once a micro-batch and
-        passed as `attention_bias`, the one argument that Megatron hands to core attention untouched.
+        """Attend.
 
         Args:
-            query: `[T, 1, heads on this rank, D]`.
-            key: `[T, 1, kv heads on this rank, D]`.
-            value: Likewise.
-            attention_mask: None; segments take its place.
-            attention_bias: Cosine and sine of each token's angles, `[T, 1, D / 2]`; None without rotary embedding.
+            query: `[T, 1, heads on this rank, D]`, rotated by its positions.
+            key: `[T, 1, kv heads on this rank, D]`, likewise.
+            value: `[T, 1, kv heads on this rank, D]`, or wider or narrower heads.
 
         Returns:
             `[T, 1, heads on this rank x D]`.
@@ -73,8 +64,6 @@ class SegmentAttention(nn.Module):
             )
 
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        if attention_bias is not None:
-            query, key = rotate(query, *attention_bias), rotate(key, *attention_bias)
         out: Tensor
         if self.recompute and torch.is_grad_enabled():
             out = checkpoint(run, query, key, value, use_reentrant=False, preserve_rng_state=False)

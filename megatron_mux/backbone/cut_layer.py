@@ -23,6 +23,7 @@ from megatron_mux import layout
 from megatron_mux.backbone.cut_experts import CutExperts, CutMlp
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.latent_attention import LatentAttention
+from megatron_mux.backbone.layer import add
 from megatron_mux.backbone.pieces import (
     Exchanging,
     Message,
@@ -188,10 +189,13 @@ class CutLayer:
     ) -> tuple[Tensor, Tensor, bool]:
         layer = self.layer
         output = finished(layer.self_attention.linear_proj, piece.input(*summed))
-        x = layer.self_attn_bda(layer.training, False)(output, piece.input(*residual), 0.0)
-        if self.labelled_only:
+        norm = layer.pre_mlp_layernorm
+        x, normed = add(
+            layer.self_attn_bda, output, piece.input(*residual), None if self.labelled_only else norm
+        )
+        if normed is None:
             x = x.index_select(0, self.batch.label_rows)
-        normed = layer.pre_mlp_layernorm(x)
+            normed = norm(x)
         x, needed = piece.output(x)
         return x, piece.output(normed)[0], needed
 
@@ -203,7 +207,7 @@ class CutLayer:
         if not isinstance(layer.mlp, MoELayer):
             with layout.activate(self._rows):
                 output = finished(layer.mlp.linear_fc2, output[0])
-        x = layer.mlp_bda(layer.training, False)(output, piece.input(*residual), 0.0)
+        x, _ = add(layer.mlp_bda, output, piece.input(*residual))
         return piece.output(x if self.last_norm is None else self.last_norm(x))
 
     @property

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_mux.base_ops import LATENT_OPS, REPLICATED
-from megatron_mux.kernels.pointwise import rotate
+from megatron_mux.kernels.fused_pointwise import rotate_heads
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 
@@ -105,8 +105,7 @@ class LatentAttention(nn.Module):
             .squeeze(1)
             .split([latent.plain, latent.value], dim=-1)
         )
-        query, positions = query.split([latent.plain, latent.rotated], dim=-1)
-        query = torch.cat((query, self.rotate(positions, *attention_bias)), dim=-1)
+        query = self.rotate(query, *attention_bias, latent.plain)
         shared = self.rotate(rotated, *attention_bias).expand(-1, key.shape[1], -1)
         key = torch.cat((key, shared), dim=-1)
         attended = self.core_attention(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1))
@@ -121,11 +120,9 @@ class LatentAttention(nn.Module):
             query = self.linear_q_up(self.q_norm(self.linear_q_down(x)[0]))[0]
         return query
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate `[T, heads, W]`; the features of queries and keys come out in the same order, whichever it is."""
-        if self.latent.interleaved:
-            x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
-        return rotate(x.to(cos.dtype), cos, sin).to(x.dtype)
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, first: int = 0) -> Tensor:
+        """Rotate `[T, heads, first + W]` from a feature on; those of queries and keys come out in the same order."""
+        return rotate_heads(x, cos, sin, first, self.latent.interleaved)
 
     def _spread(self, hidden: Tensor) -> Tensor:
         """All rows, on every tensor rank; the backward sums their gradients over tensor ranks."""

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_mux import layout, megatron_core
+from megatron_mux import layout
+from megatron_mux.backbone.norms import FrozenNorm, OutputNorm
 from megatron_mux.backbone.rotary import Angles
+from megatron_mux.kernels.fused_pointwise import fork, join
 
 
 def compute_layer(
@@ -66,20 +68,62 @@ def _all_before_backward(compute: Any, *arguments: Any) -> Tensor:
 
 
 def _whole(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
-    output, _ = layer(hidden_states=hidden, attention_mask=None, attention_bias=angles)
-    return output  # type: ignore[no-any-return]
+    hidden, normed = attend(layer, hidden, angles, layer.pre_mlp_layernorm)
+    assert normed is not None
+    return feed_forward(layer, hidden, normed)
+
+
+def attend(
+    layer: Any, hidden: Tensor, angles: Angles | None, norm: FrozenNorm | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The first half of a layer: `[T, 1, H]` to the same with attention added, and its norm if one is given."""
+    hidden, normed = fork(hidden, layer.input_layernorm.frozen)
+    output = layer.self_attention(normed, attention_mask=None, attention_bias=angles)
+    return add(layer.self_attn_bda, output, hidden, norm)
+
+
+def feed_forward(layer: Any, hidden: Tensor, normed: Tensor | None = None) -> Tensor:
+    """The second half of a layer: MLP and residual added, row by row.
+
+    Args:
+        layer: The layer.
+        hidden: `[T, 1, H]`.
+        normed: Its norm; None: it is computed here.
+    """
+    if normed is None:
+        hidden, normed = fork(hidden, layer.pre_mlp_layernorm.frozen)
+    return add(layer.mlp_bda, layer.mlp(normed), hidden)[0]
+
+
+def add(
+    bda: Any, output: tuple[Tensor, Tensor | None], residual: Tensor, norm: FrozenNorm | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Add what a sublayer returns, its bias included, to the hidden states.
+
+    Args:
+        bda: What the layer has in the place of Megatron's bias-dropout-add: an `OutputNorm`, or something without
+            effect here, where nothing is dropped.
+        output: `[T, 1, H]` and a bias `[H]` or None.
+        residual: The hidden states `[T, 1, H]`.
+        norm: Of the sum; None: nobody needs it.
+
+    Returns:
+        The sum and its norm.
+    """
+    inner = bda.norm.frozen if isinstance(bda, OutputNorm) else None
+    return join(*output, residual, inner, None if norm is None else norm.frozen)
 
 
 def _without_rows(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
     """Experts alone: they may compute rows of other ranks."""
     if isinstance(layer, nn.ModuleDict):  # an expert manager has nothing else of it
         return layer["mlp"](hidden)[0]  # type: ignore[no-any-return]
-    return megatron_core.mlp_half(layer, hidden)
+    return feed_forward(layer, hidden)
 
 
 def _labelled(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
     """The same, its MLP on labelled rows only: `[T, 1, H]` to `[N, 1, H]`."""
     batch = layout.active()
-    attended = megatron_core.attention_half(layer, hidden, angles).index_select(0, batch.label_rows)
+    attended = attend(layer, hidden, angles)[0].index_select(0, batch.label_rows)
     with layout.activate(batch.labelled):
-        return megatron_core.mlp_half(layer, attended)
+        return feed_forward(layer, attended)

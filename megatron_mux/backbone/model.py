@@ -192,9 +192,10 @@ class Backbone:
         labelled_only = labelled_only and self._selects_labelled(batch)
         if not self.layers:
             return self._final_norm(batch, hidden, labelled_only) if self.last else hidden
-        layers = self.residence.layers(hidden, self._trained_from)
+        trained_from = self._trained_from
+        layers = self.residence.layers(hidden, trained_from)
         for i in range(len(self.layers)) if part is None else [self.layers.index(layer) for layer in part]:
-            layers.through(i, partial(self._layer, i, batch, angles[i], labelled_only))
+            layers.through(i, partial(self._layer, i, batch, angles[i], labelled_only, trained_from))
         return layers.hidden
 
     def begin(self, batch: MicroBatch, needed: bool, labelled_only: bool = False) -> StagePass:
@@ -356,7 +357,13 @@ class Backbone:
         )
 
     def _layer(
-        self, i: int, batch: MicroBatch, angles: Angles | None, labelled_only: bool, hidden: Tensor
+        self,
+        i: int,
+        batch: MicroBatch,
+        angles: Angles | None,
+        labelled_only: bool,
+        trained_from: int,
+        hidden: Tensor,
     ) -> Tensor:
         """Compute the stage's layer `i`, on the last stage with the final norm after its last layer."""
         if not self._computes(i, batch):
@@ -365,7 +372,7 @@ class Backbone:
         is_last = self.last and i == len(decoder.layers) - 1
         trimmed = labelled_only and is_last
         # Below all adapters no expert rank needs the backward; above, all of them take part in it.
-        trained = torch.is_grad_enabled() and (i >= self._trained_from or hidden.requires_grad)
+        trained = torch.is_grad_enabled() and (i >= trained_from or hidden.requires_grad)
         with torch.set_grad_enabled(trained):
             hidden = compute_layer(decoder.layers[i], hidden, angles, trimmed, self.recompute == "full")
         if is_last and not self.parallel.experts.is_manager:

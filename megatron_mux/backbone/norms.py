@@ -1,50 +1,51 @@
-"""Norms of a frozen backbone: torch's, and an RMS norm without a gradient for its weight."""
+"""Norms of a frozen backbone, without gradients of their weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from megatron_mux.kernels.pointwise import rms_norm
+from megatron_mux.kernels.fused_pointwise import Norm, normalise
+
+NormKind = Literal["RMSNorm", "LayerNorm"]
 
 
-class FrozenRMSNorm(nn.Module):
-    """RMS norm whose weight has no gradient."""
+class FrozenNorm(nn.Module):
+    """A norm over the last dimension.
 
-    def __init__(self, hidden_size: int, eps: float) -> None:
+    Args:
+        kind: An RMS norm, or a LayerNorm, which has a bias.
+        hidden_size: Features.
+        eps: Added to the mean square.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, kind: NormKind, hidden_size: int, eps: float) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.centred = eps, kind == "LayerNorm"
         self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.register_parameter("bias", nn.Parameter(torch.empty(hidden_size)) if self.centred else None)
+
+    @property
+    def frozen(self) -> Norm:
+        """What kernels need of it."""
+        return Norm(self.weight, self.bias, self.eps, self.centred)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        return rms_norm(x, self.weight, self.eps)
+        return normalise(x, self.frozen)
 
 
-def make_norm(kind: str, hidden_size: int, eps: float) -> nn.Module:
-    """The norm of a kind that a backbone's shape names: `RMSNorm` or `LayerNorm`."""
-    return FrozenRMSNorm(hidden_size, eps) if kind == "RMSNorm" else nn.LayerNorm(hidden_size, eps)
-
-
-class NormThenAdd(nn.Module):
-    """Adds the norm of a sublayer's output to the hidden states, in place of Megatron's bias-dropout-add.
+class OutputNorm(nn.Module):
+    """Holds the norm of a sublayer's output, in place of Megatron's bias-dropout-add: see `layer.add`.
 
     Args:
         norm: The norm.
     """
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: FrozenNorm) -> None:
         super().__init__()
         self.norm = norm
-
-    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """Megatron asks for the function first, then calls it: see `_add`."""
-        return self._add
-
-    def _add(self, output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-        """`[T, 1, H]` output and its bias, if any, and the hidden states `[T, 1, H]` that it is added to."""
-        hidden, bias = output
-        normed: Tensor = self.norm(hidden if bias is None else hidden + bias)
-        return residual + normed

@@ -103,6 +103,7 @@ class QuantisedSource:
         quantisation: How matrices are held.
         dtype: The backbone's: weights are rounded to it before they are quantised on load.
         on_gpu: Whether the backbone computes on a GPU.
+        device: Where weights are quantised on load. It changes no bit of them.
     """
 
     checkpoint: Checkpoint | NoWeights
@@ -110,9 +111,10 @@ class QuantisedSource:
     quantisation: Quantisation
     dtype: torch.dtype
     on_gpu: bool
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  (immutable)
 
     def matrix(self, name: str, size: tuple[int, int], transposed: bool) -> QuantisedMatrix:
-        """A whole weight, on the CPU.
+        """A whole weight: on the CPU, or on `device` if it is quantised here.
 
         Args:
             name: Its full Hugging Face name.
@@ -140,7 +142,7 @@ class QuantisedSource:
         for rows in row_chunks(*size):
             part = slice(rows.start, rows.stop)
             read = (_EVERYTHING, part) if transposed else (part, None)
-            values = checkpoint.read(self.stored[name], *read).to(self.dtype)
+            values = checkpoint.read(self.stored[name], *read).to(self.device).to(self.dtype)
             yield values.t().contiguous() if transposed else values
 
     def _nf4(self, checkpoint: Checkpoint, name: str, size: tuple[int, int]) -> QuantisedMatrix:

@@ -152,9 +152,12 @@ class Layers:
     def through(self, key: int, compute: Callable[[Tensor], Tensor]) -> None:
         """Run the stage's layer `key` by calling `compute` with its weights in place."""
         residence = self._residence
+        if not residence.units:
+            self.hidden = compute(self.hidden)
+            return
         following: Key = key + 1 if key + 1 in residence.units else "head"
         trained = torch.is_grad_enabled() and (key >= self._trained_from or self.hidden.requires_grad)
-        if not (residence.units and trained):
+        if not trained:
             with residence.using(key, following):
                 self.hidden = compute(self.hidden)
             return

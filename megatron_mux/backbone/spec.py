@@ -1,7 +1,7 @@
-"""Megatron's GPT model from its local layer spec, with our core attention on packed segments, norms and activations.
+"""Megatron's GPT model from its local layer spec, with our attention on packed segments, MLP and norms.
 
 The BaseOps stay Megatron's `ColumnParallelLinear` and `RowParallelLinear` whatever is importable: Transformer Engine's
-fused norm and linear would hide the input from the adapters. Norms are torch's.
+fused norm and linear would hide the input from the adapters.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from torch import nn
 from megatron_mux import megatron_core
 from megatron_mux.backbone.attention import SegmentAttention
 from megatron_mux.backbone.experts.layer import MoELayer
+from megatron_mux.backbone.frozen_linear import use_whole_linear
 from megatron_mux.backbone.latent_attention import LatentAttention
-from megatron_mux.backbone.norms import NormThenAdd, make_norm
+from megatron_mux.backbone.norms import FrozenNorm, OutputNorm
+from megatron_mux.backbone.sublayers import Attention, Mlp
 from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.expert_shape import Placement
-from megatron_mux.kernels.pointwise import ACTIVATIONS, gated
+from megatron_mux.kernels.pointwise import ACTIVATIONS
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 
@@ -46,7 +48,6 @@ def megatron_config(shape: BackboneShape, parallel: Parallel, dtype: torch.dtype
         activation_func=ACTIVATIONS[shape.activation],
         add_bias_linear=any(shape.biases[op] for op in BASE_OPS if op != "linear_qkv"),
         add_qkv_bias=shape.biases["linear_qkv"],
-        qk_layernorm=shape.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -103,62 +104,59 @@ def build(
             share_embeddings_and_output_weights=False,
             position_embedding_type="none" if shape.position_limit is None else "learned_absolute",
         )
-        if shape.latent is not None:
-            add_latent_attention(model, shape, parallel)
+        add_sublayers(model, shape, parallel)
         if shape.output_norms:
             add_output_norms(model, shape)
         drop_biases(model, shape)
-        if shape.gated:
-            fuse_gate(model, shape.activation)
         if placement is not None:
             add_experts(model, shape, parallel, layers, placement)
         if parallel.experts.is_manager:
             keep_experts(model)
+    if parallel.tp_size == 1:
+        use_whole_linear(model)
     return model.eval()
 
 
 def _layer_spec(shape: BackboneShape, layer: int, recompute_attention: bool) -> Any:
     """Megatron's local layer spec with our norm and core attention."""
-    found = get_gpt_layer_local_spec(normalization=shape.norm, qk_layernorm=shape.qk_norm)
+    found = get_gpt_layer_local_spec(normalization=shape.norm)
     attention = partial(SegmentAttention, shape=shape, layer=layer, recompute=recompute_attention)
-    megatron_core.replace_in_layer_spec(found, norm=Norm, core_attention=attention, qk_norm=shape.qk_norm)
+    megatron_core.replace_in_layer_spec(found, norm=Norm, core_attention=attention)
     if shape.experts is not None and shape.has_experts(layer):
         # Megatron's MLP becomes the shared experts; where there are none, it is dropped.
         megatron_core.set_mlp_width(found, shape.experts.shared_ffn or shape.experts.ffn)
     return found
 
 
-def add_latent_attention(model: GPTModel, shape: BackboneShape, parallel: Parallel) -> None:
-    """Put latent attention in the place of Megatron's, with the core attention and output projection of that."""
-    latent = shape.latent
-    assert latent is not None
+def add_sublayers(model: GPTModel, shape: BackboneShape, parallel: Parallel) -> None:
+    """Put our attention and MLPs in the place of Megatron's, with the linear modules of those."""
+    tensor = parallel.tp_rank, parallel.tp_size
     for layer in model.decoder.layers:
-        norms = {
-            module.rpartition(".")[2]: Norm(model.config, width, latent.norm_eps)
-            for module, (_, width) in shape.inner_norms.items()
-        }
-        core, output = layer.self_attention.core_attention, layer.self_attention.linear_proj
-        layer.self_attention = LatentAttention(shape, parallel, norms, core, output)
+        attention = layer.self_attention
+        core, output = attention.core_attention, attention.linear_proj
+        if shape.latent is None:
+            layer.self_attention = Attention(shape, tensor, attention.linear_qkv, core, output)
+        else:
+            layer.self_attention = _latent_attention(shape, parallel, core, output)
+        layer.mlp = Mlp(shape, layer.mlp.linear_fc1, layer.mlp.linear_fc2)
+
+
+def _latent_attention(
+    shape: BackboneShape, parallel: Parallel, core: nn.Module, output: nn.Module
+) -> LatentAttention:
+    assert shape.latent is not None
+    norms: dict[str, nn.Module] = {
+        module.rpartition(".")[2]: FrozenNorm(shape.norm, width, shape.latent.norm_eps)
+        for module, (_, width) in shape.inner_norms.items()
+    }
+    return LatentAttention(shape, parallel, norms, core, output)
 
 
 def add_output_norms(model: GPTModel, shape: BackboneShape) -> None:
     """Normalise what attention and MLP return before it is added: Megatron's layer has no place for such norms."""
     for layer in model.decoder.layers:
         for name in ("self_attn_bda", "mlp_bda"):
-            setattr(layer, name, NormThenAdd(Norm(model.config, shape.hidden, shape.norm_eps)))
-
-
-def fuse_gate(model: GPTModel, activation: str) -> None:
-    """Make gated MLPs call one function on both halves, instead of Megatron's several passes over them.
-
-    Megatron's MLP passes its whole inner activation to `activation_func` unless it is gated. `linear_fc1` has both
-    halves by now, so the flag can be cleared.
-    """
-    function = gated(activation)
-    if function is not None:
-        model.config.gated_linear_unit = False
-        for layer in model.decoder.layers:
-            layer.mlp.activation_func = function
+            setattr(layer, name, OutputNorm(FrozenNorm(shape.norm, shape.hidden, shape.norm_eps)))
 
 
 def add_experts(
@@ -173,8 +171,7 @@ def add_experts(
                 megatron_core.set_output_width(
                     shared.linear_fc2, shape.experts.shared_ffn // parallel.tp_size
                 )
-            activation = layer.mlp.activation_func
-            layer.mlp = MoELayer(shape, index, placement, parallel, activation, shared)
+            layer.mlp = MoELayer(shape, index, placement, parallel, layer.mlp.activation, shared)
             _convert(layer.mlp, model.config.params_dtype)
 
 
@@ -204,7 +201,7 @@ def drop_biases(model: nn.Module, shape: BackboneShape) -> None:
 
 
 class Norm:
-    """Builds a norm, one of torch's.
+    """Builds a norm.
 
     Megatron's wrapper of torch's norms refuses sequence parallelism, which would have to sum the gradients of their
     weights over ranks; frozen weights have none.
@@ -214,4 +211,4 @@ class Norm:
         cls, config: TransformerConfig, hidden_size: int, eps: float, **_: Any
     ) -> nn.Module:
         """Megatron calls the class in a spec and uses what it returns as the module."""
-        return make_norm(config.normalization, hidden_size, eps)
+        return FrozenNorm(config.normalization, hidden_size, eps)

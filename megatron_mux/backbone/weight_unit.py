@@ -2,14 +2,16 @@
 
 A unit has up to two buffers, which have memory only while they are needed. `FetchedBytes` brings what is kept in host
 memory or divided over data-parallel ranks; what it brings ahead are quantised bytes, if the weights are quantised.
-`DequantisedWeights` holds the values of the unit that is in use.
+`DequantisedWeights` holds the values of the unit that is in use; those of experts are dequantised once rows have
+selected them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -128,6 +130,18 @@ class FetchedBytes:
         self.whole.untyped_storage().resize_(0)
 
 
+SelectExperts = Callable[[Tensor], None]
+"""Dequantises a layer's experts that have rows: `[experts]` integers on the device. The host does not read them."""
+
+
+class _Dequantised(NamedTuple):
+    """A parameter, what it is dequantised from, and its place in the buffer."""
+
+    parameter: nn.Parameter
+    matrix: QuantisedMatrix
+    place: Tensor
+
+
 class DequantisedWeights:
     """Parameters that are views of one buffer, into which quantised matrices are dequantised before use.
 
@@ -152,27 +166,72 @@ class DequantisedWeights:
         dtype = parameters[0].dtype
         sizes = [_aligned(one.rows * one.columns * dtype.itemsize) // dtype.itemsize for one in matrices]
         self.whole = torch.empty(sum(sizes), dtype=dtype, device=device)
-        self._places = []
+        self._dense, self._by_experts = list[_Dequantised](), list[_Dequantised]()
         for parameter, matrix, part in zip(parameters, matrices, self.whole.split(sizes), strict=True):
-            place = part[: matrix.rows * matrix.columns].view(matrix.rows, matrix.columns)
-            self._places.append(place)
-            parameter.data = place
+            parameter.data = part[: matrix.rows * matrix.columns].view(matrix.rows, matrix.columns)
+            self._dense.append(_Dequantised(parameter, matrix, parameter.data))
+        self._selected: list[Tensor] = []
         self.drop()
 
+    def on_demand(self, parameters: Sequence[nn.Parameter]) -> SelectExperts | None:
+        """Leave parameters out of `fill` from now on.
+
+        Args:
+            parameters: Those with the rows of all experts of this rank, one after the other; others of this unit, and
+                those that are not quantised, are left as they are.
+
+        Returns:
+            What dequantises some of their experts while the buffer is there, and until it is dropped; None: none of
+            the parameters are quantised.
+        """
+        wanted = set(map(id, parameters))
+        self._by_experts = [one for one in self._dense if id(one.parameter) in wanted]
+        self._dense = [one for one in self._dense if id(one.parameter) not in wanted]
+        return self._fill_experts if self._by_experts else None
+
     def fill(self) -> None:
-        """Dequantise all matrices, unless that has been done."""
+        """Dequantise all matrices that are not experts', unless that has been done."""
         if self._here:
             return
         self._here = True
         self.whole.untyped_storage().resize_(self.whole.nbytes)
         with torch.no_grad():
-            for matrix, place in zip(self.matrices, self._places, strict=True):
-                matrix.dequantise_into(place)
+            for one in self._dense:
+                one.matrix.dequantise_into(one.place)
+
+    def _fill_experts(self, counts: Tensor) -> None:
+        """Dequantise the experts with rows: `[experts]` integers on the device, the rows of each."""
+        # A backward that computes its layer again, and interleaved passes, need the same ones more than once.
+        if any(one is counts for one in self._selected):
+            return
+        self._selected.append(counts)
+        with torch.no_grad():
+            for one in self._by_experts:
+                one.matrix.dequantise_into(one.place, counts)
 
     def drop(self) -> None:
         """Give the buffer's memory back."""
         self._here = False
+        self._selected.clear()
         self.whole.untyped_storage().resize_(0)
+
+
+def before_backward(y: Tensor, prepare: Callable[[], None]) -> Tensor:
+    """Return `y`, and call `prepare` in the backward pass before what made it is run backward."""
+    prepared: Tensor = _BeforeBackward.apply(y, prepare)  # type: ignore[no-untyped-call]
+    return prepared
+
+
+class _BeforeBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, prepare: Callable[[], None]) -> Tensor:
+        ctx.prepare = prepare
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.prepare()
+        return gradient, None
 
 
 class WeightUnit:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from megatron_mux.backbone import columns, resolve
 from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
+from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.quantised_source import QuantisedSource
 from megatron_mux.backbone.residence import Key, Residence, unit_of
+from megatron_mux.backbone.weight_unit import WeightUnit
 from megatron_mux.base_ops import EXPERT_OPS, BaseOpName
 from megatron_mux.expert_shape import Placement
 from megatron_mux.quantised.matrix import QuantisedMatrix
@@ -277,10 +279,19 @@ def load(
         for key, own in units.items():
             parallel.heartbeat.at(Reading(layers[key] if isinstance(key, int) else None), long=True)
             home.settle(key, *reader.fill(model, own))
+            if isinstance(key, int):
+                _select_experts(model.decoder.layers[key].mlp, home.units.get(key))
     if tied_here:
         shared = model.embedding.word_embeddings.weight if embedding is None else embedding
         model.output_layer.register_parameter("weight", shared)
         home.tie("head", "embedding")
+
+
+def _select_experts(mlp: Any, unit: WeightUnit | None) -> None:
+    """Let a layer's quantised experts be dequantised once their rows are known."""
+    if isinstance(mlp, MoELayer) and unit is not None and unit.dequantised is not None:
+        parameters = mlp.experts_fc1.weight, mlp.experts_fc2.weight
+        mlp.dequantise = unit.dequantised.on_demand(parameters)
 
 
 class _Reader:
@@ -307,7 +318,7 @@ class _Reader:
         self._quantised = resolve.quantised_weights(shape)
         if shape.quantisation is not None:
             on_gpu = device.type == "cuda"
-            self._matrices = QuantisedSource(source, stored, shape.quantisation, dtype, on_gpu)
+            self._matrices = QuantisedSource(source, stored, shape.quantisation, dtype, on_gpu, device)
 
     def fill(self, model: Any, filled: Plan) -> tuple[list[nn.Parameter], list[Quantised]]:
         """Replace parameters on the meta device by frozen ones with the checkpoint's values, and return those.

@@ -7,7 +7,7 @@ Triton kernels compute on a real GPU declare theirs (`LAUNCHES`), which tests ho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,7 +28,15 @@ from megatron_mux.dry_run.waits import host_waits
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.step_runner import StepRunner
 from megatron_mux.engine.updates import DryUpdateKernels, GroupedUpdate
-from megatron_mux.kernels import bucket_update, expert_linear, grouped_product, grouped_rows, low_rank
+from megatron_mux.kernels import (
+    bucket_update,
+    dequantise,
+    expert_linear,
+    grouped_product,
+    grouped_rows,
+    low_rank,
+)
+from megatron_mux.kernels.dequantise import DryDequantise
 from megatron_mux.kernels.expert_linear import DryExpertKernels
 from megatron_mux.kernels.low_rank_choice import DryKernels
 from megatron_mux.memory.worker import Worker
@@ -196,11 +204,13 @@ def _counted(run: RunSpec) -> list[StepLaunches]:
             noted = _noting(counter, "grouped_product", module.multiply, grouped_product.LAUNCHES)
             stack.enter_context(replaced(module, "multiply", noted))
         of_adapters = {**low_rank.LAUNCHES, **grouped_rows.LAUNCHES}
-        for kind, launches in (
+        kinds: tuple[tuple[type, Mapping[str, int]], ...] = (
             (DryKernels, of_adapters),
             (DryExpertKernels, expert_linear.LAUNCHES),
             (DryUpdateKernels, bucket_update.LAUNCHES),
-        ):
+            (DryDequantise, dequantise.LAUNCHES),
+        )
+        for kind, launches in kinds:
             for name, many in launches.items():
                 noted = _noting(counter, name, getattr(kind, name), many)
                 stack.enter_context(replaced(kind, name, staticmethod(noted)))

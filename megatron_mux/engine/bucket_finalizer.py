@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -82,12 +81,26 @@ class BucketFinalizer:
         rows = torch.tensor([self._order[name] for bucket in buckets for name in bucket.tasks])
         counts = [len(bucket.tasks) for bucket in buckets]
         self._rows = runtime.to_device(rows, parallel.device).split(counts)
+        self._reduces = parallel.tp_size * parallel.dp_size > 1
         arenas = [task.adapter.arena for task in tasks.values()]
         self._updates = updates
         for bucket, update in zip(buckets, updates, strict=True):
             update.prepare([self._first[name] for name in bucket.tasks], len(tokens))
         self._buffer = buffer[: gradient_buffer_size(arenas, parallel)]
         self._tied = TiedRows({name: task.adapter for name, task in tasks.items()}, parallel)
+        # What follows from a bucket's tasks alone, once for all steps.
+        self._starts = [[self._first[name] for name in bucket.tasks] for bucket in buckets]
+        self._summed_columns = [
+            _BALANCING + any(name in self.coefficients for name in bucket.tasks) for bucket in buckets
+        ]
+        self._read_columns = [
+            summed + preferences.columns(bucket.tasks)
+            for summed, bucket in zip(self._summed_columns, buckets, strict=True)
+        ]
+        self._acting = [
+            [(i, name) for i, name in enumerate(bucket.tasks) if tasks[name].adapter.spec.acts_after_steps]
+            for bucket in buckets
+        ]
 
     def bucket(self, entry: int) -> Bucket:
         """A bucket, counted on over steps."""
@@ -104,11 +117,11 @@ class BucketFinalizer:
 
     def _read(self, entry: int) -> int:
         """Columns of a bucket's table before those of `TiedRows`: those that are read on the host."""
-        return self._summed(entry) + self.preferences.columns(self.bucket(entry).tasks)
+        return self._read_columns[entry % len(self.buckets)]
 
     def _summed(self, entry: int) -> int:
         """Columns before the figures of preference tasks: all but the first are sums over ranks."""
-        return _BALANCING + any(name in self.coefficients for name in self.bucket(entry).tasks)
+        return self._summed_columns[entry % len(self.buckets)]
 
     def skip_all(self) -> None:
         """Let no task step: a trial leaves adapters and optimizers as they are."""
@@ -147,8 +160,9 @@ class BucketFinalizer:
         )
         if columns > _BALANCING:
             sums[_BALANCING - _FAILED] = balancing[rows]
-        tasks = [self.tasks[name] for name in names]
-        reduce_gradients([task.adapter.arena for task in tasks], self.parallel, sums, self._buffer)
+        if self._reduces:
+            arenas = [self.tasks[name].adapter.arena for name in names]
+            reduce_gradients(arenas, self.parallel, sums, self._buffer)
         if others is not None and self.parallel.is_first_stage:
             self._tied.add(names, others[:, read:])
         squares = self._updates[entry % len(self.buckets)].squared_norms()
@@ -201,13 +215,11 @@ class BucketFinalizer:
         norms = whole[:, _SQUARE].sqrt()
         self._stopped[rows] = stopped
         later, index = divmod(entry, len(self.buckets))
-        first = [self._first[name] for name in names]
-        self._updates[index].update(first, later, norms, stopped)
-        for i, name in enumerate(names):
+        self._updates[index].update(self._starts[index], later, norms, stopped)
+        for i, name in self._acting[index] if self._counts else ():
             adapter = self.tasks[name].adapter
-            if adapter.spec.acts_after_steps and self._counts:
-                adapter.after_step(self._first[name] + later + 1, stopped[i])
-                adapter.arena.refresh()
+            adapter.after_step(self._first[name] + later + 1, stopped[i])
+            adapter.arena.refresh()
         self._tables.append((entry, whole[:, :read]))
         return whole
 
@@ -227,16 +239,23 @@ class BucketFinalizer:
                     self.skipped.add(bucket)
                 if bucket in self.skipped:
                     continue
-                result = self._result(name, loss, math.sqrt(square), self.tokens[step][name], *others[:more])
+                metrics = self.preferences.metrics(step, name, others[more:])
+                norm, tokens = math.sqrt(square), self.tokens[step][name]
+                result = self._result(name, loss, norm, tokens, metrics, *others[:more])
                 if result is not None:
-                    result = replace(result, metrics=self.preferences.metrics(step, name, others[more:]))
                     results[step][name] = result
         for task in self.tasks.values():
             task.adapter.settle(task.step)
         return results
 
     def _result(
-        self, name: str, loss: float, norm: float, tokens: int, balancing: float = 0.0
+        self,
+        name: str,
+        loss: float,
+        norm: float,
+        tokens: int,
+        metrics: Mapping[str, float],
+        balancing: float = 0.0,
     ) -> StepResult | None:
         """What one step gave a task; None if the task was stopped in a step before."""
         task = self.tasks[name]
@@ -269,4 +288,5 @@ class BucketFinalizer:
             reason=reason,
             diverged=bool(reason),
             router_aux_loss=router_aux_loss,
+            metrics=metrics,
         )

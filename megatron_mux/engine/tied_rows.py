@@ -28,11 +28,12 @@ class TiedRows:
 
     def __init__(self, adapters: Mapping[str, TaskAdapter], parallel: Parallel) -> None:
         self._adapters = adapters
-        self._values = {
+        sizes = {
             name: sum(math.prod(matrix.size(adapter.host.shape)) for matrix, _ in adapter.rows.tied)
             for name, adapter in adapters.items()
             if parallel.pp_size > 1
         }
+        self._values = {name: size for name, size in sizes.items() if size}
 
     def width(self, names: Sequence[str]) -> int:
         """C of these tasks."""
@@ -59,8 +60,10 @@ class TiedRows:
                 gradient.copy_(part)
 
     def _rows(self, names: Sequence[str], columns: Tensor) -> list[tuple[str, Tensor]]:
+        if not self._values:
+            return []
         rows = zip(names, columns, strict=True)
-        return [(name, row[: self._values[name]]) for name, row in rows if self._values.get(name)]
+        return [(name, row[: self._values[name]]) for name, row in rows if name in self._values]
 
     def _parts(self, name: str, row: Tensor) -> list[tuple[Tensor, Tensor]]:
         gradients = self._gradients(name)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mux import layout, megatron_core
+from megatron_mux import layout
 from megatron_mux.attributes import replaced_in
 from megatron_mux.backbone.experts.all_to_all import AllToAll
 from megatron_mux.backbone.experts.exchange import Arriving, Choice, Exchange, Sent
@@ -23,6 +23,7 @@ from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.pairs import Pairs
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.experts.traffic import Traffic
+from megatron_mux.backbone.layer import feed_forward
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.fusion.even_experts import even_selection
 from megatron_mux.fusion.probed_stage import Probe, ProbedStage, Run, activation
@@ -115,6 +116,7 @@ class ExpertProbes:
 
     def _of_pairs(self, module: Callable[[Tensor, Pairs], Tensor], rows: int, width: int) -> Run:
         pairs = self.pairs(self.given(self.stage.batch(rows)))
+        self.layer.select(pairs)
         x = self.stage.input(len(pairs.rows), width)
         return lambda: (module(x, pairs), (x,))
 
@@ -141,7 +143,7 @@ class ExpertProbes:
             out = x
             with layout.activate(batch), _even([layer.mlp for layer in layers], routes, self._echo):
                 for layer in layers:
-                    out = megatron_core.mlp_half(layer, out)
+                    out = feed_forward(layer, out)
             return out, (x,)
 
         return run

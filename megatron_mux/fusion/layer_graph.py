@@ -14,7 +14,7 @@ Shapes: T rows of the micro-batch, H hidden, D head size, h heads.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +28,11 @@ from megatron_mux.adapters import base_op
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.attributes import replaced
 from megatron_mux.backbone import attention
+from megatron_mux.backbone.layer import compute_layer
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.kernels import fused_pointwise
 from megatron_mux.kernels.attention import Segment
 from megatron_mux.kernels.groups import RowGroups
-from megatron_mux.kernels.pointwise import ACTIVATIONS
 from megatron_mux.kernels.terms import TermTable
 from megatron_mux.layout import MicroBatch
 
@@ -85,8 +86,7 @@ def trace_layer(
         return make_boxed_func(graph.forward)
 
     def compute(x: Tensor) -> Tensor:
-        output, _ = layer(hidden_states=x, attention_mask=None, attention_bias=angles)
-        return output  # type: ignore[no-any-return]
+        return compute_layer(layer, x, angles, labelled_only=False, recompute=False)
 
     backend = aot_autograd(fw_compiler=as_is, bw_compiler=as_is, partition_fn=divide)
     _show_torch_to_dynamo(backbone.device)
@@ -121,13 +121,11 @@ def _plain_formulas(backbone: Backbone, layer: Any) -> Iterator[None]:
         for owner, name, value in (
             (base_op, "low_rank_linear", _low_rank_linear),
             (attention, "segment_attention", _attention),
-            (attention, "rotate", _rotate),
+            (fused_pointwise, "rotate", _rotate),
+            (fused_pointwise, "gated", _no_function),
             (warnings, "warn", _say_nothing),  # Megatron warns while it computes
         ):
             stack.enter_context(replaced(owner, name, value))
-        if backbone.shape.gated:
-            activation = _gated(ACTIVATIONS[backbone.shape.activation])
-            stack.enter_context(replaced(layer.mlp, "activation_func", activation))
         yield
 
 
@@ -196,9 +194,5 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat(turned if width == x.shape[-1] else (*turned, x[..., width:]), dim=-1)
 
 
-def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def function(x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return activation(gate) * up
-
-    return function
+def _no_function(activation: str) -> None:
+    """See `kernels.pointwise.gated`: without it, an activation function and a product follow each other."""

@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -101,7 +102,7 @@ class Bucket:
     launch: tuple[LaunchOrder, ...] = ()
     turns: tuple[StageTurns, ...] = ()
 
-    @property
+    @cached_property
     def tasks(self) -> tuple[str, ...]:
         """All task names of the bucket."""
         return tuple(name for hybrid in self.hybrid_tasks for name in hybrid.tasks)
@@ -189,7 +190,7 @@ class Plan:
             managers=self.managers,
         )
 
-    @property
+    @cached_property
     def tasks(self) -> tuple[str, ...]:
         """All task names."""
         return tuple(name for bucket in self.buckets for name in bucket.tasks)

@@ -147,16 +147,3 @@ class ProbedStage:
             return (out[0] if isinstance(out, tuple) else out), (x,)
 
         return run
-
-
-def activation(mlp: Any) -> Callable[[Tensor], Tensor]:
-    """What an MLP of Megatron's does between its products."""
-    function: Callable[[Tensor], Tensor] = mlp.activation_func
-    if not mlp.config.gated_linear_unit:
-        return function
-
-    def gated(x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return function(gate) * up
-
-    return gated

@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux import layout, megatron_core
+from megatron_mux import layout
 from megatron_mux.backbone.latent_attention import LatentAttention
+from megatron_mux.backbone.layer import attend, feed_forward
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.fusion.adapter_probes import AdapterProbes
 from megatron_mux.fusion.expert_probes import ExpertProbes
-from megatron_mux.fusion.probed_stage import Probe, ProbedStage, Run, activation
+from megatron_mux.fusion.probed_stage import Probe, ProbedStage, Run
 from megatron_mux.fusion.profile import grid_up_to
 from megatron_mux.kernels.attention import Segment, segment_attention
-from megatron_mux.kernels.pointwise import rotate
+from megatron_mux.kernels.fused_pointwise import Heads, turn
 from megatron_mux.layout import MicroBatch
 
 
@@ -66,7 +67,7 @@ class Probes:
         found.append(Probe("norm", rows, make))
         if stage.shape.ropes[0] is not None:
             found.append(Probe("rotary", rows, partial(self._rotary, rows)))
-        half = partial(self._stack, "attention", megatron_core.attention_half, rows)
+        half = partial(self._stack, "attention", lambda *given: attend(*given)[0], rows)
         return [*found, Probe("attention_half", rows, half, cold=True)]
 
     def _mlp_half(self, rows: int) -> list[Probe]:
@@ -74,9 +75,9 @@ class Probes:
         stage = self.stage
         found = self._products(("linear_fc1", "linear_fc2"), rows)
         inner = stage.shape.out_features("linear_fc1") // stage.parallel.tp_size
-        make = partial(stage.of_module, activation(stage.dense[0].mlp), rows, inner)
+        make = partial(stage.of_module, stage.dense[0].mlp.activation, rows, inner)
         found.append(Probe("activation", rows, make))
-        half = partial(self._stack, "mlp", lambda layer, x, _: megatron_core.mlp_half(layer, x), rows)
+        half = partial(self._stack, "mlp", lambda layer, x, _: feed_forward(layer, x), rows)
         return [*found, Probe("mlp_half", rows, half, cold=True)]
 
     def _products(self, ops: Sequence[Any], rows: int) -> list[Probe]:
@@ -100,11 +101,17 @@ class Probes:
         attention = self.stage.layers[0].self_attention
         turns = self._angles(self.stage.batch(rows))
         assert turns is not None
-        turn: Callable[..., Tensor] = rotate
         if isinstance(attention, LatentAttention):  # all heads share the rotated part of their keys
-            turn, keys, size = attention.rotate, 1, self.stage.shape.rotary_width
-        query, key = self.stage.input(rows, heads, size), self.stage.input(rows, keys, size)
-        return lambda: (torch.cat([turn(query, *turns), turn(key, *turns)], dim=1), (query, key))
+            width = self.stage.shape.rotary_width
+            query, shared = self.stage.input(rows, heads, width), self.stage.input(rows, 1, width)
+            rotate = attention.rotate
+            return lambda: (
+                torch.cat([rotate(query, *turns), rotate(shared, *turns)], dim=1),
+                (query, shared),
+            )
+        mixed = self.stage.input(rows, 1, (heads + 2 * keys) * size)
+        of = Heads(size, heads // keys)
+        return lambda: (torch.cat(turn(mixed, turns, of), dim=1), (mixed,))
 
     def _stack(self, name: str, half: Callable[..., Tensor], rows: int) -> Run:
         """Half layers on top of each other, so that what they keep is kept as in a step.

@@ -1,8 +1,8 @@
 """Causal attention over packed segments: no segment ever sees another, not even multiplied by zero.
 
-One function, `segment_attention`. It runs one variable-length kernel for all segments (bf16 and fp16 on CUDA), batched
-products of segments of about equal length (on a CPU, if they are short and have neither a prefix nor a past), else
-scaled-dot-product attention run by run of equal segments.
+One function, `segment_attention`. It runs one variable-length kernel for all segments (bf16 and fp16 on GPUs of compute
+capability 8.0 and more), batched products of segments of about equal length (on a CPU, if they are short and have
+neither a prefix nor a past), else `dense_attention` run by run of equal segments.
 Shapes: T tokens, p tokens of earlier chunks, h query heads, g key-value heads, D head size, P prefix length.
 """
 
@@ -22,10 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_mux.kernels.dense_attention import dense_attention, of_every_head
 from megatron_mux.kernels.short_attention import LONGEST, short_attention
 
 Array = npt.NDArray[Any]
 Prefix = Mapping[str, tuple[Tensor, Tensor]]
+
+_ALIGNED = 8
+"""Features of a head that kernels of GPUs load at once: with others PyTorch would multiply all pairs of tokens."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +106,18 @@ def segment_attention(
     Returns:
         `[T, h, D]`, D that of the values; padding rows are zero.
     """
-    wide, narrow = query.shape[2], value.shape[2]
-    if wide != narrow:
+    prefix, narrow = prefix or {}, value.shape[2]
+    width = max(query.shape[2], narrow)
+    if query.device.type == "cuda":
+        width += -width % _ALIGNED
+    if not query.shape[2] == narrow == width:
         # Features of zeros change no score, and are dropped from the output.
-        query, key, value = (F.pad(x, (0, max(wide, narrow) - x.shape[2])) for x in (query, key, value))
+        query, key, value = (_widened(x, width) for x in (query, key, value))
+        wide = {task: (_widened(k, width), _widened(v, width)) for task, (k, v) in prefix.items()}
         out = segment_attention(
-            query, key, value, segments, scale=scale, window=window, prefix=prefix, bounds=bounds
+            query, key, value, segments, scale=scale, window=window, prefix=wide, bounds=bounds
         )
         return out[..., :narrow]
-    prefix = prefix or {}
     if has_one_call(query.device, query.dtype):
         kernel = _varlen_kernel()
         assert kernel is not None
@@ -120,10 +127,16 @@ def segment_attention(
     return _by_runs(query, key, value, segments, scale, window, prefix, short)
 
 
+def _widened(x: Tensor, width: int) -> Tensor:
+    """Heads of `width` features, the new ones zero."""
+    return F.pad(x, (0, width - x.shape[2]))
+
+
 def has_one_call(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether one kernel serves all segments of a batch, however long each is."""
-    is_half = dtype in (torch.bfloat16, torch.float16)
-    return device.type == "cuda" and is_half and _varlen_kernel() is not None
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or _varlen_kernel() is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def has_varlen() -> bool:
@@ -184,32 +197,11 @@ def _by_runs(
                 torch.cat([*(b[0] for b in before), k], dim=1),
                 torch.cat([*(b[1] for b in before), v], dim=1),
             )
-        out = _dense(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, window)
+        out = dense_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, window)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     if padding:
         outputs.append(query.new_zeros(padding, *query.shape[1:]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def _dense(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-    """Attention of `[n, h, L, D]` on `[n, g, S, D]`, S >= L, aligned at the last position."""
-    length, seen = query.shape[2], key.shape[2]
-    grouped = query.shape[1] != key.shape[1]
-    mask = None
-    if length != seen or (window is not None and window < seen):
-        mask = _mask(length, seen, window if window is not None and window < seen else None, query.device)
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-    )
-
-
-@lru_cache(maxsize=64)
-def _mask(length: int, seen: int, window: int | None, device: torch.device) -> Tensor:
-    """`[L, S]` bool: which of S keys each of the last L positions may see."""
-    at = torch.arange(seen - length, seen, device=device).unsqueeze(1)
-    of = torch.arange(seen, device=device)
-    allowed = of <= at
-    return allowed if window is None else allowed & (of > at - window)
 
 
 # ---- variable-length kernel -----------------------------------------------------------------------------------------
@@ -223,12 +215,37 @@ def _varlen_kernel() -> Callable[..., Any] | None:
         return None
     # Before torch 2.11 it takes neither windows nor scales.
     known = inspect.signature(kernel).parameters
-    return kernel if {"window_size", "scale"} <= set(known) else None
+    return _flash if {"window_size", "scale"} <= set(known) else None
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first_query: Tensor,
+    first_key: Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`varlen_attn` without its two operators in Python, which take the host longer than anything else in a layer.
+
+    The operator below them has a backward of its own, and always lets query heads share keys.
+    """
+    left, right = window_size
+    out: Tensor = torch.ops.aten._flash_attention_forward.default(
+        query, key, value, first_query, first_key, longest_query, longest_key, 0.0, left < 0, False,
+        scale=scale, window_size_left=left, window_size_right=right,
+    )[0]  # fmt: skip
+    return out
 
 
 @lru_cache(maxsize=4)
 def _serves_groups(kernel: Callable[..., Any]) -> bool:
-    """Whether the kernel lets query heads share keys, from torch 2.12 on."""
+    """Whether the kernel lets query heads share keys."""
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
@@ -304,12 +321,16 @@ def _by_varlen(
     bounds: Bounds,
 ) -> Tensor:
     """All segments in one call; causal is aligned at the last position, so a prefix is only more keys."""
-    tasks = dict.fromkeys(segment.task for segment in segments)
-    used = {task: prefix[task] for task in tasks if task in prefix}
     rows = segments[-1].start + segments[-1].length
+    padding = query.shape[0] - rows
+    if padding:
+        query = query[:rows]
     if bounds.gather is None:
-        key, value = key[:rows], value[:rows]
+        if padding:
+            key, value = key[:rows], value[:rows]
     else:
+        tasks = dict.fromkeys(segment.task for segment in segments)
+        used = {task: prefix[task] for task in tasks if task in prefix}
         key = torch.cat([*(pair[0] for pair in used.values()), key]).index_select(0, bounds.gather)
         value = torch.cat([*(pair[1] for pair in used.values()), value]).index_select(0, bounds.gather)
     options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
@@ -317,9 +338,9 @@ def _by_varlen(
     if group > 1 and _serves_groups(kernel):
         options["enable_gqa"] = True
     elif group > 1:
-        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+        key, value = of_every_head(key, group), of_every_head(value, group)
     out: Tensor = kernel(
-        query[:rows],
+        query,
         key,
         value.contiguous(),
         bounds.queries,
@@ -328,5 +349,4 @@ def _by_varlen(
         bounds.longest_key,
         **options,
     )
-    padding = query.shape[0] - rows
     return torch.cat((out, out.new_zeros(padding, *out.shape[1:]))) if padding else out

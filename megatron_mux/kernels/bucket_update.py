@@ -26,8 +26,13 @@ ENTRY = (
     "weight_decay",
     "counted",
     "rate",
+    "aligned",
 )
-"""Fields of a row of `UpdateTable.entries`: addresses (0: no such tensor), sizes, and the bits of an fp64 number."""
+"""Fields of a row of `UpdateTable.entries`: addresses (0: no such tensor), sizes, bits of fp64 numbers, and flags.
+
+`aligned`: whether the piece can be accessed 16 bytes at a time. That is a matter of each piece, so that a task's bits
+do not depend on those of others.
+"""
 
 
 def options_of(
@@ -87,7 +92,6 @@ class UpdateTable:
         of_pieces: `[pieces + 1]` int32 on the device: a piece's tiles begin here and end where the next one's begin.
         of_rows: `[rows + 1]` int32 on the device, likewise of tasks.
         copy_type: dtype of the copies.
-        aligned: Whether every piece can be accessed 16 bytes at a time.
     """
 
     def __init__(self, pieces: Sequence[Piece], rows: int) -> None:
@@ -108,9 +112,6 @@ class UpdateTable:
         )
         copies = {piece.copy.dtype for piece in pieces if piece.copy is not None} or {torch.float32}
         (self.copy_type,) = copies
-        self.aligned = all(a % 16 == 0 for entry in entries for a in entry[:5]) and all(
-            entry[5] % 8 == 0 for entry in entries
-        )
 
 
 def _entry(piece: Piece) -> list[int]:
@@ -118,4 +119,5 @@ def _entry(piece: Piece) -> list[int]:
     assert all(t is None or (t.is_contiguous() and t.numel() == piece.value.numel()) for t in tensors)
     assert all(t is None or t.dtype == torch.float32 for t in tensors[:-1])
     numbers = piece.value.numel(), piece.row, bits(piece.weight_decay), int(piece.counted), bits(piece.rate)
-    return [*map(address, tensors), *numbers]
+    aligned = not (piece.value.numel() % 8 or any(address(t) % 16 for t in tensors))
+    return [*map(address, tensors), *numbers, int(aligned)]

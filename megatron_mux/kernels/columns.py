@@ -7,6 +7,7 @@ Shapes: n rows, N columns of the matrix, c of them meant.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from torch import Tensor
 
@@ -43,6 +44,14 @@ class Columns:
         regular = runs == places and (count == 1 or distance > run)
         return cls(places[0], run, distance, count, None if regular else index)
 
+    @cached_property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """First column and one past the last of each run, in the order of columns; empty runs are left out."""
+        if self.index is not None:
+            return tuple((place, place + 1) for place in self.index.tolist())
+        starts = (self.start + i * self.distance for i in range(self.count))
+        return tuple((start, start + self.run) for start in starts if self.run)
+
     def take(self, x: Tensor) -> Tensor:
         """`[n, c]` of `[n, N]`: a view if they are a slice."""
         if self.index is not None:
@@ -71,3 +80,14 @@ class Columns:
         """`[n, count, run]` view."""
         size, stride = (x.shape[0], self.count, self.run), (x.stride(0), self.distance, 1)
         return x.as_strided(size, stride, x.storage_offset() + self.start)
+
+
+@lru_cache(maxsize=4096)
+def overlap(a: tuple[tuple[int, int], ...], b: tuple[tuple[int, int], ...]) -> bool:
+    """Whether two `Columns.ranges` have a column in common. Modules of all layers and tasks ask for the same few."""
+    ends = 0
+    for start, stop in sorted((*a, *b)):
+        if start < ends:
+            return True
+        ends = max(ends, stop)
+    return False

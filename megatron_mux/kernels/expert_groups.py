@@ -69,6 +69,11 @@ class ExpertGroups:
         return torch.searchsorted(self.keys, places, out_int32=True)
 
     @cached_property
+    def sizes(self) -> Tensor:
+        """`[E]` int32, rows of each expert, on the device."""
+        return self.ends.diff(prepend=self.ends.new_zeros(1))
+
+    @cached_property
     def _tiles(self) -> dict[tuple[int, int], Tiles]:
         return {}
 

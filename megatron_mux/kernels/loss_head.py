@@ -16,11 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_mux.kernels.cross_entropy import Vocabulary, gradient_, is_fused, statistics
 from megatron_mux.kernels.own_output import back_propagate, write_logits
 from megatron_mux.kernels.own_rows import OwnRows
 
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Logits to hold at once, by kind of device: 64 and 512 MiB in fp32. With fewer, products get too thin."""
+
+_TILE_ROWS = 128
+"""Rows of a chunk come in multiples of a product's tile, where a chunk has more."""
 
 _CPU_COLUMNS = 3072
 """Vocabulary rows per product on a CPU, where BLAS is slower on all of a vocabulary at once."""
@@ -57,7 +61,7 @@ class OutputLayer:
     def chunks(self, hidden: Tensor) -> Iterator[tuple[slice, OutputLayer, Tensor]]:
         """Rows, their layer and their `logits`, some at a time; each chunk's logits overwrite those of the last."""
         # As many rows on each tensor rank, whatever it has of a task's own layer: ranks sum over them.
-        size = max(1, CHUNK_ELEMENTS[self.weight.device.type] // self.weight.shape[0])
+        size = chunk_rows(self.weight.device.type, self.weight.shape[0])
         place = hidden.new_empty(min(size, hidden.shape[0]) * self.weight.shape[0])
         for run, layer in self._runs(hidden.shape[0]):
             for start in range(run.start, run.stop, size):
@@ -79,17 +83,32 @@ class OutputLayer:
             end = run.stop
 
     def logits(self, hidden: Tensor, place: Tensor) -> Tensor:
-        """`[n, V part]` in fp32 (fp64 for fp64), padding columns at minus infinity; `place` is overwritten."""
+        """`[n, V part]` in the dtype of `hidden`, padding columns unspecified: they are written to `place`."""
         step = _CPU_COLUMNS if hidden.device.type == "cpu" else self.weight.shape[0]
         for start in range(0, self.weight.shape[0], step):
             part = slice(start, start + step)
             torch.mm(hidden, self.weight[part].t(), out=place[:, part])
         if self.trained is not None:
             write_logits(self.trained, self.start, hidden, place)
-        scores = place.float() if place.dtype.itemsize < 4 else place
+        return place
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Logits in fp32 (fp64 for fp64), in place if they are, with padding columns at minus infinity."""
+        scores = logits.float() if logits.dtype.itemsize < 4 else logits
         if self.valid < scores.shape[1]:
             scores[:, self.valid :] = float("-inf")
         return scores
+
+    def columns(self, labels: Tensor) -> Tensor:
+        """This rank's column of each label; -1: another rank has it."""
+        columns = labels - self.start
+        return columns.masked_fill_((columns < 0) | (columns >= self.valid), -1)
+
+
+def chunk_rows(device: str, vocabulary: int) -> int:
+    """Rows whose logits are held at once, by kind of device, for a tensor rank's part of a vocabulary."""
+    size = max(1, CHUNK_ELEMENTS[device] // vocabulary)
+    return size - size % _TILE_ROWS if device == "cuda" and size > _TILE_ROWS else size
 
 
 @dataclass
@@ -144,12 +163,14 @@ class _WeightedLoss(torch.autograd.Function):
         wanted = ctx.needs_input_grad[0]
         gradient = torch.empty_like(hidden) if wanted else None
         nlls = []
-        for part, used, scores in layer.chunks(hidden.detach()):
-            soft = None if smoothing is None else smoothing[part].to(scores.dtype)
-            found = _statistics(scores, labels[part], used, soft)
-            nlls.append(found.nll)
+        compute = _fused if is_fused(hidden) else _by_operators
+        for part, used, logits in layer.chunks(hidden.detach()):
+            soft = None if smoothing is None else smoothing[part].to(_statistics_dtype(hidden))
+            rows = hidden.detach()[part] if wanted else None
+            nll, own = compute(logits, labels[part], weights[part], used, rows, soft)
+            nlls.append(nll)
             if gradient is not None:
-                gradient[part] = _hidden_gradient(found, weights[part], used, hidden.detach()[part], soft)
+                gradient[part] = own
         nll = torch.cat(nlls) if nlls else hidden.new_zeros(0, dtype=_statistics_dtype(hidden))
         if gradient is not None:
             if layer.group is not None and layer.reduce_gradient:
@@ -166,6 +187,36 @@ class _WeightedLoss(torch.autograd.Function):
 
 def _statistics_dtype(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
+
+
+def _by_operators(
+    logits: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    layer: OutputLayer,
+    hidden: Tensor | None,
+    smoothing: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Losses of a chunk and, given its hidden states, their gradient, by torch's operators."""
+    found = _statistics(layer.scores(logits), labels, layer, smoothing)
+    return found.nll, None if hidden is None else _hidden_gradient(found, weights, layer, hidden, smoothing)
+
+
+def _fused(
+    logits: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    layer: OutputLayer,
+    hidden: Tensor | None,
+    smoothing: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The same by two Triton kernels around the products."""
+    vocabulary, columns = Vocabulary(layer.valid, layer.vocab, layer.group), layer.columns(labels)
+    found = statistics(logits, columns, vocabulary, smoothing)
+    if hidden is None:
+        return found.nll, None
+    scores = gradient_(logits, columns, found, vocabulary, smoothing)
+    return found.nll, _propagate(scores, layer, hidden, weights.to(found.nll.dtype))
 
 
 def _hidden_gradient(
@@ -187,7 +238,12 @@ def _hidden_gradient(
         factor = factor / total
     else:
         scores = scores.div_(total.unsqueeze(1)).to(dtype)
-    factor = factor.unsqueeze(1).to(dtype)
+    return _propagate(scores, layer, hidden, factor)
+
+
+def _propagate(scores: Tensor, layer: OutputLayer, hidden: Tensor, factor: Tensor) -> Tensor:
+    """The hidden states' gradient from that of the logits, which `factor` `[n]` multiplies; `scores` is overwritten."""
+    factor = factor.unsqueeze(1)  # fp32 at least: rounded weights would change a task's gradient
     if layer.trained is not None:
         return back_propagate(layer.trained, layer.start, layer.weight, scores, hidden, factor)
     return torch.mm(scores, layer.weight).mul_(factor)
@@ -231,7 +287,8 @@ def predict(hidden: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[Tensor,
         `[N]` negative log-likelihoods and `[N]` int64 tokens (the lowest index among equals).
     """
     nlls, tokens = [], []
-    for part, used, scores in layer.chunks(hidden):
+    for part, used, logits in layer.chunks(hidden):
+        scores = used.scores(logits)
         best, token = scores.max(dim=1)
         token = token + layer.start
         if layer.group is not None:

@@ -97,6 +97,16 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def notice_of_loops(device: torch.device) -> str | None:
+    """What a user should know of a GPU without Triton: adapters and updates are slow there; None elsewhere."""
+    if device.type != "cuda" or has_triton():
+        return None
+    return (
+        "Triton is not installed: adapters and optimizers are computed task by task, which is several times as slow. "
+        "Install it with: pip install 'triton>=3.6'"
+    )
+
+
 @cache
 def _kernels(name: KernelName) -> type[LowRankKernels]:
     if name == "loop":

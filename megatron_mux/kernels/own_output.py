@@ -39,12 +39,12 @@ def back_propagate(
         weight: `[V, H]` the output layer: of the task if it has all of it, else of the backbone.
         gradient: `[n, V]` of the logits before they are multiplied by `factor`; it is overwritten.
         hidden: `[n, H]`.
-        factor: `[n, 1]`.
+        factor: `[n, 1]`, fp32 at least.
 
     Returns:
         `[n, H]`, of this rank's tokens only.
     """
-    scaled = hidden * factor
+    scaled = (hidden * factor).to(hidden.dtype)
     if own.tokens is None:
         step = ROWS_AT_ONCE[weight.device.type]
         for first in range(0, weight.shape[0], step):

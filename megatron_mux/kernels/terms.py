@@ -19,13 +19,13 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import combinations, groupby
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_mux.kernels.columns import Columns
+from megatron_mux.kernels.columns import Columns, overlap
 from megatron_mux.kernels.dropout import halves, threshold
 from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.runtime import to_device
@@ -43,8 +43,13 @@ ENTRY = (
     "down", "up", "down_gradient", "up_gradient", "down_factors", "up_factors", "down_factors_gradient",
     "up_factors_gradient", "columns", "column_count", "rank", "latent", "first_feature", "key_low", "key_high",
     "threshold", "scale", "keep_scale", "down_bias", "up_bias", "down_bias_gradient", "up_bias_gradient", "activation",
+    "sharing",
 )  # fmt: skip
-"""Fields of a row of `TermTable.entries`: addresses (0: no such tensor), sizes, and the bits of fp64 numbers."""
+"""Fields of a row of `TermTable.entries`: addresses (0: no such tensor), sizes, and the bits of fp64 numbers.
+
+`sharing`: of the first of a task's terms with the same output columns, how many there are: they are next to each other,
+and one program adds them all. Of the others, 0.
+"""
 
 
 @dataclass(frozen=True)
@@ -164,8 +169,13 @@ class Stack:
 class TermTable:
     """The terms at one BaseOp; made anew when a task comes or goes, never within a step.
 
+    Terms of a task have either the same output columns or none in common; factors alone (rank 0) have none in common.
+
     Args:
-        terms: Of all tasks, those of a task next to each other.
+        terms: Of all tasks. A task's terms that share columns come next to each other in the table.
+
+    Raises:
+        ValueError: Terms of a task overlap in some of their columns.
 
     Attributes:
         of_slot: The terms of each slot that has any, with the first of their columns in the latent tensor.
@@ -178,11 +188,14 @@ class TermTable:
 
     def __init__(self, terms: Sequence[Term]) -> None:
         self.of_slot: dict[int, tuple[tuple[Term, int], ...]] = {}
+        self._sharing: list[int] = []
         for slot, own in groupby(sorted(terms, key=lambda term: term.slot), key=lambda term: term.slot):
             at, placed = 0, []
-            for term in own:
-                placed.append((term, at))
-                at += term.rank
+            for sharing in _by_columns(list(own)):
+                for number, term in enumerate(sharing):
+                    placed.append((term, at))
+                    self._sharing.append(0 if number else len(sharing))
+                    at += term.rank
             self.of_slot[slot] = tuple(placed)
         self._widths: dict[tuple[int, ...], int] = {}
         self.most_terms = max(map(len, self.of_slot.values()), default=0)
@@ -217,7 +230,8 @@ class TermTable:
     @cached_property
     def entries(self) -> Tensor:
         """`[terms, len(ENTRY)]` int64 on the device, by slot; see `ENTRY`."""
-        rows = [_entry(term, latent) for own in self.of_slot.values() for term, latent in own]
+        placed = (both for own in self.of_slot.values() for both in own)
+        rows = [[*_entry(*both), sharing] for both, sharing in zip(placed, self._sharing, strict=True)]
         return to_device(torch.tensor(rows, dtype=torch.int64).view(-1, len(ENTRY)), self.device)
 
     @cached_property
@@ -236,11 +250,29 @@ class TermTable:
     def alignment(self) -> int:
         """The largest of 8, 4, 2 and 1 that divides every rank, if kernels can access rows 16 bytes at once; else 0.
 
+        It is one number for all tasks, so that one launch computes them, and decides about the width of accesses alone:
+        products have the same instructions in the same order whatever it is, and sums over rows have an order of their
+        own (`triton_low_rank_device._sum_rows`). So a task's bits do not depend on whether its neighbours are aligned.
+
         For that, addresses have to be multiples of 16 bytes, numbers of columns multiples of 8, lists of columns made
         of aligned runs of 8, and first features even (two share a hash of the dropout mask).
         """
         terms = [term for own in self.of_slot.values() for term, _ in own]
         return math.gcd(8, *(term.rank for term in terms)) if all(map(_is_aligned, terms)) else 0
+
+
+def _by_columns(terms: Sequence[Term]) -> list[list[Term]]:
+    """A task's terms, those with the same columns together; in their order otherwise."""
+    found: dict[tuple[tuple[int, int], ...], list[Term]] = {}
+    for term in terms:
+        found.setdefault(term.place.ranges, []).append(term)
+    if any(ranges and len(own) > 1 and not own[0].rank for ranges, own in found.items()):
+        raise ValueError(f"factors of slot {terms[0].slot} share output columns")
+    if any(overlap(a, b) for a, b in combinations(found, 2)):
+        raise ValueError(
+            f"terms of slot {terms[0].slot} overlap in some of their output columns, but not in all"
+        )
+    return list(found.values())
 
 
 def _is_aligned(term: Term) -> bool:

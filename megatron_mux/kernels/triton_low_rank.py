@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_mux.kernels.grouped_rows import GroupedKernels
 from megatron_mux.kernels.groups import TILE_ROWS, RowGroups
 from megatron_mux.kernels.terms import TermTable
+from megatron_mux.kernels.triton_launch import cdiv, launch
 from megatron_mux.kernels.triton_low_rank_device import input_gradient_kernel, reduce_kernel, up_kernel
 from megatron_mux.kernels.triton_rows_device import (
     activation_kernel,
@@ -45,10 +45,7 @@ FACTOR_GRADIENT: dict[str, int] = {"ROWS": 64, "WIDTH": 64, "num_warps": 4, "num
 
 
 class TritonKernels(GroupedKernels):
-    """Kernels for fp16, bf16 and fp32; parameters' gradients are fp32, sums too.
-
-    A task's terms at a BaseOp must not share output columns: each is added by programs of its own.
-    """
+    """Kernels for fp16, bf16 and fp32; parameters' gradients are fp32, sums too."""
 
     @staticmethod
     def down(x: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
@@ -58,7 +55,7 @@ class TritonKernels(GroupedKernels):
     @staticmethod
     def up_(y: Tensor, latent: Tensor, table: TermTable, groups: RowGroups) -> None:
         """See `LowRankKernels.up_`."""
-        grid = (len(groups.tiles), triton.cdiv(y.shape[1], EXPAND["WIDTH"]), table.most_terms)
+        grid = (groups.tiles.shape[0], cdiv(y.shape[1], EXPAND["WIDTH"]), table.most_terms)
         _launch(
             up_kernel, grid, table, y, latent, groups.tiles, groups.table, y.stride(0), latent.stride(0),
             BIASED=table.has_biases, **_products(table, y), **EXPAND,
@@ -72,7 +69,7 @@ class TritonKernels(GroupedKernels):
     @staticmethod
     def input_gradient_(dx: Tensor, d_latent: Tensor, table: TermTable, groups: RowGroups) -> None:
         """See `LowRankKernels.input_gradient_`."""
-        grid = (len(groups.tiles), triton.cdiv(dx.shape[1], EXPAND["WIDTH"]), min(table.most_terms, 1))
+        grid = (groups.tiles.shape[0], cdiv(dx.shape[1], EXPAND["WIDTH"]), min(table.most_terms, 1))
         _launch(
             input_gradient_kernel, grid, table, dx, d_latent, groups.tiles, groups.table, groups.sequence_ids,
             groups.token_index, dx.stride(0), d_latent.stride(0), dx.shape[1],
@@ -85,8 +82,8 @@ class TritonKernels(GroupedKernels):
     ) -> None:
         """See `LowRankKernels.weight_gradients`."""
         for up, values in enumerate((x, dy)):
-            rank_blocks = triton.cdiv(table.largest_rank, OUTER["RANKS"])
-            blocks = triton.cdiv(values.shape[1], OUTER["WIDTH"])
+            rank_blocks = cdiv(table.largest_rank, OUTER["RANKS"])
+            blocks = cdiv(values.shape[1], OUTER["WIDTH"])
             _launch(
                 weight_gradient_kernel, (table.most_terms * rank_blocks, blocks, len(groups.rows)), table,
                 values, latent, d_latent, groups.table, groups.sequence_ids, groups.token_index, rank_blocks,
@@ -107,7 +104,7 @@ class TritonKernels(GroupedKernels):
     @staticmethod
     def scale_(values: Tensor, table: TermTable, groups: RowGroups) -> None:
         """See `GroupedKernels.scale_`."""
-        grid = (len(groups.tiles), triton.cdiv(values.shape[1], SCALE["WIDTH"]), table.most_terms)
+        grid = (groups.tiles.shape[0], cdiv(values.shape[1], SCALE["WIDTH"]), table.most_terms)
         _launch(
             scale_kernel, grid, table, values, groups.tiles, groups.table, values.stride(0),
             FACTORS=_TYPES[table.factor_dtype], **SCALE,
@@ -116,7 +113,7 @@ class TritonKernels(GroupedKernels):
     @staticmethod
     def factor_gradients(values: Tensor, gradient: Tensor, table: TermTable, groups: RowGroups) -> None:
         """See `GroupedKernels.factor_gradients`."""
-        blocks = triton.cdiv(values.shape[1], FACTOR_GRADIENT["WIDTH"])
+        blocks = cdiv(values.shape[1], FACTOR_GRADIENT["WIDTH"])
         aligned = bool(alignment_of(table, values) and alignment_of(table, gradient))
         _launch(
             factor_gradient_kernel, (blocks, len(groups.rows), table.most_terms), table, values, gradient,
@@ -127,9 +124,9 @@ class TritonKernels(GroupedKernels):
 def _activate(latent: Tensor, d_latent: Tensor | None, table: TermTable, groups: RowGroups) -> Tensor:
     """The activated latent tensor; `d_latent` is changed in place if it is given."""
     hidden = torch.empty_like(latent)
-    rank_blocks = triton.cdiv(table.largest_rank, ACTIVATION["RANKS"])
+    rank_blocks = cdiv(table.largest_rank, ACTIVATION["RANKS"])
     _launch(
-        activation_kernel, (len(groups.tiles), table.most_terms * rank_blocks), table, latent, hidden,
+        activation_kernel, (groups.tiles.shape[0], table.most_terms * rank_blocks), table, latent, hidden,
         latent if d_latent is None else d_latent, groups.tiles, groups.table, rank_blocks, latent.stride(0),
         BACKWARD=d_latent is not None, **ACTIVATION,
     )  # fmt: skip
@@ -140,8 +137,8 @@ def _reduce(values: Tensor, table: TermTable, groups: RowGroups, up: bool) -> Te
     """A row's values, of x or dy, to its latent columns."""
     blocks = LATENT_GRADIENT if up else DOWN
     latent = values.new_empty(values.shape[0], table.width(groups))
-    rank_blocks = triton.cdiv(table.largest_rank, blocks["RANKS"])
-    grid = (table.most_terms * rank_blocks, len(groups.tiles) * (TILE_ROWS // blocks["ROWS"]))
+    rank_blocks = cdiv(table.largest_rank, blocks["RANKS"])
+    grid = (table.most_terms * rank_blocks, groups.tiles.shape[0] * (TILE_ROWS // blocks["ROWS"]))
     _launch(
         reduce_kernel, grid, table, values, latent, groups.tiles, groups.table, groups.sequence_ids,
         groups.token_index, rank_blocks, values.stride(0), latent.stride(0), values.shape[1], UP=up,
@@ -178,11 +175,5 @@ def _launch(
     if not all(grid):
         return
     options.setdefault("ALIGNED", alignment_of(table, rows))
-    kernel[grid](
-        table.entries,
-        table.first_entry,
-        len(table.first_entry) - 1,
-        rows,
-        *arguments,
-        **options,
-    )
+    slots = table.first_entry.shape[0] - 1
+    launch(kernel, grid, (table.entries, table.first_entry, slots, rows, *arguments), options)

@@ -23,6 +23,7 @@ _FIELDS = tl.constexpr(len(ENTRY))
     _DOWN, _UP, _DOWN_GRADIENT, _UP_GRADIENT, _DOWN_FACTORS, _UP_FACTORS, _DOWN_FACTORS_GRADIENT,
     _UP_FACTORS_GRADIENT, _COLUMNS, _COLUMN_COUNT, _RANK, _LATENT, _FIRST_FEATURE, _KEY_LOW, _KEY_HIGH, _THRESHOLD,
     _SCALE, _KEEP_SCALE, _DOWN_BIAS, _UP_BIAS, _DOWN_BIAS_GRADIENT, _UP_BIAS_GRADIENT, _ACTIVATION,
+    _SHARING,
 ) = map(tl.constexpr, range(len(ENTRY)))  # fmt: skip
 
 _BY_TABLE = ["slots", "rank_blocks"]
@@ -294,6 +295,21 @@ def _expand_tile(
 
 
 @triton.jit
+def _sum_rows(values):
+    """The sum of `[ROWS, N]` over its rows, at most 128: halves onto halves, so that layouts do not change its bits.
+
+    Only values that are stored or carried through a loop come here: a product that ends in a sum may become one
+    instruction, or not, by layout.
+    """
+    ROWS: tl.constexpr = values.shape[0]
+    N: tl.constexpr = values.shape[1]
+    for i in tl.static_range(1, 8):
+        if ROWS >> i > 0:
+            values = tl.sum(tl.reshape(values, (2, ROWS >> i, N)), axis=0)
+    return tl.reshape(values, (N,))
+
+
+@triton.jit
 def _add_to(places, mask, total):
     block = tl.load(places, mask=mask, other=0.0)
     tl.store(places, (block.to(tl.float32) + total).to(block.dtype), mask=mask)
@@ -305,27 +321,32 @@ def up_kernel(
     FACTORS: tl.constexpr, BIASED: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Latent columns to output columns: a program for a tile, a column block and a term."""
+    """Latent columns to output columns: a program for a tile, a column block and all terms on the same columns."""
     tile = tiles + tl.program_id(0) * 3
     entry, exists = _term_of(entries, first_entry, slots, table + tl.load(tile) * 4, tl.program_id(2))
     if not exists:
         return
     count = _multiple(entry, _COLUMN_COUNT, 8 if ALIGNED else 0)
-    if tl.program_id(1) * WIDTH >= count:
+    sharing = _integer(entry, _SHARING)
+    if (sharing == 0) | (tl.program_id(1) * WIDTH >= count):
         return
     features = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = features < count
     rows, row_mask = _rows_of(tile, ROWS)
-    total = _expand_tile(
-        entry, latent, latent_stride, rows, row_mask, features, count,
-        True, FACTORS, ALIGNED, ROWS, RANKS, WIDTH, PRECISION,
-    )  # fmt: skip
-    if BIASED:
-        bias = _pointer(entry, _UP_BIAS, latent.dtype.element_ty, ALIGNED)
-        total += tl.load(bias + features, mask=mask, other=0.0).to(tl.float32)[None, :]
-    total *= _number(entry, _SCALE)
-    if FACTORS is not None:
-        total *= _factors_of(entry, _UP_FACTORS, features, count, FACTORS)[None, :]
+    total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+    for i in range(sharing):
+        term = entry + i * _FIELDS
+        own = _expand_tile(
+            term, latent, latent_stride, rows, row_mask, features, count,
+            True, FACTORS, ALIGNED, ROWS, RANKS, WIDTH, PRECISION,
+        )  # fmt: skip
+        if BIASED:
+            bias = _pointer(term, _UP_BIAS, latent.dtype.element_ty, ALIGNED)
+            own += tl.load(bias + features, mask=mask, other=0.0).to(tl.float32)[None, :]
+        own *= _number(term, _SCALE)
+        if FACTORS is not None:
+            own *= _factors_of(term, _UP_FACTORS, features, count, FACTORS)[None, :]
+        total += own
     places = _places_of(output, stride, entry, rows, features, count, True, ALIGNED)
     _add_to(places, row_mask[:, None] & mask[None, :], total)
 

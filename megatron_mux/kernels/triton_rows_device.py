@@ -28,6 +28,7 @@ from megatron_mux.kernels.triton_low_rank_device import (
     _places_of,
     _pointer,
     _rows_of,
+    _sum_rows,
     _term_of,
 )
 
@@ -133,4 +134,4 @@ def factor_gradient_kernel(
         )
         total += block.to(tl.float32) * back.to(tl.float32)
     places = _pointer(entry, _UP_FACTORS_GRADIENT, tl.float32, False) + features
-    _add_to(places, features < count, tl.sum(total, axis=0))
+    _add_to(places, features < count, _sum_rows(total))

@@ -3,6 +3,9 @@
 Parameters, gradients and moments lie in flat fp32 storages. A table has the addresses of their *pieces*: runs of one
 task's parameters that are updated alike. Tasks meet nowhere: norms are summed over each task's own pieces in their own
 order, and a task that skips its step is left out by selection, so that its NaN changes no one, itself included.
+
+A program takes the path of its own piece: accesses of 16 bytes if the piece is aligned, as arenas make them, single
+ones if not. Values meet behind the branch only, so that sums have one order in either case.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -15,12 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_mux.kernels.bucket_update import ENTRY, TILE, UpdateTable
+from megatron_mux.kernels.triton_launch import launch
 from megatron_mux.kernels.triton_low_rank_device import _number, _pointer
 
 _FIELDS = tl.constexpr(len(ENTRY))
-(_VALUE, _GRADIENT, _EXP_AVG, _EXP_AVG_SQ, _COPY, _COUNT, _ROW, _WEIGHT_DECAY, _COUNTED, _RATE_FACTOR) = map(
-    tl.constexpr, range(len(ENTRY))
-)
+(
+    _VALUE, _GRADIENT, _EXP_AVG, _EXP_AVG_SQ, _COPY, _COUNT, _ROW, _WEIGHT_DECAY, _COUNTED, _RATE_FACTOR, _ALIGNED,
+) = map(tl.constexpr, range(len(ENTRY)))  # fmt: skip
 _RATE, _BETA1, _BETA2, _EPSILON, _CORRECTION1, _CORRECTION2, _MAX_NORM = map(tl.constexpr, range(7))
 _OPTIONS = tl.constexpr(7)
 
@@ -30,11 +34,9 @@ def squared_norms(table: UpdateTable) -> Tensor:
     squares = torch.empty(max(table.tiles, 1), dtype=torch.float64, device=table.entries.device)
     norms = torch.empty(table.rows, dtype=torch.float64, device=table.entries.device)
     if table.tiles:
-        _tile_squares[(table.tiles,)](
-            squares, table.entries, table.of_pieces, len(table.pieces),
-            ALIGNED=table.aligned, TILE=TILE, num_warps=4,
-        )  # fmt: skip
-    _row_sums[(table.rows,)](norms, squares, table.of_rows, WIDTH=128, num_warps=1)
+        arguments = squares, table.entries, table.of_pieces, len(table.pieces)
+        launch(_tile_squares, (table.tiles,), arguments, {"TILE": TILE, "num_warps": 4})
+    launch(_row_sums, (table.rows,), (norms, squares, table.of_rows), {"WIDTH": 128, "num_warps": 1})
     return norms
 
 
@@ -50,10 +52,15 @@ def update_(table: UpdateTable, settings: Tensor, norms: Tensor, skip: Tensor) -
     """
     if table.tiles:
         copy_type = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-        _update[(table.tiles,)](
+        constants = {
+            "COPY": copy_type[table.copy_type],
+            "TILE": TILE,
+            "num_warps": 4,
+        }
+        arguments = (
             table.entries, table.of_pieces, len(table.pieces), settings, norms, skip.view(torch.uint8),
-            COPY=copy_type[table.copy_type], ALIGNED=table.aligned, TILE=TILE, num_warps=4,
         )  # fmt: skip
+        launch(_update, (table.tiles,), arguments, constants)
 
 
 @triton.jit
@@ -80,15 +87,22 @@ def _count(entry, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _tile_squares(squares, entries, of_pieces, pieces, ALIGNED: tl.constexpr, TILE: tl.constexpr):
-    """The sum of squares of each tile's gradient."""
-    entry, places = _tile(entries, of_pieces, pieces, TILE)
+def _counted_gradient(entry, places, ALIGNED: tl.constexpr):
     # Not the product with zero: a gradient that is not counted may be infinite.
     count = tl.where(tl.load(entry + _COUNTED) != 0, _count(entry, ALIGNED), 0)
-    gradient = tl.load(
-        _pointer(entry, _GRADIENT, tl.float32, ALIGNED) + places, mask=places < count, other=0.0
-    ).to(tl.float64)
-    tl.store(squares + tl.program_id(0), tl.sum(gradient * gradient))
+    return tl.load(_pointer(entry, _GRADIENT, tl.float32, ALIGNED) + places, mask=places < count, other=0.0)
+
+
+@triton.jit
+def _tile_squares(squares, entries, of_pieces, pieces, TILE: tl.constexpr):
+    """The sum of squares of each tile's gradient."""
+    entry, places = _tile(entries, of_pieces, pieces, TILE)
+    if tl.load(entry + _ALIGNED) != 0:
+        gradient = _counted_gradient(entry, places, True)
+    else:
+        gradient = _counted_gradient(entry, places, False)
+    wide = gradient.to(tl.float64)
+    tl.store(squares + tl.program_id(0), tl.sum(wide * wide))
 
 
 @triton.jit
@@ -110,11 +124,21 @@ def _option(settings, row, field: tl.constexpr):
 
 @triton.jit
 def _update(
-    entries, of_pieces, pieces, settings, norms, skip,
-    COPY: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    entries, of_pieces, pieces, settings, norms, skip, COPY: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """One tile's step; the arithmetic of `torch.optim.AdamW(fused=True)` and `clip_grad_norm_`."""
+    """One tile's step."""
     entry, places = _tile(entries, of_pieces, pieces, TILE)
+    if tl.load(entry + _ALIGNED) != 0:
+        _step(entry, places, settings, norms, skip, COPY, True, TILE)
+    else:
+        _step(entry, places, settings, norms, skip, COPY, False, TILE)
+
+
+@triton.jit
+def _step(
+    entry, places, settings, norms, skip, COPY: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """The arithmetic of `torch.optim.AdamW(fused=True)` and `clip_grad_norm_`."""
     mask = places < _count(entry, ALIGNED)
     row = tl.load(entry + _ROW).to(tl.int32)
     gradients = _pointer(entry, _GRADIENT, tl.float32, ALIGNED) + places

@@ -34,6 +34,7 @@ from megatron_mux.kernels.triton_low_rank_device import (
     _number,
     _pointer,
     _row_hash,
+    _sum_rows,
     _term_of,
     _values_of,
     _weights_of,
@@ -75,13 +76,15 @@ def _down_factors_gradient(
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Add the sum over rows of `d_latent * latent`."""
-    total = tl.zeros((RANKS,), dtype=tl.float32)
+    total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
     for start in range(first, stop, ROWS):
         rows = start + tl.arange(0, ROWS)
         own = _latent_of(entry, latent, latent_stride, rows, rows < stop, ranks, rank, None, ALIGNED)
         gradient = _latent_of(entry, d_latent, latent_stride, rows, rows < stop, ranks, rank, None, ALIGNED)
-        total += tl.sum(own.to(tl.float32) * gradient.to(tl.float32), axis=0)
-    _add_to(_pointer(entry, _DOWN_FACTORS_GRADIENT, tl.float32, False) + ranks, ranks < rank, total)
+        total += own.to(tl.float32) * gradient.to(tl.float32)
+    _add_to(
+        _pointer(entry, _DOWN_FACTORS_GRADIENT, tl.float32, False) + ranks, ranks < rank, _sum_rows(total)
+    )
 
 
 @triton.jit
@@ -91,7 +94,7 @@ def _up_factors_gradient(
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Add the sum over rows of `scale * dy * ((d * latent) B^T)`: B times the gradient it would have without b."""
-    total = tl.zeros((WIDTH,), dtype=tl.float32)
+    total = tl.zeros((WIDTH, RANKS), dtype=tl.float32)
     for first_rank in range(0, rank, RANKS):
         ranks = first_rank + tl.arange(0, RANKS)
         block = _outer_block(
@@ -99,8 +102,9 @@ def _up_factors_gradient(
             features, count, ranks, rank, True, False, FACTORS, None, ALIGNED, PRECISION, ROWS, RANKS, WIDTH,
         )  # fmt: skip
         weights = _weights_of(entry, ranks, rank, features, count, values.dtype.element_ty, True, ALIGNED)
-        total += tl.sum(block * tl.trans(weights).to(tl.float32), axis=1)
-    _add_to(_pointer(entry, _UP_FACTORS_GRADIENT, tl.float32, False) + features, features < count, total)
+        total += block * tl.trans(weights).to(tl.float32)
+    places = _pointer(entry, _UP_FACTORS_GRADIENT, tl.float32, False) + features
+    _add_to(places, features < count, _sum_rows(tl.trans(total)))
 
 
 @triton.jit
@@ -128,7 +132,7 @@ def _bias_gradient(
     UP: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add the sum over rows of `scale * dy` (UP), or of `d_latent`, at BLOCK places of the bias."""
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for start in range(first, stop, ROWS):
         rows = start + tl.arange(0, ROWS)
         if UP:
@@ -139,7 +143,8 @@ def _bias_gradient(
             block = _latent_of(
                 entry, d_latent, latent_stride, rows, rows < stop, places, count, None, ALIGNED
             )
-        total += tl.sum(block.to(tl.float32), axis=0)
+        sums += block.to(tl.float32)
+    total = _sum_rows(sums)
     if UP:
         total *= _number(entry, _SCALE)
         gradient = _pointer(entry, _UP_BIAS_GRADIENT, tl.float32, False)

@@ -146,6 +146,7 @@ def _up(count: int, step: int) -> int:
 _OPERATORS: Mapping[str, Callable[[Sequence[Any]], list[Scratch]]] = {
     "_scaled_dot_product_flash_attention_backward": _flash,
     "torch_attn::_varlen_attn_backward": _flash_packed,
+    "_flash_attention_backward": _flash_packed,
     "_scaled_dot_product_cudnn_attention_backward": _cudnn,
     "_scaled_dot_product_efficient_attention_backward": _efficient,
     "embedding_dense_backward": _embedding,

@@ -2,7 +2,8 @@
 
 Second moments of a matrix are kept as a mean for each row and one for each column. Under tensor parallelism a rank has
 some of the rows or some of the columns; a mean over what is divided, and the size of an update, are then sums over
-ranks: two small collectives a step.
+ranks: two small collectives a step. Parameters of one shape are stepped together, so that launches do not grow with
+their number.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from megatron_mux.optimizers.optimizer import Optimizer, Options, Place, Slot, S
 _EPSILON = 1e-30
 """Added to squared gradients."""
 _DECAY_RATE = -0.8
+_AT_ONCE = 1 << 20
+"""Values that are stepped together: bounds the buffers."""
 _ROW, _COLUMN, _WHOLE = "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"
 
 
@@ -37,12 +40,11 @@ class Adafactor(Optimizer):
 
     def __init__(self, place: Place, options: Options) -> None:
         super().__init__(place, options)
-        self._states = [
-            {name: place.values.new_zeros([slot.shape[i] for i in dims]) for name, dims in _dims(slot)}
-            for slot in place.slots
-        ]
-        size = max((slot.run.last - slot.run.first for slot in place.slots), default=0)
-        self._update, self._next = (torch.empty_like(place.values[:size]) for _ in range(2))
+        total = sum(math.prod(slot.shape) for slot in place.slots)
+        largest = max((math.prod(slot.shape) for slot in place.slots), default=0)
+        size = max(largest, min(_AT_ONCE, total))
+        self._first, self._second = (torch.empty_like(place.values[:size]) for _ in range(2))
+        self._stacks = [_Stack(slots, place) for slots in _alike(place.slots)]
 
     @classmethod
     def state_bytes(cls, shape: Sequence[int], dim: int | None, parts: int) -> float:
@@ -53,47 +55,39 @@ class Adafactor(Optimizer):
     @classmethod
     def scratch_bytes(cls, sizes: Sequence[int]) -> float:
         """See `Optimizer.scratch_bytes`."""
-        return 8.0 * max(sizes, default=0)
+        return 8.0 * max(max(sizes, default=0), min(_AT_ONCE, sum(sizes)))
 
     @torch.no_grad()
     def update(self, step: int, rate: float, skip: Tensor) -> None:
         """See `Optimizer.update`."""
-        slots, skipped = self.place.slots, skip != 0
+        skipped = skip != 0
         kept = 1.0 - math.pow(step + 1, _DECAY_RATE)
-        means = [self._means(slot) for slot in slots]
-        partial = [(slot, _ROW if slot.divided == len(slot.shape) - 1 else _COLUMN) for slot in slots]
+        means = [self._means(stack) for stack in self._stacks]
         self._sum_over_ranks(
-            [
-                new[name]
-                for (slot, name), new in zip(partial, means, strict=True)
-                if self._is_partial(slot, name)
-            ]
+            [new[stack.partial] for stack, new in zip(self._stacks, means, strict=True) if stack.partial]
         )
-        for old, new in zip(self._states, means, strict=True):
-            for name, state in old.items():
+        for stack, new in zip(self._stacks, means, strict=True):
+            for name, state in stack.states.items():
                 new[name].mul_(1.0 - kept).add_(state, alpha=kept)
-        squares = [self._direction(slot, new).square_().sum() for slot, new in zip(slots, means, strict=True)]
+        squares = [
+            self._direction(stack, new).square_().flatten(1).sum(dim=1)
+            for stack, new in zip(self._stacks, means, strict=True)
+        ]
         self._sum_over_ranks(
-            [square for slot, square in zip(slots, squares, strict=True) if slot.divided is not None]
+            [square for stack, square in zip(self._stacks, squares, strict=True) if stack.divided is not None]
         )
-        for slot, old, new, square in zip(slots, self._states, means, squares, strict=True):
-            self._step(slot, new, square, rate * slot.run.rate, skipped)
-            for name, state in old.items():
+        for stack, new, square in zip(self._stacks, means, squares, strict=True):
+            self._step(stack, new, square, rate * stack.run.rate, skipped)
+            for name, state in stack.states.items():
                 torch.where(skipped, state, new[name], out=state)
 
-    def _means(self, slot: Slot) -> dict[str, Tensor]:
-        """Means of the squared gradient by the name of the state that they enter; of what this rank has."""
-        gradient, full = slot.of(self.place.gradients), slot.parameter.full_shape
-        squares = torch.mul(gradient, gradient, out=self._like(self._update, slot)).add_(_EPSILON)
+    def _means(self, stack: _Stack) -> dict[str, Tensor]:
+        """Means of the squared gradients by the name of the state that they enter; of what this rank has."""
+        gradients, full = stack.gather(stack.gradients, self._second), stack.full_shape
+        squares = torch.mul(gradients, gradients, out=gradients).add_(_EPSILON)
         if len(full) < 2:
             return {_WHOLE: squares.clone()}
         return {_ROW: squares.sum(dim=-1).div_(full[-1]), _COLUMN: squares.sum(dim=-2).div_(full[-2])}
-
-    @staticmethod
-    def _is_partial(slot: Slot, name: str) -> bool:
-        """Whether a mean is over a dimension that ranks divide."""
-        divided = slot.divided
-        return divided is not None and divided not in dict(_dims(slot)).get(name, (divided,))
 
     def _sum_over_ranks(self, tensors: Sequence[Tensor]) -> None:
         """Sum small tensors over tensor ranks, in place; each of them by itself, so that a NaN stays its own."""
@@ -104,48 +98,49 @@ class Adafactor(Optimizer):
         for tensor, whole in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(whole.view_as(tensor))
 
-    def _direction(self, slot: Slot, states: Mapping[str, Tensor]) -> Tensor:
-        """The gradient over the root of its estimated second moment; overwrites what it returned before."""
-        place, gradient = self._like(self._update, slot), slot.of(self.place.gradients)
+    def _direction(self, stack: _Stack, states: Mapping[str, Tensor]) -> Tensor:
+        """Gradients over the root of their estimated second moments; overwrites what it returned before."""
+        gradients, out = stack.gather(stack.gradients, self._second), stack.like(self._first)
         if _WHOLE in states:
-            return torch.rsqrt(states[_WHOLE], out=place).mul_(gradient)
+            return torch.rsqrt(states[_WHOLE], out=out).mul_(gradients)
         row, column = states[_ROW], states[_COLUMN]
         # Rows and columns have the same mean; the one over what is not divided needs no exchange.
-        mean = (column if slot.divided == len(slot.shape) - 2 else row).mean(dim=-1, keepdim=True)
+        mean = (column if stack.divided == len(stack.shape) - 2 else row).mean(dim=-1, keepdim=True)
         rows = (row / mean).rsqrt_().unsqueeze(-1)
-        return torch.mul(rows, column.unsqueeze(-2).rsqrt(), out=place).mul_(gradient)
+        return torch.mul(rows, column.unsqueeze(-2).rsqrt(), out=out).mul_(gradients)
 
     def _step(
-        self, slot: Slot, states: Mapping[str, Tensor], square: Tensor, rate: float, skipped: Tensor
+        self, stack: _Stack, states: Mapping[str, Tensor], squares: Tensor, rate: float, skipped: Tensor
     ) -> None:
-        """Step a parameter."""
-        size = math.prod(slot.parameter.full_shape)
-        update = self._direction(slot, states).div_((square.sqrt() / size**0.5).clamp_(min=1.0)).mul_(rate)
-        values, new = slot.of(self.place.values), self._like(self._next, slot)
-        torch.add(values, values, alpha=-slot.run.weight_decay * rate, out=new).sub_(update)
+        """Step parameters."""
+        size = math.prod(stack.full_shape)
+        update = self._direction(stack, states)
+        clipped = (squares.sqrt_() / size**0.5).clamp_(min=1.0).view(-1, *(1 for _ in stack.shape))
+        update.div_(clipped).mul_(rate)
+        new = stack.gather(stack.values, self._second)
+        new.add_(new, alpha=-stack.run.weight_decay * rate).sub_(update)
         # Selected, not scaled by zero: what is skipped may be NaN.
-        torch.where(skipped, values, new, out=values)
-
-    @staticmethod
-    def _like(buffer: Tensor, slot: Slot) -> Tensor:
-        return buffer[: math.prod(slot.shape)].view(slot.shape)
+        torch.where(skipped, stack.gather(stack.values, self._first), new, out=new)
+        torch._foreach_copy_(stack.values, new.unbind())
 
     @property
     def tensors(self) -> list[Tensor]:
         """See `Optimizer.tensors`."""
-        return [*(state for own in self._states for state in own.values()), self._update, self._next]
+        states = [state for stack in self._stacks for state in stack.states.values()]
+        return [*states, self._first, self._second]
 
     def state(self) -> dict[str, dict[str, Stored]]:
         """See `Optimizer.state`."""
-        found: dict[str, dict[str, Stored]] = {}
-        for slot, own in zip(self.place.slots, self._states, strict=True):
-            p = slot.parameter
-            found[p.key] = {}
-            for name, dims in _dims(slot):
-                shape = tuple(p.full_shape[i] for i in dims)
-                dim, index = (dims.index(p.dim), p.index) if p.dim in dims else (None, None)
-                found[p.key][name] = Stored(own[name], shape, dim, index)
-        return found
+        found = {}
+        for stack in self._stacks:
+            for i, slot in enumerate(stack.slots):
+                p, own = slot.parameter, dict[str, Stored]()
+                for name, dims in _kept_dims(len(slot.shape)).items():
+                    shape = tuple(p.full_shape[dim] for dim in dims)
+                    dim, index = (dims.index(p.dim), p.index) if p.dim in dims else (None, None)
+                    own[name] = Stored(stack.states[name][i], shape, dim, index)
+                found[p.key] = own
+        return {slot.parameter.key: found[slot.parameter.key] for slot in self.place.slots}
 
     def load(self, slot: Slot, full: Mapping[str, Tensor]) -> None:
         """See `Optimizer.load`."""
@@ -153,5 +148,52 @@ class Adafactor(Optimizer):
             stored.tensor.copy_(stored.slice_of(full[name]))
 
 
-def _dims(slot: Slot) -> list[tuple[str, tuple[int, ...]]]:
-    return list(_kept_dims(len(slot.shape)).items())
+class _Stack:
+    """Parameters of one shape that are stepped alike, by operators that take all of them.
+
+    Args:
+        slots: The parameters.
+        place: Where they are.
+
+    Attributes:
+        states: By name, `[parameters, ...]`.
+        partial: The state whose mean is over a dimension that ranks divide; empty: none.
+    """
+
+    def __init__(self, slots: Sequence[Slot], place: Place) -> None:
+        self.slots, one = tuple(slots), slots[0]
+        self.shape, self.full_shape = one.shape, one.parameter.full_shape
+        self.divided, self.run = one.divided, one.run
+        self.values = [slot.of(place.values) for slot in slots]
+        self.gradients = [slot.of(place.gradients) for slot in slots]
+        kept = _kept_dims(len(self.shape))
+        self.states = {
+            name: place.values.new_zeros([len(slots), *(self.shape[i] for i in dims)])
+            for name, dims in kept.items()
+        }
+        missing = [
+            name for name, dims in kept.items() if self.divided is not None and self.divided not in dims
+        ]
+        self.partial = missing[0] if missing else ""
+
+    def like(self, buffer: Tensor) -> Tensor:
+        """The beginning of a buffer, `[parameters, *shape]`."""
+        return buffer[: len(self.slots) * math.prod(self.shape)].view(len(self.slots), *self.shape)
+
+    def gather(self, tensors: list[Tensor], buffer: Tensor) -> Tensor:
+        """Copy values or gradients of the parameters into a buffer, one behind the other."""
+        return torch.stack(tensors, out=self.like(buffer))
+
+
+def _alike(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Parameters in groups of at most `_AT_ONCE` values that one operator can step."""
+    groups: dict[tuple[object, ...], list[Slot]] = {}
+    for slot in slots:
+        run = slot.run
+        key = slot.shape, slot.parameter.full_shape, slot.divided, run.weight_decay, run.rate
+        groups.setdefault(key, []).append(slot)
+    found = []
+    for group in groups.values():
+        count = max(1, _AT_ONCE // max(1, math.prod(group[0].shape)))
+        found += [group[i : i + count] for i in range(0, len(group), count)]
+    return found

@@ -2,23 +2,40 @@
 
 As there, 256 neighbouring values of a tensor share a scale, and tensors of fewer than 4,096 values keep fp32 moments.
 Under tensor parallelism the blocks are those of each rank's part, so moments are rounded otherwise than on one rank.
+Neighbouring tensors of whole blocks are stepped as one, in pieces of bounded size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_mux.optimizers.blocks import BLOCK, SMALL
-from megatron_mux.optimizers.optimizer import Optimizer, Options, Place, Slot, Stored
+from megatron_mux.optimizers.optimizer import Optimizer, Options, Place, Run, Slot, Stored
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALE = "_scale"
 """End of the name of a moment's scales."""
+_AT_ONCE = 1 << 20
+"""Values that are stepped together, and bytes of a moment: bounds the buffers."""
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Neighbouring values of the arena that one call steps.
+
+    Attributes:
+        run: Where they are and how they are stepped.
+        state: Views of their moments, and of the scales of 8-bit ones, by name.
+    """
+
+    run: Run
+    state: dict[str, Tensor]
 
 
 class AdamW8bit(Optimizer):
@@ -37,13 +54,34 @@ class AdamW8bit(Optimizer):
         make = self._library.create_dynamic_map
         device = place.values.device
         self._codes = [make(signed=signed).to(device) for signed in (True, False)]
-        self._states = [_zeros(slot, device) for slot in place.slots]
-        size = max((slot.run.last - slot.run.first for slot in place.slots), default=0)
+        total = sum(math.prod(slot.shape) for slot in place.slots)
+        size = min(_AT_ONCE, total)
         # What a step writes to, before it is known on the device whether it counts.
         self._values = torch.empty_like(place.values[:size])
-        most = max(size, 4 * min(size, SMALL))  # of fp32 moments of small tensors
+        most = min(_AT_ONCE, 4 * total)  # of fp32 moments of small tensors
         self._next = {name: torch.empty(most, dtype=torch.uint8, device=device) for name in _MOMENTS}
         self._scales = {name: torch.empty(-(-size // BLOCK), device=device) for name in _MOMENTS}
+        self._flats: list[Tensor] = []
+        self._states: dict[str, dict[str, Tensor]] = {}
+        self._spans = [span for group in _groups(place.slots) for span in self._allocate(group)]
+
+    def _allocate(self, slots: Sequence[Slot]) -> Iterator[_Span]:
+        """Make the states of neighbouring parameters, and yield the spans that a step takes."""
+        device, first, run = self.place.values.device, slots[0].run.first, slots[0].run
+        count = slots[-1].run.last - first
+        flats = _zeros(count, _is_small(slots[0]), device)
+        self._flats += flats.values()
+        for slot in slots:
+            rows = slice(slot.run.first - first, slot.run.last - first)
+            views = {name: _part(name, flat, rows) for name, flat in flats.items()}
+            self._states[slot.parameter.key] = {
+                name: view if name.endswith(_SCALE) else view.view(slot.shape) for name, view in views.items()
+            }
+        step = _AT_ONCE // 4 if _is_small(slots[0]) else _AT_ONCE
+        for at in range(0, count, step):
+            rows = slice(at, min(count, at + step))
+            state = {name: _part(name, flat, rows) for name, flat in flats.items()}
+            yield _Span(run._replace(first=first + rows.start, last=first + rows.stop), state)
 
     @classmethod
     def state_bytes(cls, shape: Sequence[int], dim: int | None, parts: int) -> float:
@@ -54,42 +92,43 @@ class AdamW8bit(Optimizer):
     @classmethod
     def scratch_bytes(cls, sizes: Sequence[int]) -> float:
         """See `Optimizer.scratch_bytes`."""
-        count = max(sizes, default=0)
-        return 4.0 * count + 2 * (max(count, min(4 * count, 4 * SMALL)) + 4 * math.ceil(count / BLOCK))
+        count = min(_AT_ONCE, sum(sizes))
+        return 4.0 * count + 2 * (min(_AT_ONCE, 4 * sum(sizes)) + 4 * math.ceil(count / BLOCK))
 
     @torch.no_grad()
     def update(self, step: int, rate: float, skip: Tensor) -> None:
         """See `Optimizer.update`."""
         skipped = skip != 0
-        for slot, state in zip(self.place.slots, self._states, strict=True):
-            values, gradient = slot.of(self.place.values), slot.of(self.place.gradients)
-            new = self._values[: values.numel()].view(slot.shape).copy_(values)
-            made = {name: self._copy(name, tensor) for name, tensor in state.items()}
-            self._step(slot, new, gradient, made, step + 1, rate * slot.run.rate)
+        for span in self._spans:
+            rows = slice(span.run.first, span.run.last)
+            values, gradient = self.place.values[rows], self.place.gradients[rows]
+            new = self._values[: values.numel()].copy_(values)
+            made = {name: self._copy(name, tensor) for name, tensor in span.state.items()}
+            self._step(span.run, new, gradient, made, step + 1, rate * span.run.rate)
             # Selected, not scaled by zero: what is skipped may be NaN.
             torch.where(skipped, values, new, out=values)
-            for name, tensor in state.items():
+            for name, tensor in span.state.items():
                 torch.where(skipped, tensor, made[name], out=tensor)
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         """A copy of a state in the buffer that is there for it."""
         if name.endswith(_SCALE):
             return self._scales[name.removesuffix(_SCALE)][: tensor.numel()].copy_(tensor)
-        return self._next[name][: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return self._next[name][: tensor.nbytes].view(tensor.dtype).copy_(tensor)
 
     def _step(
         self,
-        slot: Slot,
+        run: Run,
         values: Tensor,
         gradient: Tensor,
         state: Mapping[str, Tensor],
         step: int,
         rate: float,
     ) -> None:
-        """Step a parameter by the library's own operation."""
+        """Step values by the library's own operation."""
         beta1, beta2, epsilon = self.options
         first, second = (state[name] for name in _MOMENTS)
-        decay = slot.run.weight_decay
+        decay = run.weight_decay
         if first.dtype != torch.uint8:
             self._library.optimizer_update_32bit(
                 "adam", gradient, values, first, beta1, epsilon, step, rate, second, beta2, weight_decay=decay
@@ -104,16 +143,15 @@ class AdamW8bit(Optimizer):
     @property
     def tensors(self) -> list[Tensor]:
         """See `Optimizer.tensors`."""
-        kept = [tensor for state in self._states for tensor in state.values()]
-        return [*kept, self._values, *self._next.values(), *self._scales.values(), *self._codes]
+        return [*self._flats, self._values, *self._next.values(), *self._scales.values(), *self._codes]
 
     def state(self) -> dict[str, dict[str, Stored]]:
         """See `Optimizer.state`; of a divided parameter, scales are saved value by value, as ranks' blocks differ."""
         found: dict[str, dict[str, Stored]] = {}
-        for slot, state in zip(self.place.slots, self._states, strict=True):
+        for slot in self.place.slots:
             p = slot.parameter
             found[p.key] = {}
-            for name, tensor in state.items():
+            for name, tensor in self._states[p.key].items():
                 if not name.endswith(_SCALE):
                     found[p.key][name] = Stored(tensor, p.full_shape, p.dim, p.index)
                 elif slot.divided is None:
@@ -124,8 +162,8 @@ class AdamW8bit(Optimizer):
 
     def load(self, slot: Slot, full: Mapping[str, Tensor]) -> None:
         """See `Optimizer.load`; the same to the bit on as many tensor ranks as before, else rounded to other blocks."""
-        state = self._states[self.place.slots.index(slot)]
         p = slot.parameter
+        state = self._states[p.key]
         for name, code in zip(_MOMENTS, self._codes, strict=True):
             own = p.slice_of(full[name])
             if own.dtype != state[name].dtype:
@@ -146,13 +184,38 @@ class AdamW8bit(Optimizer):
                 state[name + _SCALE].copy_(found.absmax)
 
 
-def _zeros(slot: Slot, device: torch.device) -> dict[str, Tensor]:
-    """The states of a parameter before its first step."""
-    if math.prod(slot.parameter.full_shape) < SMALL:
-        return {name: torch.zeros(slot.shape, device=device) for name in _MOMENTS}
-    blocks = -(-math.prod(slot.shape) // BLOCK)
-    codes = {name: torch.zeros(slot.shape, dtype=torch.uint8, device=device) for name in _MOMENTS}
-    return codes | {name + _SCALE: torch.zeros(blocks, device=device) for name in _MOMENTS}
+def _is_small(slot: Slot) -> bool:
+    """Whether the library keeps a parameter's moments in fp32."""
+    return math.prod(slot.parameter.full_shape) < SMALL
+
+
+def _groups(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+    """Parameters that lie side by side and can be stepped as one: no block has values of two of them."""
+    group: list[Slot] = []
+    for slot in sorted(slots, key=lambda slot: slot.run.first):
+        if group:
+            before, own = group[-1], slot.run
+            size = before.run.last - before.run.first
+            joins = before.run.last == own.first and before.run[2:] == own[2:]
+            if not joins or _is_small(before) != _is_small(slot) or (not _is_small(slot) and size % BLOCK):
+                yield group
+                group = []
+        group.append(slot)
+    if group:
+        yield group
+
+
+def _zeros(count: int, small: bool, device: torch.device) -> dict[str, Tensor]:
+    """The states of so many neighbouring values before their first step."""
+    if small:
+        return {name: torch.zeros(count, device=device) for name in _MOMENTS}
+    codes = {name: torch.zeros(count, dtype=torch.uint8, device=device) for name in _MOMENTS}
+    return codes | {name + _SCALE: torch.zeros(-(-count // BLOCK), device=device) for name in _MOMENTS}
+
+
+def _part(name: str, flat: Tensor, rows: slice) -> Tensor:
+    """The states, or the scales, of some of the values; these begin with a block."""
+    return flat[rows.start // BLOCK : -(-rows.stop // BLOCK)] if name.endswith(_SCALE) else flat[rows]
 
 
 def _each(scales: Tensor, shape: Sequence[int]) -> Tensor:

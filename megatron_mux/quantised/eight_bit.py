@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from megatron_mux.kernels.dequantise import DequantiseKernels, EightBitCodes
 from megatron_mux.quantised.matrix import QuantisedMatrix
 
 Format = Literal["int8", "fp8"]
@@ -21,18 +22,19 @@ def quantise(chunks: Iterable[Tensor], to: Format) -> EightBitMatrix:
     """Quantise a whole Hugging Face tensor, with one scale for each row, as torchao does.
 
     Args:
-        chunks: Its rows, some at a time: `[n, K]`.
+        chunks: Its rows, some at a time: `[n, K]`, on any device.
         to: The format.
     """
     codes, scales = [], []
     for chunk in chunks:
         values = chunk.float()
         absmax = values.abs().amax(dim=1, keepdim=True)
+        # On a GPU, torch would multiply with the reciprocal of a Python number: other bits than on a CPU.
+        largest = torch.tensor(127.5 if to == "int8" else _LARGEST_FP8, device=values.device)
+        scale = (absmax / largest).clamp(min=_TINY)
         if to == "int8":
-            scale = (absmax / 127.5).clamp(min=_TINY)
             codes.append((values * (1 / scale)).round().clamp(-128, 127).to(torch.int8))
         else:
-            scale = (absmax / _LARGEST_FP8).clamp(min=_TINY)
             codes.append((values / scale).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn))
         scales.append(scale)
     return EightBitMatrix.of(torch.cat([one.view(torch.uint8) for one in codes]), torch.cat(scales), to)
@@ -87,6 +89,11 @@ class EightBitMatrix(QuantisedMatrix):
         values.copy_(self.rowwise["codes"][rows].view(self.stored))
         scales = self.rowwise["scales"][rows]
         values.view(*scales.shape, -1).mul_(scales[:, :, None])
+
+    def _launch(self, kernels: type[DequantiseKernels], place: Tensor, counts: Tensor | None) -> None:
+        floating = self.stored.is_floating_point
+        codes = EightBitCodes(self.rowwise["codes"], self.rowwise["scales"], floating)
+        kernels.eight_bit(place, codes, counts)
 
 
 class Int8Matrix(EightBitMatrix):

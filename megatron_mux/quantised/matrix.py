@@ -11,11 +11,13 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_mux.errors import UserError
+from megatron_mux.kernels.dequantise import DequantiseKernels, kernels_for
 
 VALUES_AT_ONCE = 1 << 22
-"""Values that are dequantised at once: bounds temporary memory."""
+"""Values that are dequantised at once where there is no kernel: bounds temporary memory."""
 
 
 class QuantisedMatrix(ABC):
@@ -75,6 +77,7 @@ class QuantisedMatrix(ABC):
 
     def take(self, rows: Tensor) -> Self:
         """Some of the rows, in the order given."""
+        rows = rows.to(self.tensors[0].device)
         taken = {name: tensor.index_select(0, rows) for name, tensor in self.rowwise.items()}
         return self._with(taken, self.shared, self.columns)
 
@@ -100,18 +103,39 @@ class QuantisedMatrix(ABC):
         self.dequantise_into(place)
         return place
 
-    def dequantise_into(self, place: Tensor) -> None:
-        """Write the values to a contiguous `[N, K]` tensor on the same device."""
-        step = max(1, VALUES_AT_ONCE // max(1, self.columns))
-        for start in range(0, self.rows, step):
-            rows = slice(start, min(start + step, self.rows))
-            target = place[rows]
-            if place.dtype == torch.float32 and self.rounded_to in (None, torch.float32):
-                self._fill(rows, target)
-                continue
-            values = torch.empty_like(target, dtype=torch.float32)
-            self._fill(rows, values)
-            target.copy_(values if self.rounded_to is None else values.to(self.rounded_to))
+    def dequantise_into(self, place: Tensor, counts: Tensor | None = None) -> None:
+        """Write the values to a contiguous `[N, K]` tensor on the same device: on a GPU by one launch.
+
+        Args:
+            place: The tensor.
+            counts: `[experts]` integers on that device, of a matrix that has the rows of several experts, one after
+                the other: an expert with zero is left out. On a GPU the host does not read them. None: all rows.
+        """
+        kernels = kernels_for(place)
+        if kernels is not None:
+            self._launch(kernels, place, counts)
+            return
+        for part in self._row_ranges(counts):
+            for chunk in row_chunks(len(part), self.columns):
+                rows = slice(part.start + chunk.start, part.start + chunk.stop)
+                self._loop(rows, place[rows])
+
+    def _row_ranges(self, counts: Tensor | None) -> list[range]:
+        """The rows to dequantise."""
+        if counts is None or isinstance(counts, FakeTensor):
+            return [range(self.rows)]
+        each = self.rows // len(counts)
+        chosen = [expert for expert, count in enumerate(counts.tolist()) if count]
+        return [range(expert * each, (expert + 1) * each) for expert in chosen]
+
+    def _loop(self, rows: slice, target: Tensor) -> None:
+        """Write the values of some rows."""
+        if target.dtype == torch.float32 and self.rounded_to in (None, torch.float32):
+            self._fill(rows, target)
+            return
+        values = torch.empty_like(target, dtype=torch.float32)
+        self._fill(rows, values)
+        target.copy_(values if self.rounded_to is None else values.to(self.rounded_to))
 
     @property
     @abstractmethod
@@ -130,6 +154,10 @@ class QuantisedMatrix(ABC):
     @abstractmethod
     def _fill(self, rows: slice, values: Tensor) -> None:
         """Write the values of some rows to a contiguous fp32 tensor."""
+
+    @abstractmethod
+    def _launch(self, kernels: type[DequantiseKernels], place: Tensor, counts: Tensor | None) -> None:
+        """Write all values by a kernel; see `dequantise_into`."""
 
     def _with(self, rowwise: Mapping[str, Tensor], shared: Mapping[str, Tensor], columns: int) -> Self:
         return type(self)(rowwise, shared, columns, self.rounded_to)

@@ -13,6 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from megatron_mux.kernels.dequantise import DequantiseKernels, Nf4Codes
 from megatron_mux.quantised.matrix import QuantisedMatrix
 
 BLOCK = 64
@@ -62,7 +63,7 @@ def quantise(chunks: Iterable[Tensor], double: bool = True, on_gpu: bool = False
     """Quantise a whole Hugging Face tensor.
 
     Args:
-        chunks: Its rows, some at a time: `[n, K]`, K a multiple of 64.
+        chunks: Its rows, some at a time: `[n, K]`, K a multiple of 64, on any device.
         double: Whether scales are quantised, too.
         on_gpu: Whether scales get the codes that bitsandbytes gives them on a GPU, not on a CPU.
     """
@@ -70,7 +71,8 @@ def quantise(chunks: Iterable[Tensor], double: bool = True, on_gpu: bool = False
     packed, absmax = torch.cat(codes), torch.cat(scales)
     if not double:
         return Nf4Matrix.of(packed, absmax)
-    offset = absmax.flatten().mean()
+    # On the CPU on any device: where sums begin decides about their last bits.
+    offset = absmax.flatten().cpu().mean().to(absmax.device)
     nested, nested_absmax = _quantise_scales((absmax - offset).flatten(), on_gpu)
     return Nf4Matrix.of(packed, nested.view(absmax.shape), nested_absmax, offset)
 
@@ -97,7 +99,8 @@ def _quantise_scales(values: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
 
 def _nearest(scaled: Tensor, numbers: Tensor) -> Tensor:
     """Index of the nearest of sorted numbers."""
-    return torch.bucketize(scaled.clamp(-1, 1), (numbers[:-1] + numbers[1:]) / 2).to(torch.uint8)
+    middles = ((numbers[:-1] + numbers[1:]) / 2).to(scaled.device)
+    return torch.bucketize(scaled.clamp(-1, 1), middles, out_int32=True).to(torch.uint8)
 
 
 class Nf4Matrix(QuantisedMatrix):
@@ -129,15 +132,15 @@ class Nf4Matrix(QuantisedMatrix):
             rounded_to: See `QuantisedMatrix`.
         """
         rows, blocks = absmax.shape
-        rowwise, shared = {"codes": codes, "absmax": absmax}, {"codebook": codebook()}
+        rowwise, shared = {"codes": codes, "absmax": absmax}, {"codebook": codebook().to(codes.device)}
         if scales is not None:
             assert offset is not None
-            first = torch.arange(rows, dtype=torch.int32)[:, None] * blocks
+            first = torch.arange(rows, dtype=torch.int32, device=codes.device)[:, None] * blocks
             rowwise["first"] = first
             shared |= {
                 "scales": scales,
-                "offsets": offset.expand(scales.shape),
-                "nested_codebook": nested_codebook(),
+                "offsets": offset.expand(scales.shape).contiguous(),
+                "nested_codebook": nested_codebook().to(codes.device),
             }
         return cls(rowwise, shared, codes.shape[1] * 2, rounded_to)
 
@@ -155,9 +158,7 @@ class Nf4Matrix(QuantisedMatrix):
         if not double:
             return cls.of(codes, absmax)
         blocks = sum(-(-count // NESTED_BLOCK) for count in source_scales)
-        made = cls.of(codes, absmax, torch.empty(blocks), torch.zeros(()))
-        made.shared["offsets"] = made.shared["offsets"].contiguous()
-        return made
+        return cls.of(codes, absmax, torch.empty(blocks), torch.zeros(()))
 
     @property
     def block(self) -> int:
@@ -197,6 +198,19 @@ class Nf4Matrix(QuantisedMatrix):
         pairs = torch.stack((numbers.repeat_interleave(16), numbers.repeat(16)), dim=1)  # [256, 2]
         torch.index_select(pairs, 0, codes.int(), out=values.view(-1, 2))
         values.view(-1, BLOCK).mul_(self._scales(rows).view(-1, 1))
+
+    def _launch(self, kernels: type[DequantiseKernels], place: Tensor, counts: Tensor | None) -> None:
+        shared = self.shared
+        codes = Nf4Codes(
+            self.rowwise["codes"],
+            self.rowwise["absmax"],
+            shared["codebook"],
+            self.rowwise.get("first"),
+            shared.get("scales"),
+            shared.get("offsets"),
+            shared.get("nested_codebook"),
+        )
+        kernels.nf4(place, codes, self.rounded_to, counts)
 
     def _scales(self, rows: slice) -> Tensor:
         """`[n, K / 64]` fp32 scales of some rows."""

@@ -8,6 +8,7 @@ import json
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -153,7 +154,8 @@ async def _serve(
 ) -> None:
     log, metrics = make_logger(arguments.log_format), Metrics()
     scheduler = Scheduler(capacity, _scheduler_options(arguments))
-    dispatcher = Dispatcher(scheduler, together, metrics.decision.observe)
+    finish = partial(runtime.finish, body.parallel.device)
+    dispatcher = Dispatcher(scheduler, together, metrics.decision.observe, finish)
     bodies = Bodies(body, arguments.policy == "vanilla", float(arguments.swap_rate))
     options = ServingOptions(
         fingerprint,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -108,20 +109,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0; 2 if the input is wrong.
     """
     arguments = build_parser().parse_args(argv)
-    try:
-        for flag, path in (("--tls-cert", arguments.tls_cert), ("--tls-key", arguments.tls_key),
-                           ("--client-ca", arguments.client_ca)):  # fmt: skip
-            if not path.is_file():
-                raise UserError(
-                    f"{flag} {path}: no such file: python -m megatron_mux.split.certificates makes them"
-                )
-        from megatron_mux.split.run_server import run  # imports torch: seconds
+    with ExitStack() as cleanup:
+        try:
+            _check_files(arguments)
+            from megatron_mux.runtime import shutdown  # imports torch: seconds
+            from megatron_mux.split.run_server import run
 
-        run(arguments)
-    except UserError as error:
-        tell(error, PROGRAM)
-        return 2
+            cleanup.callback(shutdown)
+            run(arguments)
+        except UserError as error:
+            tell(error, PROGRAM)  # before the groups are left: see `tell`
+            return 2
     return 0
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Raise a `UserError` if a certificate is not there."""
+    for flag, path in (
+        ("--tls-cert", arguments.tls_cert),
+        ("--tls-key", arguments.tls_key),
+        ("--client-ca", arguments.client_ca),
+    ):
+        if not path.is_file():
+            raise UserError(
+                f"{flag} {path}: no such file: python -m megatron_mux.split.certificates makes them"
+            )
 
 
 if __name__ == "__main__":

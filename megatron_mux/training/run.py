@@ -24,6 +24,7 @@ from megatron_mux.engine import Engine, Planning
 from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
+from megatron_mux.kernels.low_rank_choice import notice_of_loops
 from megatron_mux.launcher import local_leader_first
 from megatron_mux.liveness import Liveness
 from megatron_mux.moe.entries import Ints
@@ -192,6 +193,9 @@ def _load_backbone(
     reporter: Reporter,
 ) -> list[Backbone]:
     """Load this rank's stages of the backbone, divided as planned."""
+    loops = notice_of_loops(parallel.device)
+    if loops is not None:
+        reporter.say(loops, style="bold yellow")
     reporter.say(f"reading the backbone {arguments.backbone}")
     parallel.heartbeat.at("reading the backbone", long=True)
     return load_stages(

@@ -24,7 +24,7 @@ from megatron_mux.dry_run.representative_ranks import representative_ranks
 from megatron_mux.dry_run.run_spec import Dtype, Recording, RunSpec, TaskRecords
 from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
-from megatron_mux.kernels import attention, short_attention
+from megatron_mux.kernels import dense_attention, short_attention
 from megatron_mux.memory.forms.method import Recompute
 from megatron_mux.runtime import Parallel
 from tests import tiny_models, warm
@@ -117,7 +117,7 @@ def _run(layout: Layout, config: dict[str, object]) -> RunSpec:
 
 
 def _really(run: RunSpec, path: Path, parallel: Parallel) -> Recording:
-    for cached in (attention._mask, short_attention._classes, short_attention._bias):
+    for cached in (dense_attention._mask, short_attention._classes, short_attention._bias):
         cached.cache_clear()  # what an earlier layout left
     with OnCopies():
         return record_steps(run, path, parallel, None)

@@ -23,11 +23,12 @@ from tests.gpu.needs_gpu import NEEDS_GPU
 pytestmark = NEEDS_GPU
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)], ids=str)
 @pytest.mark.parametrize("window", [None, 48])
 @pytest.mark.parametrize("prefixed", [False, True])
 @pytest.mark.parametrize("pasts", [(0, 0, 0, 0, 0), (128, 0, 0, 0, 64)])
-def test_variable_length_attention_is_the_exact_one(
-    window: int | None, prefixed: bool, pasts: tuple[int, ...]
+def test_attention_on_a_gpu_is_the_exact_one(
+    dtype: torch.dtype, tolerance: float, window: int | None, prefixed: bool, pasts: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)
     lengths = [64, 7, 128, 200, 64]
@@ -44,16 +45,16 @@ def test_variable_length_attention_is_the_exact_one(
     wanted = segment_attention(query, key, value, segments, scale=0.125, window=window, prefix=given)
     seed = torch.randn_like(wanted)
     wanted.backward(seed)
-    rough = [t.detach().to("cuda", torch.bfloat16).requires_grad_(True) for t in exact]
-    keys_on_gpu, values_on_gpu = (t.to("cuda", torch.bfloat16) for t in prefix)
+    rough = [t.detach().to("cuda", dtype).requires_grad_(True) for t in exact]
+    keys_on_gpu, values_on_gpu = (t.to("cuda", dtype) for t in prefix)
     on_gpu = {"a": (keys_on_gpu, values_on_gpu)} if prefixed else None
     query, key, value = rough
     found = segment_attention(query, key, value, segments, scale=0.125, window=window, prefix=on_gpu)
-    found.backward(seed.to("cuda", torch.bfloat16))
+    found.backward(seed.to("cuda", dtype))
     pairs = [(found, wanted), *((r.grad, e.grad) for r, e in zip(rough, exact, strict=True))]
     for ours, theirs in pairs:
         assert ours is not None and theirs is not None
-        assert float((ours.double().cpu() - theirs).norm() / theirs.norm()) < 2e-2
+        assert float((ours.double().cpu() - theirs).norm() / theirs.norm()) < tolerance
 
 
 @pytest.mark.parametrize("chunk", [None, 8])
@@ -83,6 +84,7 @@ def test_training_in_bf16_follows_fp32_on_the_cpu(family: str, chunk: int | None
 
 
 def test_offloaded_weights_train_as_resident_ones_in_less_memory(tmp_path: Path) -> None:
+    """In fp32: attention's gradients add up in an order that varies, which bf16 turns into thousandths of a loss."""
     parallel = runtime.initialize(device="cuda")
     path = tiny_models.make(tmp_path, "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=16)
     section = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -92,12 +94,13 @@ def test_offloaded_weights_train_as_resident_ones_in_less_memory(tmp_path: Path)
     for kind in ("resident", "offloaded"):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        backbone = Backbone.load(path, parallel, torch.bfloat16, residence=kind)
+        backbone = Backbone.load(path, parallel, torch.float32, residence=kind)
         losses[kind] = train(backbone, parallel, [case], 3).losses("task")
         most[kind] = torch.cuda.max_memory_allocated() - before
         del backbone
     runtime.shutdown()
-    assert losses["offloaded"] == pytest.approx(losses["resident"], rel=1e-3)
+    assert losses["offloaded"][0] == losses["resident"][0], "one forward pass of the same numbers"
+    assert losses["offloaded"] == pytest.approx(losses["resident"], rel=1e-5)
     assert most["offloaded"] < 0.5 * most["resident"]
 
 

@@ -10,6 +10,12 @@ from tests.gpu.needs_gpu import NEEDS_GPU
 pytestmark = NEEDS_GPU
 
 if torch.cuda.is_available():
+    from tests.unit.kernels.interpreted.cross_entropy import (  # noqa: F401
+        test_a_rank_without_the_label_or_without_tokens,
+        test_a_row_that_is_not_finite_leaves_the_others,
+        test_a_vocabulary_divided_among_ranks,
+        test_agrees_with_torch,
+    )
     from tests.unit.kernels.interpreted.low_rank import (  # noqa: F401
         INTERLEAVED,
         check,
@@ -18,11 +24,14 @@ if torch.cuda.is_available():
         test_64_tasks,
         test_dropout,
         test_factors,
+        test_factors_beside_neighbours_that_are_not_aligned,
         test_half_precision,
         test_neighbours_leave_no_trace,
+        test_neighbours_that_are_not_aligned_leave_no_trace,
         test_ragged_groups_with_several_terms,
         test_ranks,
         test_rows_at_any_address,
+        test_terms_on_the_same_columns,
     )
     from tests.unit.kernels.interpreted.update import (  # noqa: F401
         test_a_task_that_skips_keeps_what_it_has,

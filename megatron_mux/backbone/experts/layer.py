@@ -9,6 +9,7 @@ Shapes: T rows of the micro-batch on this rank, N rows that it receives, H hidde
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megatron_mux.backbone.experts.from_master import FromMaster
 from megatron_mux.backbone.experts.grouped_linear import GroupedLinear
 from megatron_mux.backbone.experts.pairs import Pairs
 from megatron_mux.backbone.experts.router import Router, Routes, no_routes
+from megatron_mux.backbone.weight_unit import SelectExperts, before_backward
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.expert_shape import Placement
 from megatron_mux.kernels.expert_groups import NO_SLOT
@@ -44,6 +46,7 @@ class MoELayer(nn.Module):
     Attributes:
         held: The experts of this rank.
         observe: Called with the routes and slots of each pass's rows; None: nobody looks.
+        dequantise: Called before experts are used, forward and backward; None: they are not quantised.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class MoELayer(nn.Module):
         self.exchange = _exchange(ranks, layer)
         self.place(placement)
         self.observe: Callable[[Routes, Tensor], None] | None = None
+        self.dequantise: SelectExperts | None = None
         self.anchor = torch.zeros(0, device=parallel.device, requires_grad=True)
         self.router = None
         if not ranks.is_manager:
@@ -126,10 +130,22 @@ class MoELayer(nn.Module):
         # Rows of other ranks may be of any task.
         slots = layout.active().groups.slot_set if self.exchange is None else None
         pairs = Pairs.of(received.experts, received.slots, self.places, len(self.held), received.pairs, slots)
+        counts = self.select(pairs)
         inner = self.activation(self.experts_fc1(pairs.spread(received.x), pairs))
         y = self.experts_fc2(inner, pairs)
+        if self.dequantise is not None and counts is not None:
+            # For both products: the buffer is filled anew for each backward pass.
+            y = before_backward(y, partial(self.dequantise, counts))
         weights = pairs.of_choices(received.weights).unsqueeze(1)
         return pairs.summed((y * weights).to(y.dtype))
+
+    def select(self, pairs: Pairs) -> Tensor | None:
+        """Have the experts that have pairs dequantised; returns what `dequantise` was given, None if nothing was."""
+        if self.dequantise is None:
+            return None
+        counts = pairs.groups.sizes
+        self.dequantise(counts)
+        return counts
 
     def _balance(self, rows: int, again: bool) -> Balance | None:
         """The balancing loss of this rank's rows; None: no task of the micro-batch asks for it."""

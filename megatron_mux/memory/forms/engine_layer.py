@@ -65,6 +65,16 @@ class EngineLayer:
         return self.device == "cuda" and self.size < 8
 
     @property
+    def fused(self) -> bool:
+        """Whether kernels of our own compute the element-wise work between products: see `pointwise_choice`."""
+        return self.device == "cuda" and self.size < 8
+
+    @property
+    def turned(self) -> bool:
+        """Whether one of them makes queries, keys and values out of the product of linear_qkv."""
+        return self.fused and self.architecture.rotary and self.architecture.latent is None
+
+    @property
     def input(self) -> float:
         """Bytes of a row of its input, which full recomputation keeps."""
         return self.bytes([Row("input", "rows", self.architecture.hidden)])
@@ -152,10 +162,10 @@ class EngineLayer:
 
     @property
     def statistics(self) -> int:
-        """Numbers that a norm keeps of a row: a CPU's RMS norm recomputes them."""
-        if not self.architecture.rms_norm:
-            return 2
-        return int(self.device == "cuda")
+        """Numbers that a norm keeps of a row: our own recompute them."""
+        if self.fused:
+            return 0
+        return int(self.device == "cuda") if self.architecture.rms_norm else 2
 
     def copied_keys(self) -> list[Row]:
         """Keys that are put behind a prefix or earlier chunks, besides what `kept` has of keys and values anyway."""
@@ -169,7 +179,8 @@ class EngineLayer:
         The product of linear_qkv holds all three. It is kept whole where one of them is a view of it that something
         needs: queries and keys that nothing has rotated or normalised, or the inputs of their norms; values, unless one
         kernel takes all sequences, for which they are copied. Queries of heads that share keys are copied out of it at
-        once.
+        once; and all three where a kernel rotates them. Where the kernel knows no shared keys, it is given keys and
+        values of every head.
         """
         a = self.architecture
         if a.latent is not None:
@@ -179,10 +190,11 @@ class EngineLayer:
         changed = a.rotary or a.qk_norm
         short = self.short and not selective
         products = self.by_products and not selective
+        repeated = self.repeats_keys and not selective
         if self.prefixed and not selective:
             yield from self._behind_a_prefix(begins)
             return
-        values_copied = (self.one_kernel or short or products) and not selective
+        values_copied = self.turned or ((self.one_kernel or short or products or repeated) and not selective)
         if short:
             yield from self.short_attention()
         elif products:
@@ -190,15 +202,18 @@ class EngineLayer:
             yield Row("attention's weights", "columns", a.heads * self.length)
         elif changed or grouped:
             yield Row("queries", "columns", a.queries)
-        if changed and not short and not products:
-            yield Row("keys", "columns", a.keys)
-        if values_copied and not short and not products:
-            yield Row("values", "columns", a.keys)
+        if repeated and not products:
+            yield Row("keys and values of every head", "columns", 2 * a.queries)
+        elif not short and not products:
+            if changed:
+                yield Row("keys", "columns", a.keys)
+            if values_copied:
+                yield Row("values", "columns", a.keys)
         normed = a.qk_norm and begins <= BEGINS["linear_qkv"]  # else nothing trained lies below them
-        if normed or not ((changed or short) and values_copied):
+        if normed or not ((changed or short or repeated) and values_copied):
             yield Row("product of linear_qkv", "columns", a.queries + 2 * a.keys)
         if normed:
-            if grouped:
+            if grouped and not self.turned:
                 yield Row("queries before their norm", "columns", a.queries)
             statistics = self.statistics * (a.heads + a.kv_heads)
             yield Row("statistics of the norms of queries and keys", "columns", statistics, 4)
@@ -243,37 +258,45 @@ class EngineLayer:
         return self.device == "cuda" and not self.one_kernel and kernel(self.gpu, self._call) == Kernel.MATH
 
     @property
+    def repeats_keys(self) -> bool:
+        """Whether keys and values are copied for every head, as `kernels.dense_attention` does on a GPU."""
+        a = self.architecture
+        return self.device == "cuda" and not self.one_kernel and a.heads != a.kv_heads
+
+    @property
     def _call(self) -> AttentionCall:
         a, length = self.architecture, self.length
-        dtype = "float32" if self.size == 4 else "float64"
-        return AttentionCall(dtype, a.heads, a.kv_heads, length, length, a.head_dim, a.head_dim)
+        dtype = {2: "float16", 4: "float32"}.get(self.size, "float64")
+        width = a.head_dim + -a.head_dim % 8
+        return AttentionCall(dtype, a.heads, a.heads, length, length, width, width)
 
     @property
     def one_kernel(self) -> bool:
         """Whether one kernel computes attention of all packed sequences."""
-        return self.device == "cuda" and self.size == 2
+        return self.device == "cuda" and self.size == 2 and self.gpu.capability >= (8, 0)
 
     def _activation(self, ffn: int) -> Iterator[Row]:
         """Inside an MLP: most gated ones are one fused function; else autograd keeps the activated half, too."""
         a = self.architecture
         yield Row("input of the activation, or its output", "columns", ffn * (2 if a.gated else 1))
-        if a.gated and not self._is_fused:
+        if self.halves_apart:
             yield Row("activated half", "columns", ffn)
-        if a.activation == "quick_gelu":
+        if a.activation == "quick_gelu" and not self.fused:
             yield Row("sigmoid", "columns", ffn)
 
     @property
-    def _is_fused(self) -> bool:
-        """Whether one function computes both halves of a gated MLP."""
-        return self.architecture.gated and gated(self.architecture.activation) is not None
+    def halves_apart(self) -> bool:
+        """Whether a gated MLP's halves are computed one after the other, not by one function."""
+        a = self.architecture
+        return a.gated and not self.fused and gated(a.activation) is None
 
     def mlp_backward(self) -> list[Row]:
         """Temporary tensors of the activation's backward pass: gradients of its output, of its input, and in between.
 
-        The fused function of a gated MLP recomputes the activated half.
+        torch's function of both halves of a gated MLP recomputes the activated one.
         """
         a = self.architecture
-        again = a.ffn if self._is_fused else 0
+        again = a.ffn if a.gated and not (self.halves_apart or self.fused) else 0
         return [
             Row("gradient of hidden states", "rows", a.hidden),
             Row("inside the MLP", "columns", a.inner + a.ffn + again),
@@ -292,7 +315,8 @@ class EngineLayer:
         An upper bound: gradients come and go one after the other.
         """
         a = self.architecture
-        width = 3 * a.queries + 2 * a.keys if a.latent is None else latent_layer.backward(a)
+        keys = a.queries if self.repeats_keys else a.keys
+        width = 3 * a.queries + 2 * keys if a.latent is None else latent_layer.backward(a)
         found = [
             Row("gradients of hidden states", "rows", 2 * a.hidden),
             Row("gradients of attention", "columns", width),

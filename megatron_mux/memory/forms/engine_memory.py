@@ -113,7 +113,9 @@ class EngineMemory:
         brought = self._fetches_weights
         return Lasting(
             parameters=np.array([float(self._weights(stage)) for stage in stages]),
-            in_use=np.array([float(stage.in_use(self.size, brought)) for stage in stages]),
+            in_use=np.array(
+                [float(stage.in_use(self.size, brought, self.device == "cuda")) for stage in stages]
+            ),
             head_in_use=np.array(
                 [brought * float(stage.units[-1].bytes(self.size).total) for stage in stages]
             ),

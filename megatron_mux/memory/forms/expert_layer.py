@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_mux.adapters.costs import Row
-from megatron_mux.kernels.pointwise import gated
 from megatron_mux.memory.forms.beginnings import BEGINS
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def kept(layer: EngineLayer, begins: int) -> Iterator[Row]:
     if begins <= BEGINS["linear_fc1"]:
         inner = layer.expert_ffn * (2 if a.gated else 1)
         yield Row("input of experts' activation, or its output", "rows", load.pairs * inner)
-        if a.gated and gated(a.activation) is None:
+        if layer.halves_apart:
             yield Row("activated half of experts", "rows", load.pairs * layer.expert_ffn)
 
 

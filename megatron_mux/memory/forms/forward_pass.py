@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_mux.adapters.costs import Row
-from megatron_mux.kernels.pointwise import gated
 from megatron_mux.kernels.short_attention import blocks_of, padded_length
 from megatron_mux.memory.forms.engine_layer import EngineLayer
 
@@ -18,7 +17,16 @@ def forward_row(layer: EngineLayer) -> float:
     Args:
         layer: A layer without experts or latent attention.
     """
-    return max(layer.bytes(_in_attention(layer)), layer.bytes(_in_mlp(layer)))
+    moments = [_in_attention(layer), _in_mlp(layer)] + [_before_attention(layer)] * layer.turned
+    return max(map(layer.bytes, moments))
+
+
+def _before_attention(layer: EngineLayer) -> Iterator[Row]:
+    """What is there when a kernel has made queries, keys and values."""
+    a = layer.architecture
+    yield Row("input of the layer", "rows", a.hidden)
+    yield Row("output of the first norm", "all", a.hidden)
+    yield Row("product of linear_qkv, and queries, keys and values", "columns", 2 * (a.queries + 2 * a.keys))
 
 
 def _in_attention(layer: EngineLayer) -> Iterator[Row]:
@@ -26,25 +34,34 @@ def _in_attention(layer: EngineLayer) -> Iterator[Row]:
     a = layer.architecture
     yield Row("input of the layer", "rows", a.hidden)
     yield Row("output of the first norm", "all", a.hidden)
-    yield Row("product of linear_qkv", "columns", a.queries + 2 * a.keys)
-    if a.qk_norm:
-        yield Row("normalised queries and keys", "columns", a.queries + a.keys)
-    elif a.heads != a.kv_heads:
-        yield Row("queries", "columns", a.queries)
-    if a.rotary:
-        yield Row("rotated queries and keys", "columns", a.queries + a.keys)
+    yield Row("product of linear_qkv, or queries, keys and values", "columns", a.queries + 2 * a.keys)
+    if not layer.turned:
+        yield from _changed(layer)
     if layer.short:
         padded = padded_length(layer.length)
         first, stop = list(blocks_of(padded))[-1]
         yield from layer.short_attention()
         yield Row("padded output", "columns", a.queries * padded / layer.length)
         yield Row("scores of the last block", "columns", a.heads * (stop - first) * stop / layer.length)
-    elif layer.prefixed or layer.one_kernel:
+    elif layer.prefixed or (layer.one_kernel and not layer.turned):
         yield Row("copied keys and values", "columns", 2 * a.keys)
+    if layer.repeats_keys:
+        yield Row("keys and values of every head", "columns", 2 * a.queries)
     if layer.by_products:
-        yield Row("queries, and keys and values of every head", "columns", 3 * a.queries)
+        yield Row("scaled queries and keys", "columns", 2 * a.queries)
         yield Row("scores, and attention's weights", "columns", 2 * a.heads * layer.length)
     yield Row("output of attention", "columns", a.queries)
+
+
+def _changed(layer: EngineLayer) -> Iterator[Row]:
+    """Queries and keys, beside the product of linear_qkv."""
+    a = layer.architecture
+    if a.qk_norm:
+        yield Row("normalised queries and keys", "columns", a.queries + a.keys)
+    elif a.heads != a.kv_heads:
+        yield Row("queries", "columns", a.queries)
+    if a.rotary:
+        yield Row("rotated queries and keys", "columns", a.queries + a.keys)
 
 
 def _in_mlp(layer: EngineLayer) -> Iterator[Row]:
@@ -52,5 +69,5 @@ def _in_mlp(layer: EngineLayer) -> Iterator[Row]:
     a = layer.architecture
     yield Row("input of the layer, and with attention's output", "rows", 2 * a.hidden)
     yield Row("output of the second norm", "all", a.hidden)
-    several = (a.gated and gated(a.activation) is None) or a.activation == "quick_gelu"
+    several = layer.halves_apart or (a.activation == "quick_gelu" and not layer.fused)
     yield Row("inside the MLP", "columns", a.inner + a.ffn * (1 + several))

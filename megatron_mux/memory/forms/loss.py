@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.kernels.loss_head import CHUNK_ELEMENTS
+from megatron_mux.kernels.loss_head import chunk_rows
 from megatron_mux.kernels.own_output import ROWS_AT_ONCE
 from megatron_mux.memory.forms.engine_layer import EngineLayer
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
@@ -34,9 +34,9 @@ def loss_bytes(
     """
     vocabulary = -(-layer.architecture.vocabulary // layer.tensor)
     hidden = layer.architecture.hidden * layer.size
-    # Logits, in fp32 (fp64 for fp64), and rounded again for the product.
-    logit = layer.size if layer.size >= 4 else 4 + 2 * layer.size
-    chunk = np.minimum(labels, max(1, CHUNK_ELEMENTS[layer.device] // vocabulary))
+    # Logits; torch's operators also have them in fp32 (fp64 for fp64), and rounded again for the product.
+    logit = layer.size if layer.size >= 4 or layer.device == "cuda" else 4 + 2 * layer.size
+    chunk = np.minimum(labels, chunk_rows(layer.device, vocabulary))
     own = np.zeros_like(chunk)
     for task, here in zip(tasks, present.T, strict=True):
         if not task.head_rows:

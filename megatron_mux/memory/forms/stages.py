@@ -14,7 +14,7 @@ from megatron_mux.memory.optimizers import Shapes
 from megatron_mux.quantised.matrix import VALUES_AT_ONCE
 
 _INDEX = 2
-"""Temporary bytes of a value that is dequantised, at most: of what looks its code up."""
+"""Temporary bytes of a value that is dequantised on a CPU, at most: of what looks its code up."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,16 @@ class Stage:
             return sum(unit.bytes(size).total for unit in self.units)
         return replace(self, units=tuple(unit.bytes(size) for unit in self.units)).divided(method)
 
-    def in_use(self, size: int, brought: bool) -> int:
+    def in_use(self, size: int, brought: bool, on_gpu: bool) -> int:
         """Most bytes that weights take in use besides those between uses.
 
         Args:
             size: Of a value in use.
             brought: Whether they are kept elsewhere between uses.
+            on_gpu: Whether they are dequantised by a kernel, which needs no other memory.
         """
         dequantised = size * max(unit.dequantised for unit in self.units)
-        if dequantised:
+        if dequantised and not on_gpu:
             dequantised += min(VALUES_AT_ONCE, dequantised // size) * (_INDEX + 4 * (size != 4))
         if not brought:
             return dequantised

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from megatron_mux.adapters.costs import Curve, Kept, Place
@@ -183,7 +184,7 @@ class TaskAdapters:
         places = (op.layer * count + FIRSTS.index(op.first) for op in self.ops)
         return min(places, default=len(self.divided) * count)
 
-    @property
+    @cached_property
     def lowest_layer(self) -> int:
         """The layer in which gradients begin; beyond the last layer if nowhere, -1 if in the embedding."""
         return self.lowest // len(FIRSTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,63 +33,84 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
-def ran() -> list[str]:
-    """Names of the cases that were run, in order."""
-    return []
+class Stub:
+    """In the place of `gpu_sitting.Running`: ends at a time of the clock."""
+
+    clock: Clock
+    told: list[str]
+    failing: tuple[str, ...] = ()
+
+    def __init__(self, case: Any) -> None:
+        self.case, self.process = case, self
+        self._end = float("inf")
+
+    def go(self) -> None:
+        self.told.append(f"{self.case.name} begins")
+        self._end = self.clock.now + float(self.case.words[0])
+
+    def poll(self) -> int | None:
+        return 0 if self.clock.now >= self._end else None
+
+    @property
+    def is_late(self) -> bool:
+        return False
+
+    def result(self) -> dict[str, Any]:
+        status = 124 if self.poll() is None else int(self.case.name in self.failing)
+        self.told.append(f"{self.case.name} ends")
+        return {"status": status, "seconds": 1.0, "output": f"{self.case.name} said this"}
+
+    def stop(self) -> None:
+        pass
 
 
 def sit(
-    names: list[str],
-    file: Path,
-    ran: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    *failing: str,
-    again: bool = False,
-) -> int:
-    """One call of a minute, of cases that take 20 seconds and may take 25."""
-    import gpu_hour
+    file: Path, monkeypatch: pytest.MonkeyPatch, *failing: str, again: bool = False, minutes: float = 1.0
+) -> tuple[int, list[str]]:
+    """One call with two cases side by side, of 20 and 10 seconds, and two alone, of 20 each; and what happened."""
+    import gpu_sitting
     from sitting import Kept, Sitting
 
-    clock = Clock()
+    clock, told = Clock(), list[str]()
+    monkeypatch.setattr(Stub, "clock", clock, raising=False)
+    monkeypatch.setattr(Stub, "told", told, raising=False)
+    monkeypatch.setattr(Stub, "failing", failing)
+    monkeypatch.setattr(gpu_sitting, "Running", Stub)
 
-    def run(case: Any) -> dict[str, Any]:
-        clock.now += 20
-        ran.append(case.name)
-        kept = json.loads(file.read_text())["cases"] if file.exists() else {}
-        assert case.name not in kept or again
-        return {"status": int(case.name in failing), "seconds": 20.0, "output": f"{case.name} said this"}
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
 
-    monkeypatch.setattr(gpu_hour, "run", run)
-    cases = [gpu_hour.Case(name, (), 25) for name in names]
+    monkeypatch.setattr(gpu_sitting.time, "sleep", sleep)
+    made = [("a", 20, False), ("b", 10, False), ("c", 20, True), ("d", 20, True)]
+    cases = [gpu_sitting.Case(name, (str(seconds),), 25, alone) for name, seconds, alone in made]
     kept = Kept(file, {"versions": "1"}, {"cases": {}})
-    status: int = gpu_hour.run_cases(cases, kept, Sitting(1, clock), again)
-    return status
+    return gpu_sitting.run_cases(cases, kept, Sitting(minutes, clock), again), told
 
 
-def test_a_call_goes_on_where_the_last_one_stopped(
-    tmp_path: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_checks_run_side_by_side_then_what_is_timed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, names = tmp_path / "check.json", list("abcde")
-    assert sit(names, file, ran, monkeypatch) == 0
-    assert ran == ["a", "b"], "a third one could end after 65 seconds"
-    assert "3 of 5 left: run the same command again" in capsys.readouterr().err
-    assert sit(names, file, ran, monkeypatch) == 0 and ran == ["a", "b", "c", "d"]
-    capsys.readouterr()
-    assert sit(names, file, ran, monkeypatch) == 0 and ran == names
-    assert "left" not in capsys.readouterr().err
-    assert sit(names, file, ran, monkeypatch) == 0 and ran == names, "nothing is left"
-    assert list(json.loads(file.read_text())["cases"]) == names
+    status, told = sit(tmp_path / "first.json", monkeypatch, minutes=2)
+    assert status == 0
+    assert told == [
+        *("a begins", "b begins", "b ends", "a ends"),
+        *("c begins", "c ends", "d begins", "d ends"),
+    ]
+    assert list(json.loads((tmp_path / "first.json").read_text())["cases"]) == ["b", "a", "c", "d"]
 
 
-def test_a_failed_case_is_told_each_time_and_run_again_on_request(
-    tmp_path: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_sitting_ends_in_time_and_the_next_one_repeats_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "check.json"
-    assert sit(["a", "b"], file, ran, monkeypatch, "a") == 1 and ran == ["a", "b"]
-    assert sit(["a", "b"], file, ran, monkeypatch) == 1 and ran == ["a", "b"]
-    assert "a said this" in capsys.readouterr().out
-    assert sit(["a", "b"], file, ran, monkeypatch, again=True) == 0 and ran == ["a", "b", "a"]
+    file = tmp_path / "first.json"
+    assert sit(file, monkeypatch, minutes=0.5)[0] == 1
+    kept = json.loads(file.read_text())["cases"]
+    assert {name: one["status"] for name, one in kept.items()} == {"a": 0, "b": 0, "c": 124}
+    said = capsys.readouterr()
+    assert "c said this" in said.out and "1 of 4 left: run the same command again" in said.err
+    assert sit(file, monkeypatch) == (1, ["d begins", "d ends"])
+    assert sit(file, monkeypatch, again=True) == (0, ["c begins", "c ends"])
+    assert sit(file, monkeypatch) == (0, [])
 
 
 def test_results_of_something_else_are_refused_and_left_alone(tmp_path: Path) -> None:
@@ -127,31 +149,51 @@ def test_a_call_that_dies_while_it_writes_leaves_what_was_kept(
 
 
 def test_a_case_that_takes_too_long_is_stopped_with_its_children() -> None:
-    from gpu_hour import Case, run
+    from gpu_sitting import Case, Running
 
-    fine = run(Case("fine", ("-c", "import sys; print('out'); sys.exit(3)"), 60))
-    assert fine["status"] == 3 and fine["output"] == "out\n"
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(300)'])"
-    late = run(Case("late", ("-c", child), 1))
-    assert late["status"] == 124 and late["seconds"] < 60
+    fine = Running(Case("fine", ("-c", "import sys; print('out'); sys.exit(3)"), 60))
+    fine.process.wait(60)
+    found = fine.result()
+    assert (found["status"], found["output"]) == (3, "out\n")
+    child = (
+        "import subprocess; one = subprocess.Popen(['sleep', '300']); print(one.pid, flush=True); one.wait()"
+    )
+    late = Running(Case("late", ("-c", child), 0.0))
+    late.go()
+    while not late.printed:
+        time.sleep(0.01)
+    assert late.is_late
+    found = late.result()
+    assert found["status"] == 124
+    state = Path(f"/proc/{found['output'].strip()}/stat")
+    while state.exists() and state.read_text().split()[2] != "Z":
+        time.sleep(0.01)
 
 
-def test_cases_fit_into_a_call_and_nccls_rules_are_checked_first(tmp_path: Path) -> None:
-    from gpu_hour import CHECKS, LARGE, MINUTES, benchmarks, checks, main, profiles
+@pytest.mark.parametrize("tiny", [False, True])
+def test_what_runs_in_a_sitting_can_be_parsed_and_fits(tmp_path: Path, tiny: bool) -> None:
+    from gpu_sitting import MINUTES, cases_of
 
-    of_bench = [benchmarks(tmp_path), benchmarks(tmp_path, LARGE - 1), benchmarks(tmp_path, tiny=True)]
-    for cases in (checks(), profiles(tmp_path), *of_bench):
+    for what, minutes in MINUTES.items():
+        cases = cases_of(what, tmp_path, tmp_path, minutes, tiny)
         assert len({case.name for case in cases}) == len(cases)
-        assert all(case.seconds <= MINUTES * 60 for case in cases)
+        assert max(case.seconds for case in cases) <= 60 * minutes
         for case in cases:
-            if case.words[0].startswith("benchmarks/"):
-                importlib.import_module(Path(case.words[0]).stem).parse(case.words[1:])
-            elif not case.words[0].startswith("-"):
-                assert case.words[0] == "tools/profile_backbone.py"
+            script = case.words[0]
+            assert script.startswith("-") or (ROOT / script).exists()
+            assert script.endswith(".py") or not case.alone
+            if script in ("benchmarks/gpu_table.py", "benchmarks/gpu_cases.py", "benchmarks/policies.py"):
+                importlib.import_module(Path(script).stem).parse(case.words[1:])
+            elif script == "tools/profile_backbone.py":
                 profile_backbone.build_parser().parse_args(case.words[1:])
-    assert CHECKS[0] == "test_gpu_waits"
+
+
+def test_a_sitting_has_all_tests_for_a_gpu_and_the_first_row_of_the_table() -> None:
+    from gpu_rows import ROWS
+    from gpu_sitting import CHECKS, FIRST_ROW
+
     assert sorted(CHECKS) == sorted(path.stem for path in (ROOT / "tests/gpu").glob("test_*.py"))
-    assert main(["check", "--minutes", "1", "--directory", str(tmp_path)]) == 2
+    assert ROWS[0].name == FIRST_ROW
 
 
 def test_tests_for_a_gpu_can_be_imported_without_one_and_are_all_marked() -> None:

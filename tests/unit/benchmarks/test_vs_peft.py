@@ -27,10 +27,44 @@ def pairs() -> list[Any]:
 def test_a_packed_batch_has_positions_that_restart_and_no_label_across_sequences() -> None:
     import peft_side
 
-    batch = peft_side.flatten(pairs(), torch.device("cpu"))
-    assert set(batch) == {"input_ids", "position_ids", "labels"}
+    batch = peft_side.flatten(pairs())
+    assert set(batch) == {"input_ids", "position_ids", "rows", "targets"}
     assert batch["position_ids"].tolist() == [[0, *range(7), *range(4)]]
-    assert (batch["labels"][0] == -100).nonzero().flatten().tolist() == [0, 1, 8]
+    assert batch["rows"].tolist() == [*range(1, 7), 8, 9, 10]
+    assert batch["targets"].equal(batch["input_ids"][0, batch["rows"] + 1])
+
+
+def test_padded_rows_predict_the_same_tokens() -> None:
+    import peft_side
+
+    batch = peft_side.pad(pairs())
+    assert batch["targets"].equal(peft_side.flatten(pairs())["targets"])
+    assert batch["targets"].equal(batch["input_ids"].flatten()[batch["rows"] + 1])
+    assert batch["attention_mask"].sum(dim=1).tolist() == [1, 7, 4]
+
+
+@pytest.mark.parametrize("rival", ["padded", "packed"])
+def test_heads_have_the_loss_and_gradients_of_transformers(rival: str) -> None:
+    import peft_side
+    import random_model
+
+    device = torch.device("cpu")
+    model = random_model.make("tiny", 1, torch.float32, device)
+    tasks = [
+        peft_side.PeftTask(peft_side.share_weights(model), 4, ["q_proj"], 1e-3, 1, rival=rival, head=head)
+        for head in peft_side.heads_of(device)
+    ]
+    for task in tasks[1:]:
+        peft_side.set_peft_model_state_dict(task.model, tasks[0].tensors())
+    tokens, _ = pairs()[1]
+    labels = torch.where(torch.arange(len(tokens)) < 3, -100, tokens).unsqueeze(0)
+    labelled = [(tokens, labels[0] >= 0)]
+    with torch.no_grad():
+        wanted = float(tasks[0].model(input_ids=tokens.unsqueeze(0), labels=labels).loss)
+    assert [float(task.step(labelled)) for task in tasks] == pytest.approx([wanted] * len(tasks), rel=1e-5)
+    first, *others = [task.tensors() for task in tasks]
+    for other in others:
+        assert all(torch.allclose(other[name], value, atol=1e-6) for name, value in first.items())
 
 
 def test_packed_logits_are_those_of_each_sequence_alone(tmp_path: Path) -> None:
@@ -39,7 +73,8 @@ def test_packed_logits_are_those_of_each_sequence_alone(tmp_path: Path) -> None:
 
     write_random_backbone("tiny", tmp_path, torch.float32)
     model = peft_side.load(tmp_path, torch.float32, torch.device("cpu"), "packed")
-    batch = peft_side.flatten(pairs(), torch.device("cpu"))
+    batch = peft_side.flatten(pairs())
+    batch = {name: batch[name] for name in ("input_ids", "position_ids")}
     with torch.no_grad():
         together = model(**batch).logits[0]
         alone = torch.cat([model(input_ids=ids.unsqueeze(0)).logits[0] for ids, _ in pairs()])
@@ -56,7 +91,9 @@ def test_packed_logits_are_those_of_each_sequence_alone(tmp_path: Path) -> None:
         ("aten::tanh", "element-wise"),
         ("aten::t", "views, allocation, autograd"),
         ("autograd::engine::evaluate_function: MmBackward0", "views, allocation, autograd"),
-        ("aten::_softmax", "reductions and norms"),
+        ("aten::_softmax", "loss"),
+        ("aten::sum", "reductions"),
+        ("aten::_fused_rms_norm", "norms"),
         ("aten::_fused_adamw_", "optimizer"),
     ],
 )
@@ -64,6 +101,48 @@ def test_kinds_of_operators(name: str, kind: str) -> None:
     from operator_profile import kind_of
 
     assert kind_of(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", "matrix products"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu>(...)", "matrix products"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
+            "element-wise",
+        ),
+        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", "copies"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, sum_functor>>", "reductions"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        *((f"{name}_kernel", "adapters") for name in ("reduce", "up", "input_gradient", "weight_gradient")),
+        *((f"{name}_kernel", "adapters") for name in ("activation", "scale", "factor_gradient")),
+        *((name, "optimizer") for name in ("_update", "_tile_squares", "_row_sums")),
+        *((name, "norms") for name in ("rms_norm_kernel", "rms_norm_add_kernel", "_rms_norm_forward_kernel")),
+        *(
+            (name, "dequantise")
+            for name in ("dequantise_kernel", "nf4_kernel", "void kDequantizeBlockwise<...>")
+        ),
+        *((name, "element-wise") for name in ("gated_kernel", "rotary_kernel", "_swiglu_forward_kernel")),
+        ("liger_cross_entropy_kernel", "loss"),
+    ],
+)
+def test_kinds_of_kernels(name: str, kind: str) -> None:
+    from operator_profile import kind_of
+
+    assert kind_of(name, on_device=True) == kind
+
+
+def test_kernels_that_overlap_count_once() -> None:
+    from operator_profile import Kernel, busy_seconds, by_name, kernels_by_kind
+
+    spans = [(0, 4), (1, 2), (3, 4), (10, 5)]  # of 0 to 7, and of 10 to 15
+    kernels = [Kernel("up_kernel" if i else "_update", start, n) for i, (start, n) in enumerate(spans)]
+    assert busy_seconds(kernels) == pytest.approx(12e-9)
+    assert kernels_by_kind(kernels)["adapters"] == {"seconds": pytest.approx(11e-9), "calls": 3}
+    assert [one["name"] for one in by_name(kernels)] == ["up_kernel", "_update"]
 
 
 def test_sequences_of_all_tasks_are_padded_to_the_longest_of_their_step() -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.optimization import Adafactor
 
 from megatron_mux.adapters.adapter import AdapterParameter
@@ -100,6 +101,67 @@ def test_twenty_steps_are_the_librarys_skipped_ones_change_nothing_and_states_ar
     assert saved == sum(optimizer.state_bytes(shape, None, 1) for shape in SHAPES)
     buffers = optimizer.scratch_bytes([tensor.numel() for tensor in tensors])
     assert sum(tensor.nbytes for tensor in optimizer.tensors) == pytest.approx(saved + buffers, rel=0.03)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that are not views: each is a launch or a few on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = func._schema.returns
+        is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+        self.count += not is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adafactor"])
+def test_operators_do_not_grow_with_the_number_of_tensors(name: str) -> None:
+    counts = []
+    for pairs in (1, 16):
+        tensors = [torch.zeros(shape) for _ in range(pairs) for shape in ((8, 512), (1024, 8), (4, 64))]
+        flat = torch.zeros(sum(tensor.numel() for tensor in tensors))
+        slots, at = [], 0
+        for i, tensor in enumerate(sorted(tensors, key=torch.numel)):  # small ones side by side
+            run = Run(at, at + tensor.numel(), 0.1)
+            value = torch.nn.Parameter(torch.empty(0))
+            slots.append(Slot(AdapterParameter(str(i), value, tuple(tensor.shape)), tuple(tensor.shape), run))
+            at = run.last
+        optimizer = OPTIMIZERS[name](Place(flat, flat + 1, [], slots), Options())
+        with Operators() as seen:
+            optimizer.update(0, RATE, torch.zeros(()))
+        counts.append(seen.count)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adafactor"])
+def test_tensors_that_are_stepped_together_are_those_stepped_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, in groups and in pieces of them: sizes that are whole blocks and others, small ones among them."""
+    from megatron_mux.optimizers import adamw_8bit
+
+    shapes = ((64, 96), (64, 96), (16, 16), (16, 16), (5000,), (64, 96), (96, 64))
+    generator = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    start = torch.cat([tensor.flatten() for tensor in tensors])
+    found = []
+    for at_once in (1 << 20, 2048):
+        monkeypatch.setattr(adamw_8bit, "_AT_ONCE", at_once)
+        monkeypatch.setattr(adafactor, "_AT_ONCE", at_once)
+        values, gradients = start.clone(), torch.zeros_like(start)
+        optimizer, own = make(name, tensors, values, gradients), []
+        draws = torch.Generator().manual_seed(4)
+        for step in range(3):
+            gradients.normal_(generator=draws)
+            optimizer.update(step, RATE, torch.zeros(()))
+            own.append(values.clone())
+        found.append((own, state_of(optimizer)))
+    (values_of, states), (others_of, others) = found
+    assert all(map(torch.equal, values_of, others_of))
+    assert all(torch.equal(t, others[key][n]) for key, kept in states.items() for n, t in kept.items())
 
 
 def test_eight_bit_states_of_other_shards_are_rounded_to_their_blocks() -> None:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_mux.kernels import low_rank_choice
 from megatron_mux.kernels.loop_low_rank import LoopKernels
-from megatron_mux.kernels.low_rank_choice import DryKernels, alternatives, kernels_for
+from megatron_mux.kernels.low_rank_choice import DryKernels, alternatives, kernels_for, notice_of_loops
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -40,3 +40,12 @@ def test_alternatives_are_those_that_can_run_here(monkeypatch: pytest.MonkeyPatc
 
 def test_a_choice_that_cannot_compute_an_input_gives_way_to_the_default() -> None:
     assert kernels_for(torch.zeros(4, 8), "triton") is LoopKernels
+
+
+def test_a_gpu_without_triton_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_rank_choice, "has_triton", lambda: False)
+    said = notice_of_loops(GPU)
+    assert said is not None and "pip install 'triton>=3.6'" in said
+    assert notice_of_loops(CPU) is None
+    monkeypatch.setattr(low_rank_choice, "has_triton", lambda: True)
+    assert notice_of_loops(GPU) is None

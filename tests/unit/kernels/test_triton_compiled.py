@@ -1,4 +1,6 @@
-"""Triton kernels compiled for GPUs that are not here: registers, spills, shared memory, wide loads, tensor cores.
+"""Triton kernels compiled for GPUs that are not here: spills, shared memory, wide loads, tensor cores.
+
+Numbers of registers are not held: they change with Triton's version.
 
 The numbers of rows, columns and ranks are no constants of the kernels: one binary serves every shape of Llama-3-8B (and
 all whose sizes are multiples of 16) at every rank that is a multiple of 8.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +22,7 @@ from triton.compiler import ASTSource
 
 from megatron_mux.kernels import (
     bucket_update,
+    triton_cross_entropy,
     triton_experts,
     triton_experts_device,
     triton_low_rank,
@@ -33,7 +37,6 @@ from megatron_mux.kernels.triton_rows_device import (
 from megatron_mux.kernels.triton_weight_gradients import weight_gradient_kernel
 
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}  # bytes a block may take
-REGISTERS = 64 << 10  # of a multiprocessor
 
 assert not triton.knobs.runtime.interpret
 
@@ -41,7 +44,6 @@ assert not triton.knobs.runtime.interpret
 class Compiled(NamedTuple):
     """What ptxas made of a kernel."""
 
-    registers: int
     stack: int
     shared: int
     ptx: str
@@ -64,11 +66,12 @@ def compiled(kernel: Any, arch: int, blocks: dict[str, int], path: Path, **const
         **blocks,
         **constants,
     }
-    halves = ("values", "latent", "d_latent", "output", "gradient", "hidden", "x", "y", "weight")
+    halves = ("logits", "values", "latent", "d_latent", "output", "gradient", "hidden", "x", "y", "weight")
     types = dict.fromkeys(halves, "bf16")
     types |= {"entries": "i64"} | dict.fromkeys(
         ("first_entry", "tiles", "table", "sequence_ids", "token_index", "of_pieces"), "i32"
     )
+    types |= dict.fromkeys(("top", "total", "target", "sums", "smoothing"), "fp32") | {"columns": "i64"}
     types |= dict.fromkeys(("at", "group_of", "start", "stop", "last"), "i32")
     types |= {"skip": "u8"} | dict.fromkeys(("settings", "norms", "squares"), "fp64")
     signature, attributes = {}, {}
@@ -86,9 +89,9 @@ def compiled(kernel: Any, arch: int, blocks: dict[str, int], path: Path, **const
     cubin.write_bytes(binary.asm["cubin"])
     dump = Path(triton.knobs.nvidia.cuobjdump.path)
     usage = subprocess.run([dump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
+    found = re.search(r"STACK:(\d+)", usage.stdout)
     assert found, usage.stdout
-    return Compiled(int(found[1]), int(found[2]), binary.metadata.shared, binary.asm["ptx"])
+    return Compiled(int(found[1]), binary.metadata.shared, binary.asm["ptx"])
 
 
 CASES = {
@@ -129,10 +132,8 @@ OF_ROWS = {
 def test_resources_of_rows(case: str, arch: int, tmp_path: Path) -> None:
     kernel, blocks, constants = OF_ROWS[case]
     found = compiled(kernel, arch, blocks, tmp_path, **constants)
-    print(case, arch, found[:3])
     assert found.stack == 0, "registers spill"
-    assert found.registers * 32 * blocks["num_warps"] <= REGISTERS // 4, "four programs of a multiprocessor"
-    assert found.shared <= SHARED_MEMORY[arch] // 4
+    assert found.shared <= SHARED_MEMORY[arch] // 4, "four programs of a multiprocessor"
     # Rows are read and written 16 bytes at a time.
     assert not re.search(r"[sl][td]\.global\.b16", found.ptx)
     assert re.search(r"ld\.global[.\w]*\.v4|cp\.async\.cg", found.ptx)
@@ -144,7 +145,6 @@ def test_resources(case: str, arch: int, tmp_path: Path) -> None:
     kernel, blocks, constants = CASES[case]
     found = compiled(kernel, arch, blocks, tmp_path, **constants)
     assert found.stack == 0, "registers spill"
-    assert found.registers * 32 * blocks["num_warps"] <= REGISTERS // 2 or "dropout" in case
     assert found.shared <= SHARED_MEMORY[arch] // 2, "two programs of a multiprocessor"
     assert "mma.sync" in found.ptx or "wgmma.mma_async" in found.ptx, "no tensor cores"
     # Rows are read and written 16 bytes at a time; column lists do not break that.
@@ -174,7 +174,6 @@ def test_resources_of_experts(case: str, arch: int, tmp_path: Path) -> None:
     found = compiled(kernel, arch, blocks, tmp_path, **constants)
     print(case, arch, found[:3])
     assert found.stack == 0, "registers spill"
-    assert found.registers * 32 * blocks["num_warps"] <= REGISTERS
     assert found.shared <= SHARED_MEMORY[arch]
     assert "mma.sync" in found.ptx or "wgmma.mma_async" in found.ptx, "no tensor cores"
     # Rows are read 16 bytes at a time; of B, columns of an expert are far apart.
@@ -193,9 +192,20 @@ def test_resources_of_updates(arch: int, tmp_path: Path) -> None:
         32 * blocks["num_warps"] * 4
     )  # accesses of 16 bytes a thread, to a tile of fp32
     for found, read, written in ((update, 4, 4), (squares, 1, 0)):
-        assert found.stack == 0 and found.registers <= 64
+        assert found.stack == 0
         assert len(re.findall(r"ld\.global[.\w]*\.v4", found.ptx)) == read * wide
         assert len(re.findall(r"st\.global[.\w]*\.v4", found.ptx)) >= written * wide
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_resources_of_cross_entropy(arch: int, tmp_path: Path) -> None:
+    for kernel, blocks, constants in (
+        (triton_cross_entropy.statistics_kernel, triton_cross_entropy.STATISTICS, {"SUMS": False}),
+        (triton_cross_entropy.gradient_kernel, triton_cross_entropy.GRADIENT, {"SMOOTHED": False}),
+    ):
+        found = compiled(kernel, arch, blocks, tmp_path, **constants)
+        assert found.stack == 0, "registers spill"
+        assert re.search(r"ld\.global[.\w]*\.v4|cp\.async\.cg", found.ptx)
 
 
 def test_odd_ranks_leave_wide_accesses(tmp_path: Path) -> None:
@@ -207,5 +217,17 @@ def test_odd_ranks_leave_wide_accesses(tmp_path: Path) -> None:
 
 
 def test_unaligned_terms_do_not_spill(tmp_path: Path) -> None:
-    for kernel, blocks, constants in (CASES | OF_ROWS).values():
+    for kernel, blocks, constants in OF_ROWS.values():
         assert compiled(kernel, 90, blocks, tmp_path, **{**constants, "ALIGNED": 0}).stack == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_alignment_changes_no_product(case: str, tmp_path: Path) -> None:
+    """Accesses are as wide as all tasks allow, but the order of sums within products is the same in any case."""
+    kernel, blocks, constants = CASES[case]
+    products = []
+    for aligned in (8, 1, 0):
+        found = compiled(kernel, 90, blocks, tmp_path, **{**constants, "ALIGNED": aligned})
+        assert found.stack == 0, "registers spill"
+        products.append(Counter(re.findall(r"(?:wgmma\.mma_async|mma\.sync)[.\w:]*", found.ptx)))
+    assert products[0] and products[0] == products[1] == products[2]

@@ -9,24 +9,16 @@ from pathlib import Path
 
 import pytest
 
-INTERPRETED = Path(__file__).parent / "interpreted"
+FILES = sorted(
+    file for file in (Path(__file__).parent / "interpreted").glob("*.py") if file.name != "conftest.py"
+)
 
 
-# Two files for each process: what it imports takes seconds.
-@pytest.mark.parametrize("names", [("engine.py", "update.py"), ("low_rank.py", "rows.py"), ("experts.py",)])
-def test_in_interpreter(names: tuple[str, str]) -> None:
+# Several files for each process: what it imports takes seconds.
+@pytest.mark.parametrize("files", [FILES[::2], FILES[1::2]], ids=["even", "odd"])
+def test_in_interpreter(files: list[Path]) -> None:
     run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:xdist",
-            "-p",
-            "no:cacheprovider",
-            *(str(INTERPRETED / name) for name in names),
-        ],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *map(str, files)],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

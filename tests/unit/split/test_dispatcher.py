@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -50,6 +51,27 @@ def bench(**options: Any) -> Callable[[Callable[[Bench], Coroutine[Any, Any, Non
         return wrapped
 
     return decorate
+
+
+def test_time_is_that_of_the_device_not_of_its_launches() -> None:
+    """On a GPU `run` returns before anything is computed."""
+    steps: list[str] = []
+
+    def run(works: Sequence[Work]) -> list[str]:
+        steps.append("launched")
+        return ["result" for _ in works]
+
+    def finish() -> None:
+        time.sleep(0.05)
+        steps.append("computed")
+
+    async def computed() -> Outcome:
+        dispatcher = Dispatcher(Scheduler(10), finish=finish)
+        outcome = await dispatcher.compute(Work("client", run, "one", 4))
+        dispatcher.close()
+        return outcome
+
+    assert asyncio.run(computed()).computed_s >= 0.05 and steps == ["launched", "computed"]
 
 
 async def settle() -> None:

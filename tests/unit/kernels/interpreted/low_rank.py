@@ -133,10 +133,17 @@ def expected(x: Tensor, dy: Tensor, terms: Sequence[Term], groups: RowGroups) ->
                 {"d": "down_factors", "b": "up_factors"} if "d" in leaves else {"down": "down", "up": "up"}
             )
             for leaf, name in kinds.items():
+                if getattr(term, f"{name}_gradient") is None:
+                    continue
                 gradient = leaves[leaf].grad
                 assert gradient is not None
                 found[f"{slot} {i} {name}_gradient"] += gradient
     return {"y": y, "dx": dx, **found}
+
+
+def fixed(term: Term) -> Term:
+    """A term that is not trained and goes away, such as PiSSA and OLoRA have for each trained one."""
+    return replace(term, scale=-term.scale, down_gradient=None, up_gradient=None)
 
 
 def inputs(rows: int, k: int = K, n: int = N, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -158,6 +165,7 @@ def check(terms: Sequence[Term], groups: RowGroups, tolerance: float = 2e-6, k: 
 
 INTERLEAVED = [c for c in range(N) if c // 8 % 3 == 0]
 """Columns of q, k or v of a fused product: runs of the head size."""
+REST_OF_THEM = [c for c in range(N) if c // 8 % 3 != 0]
 UNALIGNED = [c for c in range(N) if c % 11 < 5]
 REST = [c for c in range(N) if c % 11 >= 5]
 
@@ -180,6 +188,27 @@ def test_ragged_groups_with_several_terms() -> None:
     # Slots 3 and 9 have no term here, slot 6 has no row; groups are empty, of one row, of more than a tile.
     groups = groups_of([2, 0, 3, 1, 9, 4], [(0, 67), (67, 67), (67, 72), (75, 76), (76, 80), (80, 210)])
     check(terms, groups)
+
+
+def test_terms_on_the_same_columns() -> None:
+    """As of PiSSA on q and v: the subtracted terms come behind the trained ones."""
+    trained = [term_of(0, 8, INTERLEAVED, module="q", dropout=0.1), term_of(0, 40, REST_OF_THEM, module="v")]
+    subtracted = [
+        fixed(term_of(0, 8, INTERLEAVED, module="q0")),
+        fixed(term_of(0, 40, REST_OF_THEM, module="v0")),
+    ]
+    both_trained = [term_of(1, 5), term_of(1, 3, module="k"), term_of(1, 1, module="o")]
+    terms = [*trained, *subtracted, *both_trained]
+    check(terms, groups_of([1, 0], [(0, 20), (20, 100)]))
+
+
+@pytest.mark.parametrize("columns", [range(4, 20), range(9, 1, -1), None])
+def test_partial_overlaps_are_refused(columns: Sequence[int] | None) -> None:
+    terms = [term_of(0, 8, list(range(2, 10))), term_of(0, 8, columns and list(columns), module="k")]
+    with pytest.raises(ValueError, match="slot 0 overlap in some"):
+        TermTable(terms)
+    with pytest.raises(ValueError, match="factors of slot 0 share"):
+        TermTable([Term.of_factors(0, torch.ones(4), torch.ones(4), None)] * 2)
 
 
 @pytest.mark.parametrize(("training", "aligned"), [(True, True), (True, False), (False, True)])
@@ -249,26 +278,48 @@ def test_half_precision() -> None:
 
 def test_neighbours_leave_no_trace() -> None:
     """A group's results have the same bits alone, elsewhere among others, and beside NaN."""
-    own = [term_of(1, 8, INTERLEAVED, module="q", dropout=0.2), term_of(1, 13, [1, 3], module="v")]
-    others = [term_of(0, 100, dropout=0.5), term_of(2, 5, factors=True)]
+    check_neighbours(
+        [term_of(1, 8, INTERLEAVED, module="q", dropout=0.2), term_of(1, 13, [8, 11], module="v")],
+        [term_of(0, 100, dropout=0.5), term_of(2, 5, factors=True)],
+    )
+
+
+def test_neighbours_that_are_not_aligned_leave_no_trace() -> None:
+    own = [
+        term_of(2, 16, INTERLEAVED, module="q", dropout=0.2),
+        fixed(term_of(2, 16, INTERLEAVED, module="0")),
+    ]
+    assert TermTable(own).alignment == 8
+    check_neighbours(own, [term_of(0, 3, dropout=0.5), term_of(3, 8, UNALIGNED)])
+
+
+def test_factors_beside_neighbours_that_are_not_aligned() -> None:
+    own = [term_of(2, 24, INTERLEAVED, factors=True)]
+    check_neighbours(own, [term_of(0, 3, dropout=0.5), term_of(4, 8, UNALIGNED)])
+
+
+def check_neighbours(own: Sequence[Term], others: Sequence[Term]) -> None:
+    """Results of one task's terms have the same bits alone and between two tasks whose weights and rows are NaN."""
+    slots = [others[0].slot, own[0].slot, others[1].slot]
     x, dy = inputs(100)
-    alone = results(x[:70], dy[:70], own, groups_of([1], [(0, 70)]))
+    alone = results(x[:70], dy[:70], own, groups_of(slots[1:2], [(0, 70)]))
     among_x, among_dy = (torch.full((173, width), float("nan"), device=DEVICE) for width in (K, N))
     among_x[90:160], among_dy[90:160] = x[:70], dy[:70]
     for term in others:
         term.down.fill_(float("nan"))
         term.up.fill_(float("nan"))
-    groups = groups_of([0, 1, 2], [(0, 90), (90, 160), (160, 170)])
+    groups = groups_of(slots, [(0, 90), (90, 160), (160, 170)])
     among = results(among_x, among_dy, [others[0], *own, others[1]], groups)
     assert torch.equal(among["y"][90:160], alone["y"]) and torch.equal(among["dx"][90:160], alone["dx"])
     assert not torch.isfinite(among["y"][:90]).any() and (among["y"][170:] == 1).all()
-    for name in GRADIENTS[:2]:
-        for i in range(2):
-            assert torch.equal(among[f"1 {i + 1} {name}"], alone[f"1 {i} {name}"])
+    for i, term in enumerate(own):
+        for name in gradients_of([term]):
+            name = name.split(" 0 ")[1]
+            assert torch.equal(among[f"{slots[1]} {i + 1} {name}"], alone[f"{slots[1]} {i} {name}"]), name
 
 
 def test_launches_are_as_declared(launches: list[str]) -> None:
-    terms = [term_of(0, 8, INTERLEAVED), term_of(0, 4, [1, 2], module="k"), term_of(1, 70, factors=True)]
+    terms = [term_of(0, 8, INTERLEAVED), term_of(0, 4, [8, 9], module="k"), term_of(1, 70, factors=True)]
     table, groups = TermTable(terms), groups_of([0, 1], [(0, 66), (66, 67)])
     x, dy = inputs(67)
     latent = torch.zeros(67, table.width(groups), device=DEVICE)

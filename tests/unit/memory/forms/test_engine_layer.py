@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_mux.base_ops import BaseOpName
+from megatron_mux.gpus import Gpu
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.engine_layer import EngineLayer
 from tests.unit.memory.architectures import gpt2, llama
@@ -26,28 +27,29 @@ def of(architecture: Architecture, *inputs: BaseOpName, selective: bool = False,
 
 def test_an_input_is_kept_only_for_an_adapter() -> None:
     plain = of(llama())
-    # Inputs of two norms, of the activation; q, k, v and the output of attention; log-sum-exp and statistics in fp32.
-    assert plain == 2 * (2 * 256 + 2 * 704 + 2 * 256 + 2 * 128) + 4 * 8 + 4 * 2
+    # Inputs of two norms, of the activation; q, k, v and the output of attention; log-sum-exp in fp32.
+    assert plain == 2 * (2 * 256 + 2 * 704 + 2 * 256 + 2 * 128) + 4 * 8
     assert of(llama(), "linear_qkv") - plain == 2 * 256
     assert of(llama(), "linear_proj") == plain, "attention keeps its output anyway"
     assert of(llama(), "linear_fc2") - plain == 2 * 704
     assert of(llama(), "linear_proj", selective=True) - of(llama(), selective=True) == 2 * 256
 
 
-def test_selective_recomputation_keeps_the_product_of_linear_qkv() -> None:
-    """Of attention's output and log-sum-exp nothing; values as they lie in the product, beside queries and keys."""
-    assert of(llama()) - of(llama(), selective=True) == 2 * 256 + 4 * 8 - 2 * (256 + 128)
+def test_selective_recomputation_keeps_queries_keys_and_values() -> None:
+    """Of attention's output and log-sum-exp nothing; without rotation values as they lie in the product."""
+    assert of(llama()) - of(llama(), selective=True) == 2 * 256 + 4 * 8
+    assert of(gpt2()) - of(gpt2(), selective=True) == 2 * 256 + 4 * 8 + 2 * 256
 
 
 def test_below_the_first_adapter_nothing_is_kept() -> None:
-    assert of(llama()) - of(llama(), first="linear_qkv") == 2 * 256 + 4, "the first norm's input"
+    assert of(llama()) - of(llama(), first="linear_qkv") == 2 * 256, "the first norm's input"
     assert of(llama(), first="core_attention") == of(llama(), first="linear_qkv"), (
         "a prefix needs all of attention"
     )
     normed = replace(llama(), qk_norm=True)
     assert of(normed, first="core_attention") == of(llama(), first="linear_qkv"), "but no norm before it"
     above = of(llama(), first="linear_proj") - of(llama(), first="linear_fc1")
-    assert above == 2 * 256 + 4, "the second norm's input"
+    assert above == 2 * 256, "the second norm's input"
     assert of(llama(), first="linear_fc1") == 2 * 2 * 704
     assert of(llama(), "linear_fc2", first="linear_fc2") == 2 * 704
 
@@ -66,8 +68,8 @@ def test_below_the_first_adapter_nothing_is_kept() -> None:
         ),  # keys and values are copied behind the prefix
         (
             layer(replace(llama(), qk_norm=True)),
-            512 + 512 + 256,
-        ),  # the product: the norms' inputs; queries' is a copy
+            512 + 512,
+        ),  # and the product: the norms' inputs
         (layer(replace(llama(kv_heads=8), qk_norm=True)), 768 + 768),
         (layer(gpt2()), 768 + 256),  # the product, of which queries and keys are views; values are copied
         (layer(replace(gpt2(), kv_heads=4)), 512 + 128 + 256),  # queries that share keys are copied, too
@@ -96,35 +98,47 @@ def test_short_attention_keeps_padded_tensors_and_weights_of_pairs() -> None:
     assert kept["attention's weights"] == 8 * 16 * 16 / 10
 
 
+@pytest.mark.parametrize(("size", "gpu"), [(4, Gpu()), (4, Gpu((7, 5), False)), (2, Gpu((7, 5), False))])
+def test_keys_are_copied_for_every_head_where_the_kernel_shares_none(size: int, gpu: Gpu) -> None:
+    kept = {row.what: row.width for row in layer(llama(), size, gpu=gpu).kept()}
+    assert kept["keys and values of every head"] == 2 * 256 and kept["queries"] == 256
+    assert kept["log-sum-exp"] == 8 and "attention's weights" not in kept
+    assert not {"keys", "values", "product of linear_qkv"} & set(kept)
+    own = {row.what for row in layer(llama(kv_heads=8), size, gpu=gpu).kept()}
+    assert "log-sum-exp" in own and "keys and values of every head" not in own
+
+
 def test_a_gpu_without_a_kernel_keeps_the_weights_of_attention() -> None:
-    """In fp32, where heads share keys: PyTorch multiplies keys and values that it has copied for every head."""
-    kept = {row.what: row.width for row in layer(llama(), 4).kept()}
+    """In fp64 PyTorch multiplies all pairs of tokens."""
+    kept = {row.what: row.width for row in layer(llama(), 8).kept()}
     assert kept["queries, and keys and values of every head"] == 3 * 256
     assert kept["attention's weights"] == 8 * 128
     assert not {"queries", "keys", "values", "product of linear_qkv", "log-sum-exp"} & set(kept)
-    assert "log-sum-exp" in {row.what for row in layer(llama(kv_heads=8), 4).kept()}, "one that has a kernel"
 
 
 def test_norms() -> None:
     statistics = {one.what: one.width for one in layer(gpt2()).kept() if "statistics" in one.what}
-    assert set(statistics.values()) == {2}, "of a LayerNorm, mean and deviation"
+    assert set(statistics.values()) == {0}, "kernels of our own compute them again"
+    elsewhere = {one.what: one.width for one in layer(gpt2(), 8).kept() if "statistics" in one.what}
+    assert set(elsewhere.values()) == {2}, "of a LayerNorm, mean and deviation"
     more = of(replace(llama(), output_norms=True)) - of(llama())
-    assert more == 2 * (2 * 256 + 4), "inputs and statistics of two norms more"
+    assert more == 2 * 2 * 256, "inputs of two norms more"
     many = llama(kv_heads=8)
     heads = of(replace(many, qk_norm=True)) - of(many)
-    assert heads == 2 * 3 * 256 + 4 * 16, (
-        "the product, in which their norms' inputs lie; statistics of 16 heads"
-    )
+    assert heads == 2 * 3 * 256, "the product, in which their norms' inputs lie"
 
 
 def test_activations() -> None:
-    def inside(architecture: Architecture) -> float:
-        return of(architecture, first="linear_fc1")
+    def inside(architecture: Architecture, size: int = 2) -> float:
+        found = layer(architecture, size)
+        return found.bytes(found.kept(first="linear_fc1"))
 
     assert inside(gpt2()) == 2 * 1024 and inside(llama()) == 2 * 2 * 704, "its input alone"
     assert inside(replace(llama(), activation="gelu_pytorch_tanh")) == 2 * 2 * 704
-    assert inside(replace(llama(), activation="relu")) == 2 * 3 * 704, "and the activated half"
-    assert inside(replace(gpt2(), activation="quick_gelu")) == 2 * 2 * 1024, "and the sigmoid"
+    assert inside(replace(llama(), activation="relu")) == 2 * 2 * 704
+    assert inside(replace(gpt2(), activation="quick_gelu")) == 2 * 1024
+    assert inside(replace(llama(), activation="relu"), 8) == 8 * 3 * 704, "by torch, and the activated half"
+    assert inside(replace(gpt2(), activation="quick_gelu"), 8) == 8 * 2 * 1024, "and the sigmoid"
 
 
 def test_relu_and_an_adapter_keep_the_same_output() -> None:

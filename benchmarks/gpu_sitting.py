@@ -1,0 +1,318 @@
+"""What to run on a GPU that is at hand for minutes: checks side by side, then what is timed, one after the other.
+
+    python benchmarks/gpu_sitting.py check       # make gpu-check: tests/gpu and gpu_cases.py, three minutes
+    python benchmarks/gpu_sitting.py bench       # make gpu-bench: gpu_table.py, six minutes
+    python benchmarks/gpu_sitting.py profile     # make gpu-profile: the planner's profile against steps, two minutes
+    python benchmarks/gpu_sitting.py first       # a sitting of six minutes: checks, the first row, kernels
+    python benchmarks/gpu_sitting.py second      # a sitting of eight minutes: the whole table
+    python benchmarks/gpu_sitting.py first --tiny     # the same commands on a CPU, to try them out
+
+Each case is a command in a process group of its own. Its status and the end of its output are kept as soon as it ends,
+and it is stopped when it takes too long; results of the commands themselves lie beside it. What is timed imports while
+the checks run, and waits. Called again, it runs what is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gpu_table
+from script import command_line
+from sitting import Kept, Sitting, tell_left
+
+ROOT = Path(__file__).resolve().parents[1]
+MINUTES = {"check": 3.0, "bench": 6.0, "profile": 2.0, "first": 6.0, "second": 8.0}
+CHECKS = sorted(file.stem for file in (ROOT / "tests" / "gpu").glob("test_*.py"))
+"""Files of `tests/gpu`."""
+KERNELS = {"gpu_kernels": "", "gpu_pointwise": "", "gpu_experts": "--output", "gpu_quantised": "--output"}
+"""Scripts that time kernels, where they exist, and the flag before the file of JSON that they write."""
+TABLE = "benchmarks/gpu_table.py"
+FIRST_ROW = "q v, 8 sequences"
+LAYERS = 4
+"""Layers of the backbone that is profiled."""
+_IMPORTED = (
+    "torch",
+    "transformers",
+    "peft",
+    "megatron.core",
+    "megatron_mux.engine",
+    "megatron_mux.training.run",
+)
+_TAIL = 6000  # characters of output that are kept
+_WAITS = "--wait-for-line"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command of Python.
+
+    Attributes:
+        name: Its name in the results.
+        words: The command without the program's name.
+        seconds: It is stopped when it takes longer.
+        alone: Whether it is timed: it runs with nothing beside it. The words begin with a script then.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    seconds: float
+    alone: bool = False
+
+
+def checks(directory: Path, data: Path, tiny: bool = False) -> list[Case]:
+    """Tests that need a GPU, file by file, and what users train against a CPU: nothing is timed."""
+    words = ("-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-m", "gpu")
+    found = [Case(name, (*words, f"tests/gpu/{name}.py"), 120) for name in CHECKS]
+    few = ("--devices", "cpu", "--only", "tf32", "--jobs", "1") if tiny else ("--jobs", "12")
+    given = ("--data", str(data), "--output", str(directory / "cases.json"), "--seconds", "115", *few)
+    return [*found, Case("cases", ("benchmarks/gpu_cases.py", *given), 125)]
+
+
+def benchmarks(directory: Path, minutes: float, tiny: bool = False, *only: str) -> list[Case]:
+    """Our engine against PEFT: all rows of the table, or some; a second time, in case a side ends the process."""
+    words = [TABLE, "--output", str(directory / "table.json"), "--minutes", f"{minutes:g}"]
+    words += ["--names", *only] if only else []
+    words += ["--tiny"] if tiny else []
+    seconds = 60 * minutes + 40
+    rest = () if only else (Case("rest of the table", (*words, "--no-processes"), seconds, alone=True),)
+    return [Case("table", tuple(words), seconds, alone=True), *rest]
+
+
+def kernels(directory: Path, tiny: bool = False) -> list[Case]:
+    """Scripts that time kernels by themselves."""
+    device, seconds = ("--device", "cpu") if tiny else (), ("--seconds", "30")
+    return [
+        Case(
+            name,
+            (
+                f"benchmarks/{name}.py",
+                *filter(None, [flag]),
+                str(directory / f"{name}.json"),
+                *seconds,
+                *device,
+            ),
+            70,
+            alone=True,
+        )
+        for name, flag in KERNELS.items()
+        if (ROOT / "benchmarks" / f"{name}.py").exists()
+    ]
+
+
+def profiles(directory: Path) -> list[Case]:
+    """The planner's profile of a random backbone, and seconds of steps: predicted against measured."""
+    memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    backbone = memory / f"megatron-mux-llama3-8b-{LAYERS}"
+    write = (
+        "import sys, torch; from pathlib import Path; sys.path.insert(0, 'benchmarks'); import workload; "
+        f"workload.write_random_backbone('llama3-8b', Path(sys.argv[1]), torch.bfloat16, {LAYERS})"
+    )
+    given = ("--backbone", str(backbone))
+    profile = ("--json", "--directory", str(directory / "profiles"))
+    measured = ("--device", "cuda", "--rounds", "2", "--output", str(directory / "policies.json"))
+    return [
+        Case("backbone", ("-c", write, str(backbone)), 50),
+        Case("profile", ("tools/profile_backbone.py", *given, *profile), 60, alone=True),
+        Case("predicted against measured", ("benchmarks/policies.py", *given, *measured), 60, alone=True),
+    ]
+
+
+def cases_of(what: str, directory: Path, data: Path, minutes: float, tiny: bool = False) -> list[Case]:
+    """The cases of a part or of a sitting; those that run side by side first."""
+    if what == "check":
+        return checks(directory, data, tiny)
+    if what == "bench":
+        return benchmarks(directory, minutes - 0.7, tiny)
+    if what == "profile":
+        return profiles(directory)
+    if what == "second":
+        return benchmarks(directory, minutes - 0.7, tiny)
+    return [
+        *checks(directory, data, tiny),
+        *benchmarks(directory, 1.7, tiny, FIRST_ROW),
+        *kernels(directory, tiny),
+    ]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = command_line(__doc__)
+    parser.add_argument("what", choices=tuple(MINUTES))
+    parser.add_argument(
+        "--directory", type=Path, default=ROOT / ".gpu-sitting", help="for results (.gpu-sitting)"
+    )
+    parser.add_argument(
+        "--data", type=Path, default=ROOT / ".quickstart", help="tokenizer and records of gpu_cases.py"
+    )
+    parser.add_argument("--minutes", type=float, help="of this call (default: those of the part)")
+    parser.add_argument("--again", action="store_true", help="run cases that failed once more")
+    parser.add_argument("--tiny", action="store_true", help="on a CPU; the figures mean nothing")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is left, as far as time allows; returns 1 if a case has failed."""
+    arguments = parse(argv)
+    minutes = arguments.minutes or MINUTES[arguments.what]
+    sitting = Sitting(minutes)
+    from megatron_mux.memory.store import versions
+
+    directory = arguments.directory.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    cases = cases_of(arguments.what, directory, arguments.data.resolve(), minutes, arguments.tiny)
+    kept = Kept(directory / f"{arguments.what}.json", {"versions": dict(versions())}, {"cases": {}})
+    return run_cases(cases, kept, sitting, arguments.again)
+
+
+def run_cases(cases: Sequence[Case], kept: Kept, sitting: Sitting, again: bool = False) -> int:
+    """Run cases that are not kept: first those side by side, then the others one by one.
+
+    Args:
+        cases: All cases.
+        kept: The results of earlier calls, to which new ones are added.
+        sitting: Bounds the time of this call: what still runs at its end is stopped.
+        again: Whether to run failed ones once more.
+
+    Returns:
+        1 if any has failed, else 0.
+    """
+    done = kept.found["cases"]
+    left = [case for case in cases if case.name not in done or (again and done[case.name]["status"])]
+    begun = [Running(case) for case in left]
+
+    def keep(running: Running, result: dict[str, Any]) -> None:
+        done[running.case.name] = result
+        kept.keep()
+        print(
+            f"status {result['status']}, {result['seconds']:.0f} s: {running.case.name}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    try:
+        together = [one for one in begun if not one.case.alone]
+        for one in together:
+            one.go()
+        while together:
+            together = [one for one in together if not _ended(one, sitting, keep)]
+            time.sleep(0.1)
+        for one in begun:
+            if one.case.alone and sitting.has_time(0):
+                one.go()
+                while not _ended(one, sitting, keep):
+                    time.sleep(0.1)
+    finally:
+        for one in begun:
+            one.stop()
+    for name, result in done.items():
+        if result["status"]:
+            print(f"failed: {name}\n{result['output'][-_TAIL // 3 :]}")
+    tell_left(sum(case.name not in done for case in cases), len(cases))
+    return int(any(one["status"] for one in done.values()))
+
+
+def _ended(running: Running, sitting: Sitting, keep: Any) -> bool:
+    """Whether a process has ended, or is ended since its time is over; then its result is kept."""
+    if running.process.poll() is None and sitting.has_time(0) and not running.is_late:
+        return False
+    keep(running, running.result())
+    return True
+
+
+class Running:
+    """A case's process. One that is timed imports at once, and waits for `go`."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._start = time.monotonic()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        words = (str(Path(__file__).resolve()), _WAITS, *case.words) if case.alone else case.words
+        environment = {
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            **os.environ,
+        }
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def go(self) -> None:
+        """Let it begin; its time counts from now."""
+        self._start = time.monotonic()
+        assert self.process.stdin is not None
+        with suppress(OSError):  # it has ended
+            self.process.stdin.write("go\n")
+            self.process.stdin.close()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it takes longer than it may."""
+        return time.monotonic() - self._start > self.case.seconds
+
+    def result(self) -> dict[str, Any]:
+        """End it if it still runs; returns its status (124: it was ended), seconds and the end of its output."""
+        status = 124 if self.process.poll() is None else self.process.returncode
+        seconds = time.monotonic() - self._start
+        self.stop()
+        return {"status": status, "seconds": seconds, "output": self.printed[-_TAIL:]}
+
+    @property
+    def printed(self) -> str:
+        """What it has printed so far."""
+        file = self._output.fileno()  # its offset is the process's, too
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+
+    def stop(self) -> None:
+        """End it and its children, if they still run."""
+        with suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def wait_and_run(words: Sequence[str]) -> None:
+    """Import what a script needs, wait for a line on standard input, then run it in this process."""
+    from megatron_mux.gpus import set_allocator_options
+
+    set_allocator_options()  # before torch is imported
+    with suppress(ImportError):
+        for name in _IMPORTED:
+            importlib.import_module(name)
+    begin: Callable[[], object] = partial(runpy.run_path, str(ROOT / words[0]), run_name="__main__")
+    if words[0] == TABLE:
+        begin = gpu_table.prepare(words[1:])
+    sys.stdin.readline()
+    sys.argv = [str(ROOT / words[0]), *words[1:]]
+    status = begin()
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [_WAITS]:
+        wait_and_run(sys.argv[2:])
+    else:
+        sys.exit(main())

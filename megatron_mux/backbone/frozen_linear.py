@@ -1,0 +1,51 @@
+"""Megatron's linear modules where one tensor rank has all of a frozen weight: the product, and nothing around it.
+
+Megatron-Core's own `forward` asks on each call for what cannot change in a run (collectives, offloading, gradients of
+weights), and takes a `torch.autograd.Function` in Python for the product. Together that is most of what the host does
+for such a module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_mux import megatron_core
+
+with megatron_core.quiet():
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+
+class WholeColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
+    """A column-parallel module of one rank."""
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """`[T, 1, K]` to `[T, 1, N]`, and the bias if it is skipped."""
+        return _product(self, input_)
+
+
+class WholeRowLinear(RowParallelLinear):  # type: ignore[misc]
+    """A row-parallel module of one rank."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`[T, 1, K]` to `[T, 1, N]`, and the bias if it is skipped."""
+        return _product(self, input_)
+
+
+def use_whole_linear(model: nn.Module) -> None:
+    """Make the linear modules of a model that one tensor rank computes such modules, in place."""
+    for module in model.modules():
+        if type(module) is ColumnParallelLinear:
+            module.__class__ = WholeColumnLinear
+        elif type(module) is RowParallelLinear:
+            module.__class__ = WholeRowLinear
+
+
+def _product(module: Any, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+    # The weight needs no gradient, so autograd keeps nothing but the weight.
+    product, bias = F.linear(input_, module.weight), module.bias
+    if bias is None or module.skip_bias_add:
+        return product, bias
+    return product + bias, None

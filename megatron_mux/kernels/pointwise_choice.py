@@ -1,0 +1,75 @@
+"""Which kernels compute the element-wise work of frozen layers: Triton's, or torch's operators."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megatron_mux.kernels.low_rank_choice import has_triton, suits_triton
+
+PointwiseName = Literal["triton", "torch"]
+
+LAUNCHES = dict.fromkeys(
+    ("activate", "activate_backward", "join", "join_backward", "turn", "turn_backward"), 1
+)
+"""Device launches of each operation by Triton kernels."""
+
+
+class PointwiseKernels(Protocol):
+    """What `fused_pointwise` launches: each operation writes to tensors that it is given. See the Triton modules."""
+
+    activate: Any
+    activate_backward: Any
+    join: Any
+    join_backward: Any
+    turn: Any
+    turn_backward: Any
+
+
+class DryPointwise:
+    """On a fake GPU: `fused_pointwise` has allocated what Triton kernels write to, and nothing is computed."""
+
+    @staticmethod
+    def activate(*args: Any) -> None:
+        """See `triton_pointwise`."""
+
+    @staticmethod
+    def activate_backward(*args: Any) -> None:
+        """See `triton_pointwise`."""
+
+    @staticmethod
+    def join(*args: Any) -> None:
+        """See `triton_pointwise`."""
+
+    @staticmethod
+    def join_backward(*args: Any) -> None:
+        """See `triton_pointwise`."""
+
+    @staticmethod
+    def turn(*args: Any) -> None:
+        """See `triton_rotary`."""
+
+    @staticmethod
+    def turn_backward(*args: Any) -> None:
+        """See `triton_rotary`."""
+
+
+def pointwise_name(device: torch.device, dtype: torch.dtype) -> PointwiseName:
+    """Which kernels compute a dtype on a device."""
+    return "triton" if suits_triton(device, dtype) and has_triton() else "torch"
+
+
+def pointwise_kernels(x: Tensor) -> PointwiseKernels | None:
+    """The kernels for a tensor; None: torch's operators."""
+    if not suits_triton(x.device, x.dtype):
+        return None
+    if isinstance(x, FakeTensor):
+        return DryPointwise
+    if not has_triton():
+        return None
+    from megatron_mux.kernels import triton_pointwise
+
+    return triton_pointwise

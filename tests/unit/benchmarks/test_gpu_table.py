@@ -1,0 +1,139 @@
+"""The main table on a GPU: its rows, the weights that all sides share, and what it says of the best rival."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mux import layout, runtime
+from megatron_mux.runtime import Parallel
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def parallel() -> Iterator[Parallel]:
+    """This process alone, with Megatron-Core's groups, which experts need."""
+    yield runtime.initialize(device="cpu")
+    runtime.shutdown()
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-experts"])
+def test_our_backbone_has_the_weights_of_the_rivals_model(shape: str, parallel: Parallel) -> None:
+    import random_model
+
+    device = torch.device("cpu")
+    model = random_model.make(shape, 2, torch.float32, device)
+    backbone = random_model.backbone_of(model, parallel, torch.float32)
+    tokens = torch.randint(3, 500, (12,), generator=torch.Generator().manual_seed(0))
+    batch = layout.pack([("a", 0, tokens, torch.ones(12, dtype=torch.bool), 1.0)], ("a",), {"a": 0}).to(
+        device
+    )
+    with torch.no_grad(), layout.activate(batch):
+        total, _ = backbone.loss(backbone.forward(batch), batch)
+    logits = model(input_ids=tokens.unsqueeze(0)).logits[0]
+    wanted = torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="sum")
+    assert float(total) == pytest.approx(float(wanted), rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-experts"])
+def test_operations_are_counted_for_the_weights_that_a_token_meets(shape: str) -> None:
+    import gpu_rows
+    import random_model
+
+    model: Any = random_model.make(shape, 2, torch.float32, torch.device("meta"))
+    layers, head = gpu_rows.parameters_of(model.config)
+    experts = getattr(model.config, "num_experts", 1)
+    used = getattr(model.config, "num_experts_per_tok", 1)
+    matrices = [(name, own.numel()) for name, own in model.model.layers.named_parameters() if own.dim() > 1]
+    wanted = sum(size * used // experts if ".experts." in name else size for name, size in matrices)
+    assert (layers, head) == (wanted, model.lm_head.weight.numel())
+
+
+def test_rows_are_what_is_to_be_shown() -> None:
+    from gpu_rows import ROWS
+
+    named = {row.name: row for row in ROWS}
+    assert len(named) == len(ROWS)
+    for sequences in (8, 32, 128):
+        own = named[f"q v, {sequences} sequences"]
+        assert {task.batch for task in own.mix} == {sequences} and len(own.mix) == 8
+        assert {task.rank for task in own.mix} == {8, 16, 32, 64}
+    equal = [named[f"q v, {text} sequences"] for text in ("1 x 64", "8 x 8", "64 x 1")]
+    assert {sum(task.batch * task.max_length for task in row.mix) for row in equal} == {64 * 128}
+    assert {row.layers for row in ROWS} == {4, 8, 32} and named["32 tasks' memory"].memory == 32
+
+
+def result() -> dict[str, Any]:
+    """Two rivals: one is faster by the clock, a head of the other by GPU time."""
+
+    def side(rate: float, by_gpu: float, **more: Any) -> dict[str, Any]:
+        kinds = {"matrix products": {"seconds": 0.75, "calls": 10}, "norms": {"seconds": 0.25, "calls": 2}}
+        gpu = {"tokens_per_second": by_gpu, "idle": 1 - rate / by_gpu, "kinds": kinds, "steps": 2}
+        return {"tokens_per_second": rate, "gpu": gpu, "took": 1.0, **more}
+
+    heads = {"labelled": side(100.0, 500.0), "whole": side(90.0, 800.0)}
+    sides = {
+        "packed": side(100.0, 500.0, head="labelled", heads=heads),
+        "processes": {"tokens_per_second": 250.0},
+        "mux": side(1000.0, 1600.0, peak_bytes=1 << 30),
+        "ceiling": {"failed": "Traceback\nRuntimeError: no\n"},
+    }
+    of_memory = {"together": 1 << 30, "replicas": 6 << 30, "tasks": 32}
+    rows = {
+        "a row": {"sides": sides, "operations_a_token": {"counted": 1e9, "done": 2e9}},
+        "32 tasks": {"sides": {"memory": of_memory}, "operations_a_token": {}},
+    }
+    return {"rows": rows, "product": 4e12}
+
+
+def test_the_table_names_the_best_rival_by_clock_and_by_gpu_time() -> None:
+    from gpu_table_text import markdown
+
+    text = markdown(
+        result(), {"versions": {"torch": "2"}, "machine": {"gpu": "G", "cpu": "C", "dtype": "bf16"}}
+    )
+    assert "| a row | PEFT, a process a task at once | 250 | 1000 | **4.00x** | 2.00x | - | 37.5% |" in text
+    assert "| 1 (2) | 25% (50%) |" in text
+    assert "| 32 tasks | 1.0 | 6.0 | 1/6.0 |" in text
+    assert "| a row | ceiling | RuntimeError: no |" in text
+    assert "75.0%, 375.0 ms, 5" in text
+
+
+def test_a_side_that_fails_costs_the_others_nothing() -> None:
+    from gpu_sides import attempt
+
+    def fail() -> dict[str, Any]:
+        raise RuntimeError("out of memory")
+
+    assert "out of memory" in attempt(fail, torch.device("cpu"))["failed"]
+    assert attempt(lambda: {"x": 1}, torch.device("cpu"))["x"] == 1
+
+
+def test_losses_on_two_devices_are_held_against_the_bound_of_their_precision(tmp_path: Path) -> None:
+    from gpu_case_list import cases
+    from gpu_cases import compared
+
+    chosen = cases(tmp_path)
+    assert len({case.name for case in chosen}) == len(chosen) == 17
+    found = {device: {} for device in ("cuda", "cpu")}
+    for case in chosen:
+        for device, factor in (("cuda", 1 + 1e-6), ("cpu", 1.0)):
+            losses = {task["name"]: [factor * k for k in range(8)] for task in case.tasks}
+            found[device][case.name] = {"status": 0, "seconds": 1.0, "losses": losses, "eval_losses": {}}
+    lines, fine = compared(chosen, json.loads(json.dumps(found)))
+    assert fine and len(lines) == 19 and all("| 1.0e-06 |" in line for line in lines[2:])
+    found["cuda"]["kinds-fp32"]["losses"]["vera"][3] *= 1 + 1e-4
+    assert not compared(chosen, found)[1], "beyond rounding"
+    found["cuda"]["kinds-fp32"]["losses"]["vera"].pop()
+    assert not compared(chosen, found)[1], "a step is missing"
