@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -331,21 +332,21 @@ def cases(parallel: Parallel) -> Iterator[tuple[str, Callable[[], dict[str, Any]
     on_gpu = parallel.device.type == "cuda"
     ways = ("grouped_mm", "triton") if on_gpu else ("loop",)
     for dtype in (torch.float32, torch.bfloat16):
-        yield "right", lambda dtype=dtype: right(parallel, dtype, "the default's")
-        yield "waits", lambda dtype=dtype: waits(parallel, dtype)
+        yield "right", partial(right, parallel, dtype, "the default's")
+        yield "waits", partial(waits, parallel, dtype)
     if on_gpu:
-        yield "right", lambda: _right_by(parallel, "triton")
+        yield "right", partial(_right_by, parallel, "triton")
     rate = product_rate(parallel, 8192 if on_gpu else 64)
-    yield "rate", lambda: {"tflops": round(rate / 1e12, 1)}
+    yield "rate", partial(dict, tflops=round(rate / 1e12, 1))
     config = CONFIG if on_gpu else SMALL
     for rows in (4096, 16384) if on_gpu else (64,):
         plain = make(config, parallel, torch.bfloat16, (), [rows])
         adapted = make(config, parallel, torch.bfloat16, (16,) * 4, [rows // 4] * 4)
         for product in ways:
-            yield "time", lambda product=product, plain=plain: timed(plain, "none", product, rate)
-            yield "time", lambda product=product, adapted=adapted: timed(adapted, "triton", product, rate)
-        yield "time", lambda plain=plain: timed(plain, "none", "loop", rate)
-        yield "time", lambda adapted=adapted: timed(adapted, "loop", "loop", rate)
+            yield "time", partial(timed, plain, "none", product, rate)
+            yield "time", partial(timed, adapted, "triton", product, rate)
+        yield "time", partial(timed, plain, "none", "loop", rate)
+        yield "time", partial(timed, adapted, "loop", "loop", rate)
 
 
 def _right_by(parallel: Parallel, product: str) -> dict[str, Any]:

@@ -227,7 +227,8 @@ def dispatch(x: Tensor, routes: Routes, slots: Tensor, sent: Sent, anchor: Tenso
         anchor: `[0]`; one that requires a gradient makes every rank take part in the backward.
     """
     received = _Dispatch.apply(x, routes.weights, slots, sent, anchor)  # type: ignore[no-untyped-call]
-    return Received(*received, sent.pairs)
+    x, weights, experts, slots = received
+    return Received(x, weights, experts, slots, sent.pairs)
 
 
 def collect(y: Tensor, sent: Sent) -> Tensor:
