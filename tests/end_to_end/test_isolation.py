@@ -179,7 +179,7 @@ Poison = Callable[[Backbone, Case], Any]
 
 @contextmanager
 def rows_become(backbone: Backbone, module: str, name: str, value: float) -> Iterator[None]:
-    """Within, the rows of task `name` are `value` at the entry of the first layer or at the end of the last."""
+    """Within, the rows of task `name` are `value` at the entry of the first layer's attention or behind the last."""
 
     def spoil(hidden: Tensor) -> Tensor:
         rows = layout.active().task_rows.get(name)
@@ -189,12 +189,10 @@ def rows_become(backbone: Backbone, module: str, name: str, value: float) -> Ite
         keep[rows[0] : rows[1]] = False
         return torch.where(keep[:, None, None], hidden, torch.full_like(hidden, value))
 
-    def entering(module: Any, args: Any, kwargs: Any) -> Any:
-        return args, {**kwargs, "hidden_states": spoil(kwargs["hidden_states"])}
-
     decoder: Any = backbone.model.decoder
     if module == "first layer":
-        handle = decoder.layers[0].register_forward_pre_hook(entering, with_kwargs=True)
+        attention = decoder.layers[0].self_attention
+        handle = attention.register_forward_pre_hook(lambda module, inputs: (spoil(inputs[0]), *inputs[1:]))
     else:
         handle = decoder.final_layernorm.register_forward_hook(lambda module, inputs, output: spoil(output))
     try:
