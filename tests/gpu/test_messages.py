@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_mux import runtime
+from megatron_mux.backbone.cut_layer import TensorMessages
 from megatron_mux.backbone.exchange import Exchange, Pending
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import Message
@@ -33,6 +34,12 @@ WIDE: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 8192, "num_hid
 """A backbone whose pieces keep a GPU busy for longer than the host needs to launch them."""
 NAMES = ("first", "second")
 STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def as_if_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank has its messages, too."""
+    monkeypatch.setattr(Backbone, "_tensor_messages", TensorMessages(True, False))
 
 
 class StandIn(Exchange):
