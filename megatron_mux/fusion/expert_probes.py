@@ -26,7 +26,7 @@ from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.backbone.layer import feed_forward
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.fusion.even_experts import even_selection
-from megatron_mux.fusion.probed_stage import Probe, ProbedStage, Run, activation
+from megatron_mux.fusion.probed_stage import Probe, ProbedStage, Run
 from megatron_mux.layout import MicroBatch
 
 
@@ -103,7 +103,7 @@ class ExpertProbes:
             whole = stage.shape.out_features("shared_fc1") // stage.parallel.tp_size
             modules: dict[str, tuple[Any, int]] = {
                 "shared_fc1": (first, stage.width("shared_fc1")),
-                "shared_activation": (activation(layer.shared_experts), whole),
+                "shared_activation": (layer.shared_experts.activation, whole),
                 "shared_fc2": (second, stage.width("shared_fc2")),
             }
             found += [
