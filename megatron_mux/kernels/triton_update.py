@@ -150,7 +150,6 @@ def _step(
     row = tl.load(entry + _ROW).to(tl.int32)
     gradients = _pointer(entry, _GRADIENT, tl.float32, ALIGNED) + places
     gradient = tl.load(gradients, mask=mask, other=0.0)
-    tl.store(gradients, tl.zeros((TILE,), dtype=tl.float32), mask=mask)
     if tl.load(skip + row) == 0:
         limit = _option(settings, row, _MAX_NORM)
         if limit > 0:
@@ -168,6 +167,9 @@ def _step(
         tl.store(values, value, mask=mask)
         if tl.load(entry + _COPY) != 0:
             tl.store(_pointer(entry, _COPY, COPY, ALIGNED) + places, value.to(COPY), mask=mask)
+    # Zeros do not depend on what was loaded, and a thread may store others' elements: loads and stores differ in width.
+    tl.debug_barrier()
+    tl.store(gradients, tl.zeros((TILE,), dtype=tl.float32), mask=mask)
 
 
 @triton.jit

@@ -47,6 +47,7 @@ class Compiled(NamedTuple):
     stack: int
     shared: int
     ptx: str
+    ttgir: str
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +92,7 @@ def compiled(kernel: Any, arch: int, blocks: dict[str, int], path: Path, **const
     usage = subprocess.run([dump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
     found = re.search(r"STACK:(\d+)", usage.stdout)
     assert found, usage.stdout
-    return Compiled(int(found[1]), binary.metadata.shared, binary.asm["ptx"])
+    return Compiled(int(found[1]), binary.metadata.shared, binary.asm["ptx"], binary.asm["ttgir"])
 
 
 CASES = {
@@ -195,6 +196,23 @@ def test_resources_of_updates(arch: int, tmp_path: Path) -> None:
         assert found.stack == 0
         assert len(re.findall(r"ld\.global[.\w]*\.v4", found.ptx)) == read * wide
         assert len(re.findall(r"st\.global[.\w]*\.v4", found.ptx)) >= written * wide
+
+
+def test_gradients_are_loaded_before_they_are_zeroed(tmp_path: Path) -> None:
+    """Zeros do not depend on what was loaded, and 16-bit copies give loads and stores of fp32 different layouts."""
+    blocks = {"num_warps": 4, "num_stages": 3}
+    constants = {"COPY": triton.language.bfloat16, "TILE": bucket_update.TILE}
+    found = compiled(triton_update._update, 90, blocks, tmp_path, **constants)
+    zeroed, under_way = 0, False
+    for line in found.ttgir.splitlines():
+        if "tt.load" in line:
+            under_way = True
+        elif "barrier" in line:
+            under_way = False
+        elif re.search(r"tt\.store %\w+, %cst", line):
+            zeroed += 1
+            assert not under_way, "a thread may zero what another one has not loaded yet"
+    assert zeroed == 2, "aligned pieces, and others"
 
 
 @pytest.mark.parametrize("arch", [80, 90])
