@@ -126,7 +126,7 @@ def test_losses_on_two_devices_are_held_against_the_bound_of_their_precision(tmp
 
     chosen = cases(tmp_path)
     assert len({case.name for case in chosen}) == len(chosen) == 17
-    found = {device: {} for device in ("cuda", "cpu")}
+    found: dict[str, dict[str, Any]] = {device: {} for device in ("cuda", "cpu")}
     for case in chosen:
         for device, factor in (("cuda", 1 + 1e-6), ("cpu", 1.0)):
             losses = {task["name"]: [factor * k for k in range(8)] for task in case.tasks}
