@@ -105,8 +105,9 @@ class LatentAttention(nn.Module):
             .squeeze(1)
             .split([latent.plain, latent.value], dim=-1)
         )
-        query = self.rotate(query, *attention_bias, latent.plain)
-        shared = self.rotate(rotated, *attention_bias).expand(-1, key.shape[1], -1)
+        cos, sin = attention_bias
+        query = self.rotate(query, cos, sin, latent.plain)
+        shared = self.rotate(rotated, cos, sin).expand(-1, key.shape[1], -1)
         key = torch.cat((key, shared), dim=-1)
         attended = self.core_attention(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1))
         output: tuple[Tensor, Tensor | None] = self.linear_proj(attended)

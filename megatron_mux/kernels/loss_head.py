@@ -169,7 +169,7 @@ class _WeightedLoss(torch.autograd.Function):
             rows = hidden.detach()[part] if wanted else None
             nll, own = compute(logits, labels[part], weights[part], used, rows, soft)
             nlls.append(nll)
-            if gradient is not None:
+            if gradient is not None and own is not None:
                 gradient[part] = own
         nll = torch.cat(nlls) if nlls else hidden.new_zeros(0, dtype=_statistics_dtype(hidden))
         if gradient is not None:

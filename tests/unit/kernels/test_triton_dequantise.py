@@ -44,7 +44,7 @@ def test_resources(case: str, arch: int, tmp_path: Path, monkeypatch: pytest.Mon
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=HOW)
     cubin, ptx = tmp_path / "kernel.cubin", binary.asm["ptx"]
     cubin.write_bytes(binary.asm["cubin"])
-    dump = [Path(triton.knobs.nvidia.cuobjdump.path), "--dump-resource-usage", cubin]
+    dump = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
     usage = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found and int(found[1]) <= 64 and int(found[2]) == 0, usage
