@@ -36,7 +36,7 @@ _KINDS = {
 
 def norm_warps(width: int) -> int:
     """Warps of a program that normalises a row: 16 values a thread, so that registers suffice for a backward pass."""
-    return min(32, max(1, triton.next_power_of_2(width) // 512))
+    return int(min(32, max(1, triton.next_power_of_2(width) // 512)))
 
 
 def activate(out: Tensor, x: Tensor, bias: Tensor | None, activation: str, gated: bool) -> None:
