@@ -54,7 +54,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
     add("--data", type=Path, required=True, help="directory with backbone/tokenizer*.json and data/*.jsonl")
-    add("--output", type=Path, required=True, help="file of JSON; a case that is in it is not run again")
+    add("--output", type=Path, required=True, help="JSON, and .md beside it; a case in it is not run again")
     add("--known", type=Path, help="output of another run, whose cases are not run again (DATA/cases.json)")
     add("--devices", nargs="+", choices=DEVICES, default=list(DEVICES))
     add("--only", nargs="+", metavar="NAME", help="only these cases")
@@ -84,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_models(scratch, arguments.data)
             run_all(left, scratch, arguments.jobs, end, kept, arguments.output)
     lines, fine = compared(chosen, kept)
-    print("\n".join(lines))
+    text = "\n".join(lines)
+    arguments.output.with_suffix(".md").write_text(text + "\n")
+    print(text)
     return 0 if fine else 1
 
 

@@ -168,7 +168,7 @@ class _Table:
             return
         for rival in row.rivals:
             if rival != "zero-padded" and (rival != "liger-experts" or peft_side.uses_liger(device)):
-                side(rival, partial(gpu_sides.measure_peft, work, self._rival(row, model), rival, initial))
+                side(rival, partial(self._measure_peft, work, model, rival, initial))
         if row.quantise and device.type == "cuda":
             torch.cuda.empty_cache()
         if "zero-padded" in row.rivals:
@@ -201,11 +201,13 @@ class _Table:
     def _drop_model(self) -> None:
         self._model = ("", None)
 
-    def _rival(self, row: Any, model: Any) -> Any:
-        """The model that PEFT trains: quantised by bitsandbytes where our side is quantised."""
+    def _measure_peft(self, work: Any, model: Any, rival: str, initial: Any) -> dict[str, Any]:
+        """Measure PEFT on a model that bitsandbytes has quantised where our side is quantised."""
+        import gpu_sides
         import random_model
 
-        return model if row.quantise is None else random_model.quantised_copy(model)
+        given = model if work.row.quantise is None else random_model.quantised_copy(model)
+        return gpu_sides.measure_peft(work, given, rival, initial)
 
 
 def _fastest_on_gpu(heads: Mapping[str, Any]) -> str | None:
