@@ -1,12 +1,14 @@
 """What users train, on a GPU against a CPU: losses of eight steps of `pretrain_mux.py` in 17 cases, side by side.
 
     python benchmarks/gpu_cases.py --data .quickstart --output cases.json           # on the GPU and on the CPU
-    python benchmarks/gpu_cases.py --data .quickstart --output cases.json --devices cpu --only nf4
+    python benchmarks/gpu_cases.py --data DATA --output DATA/cases.json --devices cpu --seconds 3600
 
 All kinds of adapters, optimizers, preference losses, quantised backbones, experts, evaluation, rows of their own,
 offloaded weights, recomputation, chunks and TF32, on small models with random weights, with a real tokenizer and data.
-The largest relative difference of a loss is held against a bound for the case's precision. Libraries are imported once,
-and each case is a fork.
+The CPU computes in fp32 what the GPU computes in bf16, on weights that are quantised alike. The largest relative
+difference of a loss is held against a bound for the case's precision. The CPU takes minutes for each case: the second
+command computes its losses beforehand, on any machine; the first one then compares with them. Libraries are imported
+once, and each case is a fork.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from megatron_mux.files import write_atomically
 ROOT = Path(__file__).resolve().parents[1]
 DEVICES = ("cuda", "cpu")
 BOUNDS = {"fp32": 1e-5, "tf32": 5e-3, "half": 2e-2}
-"""Largest relative difference of a loss between devices, by precision."""
+"""Largest relative difference of a loss from the CPU's in fp32, by the GPU's precision."""
+_OF_CPU = {"--bf16": "--mux-fp32"}
+"""Flags of a case on the CPU in place of others: it is the reference, and few CPUs multiply in bf16."""
 _IMPORTED = (
     "torch",
     "transformers",
@@ -50,7 +54,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
     add("--data", type=Path, required=True, help="directory with backbone/tokenizer*.json and data/*.jsonl")
-    add("--output", type=Path, required=True, help="file of JSON; a case that is in it is not run again")
+    add("--output", type=Path, required=True, help="JSON, and .md beside it; a case in it is not run again")
+    add("--known", type=Path, help="output of another run, whose cases are not run again (DATA/cases.json)")
     add("--devices", nargs="+", choices=DEVICES, default=list(DEVICES))
     add("--only", nargs="+", metavar="NAME", help="only these cases")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="cases side by side")
@@ -67,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         scratch = (arguments.scratch or Path(temporary)).resolve()
         chosen = [case for case in cases(scratch) if not arguments.only or case.name in arguments.only]
         kept = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+        add_known(kept, arguments.known or arguments.data / "cases.json")
         left = [
             (case, device)
             for device in arguments.devices
@@ -78,8 +84,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_models(scratch, arguments.data)
             run_all(left, scratch, arguments.jobs, end, kept, arguments.output)
     lines, fine = compared(chosen, kept)
-    print("\n".join(lines))
+    text = "\n".join(lines)
+    arguments.output.with_suffix(".md").write_text(text + "\n")
+    print(text)
     return 0 if fine else 1
+
+
+def add_known(kept: dict[str, dict[str, Any]], file: Path) -> None:
+    """Add cases that ran in another run, such as the CPU's, computed on another machine beforehand.
+
+    Args:
+        kept: By device and name; its own cases stay.
+        file: The other run's output; may be missing.
+    """
+    known = json.loads(file.read_text()) if file.exists() else {}
+    for device, found in known.items():
+        own = kept.setdefault(device, {})
+        own |= {name: one for name, one in found.items() if name not in own and one["status"] == 0}
 
 
 def _import_without_cuda() -> None:
@@ -205,7 +226,8 @@ def _fork(case: Case, device: str, scratch: Path, threads: int) -> int:
     place.mkdir(parents=True)
     (place / "tasks.yaml").write_text(json.dumps({"tasks": case.tasks}))
     words = ["--backbone", str(scratch / case.model), "--mux-tasks", str(place / "tasks.yaml")]
-    words += ["--save", str(place / "out"), "--mux-no-progress", "--log-interval", "1", *case.flags]
+    flags = [_OF_CPU.get(flag, flag) if device == "cpu" else flag for flag in case.flags]
+    words += ["--save", str(place / "out"), "--mux-no-progress", "--log-interval", "1", *flags]
     pid = os.fork()
     if pid:
         return pid

@@ -1,4 +1,10 @@
-"""The sides of a row of `gpu_table.py`, one after the other in one process, each on an emptied allocator."""
+"""The sides of a row of `gpu_table.py`, one after the other in one process, each on an emptied allocator.
+
+A turn is what a user's run does again and again: the training loop takes bursts of 4 to 16 steps, which roll into each
+other, and reads results after each burst. Here a turn is one burst, of as many steps as makes ours last about a second
+(the loop's last up to ten), and waits for the GPU at its end. The rivals' turns have as many steps, launched one after
+the other without waiting, and their losses are read at the end, too. So no side waits for its host where it need not.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +30,22 @@ from megatron_mux.engine import Planning
 from megatron_mux.runtime import Parallel
 from tests.reference.records import Records
 
-WARM_UP, TURNS, SIZE, PROFILED = 3, 5, 2, 2
-"""Steps before the first turn, turns of so many steps, and steps under the profiler."""
-STEPS = WARM_UP + TURNS * SIZE + PROFILED
-_SLOW = 1.0
-"""Seconds of a step from which on turns are fewer, of one step."""
+WARM_UP, TURNS = 6, 3
+"""Steps before the first turn, and turns, each of as many steps as the row's `burst`."""
+_SLOW = 0.5
+"""Seconds of a step from which on two steps are enough to warm up, and two turns to measure."""
+PROFILED_BURSTS = 2
+"""Bursts of our engine under the profiler; one if its steps are slow. PEFT has many more kernels: one step."""
+_OF_MEMORY = 3
+"""Steps of which the peak of memory is taken."""
+_TRIED = 2
+"""Steps of PEFT with each head before the fastest is measured."""
 
-LONGEST = 150.0
+LONGEST = 90.0
 """Seconds after which a side ends the process: what is kept stays, and a further call goes on with the next row."""
 
-Step = Callable[[int], list[float]]
-"""Runs the step of a given number on all tasks and returns their losses."""
+Burst = Callable[[Sequence[int]], list[list[float]]]
+"""Runs the steps of given numbers on all tasks, one after the other; then reads their losses, of each step and task."""
 Adapters = list[dict[str, Tensor] | None]
 
 
@@ -42,6 +53,7 @@ class Work:
     """Task specs and records of a row, the same on all sides.
 
     Attributes:
+        steps: Number of steps that there are records for.
         examples: Of each task the pairs of each step.
         tokens: Of each step.
     """
@@ -49,19 +61,20 @@ class Work:
     def __init__(self, row: Row, only: Sequence[int] | None = None) -> None:
         self.row = row
         self.config = config_of(row.shape, row.layers)
+        self.steps = WARM_UP + (TURNS + PROFILED_BURSTS) * row.burst
         self.members = list(range(len(row.mix)) if only is None else only)
         shapes = [row.mix[i] for i in self.members]
         self.specs = [
-            mux_side.spec(shape, row.targets, STEPS, i, row.dropout, row.parameters)
+            mux_side.spec(shape, row.targets, self.steps, i, row.dropout, row.parameters)
             for i, shape in zip(self.members, shapes, strict=True)
         ]
         self.records = [
-            Records(random_records(shape, shape.batch * STEPS, self.config.vocab_size, i)).as_dataset()
+            Records(random_records(shape, shape.batch * self.steps, self.config.vocab_size, i)).as_dataset()
             for i, shape in zip(self.members, shapes, strict=True)
         ]
         made = zip(self.specs, self.records, strict=True)
-        self.examples: list[list[list[Pair]]] = [mux_side.examples(*one, STEPS) for one in made]
-        self.tokens = [sum(len(ids) for own in self.examples for ids, _ in own[k]) for k in range(STEPS)]
+        self.examples: list[list[list[Pair]]] = [mux_side.examples(*one, self.steps) for one in made]
+        self.tokens = [sum(len(ids) for own in self.examples for ids, _ in own[k]) for k in range(self.steps)]
 
     def step(self, number: int) -> list[list[Pair]]:
         """The pairs of each task in one step."""
@@ -74,63 +87,69 @@ class Meter:
     Args:
         work: The row's.
         device: Where the side computes.
-        step: Runs one of its steps.
+        burst: Runs steps of the side.
     """
 
-    def __init__(self, work: Work, device: torch.device, step: Step) -> None:
-        self._work, self._device, self._step = work, device, step
-        self.next = 0
+    def __init__(self, work: Work, device: torch.device, burst: Burst) -> None:
+        self._work, self._device, self._burst = work, device, burst
+        self._next = 0
 
     def run(self, count: int) -> tuple[float, int, list[list[float]]]:
-        """Run some steps; returns their seconds, tokens and losses."""
-        numbers = [(self.next + i) % STEPS for i in range(count)]
-        self.next += count
+        """Run a burst of steps; returns its seconds, tokens and losses."""
+        numbers = [(self._next + i) % self._work.steps for i in range(count)]
+        self._next += count
         self._wait()
         start = time.perf_counter()
-        losses = [self._step(number) for number in numbers]
+        losses = self._burst(numbers)
         self._wait()
         return time.perf_counter() - start, sum(self._work.tokens[n] for n in numbers), losses
 
-    def full(self, last: float) -> dict[str, Any]:
-        """Measure turns, then steps under the profiler.
+    def warm_up(self) -> tuple[float, list[list[float]]]:
+        """Run the first steps; returns seconds of a step, and the first losses."""
+        losses = self.run(1)[2]
+        seconds = self.run(1)[0]
+        if seconds < _SLOW:
+            left = WARM_UP - 2
+            seconds = self.run(left)[0] / left
+        return seconds, losses
+
+    def turns(self, seconds: float) -> dict[str, Any]:
+        """Measure turns.
 
         Args:
-            last: Seconds of the last step.
+            seconds: Of a step.
 
         Returns:
-            `seconds` and `tokens` of turns, `tokens_per_second` (median), and `gpu` (see `profiled`).
+            `seconds` and `tokens` of each turn, its number of steps, and `tokens_per_second` (median).
         """
-        turns, size, profiled = (TURNS, SIZE, PROFILED) if last < _SLOW else (3, 1, 1)
-        found = [self.run(size)[:2] for _ in range(turns)]
-        rate = statistics.median(tokens / seconds for seconds, tokens in found)
+        found = [self.run(self._work.row.burst)[:2] for _ in range(TURNS if seconds < _SLOW else 2)]
         return {
             "seconds": [seconds for seconds, _ in found],
             "tokens": [tokens for _, tokens in found],
-            "steps_in_a_turn": size,
-            "tokens_per_second": rate,
-            "gpu": self.profiled(profiled, rate),
+            "steps_in_a_turn": self._work.row.burst,
+            "tokens_per_second": statistics.median(tokens / seconds for seconds, tokens in found),
         }
 
-    def profiled(self, count: int, rate: float) -> dict[str, Any]:
-        """Record what runs on the GPU in some steps.
+    def profiled(self, sizes: Sequence[int], rate: float) -> dict[str, Any]:
+        """Record what runs on the GPU in some bursts.
 
         Args:
-            count: Number of steps.
+            sizes: Steps of each burst.
             rate: Tokens per second by the clock, without the profiler.
 
         Returns:
             Of a step: seconds in which kernels run (`busy`: of the union of their intervals, `sum`), by `kinds` and
-            `names`; tokens per second of GPU time; and the share of the clock's time in which the GPU idles.
+            `names`, and `gaps` between them; tokens per second of GPU time; and the share of the clock's time in which
+            the GPU idles.
         """
-        if self._device.type != "cuda":
-            kinds = operator_profile.profile_by_kind(lambda: self.run(count), self._device)
-            return {"kinds": kinds, "steps": count}
-        tokens = 0
+        count, tokens = sum(sizes), 0
 
         def run() -> None:
             nonlocal tokens
-            tokens = self.run(count)[1]
+            tokens = sum(self.run(size)[1] for size in sizes)
 
+        if self._device.type != "cuda":
+            return {"kinds": operator_profile.profile_by_kind(run, self._device), "steps": count}
         kernels = operator_profile.record_kernels(run)
         if not kernels:  # the profiler does not work here
             return {"steps": count}
@@ -144,6 +163,7 @@ class Meter:
             "idle": 1 - busy / (tokens / rate),
             "kinds": operator_profile.kernels_by_kind(kernels),
             "names": operator_profile.by_name(kernels),
+            "gaps": operator_profile.gaps(kernels, count),
         }
 
     def _wait(self) -> None:
@@ -194,25 +214,33 @@ def peft_tasks(work: Work, model: nn.Module, rival: str) -> list[peft_side.PeftT
             row.mix[i].rank,
             list(row.targets),
             LEARNING_RATE,
-            STEPS,
+            work.steps,
             **more,  # type: ignore[arg-type]
         )
         for i in work.members
     ]
 
 
-def peft_step(work: Work, tasks: Sequence[peft_side.PeftTask]) -> Step:
-    """A step of PEFT: one task after the other, losses read at its end; batches are collated before."""
+def peft_burst(work: Work, tasks: Sequence[peft_side.PeftTask]) -> Burst:
+    """Steps of PEFT: in each, one task after the other; batches are collated before."""
     batches = [
         [task.collate(pairs) for task, pairs in zip(tasks, work.step(number), strict=True)]
-        for number in range(STEPS)
+        for number in range(work.steps)
     ]
 
-    def step(number: int) -> list[float]:
-        losses = [task.step_on(batch) for task, batch in zip(tasks, batches[number], strict=True)]
-        return [float(loss) for loss in torch.stack(losses).tolist()]
+    def burst(numbers: Sequence[int]) -> list[list[float]]:
+        losses = [
+            torch.stack([task.step_on(batch) for task, batch in zip(tasks, batches[number], strict=True)])
+            for number in numbers
+        ]
+        return _read(losses)
 
-    return step
+    return burst
+
+
+def _read(losses: Sequence[Tensor]) -> list[list[float]]:
+    """Losses of each step, each `[tasks]` on the device, as numbers."""
+    return [[float(loss) for loss in own] for own in torch.stack(list(losses)).tolist()]
 
 
 def measure_peft(work: Work, model: nn.Module, rival: str, initial: Adapters) -> dict[str, Any]:
@@ -228,22 +256,23 @@ def measure_peft(work: Work, model: nn.Module, rival: str, initial: Adapters) ->
     tasks = peft_tasks(work, model, rival)
     if not work.row.parameters:  # whose keys differ between versions of peft
         initial[:] = [task.tensors() for task in tasks]
-    meter = Meter(work, device, peft_step(work, tasks))
+    meter = Meter(work, device, peft_burst(work, tasks))
+    seconds, losses = meter.warm_up()
     heads: dict[str, Any] = {}
-    offered = [head for head in work.row.heads if head in peft_side.heads_of(device)]
-    losses: list[list[float]] = []
-    for head in offered:
+    for head in [head for head in work.row.heads if head in peft_side.heads_of(device)]:
         for task in tasks:
             task.head = head
-        losses = losses or meter.run(WARM_UP)[2]
         meter.run(1)
-        seconds, tokens, _ = meter.run(2)
-        heads[head] = {"tokens_per_second": tokens / seconds, "gpu": meter.profiled(1, tokens / seconds)}
+        taken, tokens, _ = meter.run(_TRIED)
+        heads[head] = {"tokens_per_second": tokens / taken, "gpu": meter.profiled([1], tokens / taken)}
     fastest = max(heads, key=lambda head: float(heads[head]["tokens_per_second"]))
     for task in tasks:
         task.head = fastest
-    last = meter.run(1)[0]
-    return {**meter.full(last), "head": fastest, "heads": heads, "losses": losses}
+    found = meter.turns(seconds)
+    gpu = dict(heads[fastest]["gpu"])
+    if "busy" in gpu:
+        gpu["idle"] = 1 - found["tokens_per_second"] / gpu["tokens_per_second"]
+    return {**found, "gpu": gpu, "head": fastest, "heads": heads, "losses": losses}
 
 
 def measure_mux(
@@ -256,23 +285,35 @@ def measure_mux(
     planning = None if row.chunk is None else Planning("spatial", 1, chunk=row.chunk)
     engine = mux_side.make_engine(backbone, parallel, specs, records, initial, planning)
 
-    def step(_: int) -> list[float]:
-        results = engine.step()
-        return [results[spec.name].loss for spec in specs]
+    def burst(numbers: Sequence[int]) -> list[list[float]]:
+        results: list[list[float]] = []
+        while len(results) < len(numbers):
+            found = engine.steps(len(numbers) - len(results), next_steps=row.burst)
+            results += [[one[spec.name].loss for spec in specs] for one in found]
+        return results
 
-    meter = Meter(work, parallel.device, step)
-    losses = meter.run(WARM_UP - 1)[2]
-    last, _, more = meter.run(1)
-    return {**meter.full(last), "losses": losses + more}
+    meter = Meter(work, parallel.device, burst)
+    seconds, losses = meter.warm_up()
+    found = meter.turns(seconds)
+    bursts = [row.burst] * (PROFILED_BURSTS if seconds < _SLOW else 1)
+    gpu = meter.profiled(bursts, found["tokens_per_second"])
+    engine.close()
+    return {**found, "gpu": gpu, "losses": losses}
 
 
 def measure_ceiling(work: Work, model: nn.Module, parallel: Parallel) -> dict[str, Any]:
-    """Measure the frozen backbone alone on the same packed tokens."""
+    """Measure the frozen backbone alone on the same packed tokens; batches are on the device before."""
     backbone = random_model.backbone_of(model, parallel, next(model.parameters()).dtype)
     ceiling = mux_side.Ceiling(backbone, parallel.device)
-    meter = Meter(work, parallel.device, lambda number: [ceiling.step(work.step(number))])
-    meter.run(WARM_UP - 1)
-    return meter.full(meter.run(1)[0])
+    batches = [ceiling.batch(work.step(number)) for number in range(work.steps)]
+
+    def burst(numbers: Sequence[int]) -> list[list[float]]:
+        return _read([ceiling.step(batches[number]).unsqueeze(0) for number in numbers])
+
+    meter = Meter(work, parallel.device, burst)
+    seconds, _ = meter.warm_up()
+    found = meter.turns(seconds)
+    return {**found, "gpu": meter.profiled([1], found["tokens_per_second"])}
 
 
 def measure_memory(work: Work, model: nn.Module, parallel: Parallel) -> dict[str, Any]:
@@ -308,7 +349,7 @@ def _peak(device: torch.device, run: Callable[[], object]) -> int:
 def _one_of_peft(work: Work, model: nn.Module) -> None:
     (task,) = peft_tasks(work, model, "packed")
     task.head = peft_side.heads_of(task.device)[-1]
-    for number in range(WARM_UP):
+    for number in range(_OF_MEMORY):
         task.step(work.examples[0][number])
 
 
@@ -318,5 +359,6 @@ def _many(work: Work, model: nn.Module, parallel: Parallel, count: int) -> None:
     specs = [work.specs[i].model_copy(update={"name": f"task-{k}"}) for k, i in enumerate(chosen)]
     records = [work.records[i] for i in chosen]
     engine = mux_side.make_engine(backbone, parallel, specs, records, [None] * count)
-    for _ in range(WARM_UP):
+    for _ in range(_OF_MEMORY):
         engine.step()
+    engine.close()

@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,14 +146,14 @@ class _Table:
 
         device = self._parallel.device
         model, work = self._model_of(row), gpu_sides.Work(row)
-        steps = [work.step(number) for number in range(gpu_sides.STEPS)]
+        steps = [work.step(number) for number in range(work.steps)]
         sides: dict[str, Any] = {}
         count = operations(work.config, row, steps)
         total = sum(work.tokens)
         found = {
             "sides": sides,
             "operations_a_token": {name: value / total for name, value in count.items()},
-            "tokens_in_a_step": total / gpu_sides.STEPS,
+            "tokens_in_a_step": total / work.steps,
             "tasks": len(row.mix),
         }
         self._kept.found["rows"][row.name] = found
@@ -168,7 +168,7 @@ class _Table:
             return
         for rival in row.rivals:
             if rival != "zero-padded" and (rival != "liger-experts" or peft_side.uses_liger(device)):
-                side(rival, partial(gpu_sides.measure_peft, work, self._rival(row, model), rival, initial))
+                side(rival, partial(self._measure_peft, work, model, rival, initial))
         if row.quantise and device.type == "cuda":
             torch.cuda.empty_cache()
         if "zero-padded" in row.rivals:
@@ -179,10 +179,10 @@ class _Table:
         if row.processes and self._processes.count:
             self._drop_model()
             del model
-            head = sides["packed"].get("head", row.heads[0])
+            head = _fastest_on_gpu(sides["packed"].get("heads", {})) or row.heads[0]
             dtype = str(_dtype(device)).removeprefix("torch.")
             asked = (row if device.type == "cuda" else _first_tasks(row, 2), head, device.type, dtype)
-            side("processes", lambda: self._processes.measure(*asked, seconds=60))
+            side("processes", lambda: {**self._processes.measure(*asked, seconds=40), "head": head})
 
     def _model_of(self, row: Any) -> Any:
         """The model of `transformers` with the row's backbone."""
@@ -201,11 +201,23 @@ class _Table:
     def _drop_model(self) -> None:
         self._model = ("", None)
 
-    def _rival(self, row: Any, model: Any) -> Any:
-        """The model that PEFT trains: quantised by bitsandbytes where our side is quantised."""
+    def _measure_peft(self, work: Any, model: Any, rival: str, initial: Any) -> dict[str, Any]:
+        """Measure PEFT on a model that bitsandbytes has quantised where our side is quantised."""
+        import gpu_sides
         import random_model
 
-        return model if row.quantise is None else random_model.quantised_copy(model)
+        given = model if work.row.quantise is None else random_model.quantised_copy(model)
+        return gpu_sides.measure_peft(work, given, rival, initial)
+
+
+def _fastest_on_gpu(heads: Mapping[str, Any]) -> str | None:
+    """The head with the most tokens per second of GPU time: processes side by side keep the GPU busy."""
+    rates = {
+        head: found["gpu"]["tokens_per_second"]
+        for head, found in heads.items()
+        if "tokens_per_second" in found["gpu"]
+    }
+    return max(rates, key=lambda head: float(rates[head]), default=None)
 
 
 def _first_tasks(row: Any, count: int) -> Any:

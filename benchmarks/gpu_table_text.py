@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from operator_profile import GAP_CLASSES
 from script import table
 
 RIVALS = ("packed", "liger-experts", "padded", "processes", "zero-padded")
@@ -17,6 +18,8 @@ NAMES = {
     "mux": "megatron-mux",
     "ceiling": "frozen backbone alone",
 }
+_GAPS = 6
+"""Largest gaps of a row that the table names."""
 _SPEED = (
     "tasks | best rival | its tokens/s | tokens/s | speed-up | by GPU time | its idle share | idle share | "
     "TFLOP/s (as done) | share of a product (as done)"
@@ -41,6 +44,7 @@ def markdown(result: Mapping[str, Any], about: Mapping[str, Any]) -> str:
     lines += ["", *table("memory | together GiB | replicas GiB | share", memory)] if memory else []
     for name, row in measured.items():
         lines += _kinds(name, row)
+    lines += _gaps(measured)
     failed = [
         (name, side, found["failed"].strip().splitlines()[-1][:200])
         for name, row in rows.items()
@@ -82,7 +86,7 @@ def _speed(name: str, row: Mapping[str, Any], product: float) -> tuple[str, ...]
     rate, gpu = ours["tokens_per_second"], ours["gpu"].get("tokens_per_second")
     rival, by_gpu = best_by_clock(row), best_by_gpu(row)
     side = row["sides"][rival[0]] if rival else {}
-    label = "-" if rival is None else NAMES[rival[0]] + (f", {side['head']} head" if "head" in side else "")
+    label = "-" if rival is None else _label(rival[0], side)
     counted, done = (row["operations_a_token"][key] * rate for key in ("counted", "done"))
     return (
         name,
@@ -103,15 +107,44 @@ def _sides(name: str, row: Mapping[str, Any]) -> list[tuple[str, ...]]:
     for side, found in row["sides"].items():
         if not _is_measured(found):
             continue
-        measured = [(f"{NAMES[side]}, {head} head", one) for head, one in found.get("heads", {}).items()]
-        for label, one in [*measured, (NAMES[side], found)]:
+        others = [head for head in found.get("heads", {}) if head != found["head"]]
+        measured = [(f"{NAMES[side]}, {head} head", found["heads"][head]) for head in others]
+        for label, one in [*measured, (_label(side, found), found)]:
             gpu = one.get("gpu", {})
             busy = f"{gpu['tokens_per_second']:.0f}" if "tokens_per_second" in gpu else "-"
-            peak = f"{one['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in one else "-"
+            # The peak is that of the process that measures.
+            peak = f"{one['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in one and side != "processes" else "-"
             lines.append(
                 (name, label, f"{one['tokens_per_second']:.0f}", busy, _share(gpu.get("idle")), peak)
             )
     return lines
+
+
+def _label(side: str, found: Mapping[str, Any]) -> str:
+    return NAMES[side] + (f", {found['head']} head" if "head" in found else "")
+
+
+def _gaps(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Tables of the time between kernels: by size for each side, and our side's largest gaps."""
+    sizes, largest = [], []
+    for name, row in rows.items():
+        for side, found in row["sides"].items():
+            gaps = found.get("gpu", {}).get("gaps")
+            if gaps is None:
+                continue
+            cells = [f"{1e-3 * own['us']:.2f} ms, {own['gaps']:.1f}" for own in gaps["classes"].values()]
+            sizes.append((name, _label(side, found), *cells))
+            if side == "mux":
+                largest += [
+                    (name, own["before"], own["after"], f"{own['us']:.0f}", f"{own['gaps']:.2f}")
+                    for own in gaps["largest"][:_GAPS]
+                ]
+    if not sizes:
+        return []
+    classes = " | ".join(size for size, _ in GAP_CLASSES)
+    lines = ["", *table(f"gaps between kernels, in a step: time and number | side | {classes}", sizes)]
+    heading = "megatron-mux's gaps of more than 50 us | after | before | us in a step | in a step"
+    return [*lines, "", *table(heading, largest)] if largest else lines
 
 
 def _memory(name: str, row: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from workload import LEARNING_RATE, Pair, TaskShape, padded_to_longest
 
 from megatron_mux import layout
@@ -113,24 +112,20 @@ class Ceiling:
     def __init__(self, backbone: Backbone, device: torch.device) -> None:
         self.backbone = backbone
         self.device = device
-        # Gradients flow through the lowest layer too, as with an adapter on it.
-        backbone.model.decoder.layers[0].register_forward_pre_hook(_require_input_gradient, with_kwargs=True)
 
-    def step(self, pairs_of_tasks: Sequence[Sequence[Pair]]) -> float:
-        """Run one pass over the sequences of all tasks, packed as the engine packs them; returns the mean loss."""
+    def batch(self, pairs_of_tasks: Sequence[Sequence[Pair]]) -> layout.MicroBatch:
+        """Pack the sequences of all tasks as the engine packs them."""
         sequences = [
             ("backbone", i, tokens, labelled, 1.0)
             for i, (tokens, labelled) in enumerate(pair for pairs in pairs_of_tasks for pair in pairs)
         ]
-        batch = layout.pack(sequences, ("backbone",), {"backbone": 0}).to(self.device)
+        return layout.pack(sequences, ("backbone",), {"backbone": 0}).to(self.device)
+
+    def step(self, batch: layout.MicroBatch) -> Tensor:
+        """Run one pass; returns the mean loss, on the device."""
         with layout.activate(batch):
-            loss, _ = self.backbone.loss(self.backbone.forward(batch, labelled_only=True), batch)
+            # It requires a gradient, so that gradients flow through the lowest layer, as with an adapter on it.
+            hidden = self.backbone.embed(batch).detach().requires_grad_()
+            loss, _ = self.backbone.loss(self.backbone.forward(batch, hidden, labelled_only=True), batch)
             loss.backward()
-        return float(loss.item()) / batch.labels.shape[0]
-
-
-def _require_input_gradient(
-    module: nn.Module, args: Any, kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    hidden = kwargs["hidden_states"].detach().requires_grad_()
-    return args, {**kwargs, "hidden_states": hidden}
+        return loss.detach() / batch.labels.shape[0]

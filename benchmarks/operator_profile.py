@@ -7,9 +7,10 @@ kind of its own on a CPU; on a GPU it is what the wall has beside the kernels.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +76,12 @@ Triton kernels have their function's name; those of no other kind (`gated_*`, `r
 """
 
 
+GAP_CLASSES = (("to 10 us", 10.0), ("to 50 us", 50.0), ("to 1 ms", 1e3), ("more", math.inf))
+"""Classes of gaps between kernels, each with its longest in microseconds."""
+
+_NAMED_GAP = 50.0
+
+
 class Kernel(NamedTuple):
     """What ran on the GPU: a kernel, a copy or a fill. Times in nanoseconds."""
 
@@ -119,6 +126,42 @@ def busy_seconds(kernels: Iterable[Kernel]) -> float:
         total += max(0, stop - max(kernel.start, end))
         end = max(end, stop)
     return total / 1e9
+
+
+def gaps(kernels: Sequence[Kernel], steps: int, most: int = 12) -> dict[str, Any]:
+    """Where the GPU idles between kernels.
+
+    Args:
+        kernels: Of some steps, in order of start.
+        steps: Their number.
+        most: Pairs of kernels to name.
+
+    Returns:
+        Of a step: `classes`, microseconds and number of gaps by size; `largest`, for gaps of more than 50 us the
+        kernels `before` and `after`, their microseconds and number, most microseconds first.
+    """
+    classes = {name: {"us": 0.0, "gaps": 0.0} for name, _ in GAP_CLASSES}
+    pairs: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    last = kernels[0]
+    end = last.start + last.duration
+    for kernel in kernels:
+        gap = (kernel.start - end) / 1e3
+        if gap > 0:
+            own = classes[next(name for name, bound in GAP_CLASSES if gap <= bound)]
+            own["us"] += gap / steps
+            own["gaps"] += 1 / steps
+            if gap > _NAMED_GAP:
+                pair = pairs[last.name[:80], kernel.name[:80]]
+                pair[0] += gap / steps
+                pair[1] += 1 / steps
+        if kernel.start + kernel.duration >= end:
+            last, end = kernel, kernel.start + kernel.duration
+    ordered = sorted(pairs.items(), key=lambda item: -item[1][0])[:most]
+    largest = [
+        {"before": before, "after": after, "us": us, "gaps": count}
+        for (before, after), (us, count) in ordered
+    ]
+    return {"classes": classes, "largest": largest}
 
 
 def profile_by_kind(run: Callable[[], object], device: torch.device) -> dict[str, dict[str, float]]:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-MEASURED = 6
-"""Steps of each process that are timed together."""
+MEASURED = 8
+"""Steps of each process that are timed together, or as many as the row's burst has, if those are more."""
 
 
 class Processes:
@@ -132,12 +132,12 @@ def _one_task(row: Any, i: int, head: str, device: Any, dtype: Any) -> Any:
     )
     tasks = gpu_sides.peft_tasks(work, peft_side.prepared(model), "packed")
     tasks[0].head = head
-    meter = gpu_sides.Meter(work, device, gpu_sides.peft_step(work, tasks))
-    meter.run(gpu_sides.WARM_UP)
+    meter = gpu_sides.Meter(work, device, gpu_sides.peft_burst(work, tasks))
+    meter.warm_up()
 
     def timed() -> tuple[float, float, int]:
         start = time.time()
-        _, tokens, _ = meter.run(MEASURED)
+        _, tokens, _ = meter.run(max(MEASURED, row.burst))
         return start, time.time(), tokens
 
     return timed

@@ -254,7 +254,7 @@ def _engine(
 def _ceiling(setup: Setup, members: Sequence[int], scratch: Path) -> Step:
     ceiling = mux_side.Ceiling(setup.backbone(setup.parallel()), setup.device)
     examples = [setup.examples(i) for i in members]
-    return lambda step: [ceiling.step([task[step] for task in examples])]
+    return lambda step: [float(ceiling.step(ceiling.batch([task[step] for task in examples])))]
 
 
 def _initial(scratch: Path, i: int) -> Path:

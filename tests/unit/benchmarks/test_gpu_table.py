@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def test_rows_are_what_is_to_be_shown() -> None:
 
     named = {row.name: row for row in ROWS}
     assert len(named) == len(ROWS)
+    assert all(4 <= row.burst <= 16 for row in ROWS), "bursts of the training loop"
     for sequences in (8, 32, 128):
         own = named[f"q v, {sequences} sequences"]
         assert {task.batch for task in own.mix} == {sequences} and len(own.mix) == 8
@@ -74,18 +76,64 @@ def test_rows_are_what_is_to_be_shown() -> None:
     assert {row.layers for row in ROWS} == {4, 8, 32} and named["32 tasks' memory"].memory == 32
 
 
+def test_a_turn_is_a_burst_of_the_training_loop_on_all_sides(parallel: Parallel) -> None:
+    import gpu_rows
+    import gpu_sides
+    import peft_side
+    import random_model
+
+    row = replace(gpu_rows.tiny(gpu_rows.ROWS[0]), mix=gpu_rows.ROWS[0].mix[:1])
+    row = replace(row, mix=tuple(replace(task, batch=1, max_length=16, min_length=None) for task in row.mix))
+    work = gpu_sides.Work(row)
+    model = peft_side.prepared(random_model.make(row.shape, 2, torch.float32, torch.device("cpu")))
+    initial: gpu_sides.Adapters = [None]
+    sides = [
+        gpu_sides.measure_peft(work, model, "packed", initial),
+        gpu_sides.measure_mux(work, model, parallel, initial),
+        gpu_sides.measure_ceiling(work, model, parallel),
+    ]
+    for side in sides:
+        assert side["steps_in_a_turn"] == row.burst and len(side["seconds"]) == len(side["tokens"])
+        assert side["tokens_per_second"] > 0 and side["gpu"]["kinds"]["matrix products"]["calls"] > 0
+    peft, mux = (torch.tensor(side["losses"]) for side in sides[:2])
+    assert torch.allclose(peft, mux, rtol=1e-4), "the same records from the same adapters"
+
+
+def test_losses_known_from_another_run_are_not_computed_again(tmp_path: Path) -> None:
+    from gpu_cases import add_known
+
+    other = tmp_path / "cases.json"
+    kept: dict[str, Any] = {"cpu": {"nf4": {"status": 0, "seconds": 1.0}}}
+    add_known(kept, other)
+    assert kept == {"cpu": {"nf4": {"status": 0, "seconds": 1.0}}}
+    known = {"nf4": {"status": 0, "seconds": 2.0}, "int8": {"status": 0}, "fp8": {"status": -9}}
+    other.write_text(json.dumps({"cpu": known}))
+    add_known(kept, other)
+    assert kept == {"cpu": {"nf4": {"status": 0, "seconds": 1.0}, "int8": {"status": 0}}}
+
+
 def result() -> dict[str, Any]:
     """Two rivals: one is faster by the clock, a head of the other by GPU time."""
 
     def side(rate: float, by_gpu: float, **more: Any) -> dict[str, Any]:
         kinds = {"matrix products": {"seconds": 0.75, "calls": 10}, "norms": {"seconds": 0.25, "calls": 2}}
         gpu = {"tokens_per_second": by_gpu, "idle": 1 - rate / by_gpu, "kinds": kinds, "steps": 2}
+        if rate == 1000.0:
+            sizes = {
+                "to 10 us": (20.0, 3.0),
+                "to 50 us": (0.0, 0.0),
+                "to 1 ms": (1100.0, 2.0),
+                "more": (0.0, 0.0),
+            }
+            classes = {size: {"us": us, "gaps": count} for size, (us, count) in sizes.items()}
+            largest = [{"before": "first", "after": "second", "us": 1100.0, "gaps": 2.0}]
+            gpu["gaps"] = {"classes": classes, "largest": largest}
         return {"tokens_per_second": rate, "gpu": gpu, "took": 1.0, **more}
 
     heads = {"labelled": side(100.0, 500.0), "whole": side(90.0, 800.0)}
     sides = {
         "packed": side(100.0, 500.0, head="labelled", heads=heads),
-        "processes": {"tokens_per_second": 250.0},
+        "processes": {"tokens_per_second": 250.0, "head": "whole", "peak_bytes": 1 << 30},
         "mux": side(1000.0, 1600.0, peak_bytes=1 << 30),
         "ceiling": {"failed": "Traceback\nRuntimeError: no\n"},
     }
@@ -103,11 +151,19 @@ def test_the_table_names_the_best_rival_by_clock_and_by_gpu_time() -> None:
     text = markdown(
         result(), {"versions": {"torch": "2"}, "machine": {"gpu": "G", "cpu": "C", "dtype": "bf16"}}
     )
-    assert "| a row | PEFT, a process a task at once | 250 | 1000 | **4.00x** | 2.00x | - | 37.5% |" in text
+    assert (
+        "| a row | PEFT, a process a task at once, whole head | 250 | 1000 | **4.00x** | 2.00x | - | 37.5% |"
+        in text
+    )
     assert "| 1 (2) | 25% (50%) |" in text
     assert "| 32 tasks | 1.0 | 6.0 | 1/6.0 |" in text
     assert "| a row | ceiling | RuntimeError: no |" in text
     assert "75.0%, 375.0 ms, 5" in text
+    assert "| a row | PEFT, packed, whole head | 90 | 800 |" in text
+    assert "| a row | PEFT, packed, labelled head | 100 | 500 |" in text
+    assert "| a row | PEFT, a process a task at once, whole head | 250 | - | - | - |" in text
+    assert "| a row | megatron-mux | 0.02 ms, 3.0 | 0.00 ms, 0.0 | 1.10 ms, 2.0 | 0.00 ms, 0.0 |" in text
+    assert "| a row | first | second | 1100 | 2.00 |" in text
 
 
 def test_a_side_that_fails_costs_the_others_nothing() -> None:

@@ -145,6 +145,27 @@ def test_kernels_that_overlap_count_once() -> None:
     assert [one["name"] for one in by_name(kernels)] == ["up_kernel", "_update"]
 
 
+def test_gaps_are_summed_by_size_and_named_by_their_neighbours() -> None:
+    from operator_profile import Kernel, gaps
+
+    us = 1000
+    kernels = [
+        Kernel("a", 0, 100 * us),
+        Kernel("b", 20 * us, 10 * us),  # within a
+        Kernel("c", 105 * us, 10 * us),
+        Kernel("a", 205 * us, 10 * us),
+        Kernel("c", 305 * us, 10 * us),
+        Kernel("a", 2315 * us, 10 * us),
+    ]
+    found = gaps(kernels, steps=2)
+    classes = {name: (own["us"], own["gaps"]) for name, own in found["classes"].items()}
+    assert classes == {"to 10 us": (2.5, 0.5), "to 50 us": (0, 0), "to 1 ms": (90, 1), "more": (1000, 0.5)}
+    assert found["largest"] == [
+        {"before": "c", "after": "a", "us": 1045, "gaps": 1},
+        {"before": "a", "after": "c", "us": 45, "gaps": 0.5},
+    ]
+
+
 def test_sequences_of_all_tasks_are_padded_to_the_longest_of_their_step() -> None:
     from workload import padded_to_longest
 
