@@ -21,6 +21,7 @@ from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan, Policy, Schedule, add_tasks, keep_tasks, plan_for
 from megatron_mux.fusion.planner import Planner
 from megatron_mux.kernels.low_rank_choice import KernelChoice
+from megatron_mux.kernels.pointwise_choice import PointwiseName
 from megatron_mux.memory.forms.method import Recompute
 
 _LEAST_SECONDS = 0.5
@@ -49,7 +50,7 @@ class Planning:
         virtual: Stages of each rank.
         split: Layers of each stage; empty: as even as possible.
         schedule: See `Plan`.
-        kernels: See `Plan`; the same in all plans of a run.
+        kernels, pointwise: See `Plan`; the same in all plans of a run.
         share: Broadcasts from the rank that leads; every rank calls it between the same two steps.
 
     Attributes:
@@ -69,6 +70,7 @@ class Planning:
     split: Split = ()
     schedule: Schedule = "planned"
     kernels: KernelChoice = ()
+    pointwise: PointwiseName | None = None
     news: list[str] = field(default_factory=list, init=False)
     _left: int = field(default=0, init=False)  # steps to the first of the coming plan, that one included
     _plan: Plan | None = field(default=None, init=False)
@@ -102,7 +104,12 @@ class Planning:
             if self._relieved is not None and set(self._relieved.tasks) == set(plan.tasks):
                 return self._relieved
             return replace(
-                plan, virtual=self.virtual, split=self.split, schedule=self.schedule, kernels=self.kernels
+                plan,
+                virtual=self.virtual,
+                split=self.split,
+                schedule=self.schedule,
+                kernels=self.kernels,
+                pointwise=self.pointwise,
             )
         if self._plan is None or not loads:
             assert self.planner is not None

@@ -27,6 +27,7 @@ from megatron_mux.fusion.launch_order import LaunchOrder, PassCost
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.subgraphs import LayerSubgraphs
 from megatron_mux.kernels.low_rank_choice import KernelChoice
+from megatron_mux.kernels.pointwise_choice import PointwiseName
 
 Policy = Literal["serial", "temporal", "spatial", "auto"]
 Schedule = Literal["planned", "1f1b", "gpipe", "interleaved"]
@@ -136,6 +137,7 @@ class Plan:
         alignment: How sequences are padded, if at all.
         weights: What micro-batches are balanced by.
         kernels: Which kernels compute the low-rank terms of each BaseOp; empty: the default ones.
+        pointwise: Which kernels compute the element-wise work of frozen layers; None: no run has followed the plan.
         layers: The subgraphs of a layer of each kind, if somebody asked for them; for people.
         costs: Where the predictions come from, for people.
         predicted_latency_s: Seconds of one step of every task, its share of the flushes included.
@@ -163,6 +165,7 @@ class Plan:
     alignment: Mode = "dense"
     weights: Weights = field(default_factory=Weights)
     kernels: KernelChoice = ()
+    pointwise: PointwiseName | None = None
     layers: tuple[LayerSubgraphs, ...] = ()
     costs: str = ""
     predicted_latency_s: _Amount | None = None

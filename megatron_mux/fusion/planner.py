@@ -222,6 +222,7 @@ class Planner:
             backbone=self.context.info.fingerprint,
             costs=self.context.profile.description,
             kernels=self.context.profile.kernels,
+            pointwise=self.context.pointwise,
             memory_limit_bytes=self.memory_limit,
         )
 

@@ -14,6 +14,7 @@ from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import ROLLING, Schedule
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.stage_cost import StageCosts
+from megatron_mux.kernels.pointwise_choice import PointwiseName
 from megatron_mux.memory.forms.method import Method, Recompute
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class PlanningContext:
         residence: Where the backbone's weights live between uses.
         sequence_parallel: Whether tensor ranks divide the rows between their regions.
         interleave: How tensor ranks hide their messages; see `Interleave`.
+        pointwise: See `Plan`.
         tasks: The tasks to plan for, by name.
     """
 
@@ -62,6 +64,7 @@ class PlanningContext:
     residence: Kind = "resident"
     sequence_parallel: bool = False
     interleave: Interleave = "off"
+    pointwise: PointwiseName | None = None
     tasks: Mapping[str, TaskLoad] = field(default_factory=dict)
 
     def with_tasks(self, tasks: Mapping[str, TaskLoad]) -> PlanningContext:

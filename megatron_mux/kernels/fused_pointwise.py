@@ -1,4 +1,4 @@
-"""Element-wise work between a frozen layer's products in as few kernels as there can be, forward and backward.
+"""Element-wise operations between the products of a frozen layer, each fused to one kernel a direction, with autograd.
 
 Three operations, each one launch a direction on a GPU: the MLP's activation (`activate`), a norm with the residual sum
 before it (`join`, `normalise`), and queries, keys and values out of their common product, normalised and rotated

@@ -1,4 +1,4 @@
-"""Which kernels compute the element-wise work of frozen layers: Triton's, or torch's operators."""
+"""Chooses who computes what `fused_pointwise` defines, by device and dtype: Triton kernels, or torch's operators."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.profile_store import profile_of_mesh
 from megatron_mux.fusion.recompute import choose_recompute
+from megatron_mux.kernels.pointwise_choice import pointwise_name
 from megatron_mux.memory.sizes import show_size
 from megatron_mux.runtime import Parallel, device_memory
 from megatron_mux.training.admission import first_tasks
@@ -54,7 +55,7 @@ def make_planning(
         tasks: The tasks to register.
         parallel: This rank's place; every rank calls this function.
         manifest: The save to continue from, if any.
-        say: Told where predictions come from, and the plan.
+        say: Told which kernels compute element-wise work, where predictions come from, and the plan.
 
     Raises:
         UserError: The plan file is not for this run, or a task does not fit into memory.
@@ -71,6 +72,9 @@ def make_planning(
         lambda tried: split_layers(tried, arguments, known, share),
         say,
     )
+    say(f"element-wise kernels: {context.pointwise}")
+    if known is not None:
+        known = replace(known, pointwise=context.pointwise)  # those of this machine
     mesh = context.mesh
     stages: dict[str, Any] = {
         "stages": mesh.stages,
@@ -78,6 +82,7 @@ def make_planning(
         "split": mesh.split,
         "schedule": context.schedule,
         "kernels": profile.kernels,
+        "pointwise": context.pointwise,
     }
     if arguments.mux_policy != "auto":
         return Planning(
@@ -117,6 +122,7 @@ def _context(
         residence=arguments.mux_backbone_weights,
         sequence_parallel=arguments.sequence_parallel,
         interleave=arguments.mux_interleave,
+        pointwise=pointwise_name(parallel.device, arguments.dtype),
         tasks=loads,
     )
 

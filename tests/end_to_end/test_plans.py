@@ -173,13 +173,15 @@ def test_a_planned_run_follows_its_plan(
     file = tmp_path / "plan.json"
     assert plan("--output", file, "--chunk-size", "8", "--micro-batches", "2")[0] == 0
     kernels = [["linear_qkv", "loop"]]
-    file.write_text(json.dumps({**json.loads(file.read_text()), "kernels": kernels}))
+    of_earlier = {k: v for k, v in json.loads(file.read_text()).items() if k != "pointwise"}
+    file.write_text(json.dumps({**of_earlier, "kernels": kernels}))
     run = server.run(workplace.arguments("--mux-plan", file, "--save", tmp_path / "run"))
     assert run.status == 0, run.errors
-    assert f"following {file}" in run.output
+    assert f"following {file}" in run.output and "element-wise kernels: torch" in run.output
     kept = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert {(b["micro_batches"], b["chunk"]) for b in kept["buckets"]} == {(2, 8)}
     assert kept["kernels"] == kernels, "also once the planner has planned for the tasks that are left"
+    assert kept["pointwise"] == "torch"
 
 
 def test_the_default_is_planned(workplace: Workplace, server: Server, tmp_path: Path) -> None:

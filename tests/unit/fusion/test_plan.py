@@ -134,6 +134,7 @@ WRONG: list[tuple[Spoil, str, str]] = [
     (plan(policy="greedy"), "policy", "'auto'"),
     (plan(alignment="loose"), "alignment", "'dense'"),
     (plan(format=4), "format", "6"),
+    (plan(pointwise="liger"), "pointwise", "'triton'"),
     # what cannot be
     (bucket(forward=[1.0, -0.5]), "buckets[1].forward[1]", "0"),
     (bucket(backward=[math.nan, 1.0]), "buckets[1].backward[0]", "finite"),

@@ -20,10 +20,10 @@ from megatron_mux.kernels.pointwise import ACTIVATIONS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 assert (DEVICE.type == "cpu") == triton.knobs.runtime.interpret
-DTYPES = [torch.float32, torch.float16]
-TOLERANCES = {torch.float32: 2e-6, torch.float16: 3e-3}
+FULL, HALF = torch.float32, torch.float16
+TOLERANCES = {FULL: 2e-6, HALF: 3e-3}
 
-ROWS = 5
+ROWS = 3
 Function = Callable[..., Any]
 
 
@@ -62,17 +62,24 @@ def check(function: Function, inputs: list[Tensor], dtype: torch.dtype) -> None:
         assert (ours - theirs).norm() <= TOLERANCES[dtype] * theirs.norm()
     spoilt = [x.clone() for x in rounded]
     for x in spoilt:
-        x[2] = float("nan")
-    others = [0, 1, 3, 4]
+        x[1] = float("nan")
     for ours, among in zip(found, run(function, spoilt, dtype), strict=True):
-        assert torch.equal(ours[others], among[others])
+        assert torch.equal(ours[::2], among[::2])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize(
+    ("gate", "biased", "dtype"), [(True, False, FULL), (False, True, HALF)], ids=["gated", "with a bias"]
+)
 @pytest.mark.parametrize("name", sorted(set(ACTIVATIONS) - {"swish", "gelu_fast", "gelu_pytorch_tanh"}))
 def test_activations(name: str, gate: bool, biased: bool, dtype: torch.dtype) -> None:
+    check_activation(name, gate, biased, dtype)
+
+
+def test_gated_activation_with_a_bias() -> None:
+    check_activation("gelu", True, True, FULL)
+
+
+def check_activation(name: str, gate: bool, biased: bool, dtype: torch.dtype) -> None:
     width = 2 * 2057 if gate else 2057  # more than a block
     bias = random(width, seed=3).to(dtype)
 
@@ -87,9 +94,7 @@ def norm_of(dtype: torch.dtype, of: torch.dtype, centred: bool, width: int, seed
     return Norm(weight, bias if centred else None, 1e-5, centred)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [96, 577])
-@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize(("centred", "width", "dtype"), [(False, 577, HALF), (True, 96, FULL)])
 def test_norms(centred: bool, width: int, dtype: torch.dtype) -> None:
     def forked(inputs: list[Tensor], of: torch.dtype) -> Any:
         return fused_pointwise.fork(inputs[0], norm_of(dtype, of, centred, width, 1))
@@ -101,9 +106,16 @@ def test_norms(centred: bool, width: int, dtype: torch.dtype) -> None:
     check(normed, [random(ROWS, 1, width)], dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("parts", ["outer", "bias, outer", "inner", "bias, inner, outer"])
-@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize(
+    ("parts", "centred", "dtype"),
+    [
+        ("outer", False, FULL),
+        ("bias, outer", True, HALF),
+        ("inner", True, FULL),
+        ("inner, outer", False, HALF),
+        ("bias, inner, outer", True, FULL),
+    ],
+)
 def test_sums(centred: bool, parts: str, dtype: torch.dtype) -> None:
     width = 200
     bias = random(width, seed=3).to(dtype)
@@ -134,19 +146,18 @@ def test_parts_without_a_gradient() -> None:
 
 
 HEADS = {
-    "grouped": (Heads(32, 4), 2, 16),
-    "as many keys": (Heads(24, 1), 3, 12),
-    "partial": (Heads(40, 3), 2, 12),
-    "one group": (Heads(128, 19), 1, 64),
+    "grouped": (Heads(32, 4), 2, 16, True, FULL),
+    "as many keys": (Heads(24, 1), 3, 12, False, HALF),
+    "partial, normalised": (Heads(40, 3), 2, 12, True, HALF),
+    "partial": (Heads(40, 3), 2, 12, False, FULL),
+    "several programs a row": (Heads(128, 19), 1, 64, False, FULL),
 }
-"""Heads, groups, rotated pairs."""
+"""Heads, groups, rotated pairs, whether queries and keys are normalised, and the dtype."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("case", HEADS)
-def test_heads(case: str, normed: bool, dtype: torch.dtype) -> None:
-    heads, groups, pairs = HEADS[case]
+def test_heads(case: str) -> None:
+    heads, groups, pairs, normed, dtype = HEADS[case]
     weights = [random(heads.size, seed=i).to(dtype) for i in range(2)]
     turns = random(ROWS, 1, pairs, seed=5)
 
