@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_mux.kernels.triton_launch import cdiv, launch
+
 STATISTICS: dict[str, int] = {"BLOCK": 2048, "num_warps": 8, "num_stages": 3}
 """A program a row: enough programs as soon as there are some hundred rows."""
 GRADIENT: dict[str, int] = {"BLOCK": 4096, "num_warps": 8, "num_stages": 1}
@@ -21,9 +23,10 @@ def statistics(
 ) -> None:
     """Fill `found`: see `cross_entropy.statistics`; `sums` gets each row's sum of logits."""
     top, total, target = found
-    statistics_kernel[(logits.shape[0],)](
-        logits, columns, top, total, target, top if sums is None else sums, valid, logits.stride(0),
-        SUMS=sums is not None, **STATISTICS,
+    launch(
+        statistics_kernel, (logits.shape[0],),
+        (logits, columns, top, total, target, top if sums is None else sums, valid, logits.stride(0)),
+        {"SUMS": sums is not None, **STATISTICS},
     )  # fmt: skip
 
 
@@ -37,10 +40,12 @@ def gradient_(
     vocab: int,
 ) -> None:
     """Overwrite logits with their gradient: see `cross_entropy.gradient_`."""
-    grid = (logits.shape[0], triton.cdiv(logits.shape[1], GRADIENT["BLOCK"]))
-    gradient_kernel[grid](
-        logits, columns, top, total, top if smoothing is None else smoothing, valid, vocab, logits.stride(0),
-        logits.shape[1], SMOOTHED=smoothing is not None, **GRADIENT,
+    rows, width = logits.shape
+    spread = top if smoothing is None else smoothing
+    launch(
+        gradient_kernel, (rows, cdiv(width, GRADIENT["BLOCK"])),
+        (logits, columns, top, total, spread, valid, vocab, logits.stride(0), width),
+        {"SMOOTHED": smoothing is not None, **GRADIENT},
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_mux.kernels.dequantise import DequantiseKernels, EightBitCodes, Nf4Codes
+from megatron_mux.kernels.triton_launch import cdiv, launch
 
 GROUPS = 512
 """Groups of a program."""
@@ -42,11 +43,12 @@ class TritonDequantise(DequantiseKernels):
         """See `DequantiseKernels.nf4`."""
         rows, columns = place.shape
         grid, groups = _grid(rows, columns // _WIDTH, counts)
-        nf4_kernel[grid](
+        arguments = (
             place, codes.packed.view(torch.int32), codes.absmax, codes.codebook, codes.first, codes.scales,
-            codes.offsets, codes.nested_codebook, counts,
-            groups, columns // _WIDTH, ROUNDED=_TYPES[rounded_to or torch.float32], GROUPS=GROUPS, **HOW,
+            codes.offsets, codes.nested_codebook, counts, groups, columns // _WIDTH,
         )  # fmt: skip
+        constants = {"ROUNDED": _TYPES[rounded_to or torch.float32], "GROUPS": GROUPS, **HOW}
+        launch(nf4_kernel, grid, arguments, constants)
 
     @staticmethod
     def eight_bit(place: Tensor, codes: EightBitCodes, counts: Tensor | None) -> None:
@@ -55,11 +57,12 @@ class TritonDequantise(DequantiseKernels):
         blocks = codes.scales.shape[1]
         width = gcd(_WIDTH, columns // blocks)
         grid, groups = _grid(rows, columns // width, counts)
-        eight_bit_kernel[grid](
+        arguments = (
             place, codes.codes.view(torch.int8), codes.scales, counts,
             groups, columns // width, columns // blocks // width, blocks,
-            FLOATING=codes.floating, GROUPS=GROUPS, WIDTH=width, **HOW,
         )  # fmt: skip
+        constants = {"FLOATING": codes.floating, "GROUPS": GROUPS, "WIDTH": width, **HOW}
+        launch(eight_bit_kernel, grid, arguments, constants)
 
 
 def _grid(rows: int, row_groups: int, counts: Tensor | None) -> tuple[tuple[int, int], int]:
@@ -67,7 +70,7 @@ def _grid(rows: int, row_groups: int, counts: Tensor | None) -> tuple[tuple[int,
     experts = 1 if counts is None else len(counts)
     groups = rows // experts * row_groups
     assert groups * experts < 1 << 31, "groups are counted in 32 bits"
-    return (triton.cdiv(groups, GROUPS), experts), groups
+    return (cdiv(groups, GROUPS), experts), groups
 
 
 @triton.jit

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from megatron_mux.kernels import expert_linear, grouped_product
@@ -23,6 +22,7 @@ from megatron_mux.kernels.triton_experts_device import (
     product_kernel,
     reduce_kernel,
 )
+from megatron_mux.kernels.triton_launch import cdiv, launch
 
 PRODUCT: dict[str, int] = {
     "ROWS": grouped_product.TILE_ROWS, "WIDTH": 128, "INNER": 64, "num_warps": 8, "num_stages": 3,
@@ -50,12 +50,14 @@ def product_(y: Tensor, x: Tensor, weight: Tensor, tiles: Tiles) -> None:
         tiles: The rows of each expert, in tiles of `grouped_product.TILE_ROWS`.
     """
     blocks = PRODUCT if x.element_size() == 2 else WIDE_PRODUCT
-    columns = triton.cdiv(y.shape[1], blocks["WIDTH"])
+    columns = cdiv(y.shape[1], blocks["WIDTH"])
     if len(tiles.group) and columns:
-        product_kernel[(len(tiles.group) * columns,)](
+        arguments = (
             y, x, weight, *tiles, len(tiles.start), columns, y.shape[1], x.shape[1], y.stride(0), x.stride(0),
-            *weight.stride(), PRECISION=_precision(x), **blocks,
+            *weight.stride(),
         )  # fmt: skip
+        constants = {"PRECISION": _precision(x), **blocks}
+        launch(product_kernel, (len(tiles.group) * columns,), arguments, constants)
 
 
 class TritonExpertKernels(ExpertKernels):
@@ -87,40 +89,45 @@ class TritonExpertKernels(ExpertKernels):
     ) -> None:
         """See `ExpertKernels.weight_gradients`."""
         tiles = groups.tiles_of_tasks(table.bounds, expert_linear.TILE_ROWS)
-        rank_blocks = triton.cdiv(table.largest_rank, OUTER["RANKS"])
+        rank_blocks = cdiv(table.largest_rank, OUTER["RANKS"])
         for up, values, own in ((False, x, d_latent), (True, dy, latent)):
-            columns = triton.cdiv(values.shape[1], OUTER["WIDTH"])
+            columns = cdiv(values.shape[1], OUTER["WIDTH"])
             grid = len(tiles.start) * rank_blocks * columns
             if grid:
-                outer_kernel[(grid,)](
+                arguments = (
                     values, own, table.entries, table.at, tiles.start, tiles.stop, table.slots, table.held,
-                    rank_blocks, columns, values.shape[1], values.stride(0), own.stride(0), UP=up,
-                    PRECISION=_precision(values), **OUTER,
+                    rank_blocks, columns, values.shape[1], values.stride(0), own.stride(0),
                 )  # fmt: skip
+                constants = {"UP": up, "PRECISION": _precision(values), **OUTER}
+                launch(outer_kernel, (grid,), arguments, constants)
 
 
 def _reduce(values: Tensor, table: ExpertTable, groups: ExpertGroups, up: bool) -> Tensor:
     """A row's values, of x or dy, to its latent columns."""
     tiles = groups.tiles_of_tasks(table.bounds, expert_linear.TILE_ROWS)
     latent = values.new_empty(values.shape[0], table.width)
-    rank_blocks = triton.cdiv(table.largest_rank, REDUCE["RANKS"])
+    rank_blocks = cdiv(table.largest_rank, REDUCE["RANKS"])
     if len(tiles.group) and rank_blocks:
-        reduce_kernel[(len(tiles.group) * rank_blocks,)](
+        arguments = (
             values, latent, table.entries, table.at, *tiles, table.slots, table.held, rank_blocks, values.shape[1],
-            values.stride(0), latent.stride(0), UP=up, PRECISION=_precision(values), **REDUCE,
+            values.stride(0), latent.stride(0),
         )  # fmt: skip
+        constants = {"UP": up, "PRECISION": _precision(values), **REDUCE}
+        launch(reduce_kernel, (len(tiles.group) * rank_blocks,), arguments, constants)
     return latent
 
 
 def _expand_(output: Tensor, latent: Tensor, table: ExpertTable, groups: ExpertGroups, up: bool) -> None:
     """A row's latent columns to those of y or dx, to which they are added."""
     tiles = groups.tiles_of_tasks(table.bounds, expert_linear.TILE_ROWS)
-    columns = triton.cdiv(output.shape[1], EXPAND["WIDTH"])
+    columns = cdiv(output.shape[1], EXPAND["WIDTH"])
     if len(tiles.group) and columns:
-        expand_kernel[(len(tiles.group) * columns,)](
+        arguments = (
             output, latent, table.entries, table.at, *tiles, table.slots, table.held, columns, output.shape[1],
-            output.stride(0), latent.stride(0), UP=up, PRECISION=_precision(output), **EXPAND,
+            output.stride(0), latent.stride(0),
         )  # fmt: skip
+        constants = {"UP": up, "PRECISION": _precision(output), **EXPAND}
+        launch(expand_kernel, (len(tiles.group) * columns,), arguments, constants)
 
 
 def _precision(rows: Tensor) -> Any:

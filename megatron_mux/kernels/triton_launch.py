@@ -16,7 +16,10 @@ _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], arguments: Sequence[Tensor | int], constants: Mapping[str, Any]
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: Sequence[Tensor | float | None],
+    constants: Mapping[str, Any],
 ) -> None:
     """Launch a kernel on the current stream, as `kernel[grid](*arguments, **constants)` does.
 
@@ -28,10 +31,12 @@ def launch(
     """
     key = [id(kernel), *constants.values()]  # kernels are there for good
     for argument in arguments:  # what Triton specialises on, or more
-        if argument.__class__ is int:
-            key.append(None if argument == 1 else (argument & 15 == 0) + 2 * (argument >> 31 != 0))
+        if isinstance(argument, Tensor):
+            key += argument.dtype, argument.data_ptr() & 15 == 0
+        elif type(argument) is int:
+            key.append(1 if argument == 1 else (argument & 15 == 0, argument >> 31 != 0))
         else:
-            key += argument.dtype, argument.data_ptr() & 15 == 0  # type: ignore[union-attr]
+            key.append(argument.__class__)
     found = _compiled.get(tuple(key))
     if found is None:
         compiled = kernel[grid](*arguments, **constants)

@@ -10,11 +10,14 @@ Where no GPU is at hand the kernels run in Triton's interpreter (`TRITON_INTERPR
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_mux.kernels.fused_pointwise import JoinedNorms
+from megatron_mux.kernels.triton_launch import cdiv, launch
 from megatron_mux.kernels.triton_rotary import turn, turn_backward
 
 __all__ = ["activate", "activate_backward", "join", "join_backward", "turn", "turn_backward"]
@@ -43,10 +46,8 @@ def activate(out: Tensor, x: Tensor, bias: Tensor | None, activation: str, gated
     """Write `activation(x + bias)` to `[T, F]`; gated, `x` is `[T, 2 F]`: see `fused_pointwise.activate`."""
     rows, width = out.shape
     if out.numel():
-        _activate[(rows, triton.cdiv(width, BLOCK))](
-            out, x, bias, width, x.stride(0),
-            KIND=_KINDS[activation], GATED=gated, BIASED=bias is not None, BLOCK=BLOCK, num_warps=ACTIVATION_WARPS,
-        )  # fmt: skip
+        constants = _of_activation(bias, activation, gated)
+        launch(_activate, (rows, cdiv(width, BLOCK)), (out, x, bias, width, x.stride(0)), constants)
 
 
 def activate_backward(
@@ -55,10 +56,16 @@ def activate_backward(
     """Write the gradient of `activate`'s input, contiguous."""
     rows, width = gradient.shape
     if gradient.numel():
-        _activate_backward[(rows, triton.cdiv(width, BLOCK))](
-            d_x, gradient, x, bias, width, gradient.stride(0), x.stride(0),
-            KIND=_KINDS[activation], GATED=gated, BIASED=bias is not None, BLOCK=BLOCK, num_warps=ACTIVATION_WARPS,
-        )  # fmt: skip
+        constants = _of_activation(bias, activation, gated)
+        arguments = d_x, gradient, x, bias, width, gradient.stride(0), x.stride(0)
+        launch(_activate_backward, (rows, cdiv(width, BLOCK)), arguments, constants)
+
+
+def _of_activation(bias: Tensor | None, activation: str, gated: bool) -> dict[str, Any]:
+    return {
+        "KIND": _KINDS[activation], "GATED": gated, "BIASED": bias is not None, "BLOCK": BLOCK,
+        "num_warps": ACTIVATION_WARPS,
+    }  # fmt: skip
 
 
 def join(
@@ -75,15 +82,18 @@ def join(
     if not output.numel():
         return
     some = inner or outer
-    _join[(rows,)](
+    arguments = (
         total, normed, output, bias, residual,
         inner and inner.weight, inner and inner.bias, outer and outer.weight, outer and outer.bias,
         width, output.stride(0), 0 if residual is None else residual.stride(0), some.eps if some else 0.0,
-        BIASED=bias is not None, ADDED=residual is not None, STORED=total is not None,
-        INNER=inner is not None, OUTER=outer is not None, CENTRED=bool(some and some.centred),
-        SHIFTED=bool(some and some.bias is not None), BLOCK=triton.next_power_of_2(width),
-        num_warps=norm_warps(width),
     )  # fmt: skip
+    constants = {
+        "BIASED": bias is not None, "ADDED": residual is not None, "STORED": total is not None,
+        "INNER": inner is not None, "OUTER": outer is not None, "CENTRED": bool(some and some.centred),
+        "SHIFTED": bool(some and some.bias is not None), "BLOCK": triton.next_power_of_2(width),
+        "num_warps": norm_warps(width),
+    }  # fmt: skip
+    launch(_join, (rows,), arguments, constants)
 
 
 def join_backward(
@@ -102,15 +112,18 @@ def join_backward(
     if not total.numel():
         return
     some = inner or outer
-    _join_backward[(rows,)](
+    arguments = (
         d_total, d_output, gradient, d_normed, total, output, bias,
         inner and inner.weight, outer and outer.weight, width,
         0 if gradient is None else gradient.stride(0), 0 if d_normed is None else d_normed.stride(0),
         total.stride(0), 0 if output is None else output.stride(0), some.eps if some else 0.0,
-        BIASED=bias is not None, ADDED=gradient is not None,
-        INNER=inner is not None, OUTER=d_normed is not None, CENTRED=bool(some and some.centred),
-        BLOCK=triton.next_power_of_2(width), num_warps=norm_warps(width),
     )  # fmt: skip
+    constants = {
+        "BIASED": bias is not None, "ADDED": gradient is not None,
+        "INNER": inner is not None, "OUTER": d_normed is not None, "CENTRED": bool(some and some.centred),
+        "BLOCK": triton.next_power_of_2(width), "num_warps": norm_warps(width),
+    }  # fmt: skip
+    launch(_join_backward, (rows,), arguments, constants)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_mux.kernels.fused_pointwise import Heads
+from megatron_mux.kernels.triton_launch import cdiv, launch
 
 ELEMENTS = 2048
 """Features of all heads of a program."""
@@ -32,10 +33,10 @@ def turn(
     """Write `[T, h, D]`, `[T, g, D]` and `[T, g, D]`, contiguous, of `mixed` `[T, (h + 2 g), D]`."""
     grid, constants = _geometry(mixed, cos, heads)
     if query.numel():
-        _turn[grid](
+        arguments = (
             query, key, value, mixed, cos, sin, *heads.weights, *mixed.stride()[:2], cos.stride(0), heads.eps,
-            **constants,
         )  # fmt: skip
+        launch(_turn, grid, arguments, constants)
 
 
 def turn_backward(
@@ -53,11 +54,12 @@ def turn_backward(
     if not d_mixed.numel():
         return
     d_key, d_value = (d_query if one is None else one for one in (d_key, d_value))
-    _turn_backward[grid](
+    arguments = (
         d_mixed, d_query, d_key, d_value, mixed, cos, sin, *heads.weights, *d_query.stride()[:2],
         *d_key.stride()[:2], *d_value.stride()[:2], *((0, 0) if mixed is None else mixed.stride()[:2]),
-        cos.stride(0), heads.eps, **constants,
+        cos.stride(0), heads.eps,
     )  # fmt: skip
+    launch(_turn_backward, grid, arguments, constants)
 
 
 def _geometry(mixed: Tensor, cos: Tensor, heads: Heads) -> tuple[tuple[int, int], dict[str, Any]]:
@@ -72,7 +74,7 @@ def _geometry(mixed: Tensor, cos: Tensor, heads: Heads) -> tuple[tuple[int, int]
         "NORMED": heads.weights[0] is not None, "HEADS": block, "HALVES": triton.next_power_of_2(half),
         "REST": rest, "RESTS": triton.next_power_of_2(max(rest, 1)), "num_warps": WARPS,
     }  # fmt: skip
-    return (rows, triton.cdiv(count, block)), constants
+    return (rows, cdiv(count, block)), constants
 
 
 @triton.jit

@@ -57,7 +57,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def specialised(values: Tensor, count: int) -> str:
+def specialised(values: Tensor | None, count: float | None) -> str:
     """What Triton compiles the kernel for, given these arguments."""
     backend = make_backend(GPUTarget("cuda", 90, 32))
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
@@ -65,8 +65,8 @@ def specialised(values: Tensor, count: int) -> str:
 
 
 ROWS = torch.zeros(64)
-COUNTS = (1, 2, 15, 16, 17, 32, (1 << 31) - 16, 1 << 31, (1 << 31) + 1, 1 << 33)
-VALUES = (ROWS, ROWS[4:], ROWS[1:], ROWS[3:], ROWS.double(), ROWS.bfloat16())
+COUNTS = (1, 2, 15, 16, 17, 32, (1 << 31) - 16, 1 << 31, (1 << 31) + 1, 1 << 33, 1.0, 0.5, None)
+VALUES = (ROWS, ROWS[4:], ROWS[1:], ROWS[3:], ROWS.double(), ROWS.bfloat16(), None)
 
 
 def test_arguments_share_what_triton_compiles_alike() -> None:
