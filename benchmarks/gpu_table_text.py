@@ -103,7 +103,7 @@ def _speed(name: str, row: Mapping[str, Any], product: float) -> tuple[str, ...]
 
 
 def _sides(name: str, row: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for side, found in row["sides"].items():
         if not _is_measured(found):
             continue
