@@ -19,7 +19,7 @@ def choose_recompute(
 ) -> PlanningContext:
     """Divide the layers; on a GPU, recompute them if some task does not fit into memory otherwise.
 
-    Attention alone is never chosen: it keeps no scores, and by the closed forms saves nothing.
+    Attention alone is never chosen: it keeps no scores, so at most its output is saved.
 
     Args:
         context: With the recomputation that the flag asks for.
