@@ -48,23 +48,20 @@ TINY = {"qkv": Shape(48, ((0, 16, 32, 1), (16, 8, 32, 1)))}
 
 OTHERS: Mapping[str, Sequence[Mapping[str, int]]] = {
     "DOWN": (
-        {"num_stages": 3}, {"num_stages": 6}, {"WIDTH": 64, "num_stages": 6}, {"WIDTH": 256, "num_stages": 2},
-        {"RANKS": 64}, {"RANKS": 64, "ROWS": 64}, {"RANKS": 64, "ROWS": 64, "num_warps": 8, "num_stages": 3},
-        {"ROWS": 64}, {"ROWS": 16}, {"num_warps": 2}, {"num_warps": 8},
+        {"num_stages": 2}, {"num_stages": 4}, {"WIDTH": 64, "num_stages": 4}, {"num_warps": 4}, {"RANKS": 32},
+        {"RANKS": 32, "num_warps": 4}, {"ROWS": 32, "num_warps": 4},
     ),
     "LATENT_GRADIENT": (
-        {"num_stages": 4}, {"num_stages": 6}, {"WIDTH": 64}, {"WIDTH": 256, "num_stages": 4}, {"RANKS": 64},
-        {"RANKS": 64, "ROWS": 64, "num_stages": 4}, {"ROWS": 64, "num_stages": 6}, {"num_warps": 8},
+        {"num_stages": 4}, {"num_stages": 8}, {"ROWS": 32}, {"RANKS": 64, "num_stages": 4},
+        {"RANKS": 64, "num_warps": 8}, {"WIDTH": 64},
     ),
     "EXPAND": (
-        {"num_stages": 1}, {"num_stages": 3}, {"num_warps": 4}, {"WIDTH": 64, "num_warps": 4}, {"WIDTH": 64},
-        {"ROWS": 32, "num_warps": 4}, {"RANKS": 16}, {"RANKS": 64}, {"RANKS": 64, "num_warps": 4, "WIDTH": 64},
-        {"WIDTH": 256}, {"ROWS": 32, "WIDTH": 256},
+        {"num_stages": 1}, {"num_stages": 3}, {"WIDTH": 128}, {"WIDTH": 32}, {"WIDTH": 32, "num_warps": 2},
+        {"RANKS": 64}, {"RANKS": 16},
     ),
     "OUTER": (
-        {"num_stages": 2}, {"num_stages": 4}, {"num_stages": 5}, {"ROWS": 32, "num_stages": 6}, {"ROWS": 128},
-        {"WIDTH": 128}, {"WIDTH": 128, "num_warps": 8}, {"RANKS": 64}, {"RANKS": 64, "WIDTH": 128, "num_warps": 8},
-        {"num_warps": 8}, {"WIDTH": 32},
+        {"num_stages": 2}, {"num_stages": 4}, {"ROWS": 128}, {"ROWS": 128, "num_stages": 2},
+        {"ROWS": 32, "num_stages": 6}, {"num_warps": 8}, {"ROWS": 128, "num_warps": 8},
     ),
 }  # fmt: skip
 """Changes to the block sizes in use, by their name in `triton_low_rank`."""

@@ -14,6 +14,10 @@ from torch import Tensor
 TILE_ROWS = 64
 """Rows of a tile: kernels compute a group tile by tile, from its own first row on, whatever its neighbours are."""
 
+PART_ROWS = 2048
+"""Rows of a part: gradients of weights of a group that has at least two are computed part by part, from its first row
+on; the last one takes the rest."""
+
 Rows = tuple[int, int]
 """First row, and one past the last."""
 
@@ -49,6 +53,12 @@ class RowGroups:
     def slot_set(self) -> frozenset[int]:
         """The slots, to look them up."""
         return frozenset(self.slots)
+
+    @cached_property
+    def parts(self) -> int:
+        """Room for the parts of all groups that are divided; 0 if none is. See `PART_ROWS`."""
+        divided = any(stop - start >= 2 * PART_ROWS for start, stop in self.rows)
+        return self.rows[-1][1] // PART_ROWS if divided else 0
 
 
 def tiles_of(rows: Sequence[Rows]) -> Iterator[tuple[int, int, int]]:

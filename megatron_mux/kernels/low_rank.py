@@ -20,8 +20,24 @@ from torch.autograd.function import once_differentiable
 from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.kernels.terms import TermTable
 
-LAUNCHES = {"down": 1, "up_": 1, "latent_gradient": 1, "input_gradient_": 1, "weight_gradients": 2}
-"""Device launches of each operation by Triton kernels at most, however many tasks there are."""
+LAUNCHES = {
+    "down": 1,
+    "up_": 1,
+    "latent_gradient": 1,
+    "input_gradient_": 1,
+    "weight_gradients": 2,
+    "add_parts_": 1,
+}
+"""Device launches of each operation by Triton kernels at most, however many tasks there are.
+
+`add_parts_` is part of `weight_gradients`, for tasks whose rows are divided (`groups.PART_ROWS`).
+"""
+
+RANK_BLOCK = 64
+"""Ranks of a block of `weight_gradients`."""
+
+DIVIDED_WIDTH = 8192
+"""Products no wider than this are divided over rows: wider ones give a GPU enough blocks as they are."""
 
 
 class LowRankKernels(ABC):
@@ -64,6 +80,24 @@ class LowRankKernels(ABC):
         `(d * d_latent)^T dropout(x)` and `scale * (b * dy)^T (d * latent)`; of the factors, the sum over rows of
         `d_latent * latent` and of `scale * dy * ((d * latent) B^T)`.
         """
+
+
+def partials_of(values: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
+    """Room for weight gradients of parts of tasks' rows, of all terms: `[parts * terms * N, ranks]` fp32.
+
+    Which tasks are divided is up to their own rows, so that their bits do not depend on neighbours. Terms with biases
+    are not.
+
+    Args:
+        values: `[T, N]`, x or dy.
+        table: The terms.
+        groups: The rows of each task.
+    """
+    width = values.shape[1]
+    divided = width <= DIVIDED_WIDTH and not table.has_biases
+    ranks = -(-table.largest_rank // RANK_BLOCK) * RANK_BLOCK
+    parts = groups.parts if divided else 0
+    return values.new_empty(parts * table.most_terms * width, ranks, dtype=torch.float32)
 
 
 class _LowRankLinear(torch.autograd.Function):

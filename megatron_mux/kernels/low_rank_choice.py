@@ -14,7 +14,7 @@ from megatron_mux.base_ops import BaseOpName
 from megatron_mux.kernels.grouped_rows import GroupedKernels
 from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.kernels.loop_low_rank import LoopKernels
-from megatron_mux.kernels.low_rank import LowRankKernels
+from megatron_mux.kernels.low_rank import LowRankKernels, partials_of
 from megatron_mux.kernels.terms import TermTable
 
 KernelName = Literal["loop", "triton"]
@@ -48,6 +48,13 @@ class DryKernels(GroupedKernels):
         x: Tensor, latent: Tensor, dy: Tensor, d_latent: Tensor, table: TermTable, groups: RowGroups
     ) -> None:
         """See `LowRankKernels.weight_gradients`."""
+        partials = [partials_of(values, table, groups) for values in (x, dy)]
+        if any(partial.shape[0] for partial in partials):
+            DryKernels.add_parts_()
+
+    @staticmethod
+    def add_parts_() -> None:
+        """What `weight_gradients` launches besides if some task's rows are divided."""
 
     @staticmethod
     def activated(latent: Tensor, table: TermTable, groups: RowGroups) -> Tensor:

@@ -1,4 +1,4 @@
-"""Terms of all tasks by Triton kernels: one launch an operation, two for the gradients of weights.
+"""Terms of all tasks by Triton kernels: one launch an operation, two or three for the gradients of weights.
 
 Work is cut into blocks in proportion to what each term has to compute and to move (MuxTune section 4): tiles of a
 task's rows x its terms x blocks of their ranks or columns. Programs without work return at once. A block's size does
@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_mux.kernels.grouped_rows import GroupedKernels
-from megatron_mux.kernels.groups import TILE_ROWS, RowGroups
+from megatron_mux.kernels.groups import PART_ROWS, TILE_ROWS, RowGroups
+from megatron_mux.kernels.low_rank import RANK_BLOCK, partials_of
 from megatron_mux.kernels.terms import TermTable
 from megatron_mux.kernels.triton_launch import cdiv, launch
 from megatron_mux.kernels.triton_low_rank_device import input_gradient_kernel, reduce_kernel, up_kernel
@@ -25,17 +26,19 @@ from megatron_mux.kernels.triton_rows_device import (
     factor_gradient_kernel,
     scale_kernel,
 )
-from megatron_mux.kernels.triton_weight_gradients import weight_gradient_kernel
+from megatron_mux.kernels.triton_weight_gradients import add_parts_kernel, weight_gradient_kernel
 
-DOWN: dict[str, int] = {"ROWS": 32, "RANKS": 32, "WIDTH": 128, "num_warps": 4, "num_stages": 4}
-"""Blocks of `down`: half a tile, so that few rows still occupy many multiprocessors."""
-LATENT_GRADIENT: dict[str, int] = {**DOWN, "num_stages": 8}
+DOWN: dict[str, int] = {"ROWS": 64, "RANKS": 64, "WIDTH": 128, "num_warps": 8, "num_stages": 3}
+"""Blocks of `down`: wide in ranks, so that a row is read, and its dropout's hashes computed, once for most terms."""
+LATENT_GRADIENT: dict[str, int] = {"ROWS": 64, "RANKS": 32, "WIDTH": 128, "num_warps": 4, "num_stages": 6}
 """Blocks of `latent_gradient`: each load waits for one of a column list, so it takes twice the stages to have as many
 loads under way."""
-EXPAND: dict[str, int] = {"ROWS": TILE_ROWS, "RANKS": 32, "WIDTH": 128, "num_warps": 8, "num_stages": 2}
+EXPAND: dict[str, int] = {"ROWS": TILE_ROWS, "RANKS": 32, "WIDTH": 64, "num_warps": 4, "num_stages": 2}
 """Blocks of `up_` and `input_gradient_`."""
-OUTER: dict[str, int] = {"ROWS": 64, "RANKS": 32, "WIDTH": 64, "num_warps": 4, "num_stages": 3}
+OUTER: dict[str, int] = {"ROWS": 64, "RANKS": RANK_BLOCK, "WIDTH": 64, "num_warps": 4, "num_stages": 3}
 """Blocks of `weight_gradients`."""
+PARTS: dict[str, int] = {"RANKS": RANK_BLOCK, "WIDTH": 16, "num_warps": 4, "num_stages": 1}
+"""Blocks of the sums of parts."""
 ACTIVATION: dict[str, int] = {"ROWS": TILE_ROWS, "RANKS": 32, "num_warps": 4, "num_stages": 1}
 """Blocks of `activated` and `activation_gradient_`."""
 SCALE: dict[str, int] = {"ROWS": TILE_ROWS, "WIDTH": 128, "num_warps": 8, "num_stages": 1}
@@ -81,14 +84,27 @@ class TritonKernels(GroupedKernels):
         x: Tensor, latent: Tensor, dy: Tensor, d_latent: Tensor, table: TermTable, groups: RowGroups
     ) -> None:
         """See `LowRankKernels.weight_gradients`."""
-        for up, values in enumerate((x, dy)):
-            rank_blocks = cdiv(table.largest_rank, OUTER["RANKS"])
-            blocks = cdiv(values.shape[1], OUTER["WIDTH"])
+        rank_blocks = cdiv(table.largest_rank, RANK_BLOCK)
+        terms, count = table.most_terms * rank_blocks, len(groups.rows)
+        partials = [partials_of(values, table, groups) for values in (x, dy)]
+        for up, (values, partial) in enumerate(zip((x, dy), partials, strict=True)):
+            parts = groups.parts if partial.shape[0] else 0
             _launch(
-                weight_gradient_kernel, (table.most_terms * rank_blocks, blocks, len(groups.rows)), table,
-                values, latent, d_latent, groups.table, groups.sequence_ids, groups.token_index, rank_blocks,
-                values.stride(0), latent.stride(0), x.shape[1], UP=bool(up), BIASED=table.has_biases,
-                DROPOUT=not up and groups.training and table.has_dropout, **_products(table, values), **OUTER,
+                weight_gradient_kernel, (terms, cdiv(values.shape[1], OUTER["WIDTH"]), count + parts), table,
+                values, latent, d_latent, partial, groups.table, groups.sequence_ids, groups.token_index, rank_blocks,
+                count, parts, values.stride(0), latent.stride(0), x.shape[1], values.shape[1], UP=bool(up),
+                BIASED=table.has_biases, DROPOUT=not up and groups.training and table.has_dropout, PART=PART_ROWS,
+                **_products(table, values), **OUTER,
+            )  # fmt: skip
+        if any(partial.shape[0] for partial in partials):
+            down, up_ = partials
+            down_blocks, up_blocks = (
+                cdiv(values.shape[1], PARTS["WIDTH"]) if partial.shape[0] else 0
+                for values, partial in zip((x, dy), partials, strict=True)
+            )
+            _launch(
+                add_parts_kernel, (terms, down_blocks + up_blocks, count), table, down, up_, groups.table,
+                rank_blocks, down_blocks, x.shape[1], dy.shape[1], PART=PART_ROWS, **PARTS,
             )  # fmt: skip
 
     @staticmethod

@@ -1,9 +1,10 @@
 """Device code of `triton_low_rank`: gradients of A and B, of a bottleneck's biases, and of factors trained instead.
 
 A program owns a block of one term's gradient and goes through all rows of the term's task, in the order of its own
-tiles: nothing is added atomically, and a task's sums never depend on where its rows lie.
+tiles: nothing is added atomically, and a task's sums never depend on where its rows lie. Of a task with many rows it
+goes through one part (`groups.PART_ROWS`), and another kernel adds the parts in their order.
 
-Constants as in `triton_low_rank_device`.
+Constants as in `triton_low_rank_device`. PART: rows of a part.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -39,6 +40,8 @@ from megatron_mux.kernels.triton_low_rank_device import (
     _values_of,
     _weights_of,
 )
+
+_BY_PARTS = [*_BY_TABLE, "groups", "parts", "down_blocks"]
 
 
 @triton.jit
@@ -153,15 +156,46 @@ def _bias_gradient(
     _add_to(gradient + places, places < count, total)
 
 
-@triton.jit(do_not_specialize=_BY_TABLE, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
+@triton.jit
+def _part_of(table, groups, PART: tl.constexpr):
+    """This program's group, and which part of whose rows it computes; negative: all of them.
+
+    A part's number is its place in `low_rank.partials_of`: a group's parts are counted from its first row's on, PART
+    rows being one. No two are the same, since groups have no row in common.
+    """
+    low = tl.program_id(2)
+    part = low - groups
+    if part >= 0:
+        low = part * 0
+        high = groups
+        while high - low > 1:
+            middle = (low + high) // 2
+            if tl.load(table + middle * 4 + 1) // PART <= part:
+                low = middle
+            else:
+                high = middle
+    return table + low * 4, part
+
+
+@triton.jit
+def _places_of_part(
+    partials, part, number, width, features, first_rank, rank_blocks, RANKS: tl.constexpr
+):  # fmt: skip
+    """Where a part's block of a term's gradient lies, `[WIDTH, RANKS]`."""
+    terms = tl.num_programs(0) // rank_blocks
+    row = (part.to(tl.int64) * terms + number) * width + features
+    return partials + (row[:, None] * (rank_blocks * RANKS) + (first_rank + tl.arange(0, RANKS))[None, :])
+
+
+@triton.jit(do_not_specialize=_BY_PARTS, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def weight_gradient_kernel(
-    entries, first_entry, slots, values, latent, d_latent, table, sequence_ids, token_index,
-    rank_blocks, stride, latent_stride, features_in,
+    entries, first_entry, slots, values, latent, d_latent, partials, table, sequence_ids, token_index,
+    rank_blocks, groups, parts, stride, latent_stride, features_in, part_width,
     UP: tl.constexpr, DROPOUT: tl.constexpr, FACTORS: tl.constexpr, BIASED: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The gradient of B (UP, from dy and latent) or of A (from x and d_latent), or of a term's factors instead."""
-    group = table + tl.program_id(2) * 4
+    group, part = _part_of(table, groups, PART)
     first = tl.load(group + 1)
     stop = tl.load(group + 2)
     entry, exists = _term_of(entries, first_entry, slots, group, tl.program_id(0) // rank_blocks)
@@ -183,6 +217,14 @@ def weight_gradient_kernel(
     else:
         gradient = _pointer(entry, _DOWN_GRADIENT, tl.float32, ALIGNED)
         own = d_latent
+    count = (stop - first) // PART
+    number = part - first // PART
+    divided = (parts > 0) & (count >= 2) & (gradient.to(tl.int64) != 0)
+    if (divided != (part >= 0)) | (divided & (number >= count)):
+        return
+    if divided:
+        first += number * PART
+        stop = tl.where(number == count - 1, stop, first + PART)
     if BIASED and (first_rank if UP else tl.program_id(1)) == 0:
         _bias_gradient(
             entry, values, stride, d_latent, latent_stride, first, stop,
@@ -200,7 +242,12 @@ def weight_gradient_kernel(
                 entry, values, stride, own, latent_stride, first, stop, steps, sequence_ids, token_index, features,
                 width, ranks, rank, UP, False, FACTORS, FACTORS, ALIGNED, PRECISION, ROWS, RANKS, WIDTH,
             )  # fmt: skip
-        if UP:
+        if divided:
+            places = _places_of_part(
+                partials, part, tl.program_id(0) // rank_blocks, part_width, features, first_rank, rank_blocks, RANKS
+            )  # fmt: skip
+            tl.store(places, total, mask=mask)
+        elif UP:
             _add_to(gradient + features[:, None] * rank + ranks[None, :], mask, total)
         else:
             _add_to(gradient + ranks[:, None] * width + features[None, :], tl.trans(mask), tl.trans(total))
@@ -208,4 +255,56 @@ def weight_gradient_kernel(
         _factors_gradient(
             entry, values, stride, latent, d_latent, latent_stride, first, stop, features, width, ranks, rank,
             first_rank, UP, FACTORS, ALIGNED, PRECISION, ROWS, RANKS, WIDTH,
+        )  # fmt: skip
+
+
+@triton.jit
+def _add_parts(
+    entry, group, partials, part_width, width, rank, rank_blocks, block,
+    UP: tl.constexpr, ALIGNED: tl.constexpr, PART: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of a block of one gradient, in their order."""
+    gradient = _pointer(entry, _UP_GRADIENT if UP else _DOWN_GRADIENT, tl.float32, ALIGNED)
+    first = tl.load(group + 1)
+    parts = tl.where(gradient.to(tl.int64) != 0, (tl.load(group + 2) - first) // PART, 0)
+    first_rank = tl.program_id(0) % rank_blocks * RANKS
+    if (parts >= 2) & (first_rank < rank) & (block * WIDTH < width):
+        ranks = first_rank + tl.arange(0, RANKS)
+        features = block * WIDTH + tl.arange(0, WIDTH)
+        mask = (features < width)[:, None] & (ranks < rank)[None, :]
+        total = tl.zeros((WIDTH, RANKS), dtype=tl.float32)
+        for i in range(parts):
+            places = _places_of_part(
+                partials, first // PART + i, tl.program_id(0) // rank_blocks, part_width, features, first_rank,
+                rank_blocks, RANKS,
+            )  # fmt: skip
+            total += tl.load(places, mask=mask, other=0.0)
+        if UP:
+            _add_to(gradient + features[:, None] * rank + ranks[None, :], mask, total)
+        else:
+            _add_to(gradient + ranks[:, None] * width + features[None, :], tl.trans(mask), tl.trans(total))
+
+
+@triton.jit(do_not_specialize=_BY_PARTS, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
+def add_parts_kernel(
+    entries, first_entry, slots, partials, up_partials, table, rank_blocks, down_blocks, features_in, part_width,
+    ALIGNED: tl.constexpr, PART: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What `weight_gradient_kernel` left of divided tasks: a program for a block of A's gradient, or of B's."""
+    group = table + tl.program_id(2) * 4
+    entry, exists = _term_of(entries, first_entry, slots, group, tl.program_id(0) // rank_blocks)
+    if not exists:
+        return
+    rank = _multiple(entry, _RANK, ALIGNED)
+    block = tl.program_id(1)
+    if block < down_blocks:
+        _add_parts(
+            entry, group, partials, features_in, features_in, rank, rank_blocks, block,
+            False, ALIGNED, PART, RANKS, WIDTH,
+        )  # fmt: skip
+    else:
+        count = _multiple(entry, _COLUMN_COUNT, 8 if ALIGNED else 0)
+        _add_parts(
+            entry, group, up_partials, part_width, count, rank, rank_blocks, block - down_blocks,
+            True, ALIGNED, PART, RANKS, WIDTH,
         )  # fmt: skip

@@ -27,10 +27,12 @@ if torch.cuda.is_available():
         test_factors_beside_neighbours_that_are_not_aligned,
         test_half_precision,
         test_neighbours_leave_no_trace,
+        test_neighbours_of_rows_in_parts_leave_no_trace,
         test_neighbours_that_are_not_aligned_leave_no_trace,
         test_ragged_groups_with_several_terms,
         test_ranks,
         test_rows_at_any_address,
+        test_rows_in_parts,
         test_terms_on_the_same_columns,
     )
     from tests.unit.kernels.interpreted.update import (  # noqa: F401

@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 
 from megatron_mux.kernels import (
     bucket_update,
+    groups,
     triton_cross_entropy,
     triton_experts,
     triton_experts_device,
@@ -34,7 +35,7 @@ from megatron_mux.kernels.triton_rows_device import (
     factor_gradient_kernel,
     scale_kernel,
 )
-from megatron_mux.kernels.triton_weight_gradients import weight_gradient_kernel
+from megatron_mux.kernels.triton_weight_gradients import add_parts_kernel, weight_gradient_kernel
 
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}  # bytes a block may take
 
@@ -64,6 +65,7 @@ def compiled(kernel: Any, arch: int, blocks: dict[str, int], path: Path, **const
         "ALIGNED": 8,
         "PRECISION": "tf32",
         "TILE": 64,
+        "PART": groups.PART_ROWS,
         **blocks,
         **constants,
     }
@@ -72,7 +74,9 @@ def compiled(kernel: Any, arch: int, blocks: dict[str, int], path: Path, **const
     types |= {"entries": "i64"} | dict.fromkeys(
         ("first_entry", "tiles", "table", "sequence_ids", "token_index", "of_pieces"), "i32"
     )
-    types |= dict.fromkeys(("top", "total", "target", "sums", "smoothing"), "fp32") | {"columns": "i64"}
+    types |= dict.fromkeys(
+        ("top", "total", "target", "sums", "smoothing", "partials", "up_partials"), "fp32"
+    ) | {"columns": "i64"}
     types |= dict.fromkeys(("at", "group_of", "start", "stop", "last"), "i32")
     types |= {"skip": "u8"} | dict.fromkeys(("settings", "norms", "squares"), "fp64")
     signature, attributes = {}, {}
@@ -146,13 +150,20 @@ def test_resources(case: str, arch: int, tmp_path: Path) -> None:
     kernel, blocks, constants = CASES[case]
     found = compiled(kernel, arch, blocks, tmp_path, **constants)
     assert found.stack == 0, "registers spill"
-    assert found.shared <= SHARED_MEMORY[arch] // 2, "two programs of a multiprocessor"
+    assert found.shared * 8 <= SHARED_MEMORY[arch] * blocks["num_warps"], "eight warps of a multiprocessor"
     assert "mma.sync" in found.ptx or "wgmma.mma_async" in found.ptx, "no tensor cores"
     # Rows are read and written 16 bytes at a time; column lists do not break that.
     assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", found.ptx)
     assert re.search(r"st\.global[.\w]*\.v4", found.ptx) and not re.search(
         r"[sl][td]\.global\.b16", found.ptx
     )
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_resources_of_parts(arch: int, tmp_path: Path) -> None:
+    found = compiled(add_parts_kernel, arch, triton_low_rank.PARTS, tmp_path)
+    assert found.stack == 0, "registers spill"
+    assert len(re.findall(r"ld\.global[.\w]*\.v4", found.ptx)) >= 2, "parts are read 16 bytes at a time"
 
 
 EXPERTS = {

@@ -14,6 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
+from megatron_mux.kernels import groups as row_groups
+from megatron_mux.kernels import triton_low_rank
 from megatron_mux.kernels.dropout import keep_mask, key_of
 from megatron_mux.kernels.groups import RowGroups, Rows, tiles_of
 from megatron_mux.kernels.low_rank import LAUNCHES
@@ -298,6 +300,28 @@ def test_factors_beside_neighbours_that_are_not_aligned() -> None:
     check_neighbours(own, [term_of(0, 3, dropout=0.5), term_of(4, 8, UNALIGNED)])
 
 
+def in_parts_of(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (row_groups, triton_low_rank):
+        monkeypatch.setattr(module, "PART_ROWS", rows)
+
+
+def test_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks with rows for two, one (its rest apart) and three parts; the last one trains factors and is not divided."""
+    in_parts_of(32, monkeypatch)
+    terms = [
+        term_of(0, 8, INTERLEAVED, dropout=0.1),
+        term_of(0, 70, REST_OF_THEM, module="k"),
+        term_of(1, 13),
+        term_of(2, 4, factors=True),
+    ]
+    check(terms, groups_of([0, 1, 2], [(5, 75), (75, 130), (130, 230)]))
+
+
+def test_neighbours_of_rows_in_parts_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_parts_of(32, monkeypatch)
+    check_neighbours([term_of(1, 8, dropout=0.2)], [term_of(0, 13, dropout=0.5), term_of(2, 5)])
+
+
 def check_neighbours(own: Sequence[Term], others: Sequence[Term]) -> None:
     """Results of one task's terms have the same bits alone and between two tasks whose weights and rows are NaN."""
     slots = [others[0].slot, own[0].slot, others[1].slot]
@@ -318,7 +342,7 @@ def check_neighbours(own: Sequence[Term], others: Sequence[Term]) -> None:
             assert torch.equal(among[f"{slots[1]} {i + 1} {name}"], alone[f"{slots[1]} {i} {name}"]), name
 
 
-def test_launches_are_as_declared(launches: list[str]) -> None:
+def test_launches_are_as_declared(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     terms = [term_of(0, 8, INTERLEAVED), term_of(0, 4, [8, 9], module="k"), term_of(1, 70, factors=True)]
     table, groups = TermTable(terms), groups_of([0, 1], [(0, 66), (66, 67)])
     x, dy = inputs(67)
@@ -330,8 +354,13 @@ def test_launches_are_as_declared(launches: list[str]) -> None:
         "input_gradient_": lambda: TritonKernels.input_gradient_(x, latent, table, groups),
         "weight_gradients": lambda: TritonKernels.weight_gradients(x, latent, dy, latent, table, groups),
     }
-    assert calls.keys() == LAUNCHES.keys()
+    assert calls.keys() | {"add_parts_"} == LAUNCHES.keys()
     for name, call in calls.items():
         launches.clear()
         call()
         assert len(launches) == LAUNCHES[name], name
+    in_parts_of(32, monkeypatch)
+    del groups.parts
+    launches.clear()
+    calls["weight_gradients"]()
+    assert len(launches) == LAUNCHES["weight_gradients"] + LAUNCHES["add_parts_"]
