@@ -362,7 +362,7 @@ class Backbone:
         batch: MicroBatch,
         angles: Angles | None,
         labelled_only: bool,
-        trained_from: int,
+        lowest: int,
         hidden: Tensor,
     ) -> Tensor:
         """Compute the stage's layer `i`, on the last stage with the final norm after its last layer."""
@@ -372,7 +372,7 @@ class Backbone:
         is_last = self.last and i == len(decoder.layers) - 1
         trimmed = labelled_only and is_last
         # Below all adapters no expert rank needs the backward; above, all of them take part in it.
-        trained = torch.is_grad_enabled() and (i >= trained_from or hidden.requires_grad)
+        trained = torch.is_grad_enabled() and (i >= lowest or hidden.requires_grad)
         with torch.set_grad_enabled(trained):
             hidden = compute_layer(decoder.layers[i], hidden, angles, trimmed, self.recompute == "full")
         if is_last and not self.parallel.experts.is_manager:
