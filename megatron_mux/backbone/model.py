@@ -192,10 +192,9 @@ class Backbone:
         labelled_only = labelled_only and self._selects_labelled(batch)
         if not self.layers:
             return self._final_norm(batch, hidden, labelled_only) if self.last else hidden
-        trained_from = self._trained_from
-        layers = self.residence.layers(hidden, trained_from)
+        layers = self.residence.layers(hidden, lowest := self._trained_from)
         for i in range(len(self.layers)) if part is None else [self.layers.index(layer) for layer in part]:
-            layers.through(i, partial(self._layer, i, batch, angles[i], labelled_only, trained_from))
+            layers.through(i, partial(self._layer, i, batch, angles[i], labelled_only, lowest))
         return layers.hidden
 
     def begin(self, batch: MicroBatch, needed: bool, labelled_only: bool = False) -> StagePass:
@@ -357,20 +356,14 @@ class Backbone:
         )
 
     def _layer(
-        self,
-        i: int,
-        batch: MicroBatch,
-        angles: Angles | None,
-        labelled_only: bool,
-        lowest: int,
-        hidden: Tensor,
+        self, i: int, batch: MicroBatch, angles: Angles | None, few: bool, lowest: int, hidden: Tensor
     ) -> Tensor:
         """Compute the stage's layer `i`, on the last stage with the final norm after its last layer."""
         if not self._computes(i, batch):
             return hidden
         decoder = self.model.decoder
         is_last = self.last and i == len(decoder.layers) - 1
-        trimmed = labelled_only and is_last
+        trimmed = few and is_last  # labelled rows only
         # Below all adapters no expert rank needs the backward; above, all of them take part in it.
         trained = torch.is_grad_enabled() and (i >= lowest or hidden.requires_grad)
         with torch.set_grad_enabled(trained):
