@@ -192,10 +192,9 @@ class Backbone:
         labelled_only = labelled_only and self._selects_labelled(batch)
         if not self.layers:
             return self._final_norm(batch, hidden, labelled_only) if self.last else hidden
-        trained_from = self._trained_from
-        layers = self.residence.layers(hidden, trained_from)
+        layers = self.residence.layers(hidden, lowest := self._trained_from)
         for i in range(len(self.layers)) if part is None else [self.layers.index(layer) for layer in part]:
-            layers.through(i, partial(self._layer, i, batch, angles[i], labelled_only, trained_from))
+            layers.through(i, partial(self._layer, i, batch, angles[i], labelled_only, lowest))
         return layers.hidden
 
     def begin(self, batch: MicroBatch, needed: bool, labelled_only: bool = False) -> StagePass:
