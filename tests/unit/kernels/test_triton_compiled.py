@@ -150,7 +150,7 @@ def test_resources(case: str, arch: int, tmp_path: Path) -> None:
     kernel, blocks, constants = CASES[case]
     found = compiled(kernel, arch, blocks, tmp_path, **constants)
     assert found.stack == 0, "registers spill"
-    assert found.shared * 8 <= SHARED_MEMORY[arch] * blocks["num_warps"], "eight warps of a multiprocessor"
+    assert found.shared <= SHARED_MEMORY[arch] // 2, "two programs of a multiprocessor"
     assert "mma.sync" in found.ptx or "wgmma.mma_async" in found.ptx, "no tensor cores"
     # Rows are read and written 16 bytes at a time; column lists do not break that.
     assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", found.ptx)
