@@ -74,9 +74,10 @@ def compiled(kernel: Any, arch: int, blocks: dict[str, int], path: Path, **const
     types |= {"entries": "i64"} | dict.fromkeys(
         ("first_entry", "tiles", "table", "sequence_ids", "token_index", "of_pieces"), "i32"
     )
-    types |= dict.fromkeys(
-        ("top", "total", "target", "sums", "smoothing", "partials", "up_partials"), "fp32"
-    ) | {"columns": "i64"}
+    statistics = ("top", "total", "target", "sums", "smoothing")
+    types |= dict.fromkeys((*statistics, "partials", "up_partials"), "fp32")
+    if "top" in kernel.arg_names:
+        types["columns"] = "i64"  # of labels; elsewhere a number of blocks
     types |= dict.fromkeys(("at", "group_of", "start", "stop", "last"), "i32")
     types |= {"skip": "u8"} | dict.fromkeys(("settings", "norms", "squares"), "fp64")
     signature, attributes = {}, {}
