@@ -52,8 +52,8 @@ OTHERS: Mapping[str, Sequence[Mapping[str, int]]] = {
         {"RANKS": 32, "num_warps": 4}, {"ROWS": 32, "num_warps": 4},
     ),
     "LATENT_GRADIENT": (
-        {"num_stages": 4}, {"num_stages": 8}, {"ROWS": 32}, {"RANKS": 64, "num_stages": 4},
-        {"RANKS": 64, "num_warps": 8}, {"WIDTH": 64},
+        {"num_stages": 4}, {"num_stages": 6}, {"ROWS": 64, "num_warps": 8, "num_stages": 6},
+        {"ROWS": 64, "WIDTH": 64}, {"RANKS": 64, "ROWS": 64, "num_warps": 8, "num_stages": 4},
     ),
     "EXPAND": (
         {"num_stages": 1}, {"num_stages": 3}, {"WIDTH": 128}, {"WIDTH": 32}, {"WIDTH": 32, "num_warps": 2},

@@ -30,7 +30,7 @@ from megatron_mux.kernels.triton_weight_gradients import add_parts_kernel, weigh
 
 DOWN: dict[str, int] = {"ROWS": 64, "RANKS": 64, "WIDTH": 128, "num_warps": 8, "num_stages": 3}
 """Blocks of `down`: wide in ranks, so that a row is read, and its dropout's hashes computed, once for most terms."""
-LATENT_GRADIENT: dict[str, int] = {"ROWS": 64, "RANKS": 32, "WIDTH": 128, "num_warps": 4, "num_stages": 6}
+LATENT_GRADIENT: dict[str, int] = {"ROWS": 32, "RANKS": 32, "WIDTH": 128, "num_warps": 4, "num_stages": 8}
 """Blocks of `latent_gradient`: each load waits for one of a column list, so it takes twice the stages to have as many
 loads under way."""
 EXPAND: dict[str, int] = {"ROWS": TILE_ROWS, "RANKS": 32, "WIDTH": 64, "num_warps": 4, "num_stages": 2}

@@ -8,8 +8,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_mux.kernels import low_rank_choice
+from megatron_mux.kernels.groups import PART_ROWS, RowGroups
 from megatron_mux.kernels.loop_low_rank import LoopKernels
 from megatron_mux.kernels.low_rank_choice import DryKernels, alternatives, kernels_for, notice_of_loops
+from megatron_mux.kernels.terms import Term, TermTable
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -28,6 +30,23 @@ def test_a_dry_run_predicts_a_gpu_that_has_triton_whether_it_is_installed_here_o
     assert kernels_for(x) is DryKernels and kernels_for(x, "triton") is DryKernels
     assert kernels_for(x, "loop") is LoopKernels
     assert kernels_for(on_a_fake_gpu(torch.float64)) is LoopKernels
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "divided"),
+    [(2 * PART_ROWS, 8, True), (2 * PART_ROWS - 1, 8, False), (2 * PART_ROWS, 8200, False)],
+)
+def test_a_dry_run_counts_the_parts_of_long_tasks(
+    monkeypatch: pytest.MonkeyPatch, rows: int, width: int, divided: bool
+) -> None:
+    added: list[None] = []
+    monkeypatch.setattr(DryKernels, "add_parts_", staticmethod(lambda: added.append(None)))
+    table = TermTable([Term(0, torch.zeros(2, width), torch.zeros(width, 2), 1.0)])
+    none = torch.zeros(0, dtype=torch.int32)
+    groups = RowGroups((0,), ((0, rows),), (0,), True, none, none, none, none)
+    values, latent = torch.empty(rows, 1).expand(rows, width), torch.empty(rows, 16)
+    DryKernels.weight_gradients(values, latent, values, latent, table, groups)
+    assert len(added) == divided
 
 
 def test_alternatives_are_those_that_can_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
