@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEVICES = ("cuda", "cpu")
 BOUNDS = {"fp32": 1e-5, "tf32": 5e-3, "half": 2e-2}
 """Largest relative difference of a loss from the CPU's in fp32, by the GPU's precision."""
-_OF_CPU = {"--bf16": "--mux-fp32"}
+_OF_CPU = {"--bf16": ("--mux-fp32",), "--mux-tf32": ()}
 """Flags of a case on the CPU in place of others: it is the reference, and few CPUs multiply in bf16."""
 _IMPORTED = (
     "torch",
@@ -226,7 +226,8 @@ def _fork(case: Case, device: str, scratch: Path, threads: int) -> int:
     place.mkdir(parents=True)
     (place / "tasks.yaml").write_text(json.dumps({"tasks": case.tasks}))
     words = ["--backbone", str(scratch / case.model), "--mux-tasks", str(place / "tasks.yaml")]
-    flags = [_OF_CPU.get(flag, flag) if device == "cpu" else flag for flag in case.flags]
+    other = _OF_CPU if device == "cpu" else {}
+    flags = [own for flag in case.flags for own in other.get(flag, (flag,))]
     words += ["--save", str(place / "out"), "--mux-no-progress", "--log-interval", "1", *flags]
     pid = os.fork()
     if pid:
