@@ -52,7 +52,7 @@ def product_(y: Tensor, x: Tensor, weight: Tensor, tiles: Tiles) -> None:
     blocks = PRODUCT if x.element_size() == 2 else WIDE_PRODUCT
     columns = cdiv(y.shape[1], blocks["WIDTH"])
     if len(tiles.group) and columns:
-        arguments = (
+        arguments: tuple[Tensor | int, ...] = (
             y, x, weight, *tiles, len(tiles.start), columns, y.shape[1], x.shape[1], y.stride(0), x.stride(0),
             *weight.stride(),
         )  # fmt: skip

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_mux.kernels.fused_pointwise import JoinedNorms
+from megatron_mux.kernels.fused_pointwise import JoinedNorms, Norm
 from megatron_mux.kernels.triton_launch import cdiv, launch
 from megatron_mux.kernels.triton_rotary import turn, turn_backward
 
@@ -84,7 +84,7 @@ def join(
     some = inner or outer
     arguments = (
         total, normed, output, bias, residual,
-        inner and inner.weight, inner and inner.bias, outer and outer.weight, outer and outer.bias,
+        *_parameters(inner), *_parameters(outer),
         width, output.stride(0), 0 if residual is None else residual.stride(0), some.eps if some else 0.0,
     )  # fmt: skip
     constants = {
@@ -114,7 +114,7 @@ def join_backward(
     some = inner or outer
     arguments = (
         d_total, d_output, gradient, d_normed, total, output, bias,
-        inner and inner.weight, outer and outer.weight, width,
+        _parameters(inner)[0], _parameters(outer)[0], width,
         0 if gradient is None else gradient.stride(0), 0 if d_normed is None else d_normed.stride(0),
         total.stride(0), 0 if output is None else output.stride(0), some.eps if some else 0.0,
     )  # fmt: skip
@@ -124,6 +124,10 @@ def join_backward(
         "BLOCK": triton.next_power_of_2(width), "num_warps": norm_warps(width),
     }  # fmt: skip
     launch(_join_backward, (rows,), arguments, constants)
+
+
+def _parameters(norm: Norm | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if norm is None else (norm.weight, norm.bias)
 
 
 @triton.jit

@@ -167,7 +167,7 @@ def test_resources_of_parts(arch: int, tmp_path: Path) -> None:
     assert len(re.findall(r"ld\.global[.\w]*\.v4", found.ptx)) >= 2, "parts are read 16 bytes at a time"
 
 
-EXPERTS = {
+EXPERTS: dict[str, tuple[Any, dict[str, int], dict[str, Any]]] = {
     # The matrices' rows lie next to each other in the forward pass, their columns in the backward pass.
     "product": (triton_experts_device.product_kernel, triton_experts.PRODUCT, {"in_stride": 1}),
     "its gradient": (triton_experts_device.product_kernel, triton_experts.PRODUCT, {"out_stride": 1}),

@@ -139,7 +139,9 @@ def test_parts_without_a_gradient() -> None:
         for dtype in (torch.float32, torch.float64):
             inputs = [random(ROWS, 1, 64, seed=i).to(dtype, copy=True).requires_grad_() for i in range(2)]
             norm = norm_of(torch.float32, dtype, False, 64, 1)
-            fused_pointwise.join(inputs[0], None, inputs[1], None, norm)[last].square().sum().backward()
+            output = fused_pointwise.join(inputs[0], None, inputs[1], None, norm)[last]
+            assert output is not None
+            output.square().sum().backward()
             found.append([x.grad for x in inputs])
         for ours, theirs in zip(*found, strict=True):
             assert (ours - theirs).norm() <= 2e-6 * theirs.norm()
@@ -162,7 +164,7 @@ def test_heads(case: str) -> None:
     turns = random(ROWS, 1, pairs, seed=5)
 
     def function(inputs: list[Tensor], of: torch.dtype) -> Any:
-        own = tuple(weight.to(of) for weight in weights) if normed else (None, None)
+        own = (weights[0].to(of), weights[1].to(of)) if normed else (None, None)
         angles = turns.cos().to(dtype).to(of), turns.sin().to(dtype).to(of)
         return fused_pointwise.turn(inputs[0], angles, replace(heads, weights=own, eps=1e-5))
 
