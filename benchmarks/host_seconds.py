@@ -12,8 +12,7 @@ On a CPU the engine is made to take a GPU's way: Triton's kernels are bound and 
 the call of the driver, which does nothing; attention is the variable-length operator of torch, whose kernel does
 nothing; optimizers step as on a GPU, and plans are tried first. What this leaves out: CUDA's own seconds for a launch,
 some 3 to 5 microseconds each; copies to the device; autograd's thread for the device; and seconds of the kernels of
-torch on a few elements, which are counted though a GPU's host does not spend them. Where a GPU has an operator that
-torch lacks on CPUs (RMS norm), another one of as many launches takes its place. With `--device cuda` nothing is
+torch on a few elements, which are counted though a GPU's host does not spend them. With `--device cuda` nothing is
 replaced, and the seconds are those of the clock; else they are the processor's in the thread that steps, which other
 processes of the machine do not lengthen: the thread that prepares data is left out, and waiting for it.
 
@@ -34,16 +33,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from script import add_machine, add_output, command_line, publish, table
 from torch import Tensor
 
-from megatron_mux.backbone import norms
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.dry_run.stand_ins import LengthsOnlyDataset
 from megatron_mux.engine import Engine, Task, updates
 from megatron_mux.fusion.device import cpu_name
-from megatron_mux.kernels import attention, low_rank_choice
+from megatron_mux.kernels import attention, cross_entropy, low_rank_choice, pointwise_choice
 from megatron_mux.runtime import Parallel, initialize
 from megatron_mux.tasks import TaskSpec
 
@@ -83,6 +80,9 @@ def _flash_backward(
     return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
 
 
+CHOOSING = (low_rank_choice, pointwise_choice, cross_entropy, updates)
+"""Modules that choose Triton kernels where these suit."""
+
 _FIRST = 9
 """Arguments of a launch before the kernel's own: its grid, stream, function, metadata and hooks."""
 
@@ -94,6 +94,16 @@ def _nothing(*_: Any) -> None:
 def _zero_norms(*arguments: Any) -> None:
     """Norms that nobody writes might not be finite: then a task would not go on."""
     arguments[_FIRST].zero_()
+
+
+def _zero_losses(*arguments: Any) -> None:
+    """The same of losses: the largest logit, the sum of exponentials, and the label's logit."""
+    _, _, top, total, target, *_ = arguments[_FIRST:]
+    top.zero_(), total.fill_(1.0), target.zero_()
+
+
+_RUNS = {"_row_sums": _zero_norms, "statistics_kernel": _zero_losses}
+"""Kernels that do something."""
 
 
 def _idle_triton() -> None:
@@ -108,7 +118,7 @@ def _idle_triton() -> None:
         def __init__(self, src: Any, **_: Any) -> None:
             self.src, self.name, self.metadata = src, src.fn.__name__, None
             self.module, self.function, self.packed_metadata = object(), 0, ()
-            self._run = _zero_norms if self.name == "_row_sums" else _nothing
+            self._run = _RUNS.get(self.name, _nothing)
 
         def __del__(self) -> None:
             pass
@@ -140,15 +150,10 @@ def idle_gpu() -> Iterator[None]:
     def suits_triton(device: torch.device, dtype: torch.dtype) -> bool:
         return dtype != torch.float64
 
-    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.layer_norm(x, (x.shape[-1],), weight, None, eps)
-
     with ExitStack() as stack:
         for module, name, value in (
-            (low_rank_choice, "suits_triton", suits_triton),
-            (updates, "suits_triton", suits_triton),
+            *((module, "suits_triton", suits_triton) for module in CHOOSING),
             (attention, "has_one_call", lambda device, dtype: True),
-            (norms, "rms_norm", rms_norm),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield
