@@ -101,16 +101,14 @@ def _measure(arguments: argparse.Namespace, sitting: Sitting, processes: Any) ->
     parallel = runtime.initialize(device=device)
     about = {"versions": dict(versions()), "machine": _machine(device)}
     kept = Kept(arguments.output, about, {"rows": {}})
-    if "product" not in kept.found:
-        kept.found["product"] = product_rate(device)
-        kept.keep()
+    product = product_rate(device)  # of this call: clocks differ from one to the next
     rows = chosen_rows(arguments)
-    left = [row for row in rows if row.name not in kept.found["rows"]]
+    left = [row for row in rows if not kept.found["rows"].get(row.name, {}).get("done")]
     table = _Table(parallel, processes, kept)
     while left and sitting.has_time(left[0].seconds):
         row = left.pop(0)
         start = time.monotonic()
-        table.measure(row)
+        table.measure(row, product)
         arguments.output.with_suffix(".md").write_text(markdown(kept.found, about) + "\n")
         print(f"{time.monotonic() - start:.1f} s: {row.name}", file=sys.stderr, flush=True)
     print(markdown(kept.found, about))
@@ -137,8 +135,13 @@ class _Table:
         self._parallel, self._processes, self._kept = parallel, processes, kept
         self._model: tuple[object, Any] = ("", None)
 
-    def measure(self, row: Any) -> None:
-        """Measure the sides of a row."""
+    def measure(self, row: Any, product: float) -> None:
+        """Measure the sides of a row that an earlier call has not begun.
+
+        Args:
+            row: The row.
+            product: See `product_rate`.
+        """
         import gpu_sides
         import peft_side
         import torch
@@ -147,7 +150,7 @@ class _Table:
         device = self._parallel.device
         model, work = self._model_of(row), gpu_sides.Work(row)
         steps = [work.step(number) for number in range(work.steps)]
-        sides: dict[str, Any] = {}
+        sides: dict[str, Any] = self._kept.found["rows"].get(row.name, {}).get("sides", {})
         count = operations(work.config, row, steps)
         total = sum(work.tokens)
         found = {
@@ -155,16 +158,22 @@ class _Table:
             "operations_a_token": {name: value / total for name, value in count.items()},
             "tokens_in_a_step": total / work.steps,
             "tasks": len(row.mix),
+            "product": product,
+            "done": False,
         }
         self._kept.found["rows"][row.name] = found
         initial: gpu_sides.Adapters = [None] * len(row.mix)
 
         def side(name: str, run: Callable[[], dict[str, Any]]) -> None:
-            sides[name] = gpu_sides.attempt(run, device)
-            self._kept.keep()
+            if name not in sides:
+                sides[name] = {"failed": "it ended the process"}  # as a side does that hangs
+                self._kept.keep()
+                sides[name] = gpu_sides.attempt(run, device)
+                self._kept.keep()
 
         if row.memory:
             side("memory", partial(gpu_sides.measure_memory, work, model, self._parallel))
+            found["done"] = True
             return
         for rival in row.rivals:
             if rival != "zero-padded" and (rival != "liger-experts" or peft_side.uses_liger(device)):
@@ -183,6 +192,7 @@ class _Table:
             dtype = str(_dtype(device)).removeprefix("torch.")
             asked = (row if device.type == "cuda" else _first_tasks(row, 2), head, device.type, dtype)
             side("processes", lambda: {**self._processes.measure(*asked, seconds=40), "head": head})
+        found["done"] = True
 
     def _model_of(self, row: Any) -> Any:
         """The model of `transformers` with the row's backbone."""

@@ -8,7 +8,7 @@ from typing import Any
 from operator_profile import GAP_CLASSES
 from script import table
 
-RIVALS = ("packed", "liger-experts", "padded", "processes", "zero-padded")
+RIVALS = ("packed", "liger-experts", "padded", "processes")
 NAMES = {
     "packed": "PEFT, packed",
     "liger-experts": "PEFT, packed, Liger's experts",
@@ -32,11 +32,13 @@ def markdown(result: Mapping[str, Any], about: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     lines = [
         f"{machine['gpu']} ({machine['cpu']}), {machine['dtype']}. {versions}.",
-        f"A product of 8192 x 8192 matrices reaches {result['product'] / 1e12:.0f} TFLOP/s.",
+        "A product of 8192 x 8192 matrices reaches "
+        + ", ".join(sorted({f"{row['product'] / 1e12:.0f}" for row in rows.values()}))
+        + " TFLOP/s.",
     ]
     measured = {name: row for name, row in rows.items() if "tokens_per_second" in row["sides"].get("mux", {})}
     if measured:
-        speed = [_speed(name, row, result["product"]) for name, row in measured.items()]
+        speed = [_speed(name, row, row["product"]) for name, row in measured.items()]
         lines += ["", *table(_SPEED, speed)]
         sides = [line for name, row in measured.items() for line in _sides(name, row)]
         lines += ["", *table("tasks | side | tokens/s | tokens/s of GPU time | idle share | peak GiB", sides)]
@@ -51,6 +53,7 @@ def markdown(result: Mapping[str, Any], about: Mapping[str, Any]) -> str:
         for side, found in row["sides"].items()
         if "failed" in found
     ]
+    failed += [(name, "-", "it was not measured to its end") for name, row in rows.items() if not row["done"]]
     lines += ["", *table("failed | side | why", failed)] if failed else []
     return "\n".join(lines)
 

@@ -162,7 +162,7 @@ def join(
         The sum, and its norm.
     """
     kernels = pointwise_kernels(output)
-    if kernels is not None and (bias, inner, outer) != (None, None, None):
+    if kernels is not None and any(one is not None for one in (bias, inner, outer)):
         return _join(output, bias, residual, (inner, outer), kernels)
     if bias is not None:
         output = output + bias

@@ -30,6 +30,8 @@ from megatron_mux.kernels.triton_weight_gradients import add_parts_kernel, weigh
 
 DOWN: dict[str, int] = {"ROWS": 64, "RANKS": 64, "WIDTH": 128, "num_warps": 8, "num_stages": 3}
 """Blocks of `down`: wide in ranks, so that a row is read, and its dropout's hashes computed, once for most terms."""
+WIDE_DOWN: dict[str, int] = {"ROWS": 32, "RANKS": 32, "WIDTH": 128, "num_warps": 4, "num_stages": 3}
+"""The same for values of 4 bytes, which have to fit into the shared memory of GPUs with 99 KiB of it."""
 LATENT_GRADIENT: dict[str, int] = {"ROWS": 32, "RANKS": 32, "WIDTH": 128, "num_warps": 4, "num_stages": 8}
 """Blocks of `latent_gradient`: each load waits for one of a column list, so it takes twice the stages to have as many
 loads under way."""
@@ -151,7 +153,7 @@ def _activate(latent: Tensor, d_latent: Tensor | None, table: TermTable, groups:
 
 def _reduce(values: Tensor, table: TermTable, groups: RowGroups, up: bool) -> Tensor:
     """A row's values, of x or dy, to its latent columns."""
-    blocks = LATENT_GRADIENT if up else DOWN
+    blocks = LATENT_GRADIENT if up else DOWN if values.element_size() == 2 else WIDE_DOWN
     latent = values.new_empty(values.shape[0], table.width(groups))
     rank_blocks = cdiv(table.largest_rank, blocks["RANKS"])
     grid = (table.most_terms * rank_blocks, groups.tiles.shape[0] * (TILE_ROWS // blocks["ROWS"]))

@@ -57,6 +57,7 @@ class Pairs:
             count: P.
             known_slots: The slots that the rows may have, if the host knows them.
         """
+        assert (held + 1) * SLOTS < 1 << 31, "more experts on a rank than keys of 32 bits tell apart"
         here = places[experts]
         computed = here >= 0
         of_row = computed.sum(dim=1)

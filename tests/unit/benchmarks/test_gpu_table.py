@@ -138,11 +138,13 @@ def result() -> dict[str, Any]:
         "ceiling": {"failed": "Traceback\nRuntimeError: no\n"},
     }
     of_memory = {"together": 1 << 30, "replicas": 6 << 30, "tasks": 32}
+    rest = {"product": 4e12, "done": True}
     rows = {
-        "a row": {"sides": sides, "operations_a_token": {"counted": 1e9, "done": 2e9}},
-        "32 tasks": {"sides": {"memory": of_memory}, "operations_a_token": {}},
+        "a row": {"sides": sides, "operations_a_token": {"counted": 1e9, "done": 2e9}, **rest},
+        "32 tasks": {"sides": {"memory": of_memory}, "operations_a_token": {}, **rest},
+        "cut off": {"sides": {}, "operations_a_token": {}, **rest, "done": False},
     }
-    return {"rows": rows, "product": 4e12}
+    return {"rows": rows}
 
 
 def test_the_table_names_the_best_rival_by_clock_and_by_gpu_time() -> None:
@@ -158,6 +160,7 @@ def test_the_table_names_the_best_rival_by_clock_and_by_gpu_time() -> None:
     assert "| 1 (2) | 25% (50%) |" in text
     assert "| 32 tasks | 1.0 | 6.0 | 1/6.0 |" in text
     assert "| a row | ceiling | RuntimeError: no |" in text
+    assert "| cut off | - | it was not measured to its end |" in text
     assert "75.0%, 375.0 ms, 5" in text
     assert "| a row | PEFT, packed, whole head | 90 | 800 |" in text
     assert "| a row | PEFT, packed, labelled head | 100 | 500 |" in text

@@ -57,8 +57,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     yield
 
 
-def compiled(kernel: Any, arch: int, blocks: dict[str, int], path: Path, **constants: Any) -> Compiled:
-    """Compile for bf16, with sizes and strides that are multiples of 16."""
+def compiled(
+    kernel: Any, arch: int, blocks: dict[str, int], path: Path, values: str = "bf16", **constants: Any
+) -> Compiled:
+    """Compile for bf16, or other values, with sizes and strides that are multiples of 16."""
     constants = {
         "FACTORS": None,
         "BIASED": False,
@@ -70,7 +72,7 @@ def compiled(kernel: Any, arch: int, blocks: dict[str, int], path: Path, **const
         **constants,
     }
     halves = ("logits", "values", "latent", "d_latent", "output", "gradient", "hidden", "x", "y", "weight")
-    types = dict.fromkeys(halves, "bf16")
+    types = dict.fromkeys(halves, values)
     types |= {"entries": "i64"} | dict.fromkeys(
         ("first_entry", "tiles", "table", "sequence_ids", "token_index", "of_pieces"), "i32"
     )
@@ -158,6 +160,17 @@ def test_resources(case: str, arch: int, tmp_path: Path) -> None:
     assert re.search(r"st\.global[.\w]*\.v4", found.ptx) and not re.search(
         r"[sl][td]\.global\.b16", found.ptx
     )
+
+
+def test_values_of_4_bytes_fit_into_every_gpu(tmp_path: Path) -> None:
+    for kernel, blocks, constants in (
+        (reduce_kernel, triton_low_rank.WIDE_DOWN, {"UP": False, "DROPOUT": True}),
+        (reduce_kernel, triton_low_rank.LATENT_GRADIENT, {"UP": True, "DROPOUT": False}),
+        (up_kernel, triton_low_rank.EXPAND, {}),
+        (input_gradient_kernel, triton_low_rank.EXPAND, {"DROPOUT": True}),
+        (weight_gradient_kernel, triton_low_rank.OUTER, {"UP": True, "DROPOUT": False}),
+    ):
+        assert compiled(kernel, 89, blocks, tmp_path, values="fp32", **constants).shared <= 99 << 10
 
 
 @pytest.mark.parametrize("arch", [80, 90])

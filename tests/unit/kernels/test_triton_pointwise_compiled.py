@@ -16,7 +16,6 @@ from megatron_mux.kernels import triton_pointwise, triton_rotary
 
 assert not triton.knobs.runtime.interpret
 
-REGISTERS = 64 << 10  # of a multiprocessor
 ABSENT = {"bias", "inner_weight", "inner_shift", "outer_shift", "key", "value"}
 """Pointers that are None where a case does not name them."""
 
@@ -92,7 +91,6 @@ def test_resources(case: str, arch: int, tmp_path: Path, monkeypatch: pytest.Mon
     assert found, usage.stdout
     print(case, arch, found[1], found[2])
     assert int(found[2]) == 0, "registers spill"
-    assert int(found[1]) * 32 * constants["num_warps"] <= REGISTERS
     ptx = binary.asm["ptx"]
     # Rows are read and written 16 bytes at a time.
     assert not re.search(r"[sl][td]\.global\.b16", ptx)
