@@ -380,13 +380,14 @@ class EngineMemory:
             for backward in (False, True)
         )
         sent = min(sends_kept(ranks), in_step - 1) * share
+        outputs = min(sends_kept(ranks), in_step) * share  # all are sent by the last backward passes
         returned = np.cumsum(trained, axis=1) > 0  # whether a gradient comes back to a stage
         found = np.zeros_like(trained)
         for i, stage in enumerate(self.stages):
             if not stage.first:
                 found[:, i] += inputs + sent * returned[:, i - 1]
             if not stage.last:  # outputs of what is in flight are there anyway
-                found[:, i] += gradients * returned[:, i] + max(0.0, sent - (len(self.stages) - i))
+                found[:, i] += gradients * returned[:, i] + max(0.0, outputs - (len(self.stages) - i))
         if ranks > 1 and self.method.tensor == 1 and self.method.zero != 3:
             found[:, 0] += 1  # zeros, to send where memory runs out
         return found
