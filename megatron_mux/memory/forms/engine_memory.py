@@ -243,7 +243,7 @@ class EngineMemory:
     def _recomputed(self, most: Array, kept_of: Sequence[LayerBytes], tasks: AdapterBytes) -> Array:
         """`[B, L]` bytes of what is computed again for a layer's backward pass."""
         if self.method.recompute == "full":
-            plain = self._kinds.spread([one.plain for one in kept_of])
+            plain = self._kinds.spread([one.plain for one in kept_of]) - self._layer.input  # which is kept anyway
             found: Array = most * (plain + tasks.inputs) + tasks.own
             return found
         more = self._kinds.spread([one.whole - one.plain for one in kept_of])
@@ -325,18 +325,19 @@ class EngineMemory:
         )
         fc2 = self._kinds.each(lambda layer: layer.bytes(layer.linear_fc2_backward()), experts=False)
         mlp = np.maximum(mlp, fc2)
-        attention = self._kinds.each(lambda layer: layer.bytes(layer.attention_backward()))
+        attention = self._kinds.each(lambda layer: layer.bytes(layer.attention_backward())) - tasks.fc2_inputs
         hidden = most * self._layer.input
         gone = most * self._kinds.each(lambda layer: layer.bytes(layer.mlp_gone()))
         found = np.maximum(most * np.maximum(mlp, attention), tasks.multiplied_behind + hidden)
         found = np.maximum(found, tasks.multiplied + hidden + gone)
         if self.architecture.moe is not None:
-            found = np.maximum(found, self._experts_workspace(most, labels))
-        return found + tasks.scratch
+            found = np.maximum(found, self._experts_workspace(most))
+        # The final norm has gone backward by then.
+        last = self._tables.of_stage[:, -1]
+        return found + tasks.scratch - last * self._at_the_end(most[:, 0], labels)[:, None]
 
-    def _experts_workspace(self, most: Array, labels: Array) -> Array:
-        """`[B, L]` the same while experts' outputs are summed, or go backward; less what is counted elsewhere, but is
-        not there yet, or gone."""
+    def _experts_workspace(self, most: Array) -> Array:
+        """`[B, L]` the same while experts' outputs are summed, or go backward."""
         again = self.method.recompute == "full"
         forward = self._kinds.each(
             lambda layer: layer.bytes(expert_layer.forward(layer, again)), experts=True
@@ -346,15 +347,14 @@ class EngineMemory:
         )
         if not again:  # embedded tokens are there until the forward pass has ended
             forward = forward + self._tables.of_stage[:, 0] * self._layer.input
-        one = np.maximum(forward, backward) - self._layer.input * again
-        last = self._tables.of_stage[:, -1]
-        return most * one - last * self._at_the_end(most[:, 0], labels)[:, None]
+        found: Array = most * np.maximum(forward, backward)
+        return found
 
     def _at_the_end(self, most: Array, labels: Array) -> Array:
-        """`[B]` bytes of the final norm's input and of the loss's gradient."""
+        """`[B]` bytes of the final norm's input and of the loss's gradient, and of what is gathered from its output."""
         hidden = self.architecture.hidden * self.size
         if self.method.sequence_parallel:
-            found: Array = labels * hidden + most * hidden / self.method.tensor
+            found: Array = labels * hidden + 2 * most * hidden / self.method.tensor
             return found
         return 2 * labels * hidden
 
@@ -380,13 +380,14 @@ class EngineMemory:
             for backward in (False, True)
         )
         sent = min(sends_kept(ranks), in_step - 1) * share
+        outputs = min(sends_kept(ranks), in_step) * share  # all are sent by the last backward passes
         returned = np.cumsum(trained, axis=1) > 0  # whether a gradient comes back to a stage
         found = np.zeros_like(trained)
         for i, stage in enumerate(self.stages):
             if not stage.first:
                 found[:, i] += inputs + sent * returned[:, i - 1]
             if not stage.last:  # outputs of what is in flight are there anyway
-                found[:, i] += gradients * returned[:, i] + max(0.0, sent - (len(self.stages) - i))
+                found[:, i] += gradients * returned[:, i] + max(0.0, outputs - (len(self.stages) - i))
         if ranks > 1 and self.method.tensor == 1 and self.method.zero != 3:
             found[:, 0] += 1  # zeros, to send where memory runs out
         return found
