@@ -243,7 +243,8 @@ class EngineMemory:
     def _recomputed(self, most: Array, kept_of: Sequence[LayerBytes], tasks: AdapterBytes) -> Array:
         """`[B, L]` bytes of what is computed again for a layer's backward pass."""
         if self.method.recompute == "full":
-            plain = self._kinds.spread([one.plain for one in kept_of]) - self._layer.input  # which is kept anyway
+            # The layer's input is kept anyway.
+            plain = self._kinds.spread([one.plain for one in kept_of]) - self._layer.input
             found: Array = most * (plain + tasks.inputs) + tasks.own
             return found
         more = self._kinds.spread([one.whole - one.plain for one in kept_of])
