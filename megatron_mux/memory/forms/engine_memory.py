@@ -333,7 +333,7 @@ class EngineMemory:
         found = np.maximum(found, tasks.multiplied + hidden + gone)
         if self.architecture.moe is not None:
             found = np.maximum(found, self._experts_workspace(most))
-        # The final norm has gone backward by then, unless it is in one graph with its layer and autograd keeps both ends.
+        # The final norm has gone backward by then; only where layers are graphs of their own both ends stay.
         last = self._tables.of_stage[:, -1] * (not self._brings_weights)
         return found + tasks.scratch - last * self._at_the_end(most[:, 0], labels)[:, None]
 
