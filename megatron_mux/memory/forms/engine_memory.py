@@ -243,7 +243,8 @@ class EngineMemory:
     def _recomputed(self, most: Array, kept_of: Sequence[LayerBytes], tasks: AdapterBytes) -> Array:
         """`[B, L]` bytes of what is computed again for a layer's backward pass."""
         if self.method.recompute == "full":
-            plain = self._kinds.spread([one.plain for one in kept_of]) - self._layer.input  # which is kept anyway
+            # The layer's input is kept anyway.
+            plain = self._kinds.spread([one.plain for one in kept_of]) - self._layer.input
             found: Array = most * (plain + tasks.inputs) + tasks.own
             return found
         more = self._kinds.spread([one.whole - one.plain for one in kept_of])
@@ -332,8 +333,8 @@ class EngineMemory:
         found = np.maximum(found, tasks.multiplied + hidden + gone)
         if self.architecture.moe is not None:
             found = np.maximum(found, self._experts_workspace(most))
-        # The final norm has gone backward by then.
-        last = self._tables.of_stage[:, -1]
+        # The final norm has gone backward by then; only where layers are graphs of their own both ends stay.
+        last = self._tables.of_stage[:, -1] * (not self._brings_weights)
         return found + tasks.scratch - last * self._at_the_end(most[:, 0], labels)[:, None]
 
     def _experts_workspace(self, most: Array) -> Array:
