@@ -58,7 +58,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def compiled(
-    kernel: Any, arch: int, blocks: dict[str, int], path: Path, values: str = "bf16", **constants: Any
+    kernel: Any, arch: int, blocks: dict[str, int], path: Path, *, values: Any = "bf16", **constants: Any
 ) -> Compiled:
     """Compile for bf16, or other values, with sizes and strides that are multiples of 16."""
     constants = {
