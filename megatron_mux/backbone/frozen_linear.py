@@ -44,8 +44,9 @@ def use_whole_linear(model: nn.Module) -> None:
 
 
 def _product(module: Any, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-    # The weight needs no gradient, so autograd keeps nothing but the weight.
-    product, bias = F.linear(input_, module.weight), module.bias
-    if bias is None or module.skip_bias_add:
-        return product, bias
-    return product + bias, None
+    # The weight needs no gradient, so autograd keeps nothing but the weight. As a matrix: torch multiplies `[T, 1, K]`
+    # row by row where its strides are those of a transposed `[1, T, K]`, as embedded tokens' are.
+    x = input_.reshape(-1, input_.shape[-1])
+    skipped = module.bias if module.skip_bias_add else None
+    product = F.linear(x, module.weight, None if module.skip_bias_add else module.bias)
+    return product.view(*input_.shape[:-1], -1), skipped

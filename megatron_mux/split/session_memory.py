@@ -192,7 +192,7 @@ def _predict(
         rows=rows,
         forward=int(rows * (forward_row(layer) + memory.row_inputs)) + fixed + of_prefixes,
         graph=graph,
-        backward=graph + int(made.workspace[0, 1]) + 3 * hidden,
+        backward=int(made.kept[0, 1]) + int(made.workspace[0, 1]) + 3 * hidden,
         hidden=hidden,
         lasting=int((memory.lasting.adapters + memory.lasting.gradients + memory.lasting.moments)[1]),
         forward_fixed=fixed + of_prefixes,

@@ -354,7 +354,7 @@ class EngineMemory:
     def _at_the_end(self, most: Array, labels: Array) -> Array:
         """`[B]` bytes of the final norm's input and of the loss's gradient, and of what is gathered from its output."""
         hidden = self.architecture.hidden * self.size
-        if self.method.sequence_parallel:
+        if self.method.sequence_parallel and self.method.tensor > 1:
             found: Array = labels * hidden + 2 * most * hidden / self.method.tensor
             return found
         return 2 * labels * hidden

@@ -56,12 +56,12 @@ def _in_attention(layer: EngineLayer) -> Iterator[Row]:
 def _changed(layer: EngineLayer) -> Iterator[Row]:
     """Queries and keys, beside the product of linear_qkv."""
     a = layer.architecture
-    if a.qk_norm:
+    if a.rotary:
+        yield Row("rotated queries and keys", "columns", a.queries + a.keys)
+    elif a.qk_norm:
         yield Row("normalised queries and keys", "columns", a.queries + a.keys)
     elif a.heads != a.kv_heads:
         yield Row("queries", "columns", a.queries)
-    if a.rotary:
-        yield Row("rotated queries and keys", "columns", a.queries + a.keys)
 
 
 def _in_mlp(layer: EngineLayer) -> Iterator[Row]:
