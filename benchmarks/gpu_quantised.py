@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
@@ -123,15 +124,12 @@ class Bench:
         """The same with programs of other sizes."""
         from megatron_mux.kernels import triton_dequantise
 
-        before = triton_dequantise.GROUPS, triton_dequantise.HOW["num_warps"]
-        triton_dequantise.GROUPS, triton_dequantise.HOW["num_warps"] = groups, warps
-        try:
+        sizes = {"GROUPS": groups, "NF4_WARPS": warps, "EIGHT_BIT_WARPS": warps}
+        with mock.patch.multiple(triton_dequantise, **sizes):
             held = self.matrix(form, *self.fc1)
             place = torch.empty(self.fc1, dtype=torch.bfloat16, device=self.device)
             taken = self.seconds(lambda: held.dequantise_into(place))
             return self.against_floor(taken, held.nbytes + place.nbytes)
-        finally:
-            triton_dequantise.GROUPS, triton_dequantise.HOW["num_warps"] = before
 
     def written(self) -> dict[str, Any]:
         """How fast torch fills and copies memory of that size."""
@@ -236,7 +234,7 @@ class Bench:
             yield f"quantise: {form}", partial(self.quantise, form)
         yield "products", self.products
         for form, (groups, warps) in itertools.product(
-            ("nf4 double", "fp8"), ((256, 4), (1024, 4), (1024, 8), (256, 2))
+            ("nf4 double", "fp8"), ((256, 4), (256, 2), (512, 4), (1024, 4), (1024, 8))
         ):
             yield (
                 f"programs of {groups} groups, {warps} warps: {form}",

@@ -41,7 +41,7 @@ from megatron_mux.dry_run.stand_ins import LengthsOnlyDataset
 from megatron_mux.engine import Engine, Task, updates
 from megatron_mux.fusion.device import cpu_name
 from megatron_mux.kernels import attention, cross_entropy, low_rank_choice, pointwise_choice
-from megatron_mux.runtime import Parallel, initialize
+from megatron_mux.runtime import Parallel, initialize, shutdown
 from megatron_mux.tasks import TaskSpec
 
 SEQUENCES, TOKENS = 64, 2
@@ -237,6 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print_profile(engine, args.steps, args.rounds, args.profile)
         for engine in engines:
             engine.close()
+    shutdown()
     medians = {str(count): statistics.median(seconds) for count, seconds in zip(counts, found, strict=True)}
     least = {str(count): min(seconds) for count, seconds in zip(counts, found, strict=True)}
     hardware = torch.cuda.get_device_name() if args.device == "cuda" else cpu_name()

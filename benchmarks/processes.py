@@ -38,9 +38,12 @@ def run_in_processes(
         The result of rank 0; None in the processes themselves.
     """
     if arguments.worker is not None:
+        from megatron_mux.runtime import shutdown
+
         result = measure(arguments)
         if result:
             arguments.worker.write_text(json.dumps(result))
+        shutdown()  # NCCL warns of process groups that a process leaves behind
         return None
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "result.json"

@@ -324,6 +324,18 @@ def device_memory(device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
+def gpu_memory(device: torch.device) -> tuple[int, int] | None:
+    """The most bytes of a GPU's memory that this process has held, and what it may hold now; None on a CPU.
+
+    Others' memory is not there for it, nor what is beyond `torch.cuda.set_per_process_memory_fraction`.
+    """
+    if not is_gpu(device):
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    share = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return torch.cuda.max_memory_reserved(device), min(free + torch.cuda.memory_reserved(device), share)
+
+
 def is_gpu(device: torch.device) -> bool:
     """Whether a device is a GPU that is there, not one of a dry run."""
     return device.type == "cuda" and not is_dry_run()

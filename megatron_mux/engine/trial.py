@@ -6,7 +6,8 @@ step, at which no task steps. Communication is local (`local_collectives`), so a
 nobody waiting. Adapters, optimizers and gradients are as before afterwards. Ranks then agree, and the plan gets smaller
 or a task is parked.
 
-Plans that have fitted are remembered: one is tried again for steps that keep more rows or have more labels in a pass.
+Plans that have fitted are remembered: one is tried again for steps that keep more rows or have more labels in a pass
+than the GPU has room for, as far as the trial could tell.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_mux import runtime
 from megatron_mux.attributes import replaced_in
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.engine.compute import Stages, TrainingCompute
@@ -35,6 +37,9 @@ from megatron_mux.runtime import Parallel
 
 Size = tuple[int, ...]
 """For each bucket, rows kept at its fullest moment plus the last pass's own rows; then the same plus its labels."""
+
+_SHARE = 0.9
+"""Of a GPU's memory, what steps larger than those tried may fill by estimate."""
 
 _INPUTS = ("allreduce_", "broadcast_", "send")
 """Operators whose first argument stays as it is; that of the others is what they receive."""
@@ -132,7 +137,8 @@ class Trials:
                 expected = [*own, *(action for action in later if action.kind == "F")]
                 self.run(failed, partial(self._step, plan, own, expected, failed, make))
             if not failed:
-                self._fitted.append((plan, size))
+                growth = self._growth()
+                self._fitted.append((plan, tuple(int(own * growth) for own in size)))
         return failed.everywhere() if self._parallel.total([bool(failed)])[0] else {}
 
     def run(self, failed: FailedBuckets, actions: Callable[[], None]) -> None:
@@ -148,6 +154,15 @@ class Trials:
             failed.free()
         for stage in self._stages.values():
             stage.residence.abandon()  # what was brought ahead holds no weights
+
+    def _growth(self) -> float:
+        """How many times as large as the last trial steps may be without one of their own.
+
+        Without this, steps of random lengths would be tried whenever one is the largest so far. What a pass needs grows
+        by the square of its rows at most (attention's weights, where no kernel avoids them).
+        """
+        memory = runtime.gpu_memory(self._parallel.device)
+        return 1.0 if memory is None else max(1.0, (_SHARE * memory[1] / memory[0]) ** 0.5)
 
     def _step(
         self,

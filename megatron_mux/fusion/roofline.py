@@ -76,7 +76,7 @@ def roofline(
         about={**about, "device": device.name},
         curves=curves,
         message_share=MESSAGE_SHARE[about["kind"]] if sends else 0.0,
-        attention_in_one_call=about["kind"] == "cuda",
+        attention_in_one_call=about["kind"] == "cuda" and itemsize == 2,
         tensor_seconds=2 * device.overhead,
         element_seconds=28 / device.bandwidth,
         sequence_seconds=5e-5,
@@ -200,13 +200,14 @@ class _Rank:
                 yield f"utilisation:{place.name}", Curve((1,), (1.0,), (1.0,))
 
     def dequantising(self) -> dict[str, Curve]:
-        """A layer's weights on average, whatever the rows: bytes are read, values written, and scaled in place."""
+        """A layer's weights on average, whatever the rows: bytes are read and values written, on a CPU then scaled."""
         units = architecture_of(self.shape).layers
         values = sum(unit.dequantised for unit in units) / len(units) / self.tensor
         if not values:
             return {}
         read = sum(unit.held.total for unit in units if unit.held is not None) / len(units) / self.tensor
-        one = self.device.seconds(2 * values, read + 3 * values * self.itemsize, self.itemsize)
+        passes = 3 if self.device.adds else 1
+        one = self.device.seconds(2 * values, read + passes * values * self.itemsize, self.itemsize)
         return {"dequantise": Curve((1,), (one,), (one,))}
 
     def messages(self, expert_ranks: int) -> dict[str, Curve]:

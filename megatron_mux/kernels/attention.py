@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_mux.kernels.dense_attention import dense_attention, of_every_head
+from megatron_mux.kernels.dense_attention import dense_attention
 from megatron_mux.kernels.short_attention import LONGEST, short_attention
 
 Array = npt.NDArray[Any]
@@ -119,10 +119,8 @@ def segment_attention(
         )
         return out[..., :narrow]
     if has_one_call(query.device, query.dtype):
-        kernel = _varlen_kernel()
-        assert kernel is not None
         bounds = bounds or _bounds(segments, prefix, query.device)
-        return _by_varlen(kernel, query, key, value, segments, scale, window, prefix, bounds)
+        return _by_varlen(query, key, value, segments, scale, window, prefix, bounds)
     short = LONGEST if query.device.type == "cpu" else 0
     return _by_runs(query, key, value, segments, scale, window, prefix, short)
 
@@ -134,14 +132,19 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 def has_one_call(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether one kernel serves all segments of a batch, however long each is."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or _varlen_kernel() is None:
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not has_varlen():
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+@lru_cache(maxsize=1)
 def has_varlen() -> bool:
-    """Whether this torch has the variable-length kernel."""
-    return _varlen_kernel() is not None
+    """Whether this torch has the variable-length kernel, with windows and scales: since torch 2.11."""
+    try:
+        kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return False
+    return {"window_size", "scale"} <= set(inspect.signature(kernel).parameters)
 
 
 def _runs(segments: Sequence[Segment], prefix: Prefix, short: int) -> list[_Run]:
@@ -207,46 +210,19 @@ def _by_runs(
 # ---- variable-length kernel -----------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1)
-def _varlen_kernel() -> Callable[..., Any] | None:
-    try:
-        kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    except (ImportError, AttributeError):
-        return None
-    # Before torch 2.11 it takes neither windows nor scales.
-    known = inspect.signature(kernel).parameters
-    return _flash if {"window_size", "scale"} <= set(known) else None
-
-
 def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    first_query: Tensor,
-    first_key: Tensor,
-    longest_query: int,
-    longest_key: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, *, scale: float, window: int | None
 ) -> Tensor:
     """`varlen_attn` without its two operators in Python, which take the host longer than anything else in a layer.
 
-    The operator below them has a backward of its own, and always lets query heads share keys.
+    The operator below them has a backward of its own, and lets query heads share keys.
     """
-    left, right = window_size
+    left, right = (-1 if window is None else window - 1), 0
     out: Tensor = torch.ops.aten._flash_attention_forward.default(
-        query, key, value, first_query, first_key, longest_query, longest_key, 0.0, left < 0, False,
-        scale=scale, window_size_left=left, window_size_right=right,
+        query, key, value, bounds.queries, bounds.keys, bounds.longest_query, bounds.longest_key, 0.0,
+        window is None, False, scale=scale, window_size_left=left, window_size_right=right,
     )[0]  # fmt: skip
     return out
-
-
-@lru_cache(maxsize=4)
-def _serves_groups(kernel: Callable[..., Any]) -> bool:
-    """Whether the kernel lets query heads share keys."""
-    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 @dataclass(frozen=True)
@@ -310,7 +286,6 @@ def _bounds(segments: Sequence[Segment], prefix: Prefix, device: torch.device) -
 
 
 def _by_varlen(
-    kernel: Callable[..., Any],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -333,20 +308,5 @@ def _by_varlen(
         used = {task: prefix[task] for task in tasks if task in prefix}
         key = torch.cat([*(pair[0] for pair in used.values()), key]).index_select(0, bounds.gather)
         value = torch.cat([*(pair[1] for pair in used.values()), value]).index_select(0, bounds.gather)
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
-    group = query.shape[1] // key.shape[1]
-    if group > 1 and _serves_groups(kernel):
-        options["enable_gqa"] = True
-    elif group > 1:
-        key, value = of_every_head(key, group), of_every_head(value, group)
-    out: Tensor = kernel(
-        query,
-        key,
-        value.contiguous(),
-        bounds.queries,
-        bounds.keys,
-        bounds.longest_query,
-        bounds.longest_key,
-        **options,
-    )
+    out = _flash(query, key, value.contiguous(), bounds, scale=scale, window=window)
     return torch.cat((out, out.new_zeros(padding, *out.shape[1:]))) if padding else out

@@ -14,12 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_mux.kernels.groups import RowGroups
+from megatron_mux.kernels.groups import NO_SLOT, RowGroups
 
-SLOTS = 1 << 20
+SLOTS = NO_SLOT + 1
 """More than slots of tasks: a row's key is the place of its expert times this, plus its slot."""
-NO_SLOT = SLOTS - 1
-"""Of rows that belong to no task: padding, and those that a reference computes."""
 
 
 class Tiles(NamedTuple):

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 TILE_ROWS = 64
@@ -17,6 +19,9 @@ TILE_ROWS = 64
 PART_ROWS = 2048
 """Rows of a part: gradients of weights of a group that has at least two are computed part by part, from its first row
 on; the last one takes the rest."""
+
+NO_SLOT = (1 << 20) - 1
+"""Of rows that belong to no task: padding, and those that a reference computes."""
 
 Rows = tuple[int, int]
 """First row, and one past the last."""
@@ -53,6 +58,15 @@ class RowGroups:
     def slot_set(self) -> frozenset[int]:
         """The slots, to look them up."""
         return frozenset(self.slots)
+
+    @cached_property
+    def slot_of_row(self) -> Tensor:
+        """`[T]` int64 on the device: the slot of each row's task, or `NO_SLOT`."""
+        row = torch.arange(len(self.sequence_ids), dtype=torch.int32, device=self.table.device)
+        # Behind all groups there is one that no row reaches.
+        groups = F.pad(self.table, (0, 0, 0, 1), value=NO_SLOT)
+        own = groups[torch.searchsorted(self.table[:, 2].contiguous(), row, right=True)]
+        return torch.where(row >= own[:, 1], own[:, 0], NO_SLOT).long()
 
     @cached_property
     def parts(self) -> int:

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_mux import layout
@@ -27,7 +26,6 @@ from megatron_mux.backbone.experts.router import Router, Routes, no_routes
 from megatron_mux.backbone.weight_unit import SelectExperts, before_backward
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.expert_shape import Placement
-from megatron_mux.kernels.expert_groups import NO_SLOT
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 
@@ -163,12 +161,7 @@ class MoELayer(nn.Module):
     def slots(self, rows: int) -> Tensor:
         """`[rows]` int64: the slot of the task that each of this rank's rows belongs to; `NO_SLOT` for no task."""
         first = self._first(rows)
-        table = layout.active().groups.table  # slot, first row, one past the last, steps
-        row = torch.arange(first, first + rows, dtype=torch.int32, device=table.device)
-        # Behind all groups there is one that no row reaches.
-        groups = F.pad(table, (0, 0, 0, 1), value=NO_SLOT)
-        own = groups[torch.searchsorted(table[:, 2].contiguous(), row, right=True)]
-        return torch.where(row >= own[:, 1], own[:, 0], NO_SLOT).long()
+        return layout.active().groups.slot_of_row[first : first + rows]
 
 
 def _exchange(ranks: ExpertRanks, layer: int) -> Exchange | None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_mux import runtime
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.engine import Engine, Planning
@@ -159,6 +160,23 @@ def test_longer_records_are_tried_again(engine_of: EngineOf) -> None:
             engine.step()
             counts.append(len(found))
     assert counts == [1, 2, 2, 2], "short records, long ones, and the same again"
+
+
+@pytest.mark.parametrize(("held", "tried"), [(100, [1, 1, 1, 1]), (899, [1, 2, 2, 2])])
+def test_longer_records_are_not_tried_where_there_is_room(
+    held: int, tried: list[int], engine_of: EngineOf
+) -> None:
+    """Their steps have up to three times the rows of the first: four or nine times its memory, of 1000 bytes."""
+    engine = engine_of(Planning("spatial", 1))
+    case = cases_of()[0]
+    case.records.pairs = sorted(case.records.pairs, key=lambda pair: len(pair[0]))
+    counts = []
+    with trials() as found, mock.patch.object(runtime, "gpu_memory", lambda device: (held, 1000)):
+        engine.register_tasks([case.task])
+        while engine.active:
+            engine.step()
+            counts.append(len(found))
+    assert counts == tried
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])

@@ -198,7 +198,6 @@ EXPERTS: dict[str, tuple[Any, dict[str, int], dict[str, Any]]] = {
 def test_resources_of_experts(case: str, arch: int, tmp_path: Path) -> None:
     kernel, blocks, constants = EXPERTS[case]
     found = compiled(kernel, arch, blocks, tmp_path, **constants)
-    print(case, arch, found[:3])
     assert found.stack == 0, "registers spill"
     assert found.shared <= SHARED_MEMORY[arch]
     assert "mma.sync" in found.ptx or "wgmma.mma_async" in found.ptx, "no tensor cores"

@@ -13,7 +13,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_mux.kernels.triton_dequantise import GROUPS, HOW, eight_bit_kernel, nf4_kernel
+from megatron_mux.kernels.triton_dequantise import (
+    EIGHT_BIT_WARPS,
+    GROUPS,
+    HOW,
+    NF4_WARPS,
+    eight_bit_kernel,
+    nf4_kernel,
+)
 
 TYPES = {
     "place": "*bf16", "packed": "*i32", "absmax": "*u8", "codebook": "*fp32", "first": "*i32", "scales": "*fp32",
@@ -34,6 +41,7 @@ def test_resources(case: str, arch: int, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel, chosen = CASES[case]
     constants = {**chosen, "GROUPS": GROUPS}
+    warps = NF4_WARPS if kernel is nf4_kernel else EIGHT_BIT_WARPS
     signature, attributes = {}, {}
     for place, parameter in enumerate(kernel.params):
         name = parameter.name
@@ -41,7 +49,7 @@ def test_resources(case: str, arch: int, tmp_path: Path, monkeypatch: pytest.Mon
         if name not in constants and not parameter.do_not_specialize_on_alignment:
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=HOW)
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, **HOW})
     cubin, ptx = tmp_path / "kernel.cubin", binary.asm["ptx"]
     cubin.write_bytes(binary.asm["cubin"])
     dump = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
@@ -50,7 +58,7 @@ def test_resources(case: str, arch: int, tmp_path: Path, monkeypatch: pytest.Mon
     assert found and int(found[1]) <= 64 and int(found[2]) == 0, usage
     # A thread stores what it has loaded: 16 bytes at a time, and nothing goes through shared memory.
     assert binary.metadata.shared == 0
-    each = GROUPS // (32 * HOW["num_warps"])
+    each = GROUPS // (32 * warps)
     assert len(re.findall(r"st\.global\.v4", ptx)) == len(re.findall(r"st\.global", ptx)) == each
     assert len(re.findall(r"ld\.global\.v2\.b32", ptx)) == each * (kernel is eight_bit_kernel)
     assert "fma" not in ptx and "ftz" not in ptx, "not bit-equal to separate operators"

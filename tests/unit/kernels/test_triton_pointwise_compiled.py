@@ -89,7 +89,6 @@ def test_resources(case: str, arch: int, tmp_path: Path, monkeypatch: pytest.Mon
     usage = subprocess.run([dump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
     assert found, usage.stdout
-    print(case, arch, found[1], found[2])
     assert int(found[2]) == 0, "registers spill"
     ptx = binary.asm["ptx"]
     # Rows are read and written 16 bytes at a time.

@@ -10,7 +10,7 @@ import torch
 
 from megatron_mux import runtime
 from megatron_mux.errors import UserError
-from megatron_mux.kernels.attention import _varlen_kernel
+from megatron_mux.kernels.attention import has_varlen
 
 pytestmark = pytest.mark.versions
 
@@ -62,13 +62,13 @@ def test_a_torch_without_variable_length_attention_is_refused_on_a_gpu(
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     assert runtime._choose_device(None) == torch.device("cuda", 0) and chosen
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
-    _varlen_kernel.cache_clear()
+    has_varlen.cache_clear()
     try:
         with pytest.raises(UserError, match=r"torch .* has no variable-length .* torch 2.11 or newer"):
             runtime._choose_device(None)
         assert runtime._choose_device("cpu") == torch.device("cpu")
     finally:
-        _varlen_kernel.cache_clear()
+        has_varlen.cache_clear()
 
 
 def alone(code: str, **environment: str) -> str:
