@@ -49,4 +49,4 @@ def _product(module: Any, input_: Tensor) -> tuple[Tensor, Tensor | None]:
     x = input_.reshape(-1, input_.shape[-1])
     skipped = module.bias if module.skip_bias_add else None
     product = F.linear(x, module.weight, None if module.skip_bias_add else module.bias)
-    return product.view(*input_.shape[:-1], -1), skipped
+    return product.view(*input_.shape[:-1], product.shape[1]), skipped

@@ -41,3 +41,14 @@ def test_nor_do_those_of_kinds_that_act_on_rows(counted: Any) -> None:
     # Factors at linear_qkv and linear_fc2, bottlenecks at linear_proj and linear_fc2.
     assert joined_many.tables == joined.tables == 2 * 4 * 2 + 3 and not many.tables
     assert not joined_many.waits
+
+
+def test_nor_do_those_of_experts(counted: Any) -> None:
+    (joined, few), (joined_many, many) = (
+        counted(tasks, "qv", 0.0, experts=experts) for tasks, experts in ((2, 8), (16, 64))
+    )
+    assert many.experts == few.experts <= 51, "a layer's, its router and the order of pairs included"
+    assert many.experts_backward == few.experts_backward <= 5
+    assert many.others == few.others
+    assert not many.waits and not joined_many.waits
+    assert joined_many.tables == joined.tables and not many.tables

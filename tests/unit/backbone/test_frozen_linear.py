@@ -64,4 +64,6 @@ def test_rows_are_one_product_whatever_the_strides(
         x = torch.randn(1, 29, module.weight.shape[1]).transpose(0, 1)
         with torch.no_grad(), Operators() as operators:
             module(x)
+            empty, _ = module(x[:0])
+        assert empty.shape == (0, 1, module.weight.shape[0])
         assert "bmm" not in operators.names and len({"mm", "addmm"} & {*operators.names}) == 1, info.name
