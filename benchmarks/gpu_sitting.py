@@ -4,7 +4,7 @@
     python benchmarks/gpu_sitting.py bench       # make gpu-bench: gpu_table.py, six minutes
     python benchmarks/gpu_sitting.py profile     # make gpu-profile: the planner's profile against steps, two minutes
     python benchmarks/gpu_sitting.py first       # a sitting of six minutes: checks, the first row, kernels
-    python benchmarks/gpu_sitting.py second      # a sitting of eight minutes: checks, the whole table
+    python benchmarks/gpu_sitting.py second      # a sitting of eight minutes: the whole table
     python benchmarks/gpu_sitting.py first --tiny     # the same commands on a CPU, to try them out
 
 Each case is a command in a process group of its own. Its status and the end of its output are kept as soon as it ends,
@@ -35,9 +35,11 @@ from script import command_line
 from sitting import Kept, Sitting, tell_left
 
 ROOT = Path(__file__).resolve().parents[1]
-MINUTES = {"check": 3.0, "bench": 6.0, "profile": 2.0, "first": 6.0, "second": 7.7}
+MINUTES = {"check": 3.0, "bench": 6.0, "profile": 2.0, "first": 6.5, "second": 7.7}
 CHECKS = sorted(file.stem for file in (ROOT / "tests" / "gpu").glob("test_*.py"))
 """Files of `tests/gpu`."""
+TIMED = ("test_messages",)
+"""Those that compare seconds, so that nothing may run beside them."""
 KERNELS = {"gpu_kernels": "", "gpu_pointwise": "", "gpu_experts": "--output", "gpu_quantised": "--output"}
 """Scripts that time kernels, where they exist, and the flag before the file of JSON that they write."""
 TABLE = "benchmarks/gpu_table.py"
@@ -52,8 +54,6 @@ _IMPORTED = (
     "megatron_mux.engine",
     "megatron_mux.training.run",
 )
-_CHECKS_OF_SECOND = 115
-"""Seconds that the checks may take in the second sitting."""
 _TAIL = 6000  # characters of output that are kept
 _WAITS = "--wait-for-line"
 
@@ -66,7 +66,7 @@ class Case:
         name: Its name in the results.
         words: The command without the program's name.
         seconds: It is stopped when it takes longer.
-        alone: Whether it is timed: it runs with nothing beside it. The words begin with a script then.
+        alone: Whether it is timed: it runs with nothing beside it. The words begin with a script or with `-m` then.
     """
 
     name: str
@@ -75,12 +75,13 @@ class Case:
     alone: bool = False
 
 
-def checks(directory: Path, data: Path, tiny: bool = False, seconds: int = 125) -> list[Case]:
-    """Tests that need a GPU, file by file, and what users train against a CPU: nothing is timed."""
+def checks(directory: Path, data: Path, tiny: bool = False, seconds: int = 135) -> list[Case]:
+    """Tests that need a GPU, file by file, and what users train against a CPU."""
     words = ("-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-m", "gpu")
-    found = [Case(name, (*words, f"tests/gpu/{name}.py"), seconds) for name in CHECKS]
+    found = [Case(name, (*words, f"tests/gpu/{name}.py"), seconds, alone=name in TIMED) for name in CHECKS]
+    jobs = max(1, (os.cpu_count() or 1) - len(CHECKS))  # a CPU each
     given = ["--data", str(data), "--output", str(directory / "cases.json"), "--seconds", str(seconds - 10)]
-    given += ["--devices", "cpu", "--only", "tf32", "--jobs", "1"] if tiny else ["--jobs", "17"]
+    given += ["--devices", "cpu", "--only", "tf32", "--jobs", "1"] if tiny else ["--jobs", f"{jobs}"]
     if not tiny and (data / "cases.json").exists():
         given += ["--devices", "cuda"]  # the CPU's losses are known
     return [*found, Case("cases", ("benchmarks/gpu_cases.py", *given), seconds)]
@@ -144,10 +145,7 @@ def cases_of(what: str, directory: Path, data: Path, minutes: float, tiny: bool 
     if what == "profile":
         return profiles(directory)
     if what == "second":
-        return [
-            *checks(directory, data, tiny, _CHECKS_OF_SECOND),
-            *benchmarks(directory, minutes - _CHECKS_OF_SECOND / 60 - 0.1, tiny),
-        ]
+        return benchmarks(directory, minutes - 0.3, tiny)
     return [
         *checks(directory, data, tiny),
         *benchmarks(directory, 1.7, tiny, FIRST_ROW),
@@ -310,7 +308,10 @@ def wait_and_run(words: Sequence[str]) -> None:
         for name in _IMPORTED:
             importlib.import_module(name)
     begin: Callable[[], object] = partial(runpy.run_path, str(ROOT / words[0]), run_name="__main__")
-    if words[0] == TABLE:
+    if words[0] == "-m":
+        words = words[1:]
+        begin = partial(runpy.run_module, words[0], run_name="__main__", alter_sys=True)
+    elif words[0] == TABLE:
         begin = gpu_table.prepare(words[1:])
     sys.stdin.readline()
     sys.argv = [str(ROOT / words[0]), *words[1:]]
