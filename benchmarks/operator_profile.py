@@ -21,13 +21,10 @@ _ATTENTION = (
     r".*(scaled_dot_product|flash_attention|efficient_attention|flash_fwd|flash_bwd|fmha|sdpa|varlen"
     r"|FlashAttn).*"
 )
-_ADAPTERS = (
-    r"(reduce|up|input_gradient|weight_gradient|activation|scale|factor_gradient"
-    r"|low_rank_\w+|expert_\w+)_kernel"
-)
-_DEQUANTISE = r"(dequantise_\w+|nf4_kernel|eight_bit_kernel)|.*(kDequantize|kgemm_4bit|Dequantize).*"
+_ADAPTERS = r"(reduce|up|input_gradient|weight_gradient|add_parts|activation|scale|factor_gradient|expand|outer)_kernel"
+_DEQUANTISE = r"(nf4|eight_bit)_kernel|.*(kDequantize|kgemm_4bit|Dequantize).*"
 _PRODUCTS = (
-    r"aten::(addmm_?|mm|bmm|baddbmm_?|_?grouped_mm|mkldnn_linear|linear_backward)|grouped_product_\w+"
+    r"aten::(addmm_?|mm|bmm|baddbmm_?|_?grouped_mm|mkldnn_linear|linear_backward)|product_kernel"
     r"|.*(gemm|nvjet|cutlass|cublas|splitKreduce).*"
 )
 _OPTIMIZER = (
@@ -35,16 +32,16 @@ _OPTIMIZER = (
     r"|_update|_tile_squares|_row_sums"
 )
 _COPIES = (
-    r"aten::(copy_|cat|fill_|zero_|index.*|_index.*|embedding.*|gather|scatter.*)|permute_\w+|gather_\w+"
+    r"aten::(copy_|cat|fill_|zero_|index.*|_index.*|embedding.*|gather|scatter.*)"
     r"|.*(copy_kernel|CatArray|memcpy|memset|Memcpy|Memset|FillFunctor|indexSelect|index_elementwise|indexFunc"
     r"|gather_kernel|scatter_gather|embedding).*"
 )
 _NORMS = (
-    r"aten::(.*norm.*)|_?(block_)?(rms|layer)_norm_\w+"
+    r"aten::(.*norm.*)|_?(block_)?(rms|layer)_norm_\w+|_join|_join_backward"
     r"|.*(layer_norm|LayerNorm|RMSNorm|rms_norm|NormTwoOps|lpnorm).*"
 )
 _LOSS = (
-    r"aten::(.*softmax.*|.*nll_loss.*|.*cross_entropy.*|logsumexp)|liger_cross_entropy_kernel"
+    r"aten::(.*softmax.*|.*nll_loss.*|.*cross_entropy.*|logsumexp)|(liger_cross_entropy|statistics|gradient)_kernel"
     r"|.*(softmax|nll_loss|SoftMax).*"
 )
 _REDUCTIONS = (
@@ -72,7 +69,8 @@ KINDS: tuple[tuple[str, str], ...] = (
 )
 """Kinds of operators, each with a pattern of their names; the first that matches counts.
 
-Triton kernels have their function's name; those of no other kind (`gated_*`, `rotary_*`, `_swiglu_*`) are element-wise.
+Triton kernels have their function's name; those of no other kind (`_activate`, `_turn`, Liger's `_swiglu_*`) are
+element-wise. `_join` adds sublayers' outputs and computes norms.
 """
 
 

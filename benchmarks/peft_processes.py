@@ -130,6 +130,8 @@ def _one_task(row: Any, i: int, head: str, device: Any, dtype: Any) -> Any:
     model = random_model.make(
         row.shape, row.layers, dtype, device, peft_side.attention_of("packed", dtype, device)
     )
+    if row.quantise is not None:
+        model = random_model.quantised_copy(model)
     tasks = gpu_sides.peft_tasks(work, peft_side.prepared(model), "packed")
     tasks[0].head = head
     meter = gpu_sides.Meter(work, device, gpu_sides.peft_burst(work, tasks))

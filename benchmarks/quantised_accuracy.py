@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if arguments.output is None
             else arguments.output.with_name(f"{arguments.output.stem}.{form}.pt")
         )
-        backbone, engine = trained(form, parallel, training, asked, kept)
+        backbone, engine, _ = trained(form, parallel, training, asked, kept)
         result |= environment(backbone, arguments.threads)
         right, tested = result["right"].setdefault(form, [0] * asked["seeds"]), result["tested"]
         for first in range(tested.get(form, 0), len(test), _TESTED_AT_ONCE):
@@ -128,8 +128,8 @@ def reviews(train: int, test: int) -> tuple[list[_EXAMPLE], list[_EXAMPLE]]:
 
 def trained(
     form: str, parallel: Any, training: list[_EXAMPLE], asked: dict[str, int], kept: Path | None
-) -> tuple[Any, Engine]:
-    """An engine with a trained task for each seed on the backbone in this format.
+) -> tuple[Any, Engine, list[dict[str, float]]]:
+    """An engine with a trained task for each seed on the backbone in this format, and the losses of each step.
 
     Args:
         form: The format.
@@ -173,13 +173,15 @@ def trained(
         )
         initial = None if adapters is None else adapters[spec.name]
         engine.register_tasks([Task(spec, Records(training).as_dataset(), initial=initial)])
+    losses = []
     for step in range(asked["steps"] if adapters is None else 0):
-        losses = {name: round(taken.loss, 3) for name, taken in engine.step().items()}
-        print(form, "step", step + 1, losses, file=sys.stderr, flush=True)
+        losses.append({name: taken.loss for name, taken in engine.step().items()})
+        shown = {name: round(loss, 3) for name, loss in losses[-1].items()}
+        print(form, "step", step + 1, shown, file=sys.stderr, flush=True)
     if kept is not None and adapters is None:
         names = [f"seed-{seed}" for seed in range(asked["seeds"])]
         torch.save({name: engine.adapter_tensors(name) for name in names}, kept)
-    return backbone, engine
+    return backbone, engine, losses
 
 
 def count_right(engine: Engine, name: str, seed: int, examples: Sequence[_EXAMPLE]) -> int:

@@ -21,8 +21,11 @@ with megatron_core.quiet():
 class WholeColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
     """A column-parallel module of one rank."""
 
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, input_: Tensor, weight: None = None, runtime_gather_output: None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """`[T, 1, K]` to `[T, 1, N]`, and the bias if it is skipped."""
+        assert weight is None and runtime_gather_output is None, "a GPT model's layers give neither"
         return _product(self, input_)
 
 

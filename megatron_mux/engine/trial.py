@@ -27,7 +27,7 @@ from megatron_mux import runtime
 from megatron_mux.attributes import replaced_in
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.engine.compute import Stages, TrainingCompute
-from megatron_mux.engine.out_of_memory import FailedBuckets
+from megatron_mux.engine.out_of_memory import FailedBuckets, ranks_meet
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.pipeline.communicate import Communicator
@@ -159,10 +159,13 @@ class Trials:
         """How many times as large as the last trial steps may be without one of their own.
 
         Without this, steps of random lengths would be tried whenever one is the largest so far. What a pass needs grows
-        by the square of its rows at most (attention's weights, where no kernel avoids them).
+        by the square of its rows at most, beside the most that this process has held so far. All are tried where a pass
+        without memory would end the run.
         """
         memory = runtime.gpu_memory(self._parallel.device)
-        return 1.0 if memory is None else max(1.0, (_SHARE * memory[1] / memory[0]) ** 0.5)
+        if memory is None or ranks_meet(self._stages.values(), self._parallel):
+            return 1.0
+        return max(1.0, (_SHARE * memory[1] / memory[0]) ** 0.5)
 
     def _step(
         self,

@@ -34,7 +34,7 @@ def launch(
         if isinstance(argument, Tensor):
             key += argument.dtype, argument.data_ptr() & 15 == 0
         elif type(argument) is int:
-            key.append(1 if argument == 1 else (argument & 15 == 0, argument >> 31 != 0))
+            key.append(1 if argument == 1 else (argument & 15 == 0, argument >> 31 not in (0, -1)))
         else:
             key.append(argument.__class__)
     found = _compiled.get(tuple(key))

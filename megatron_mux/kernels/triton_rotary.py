@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron_mux.kernels.fused_pointwise import Heads
 from megatron_mux.kernels.triton_launch import cdiv, launch
 
-ELEMENTS = 2048
-"""Features of all heads of a program."""
+ELEMENTS = 4096
+"""Features of all heads of a program; half as many where heads are normalised, which takes more registers."""
 WARPS = 4
 
 
@@ -67,11 +67,13 @@ def _geometry(mixed: Tensor, cos: Tensor, heads: Heads) -> tuple[tuple[int, int]
     rows, count, size = mixed.shape
     half = cos.shape[-1]
     rest = size - 2 * half
-    block = max(1, min(triton.next_power_of_2(count), ELEMENTS // triton.next_power_of_2(size)))
+    normed = heads.weights[0] is not None
+    elements = ELEMENTS // 2 if normed else ELEMENTS
+    block = max(1, min(triton.next_power_of_2(count), elements // triton.next_power_of_2(size)))
     constants = {
         "QUERIES": heads.queries, "COUNT": count, "PER_GROUP": heads.queries + 2 * heads.keyed, "KEYED": heads.keyed,
         "SIZE": size, "HALF": half, "FIRST": heads.first, "INTERLEAVED": heads.interleaved,
-        "NORMED": heads.weights[0] is not None, "HEADS": block, "HALVES": triton.next_power_of_2(half),
+        "NORMED": normed, "HEADS": block, "HALVES": triton.next_power_of_2(half),
         "REST": rest, "RESTS": triton.next_power_of_2(max(rest, 1)), "num_warps": WARPS,
     }  # fmt: skip
     return (rows, cdiv(count, block)), constants

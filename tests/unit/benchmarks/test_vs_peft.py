@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.unit.kernels.test_triton_launched import kernels
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -117,15 +120,9 @@ def test_kinds_of_operators(name: str, kind: str) -> None:
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, sum_functor>>", "reductions"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
-        *((f"{name}_kernel", "adapters") for name in ("reduce", "up", "input_gradient", "weight_gradient")),
-        *((f"{name}_kernel", "adapters") for name in ("activation", "scale", "factor_gradient")),
-        *((name, "optimizer") for name in ("_update", "_tile_squares", "_row_sums")),
-        *((name, "norms") for name in ("rms_norm_kernel", "rms_norm_add_kernel", "_rms_norm_forward_kernel")),
-        *(
-            (name, "dequantise")
-            for name in ("dequantise_kernel", "nf4_kernel", "void kDequantizeBlockwise<...>")
-        ),
-        *((name, "element-wise") for name in ("gated_kernel", "rotary_kernel", "_swiglu_forward_kernel")),
+        ("void kDequantizeBlockwise<...>", "dequantise"),
+        ("_rms_norm_forward_kernel", "norms"),
+        ("_swiglu_forward_kernel", "element-wise"),
         ("liger_cross_entropy_kernel", "loss"),
     ],
 )
@@ -133,6 +130,32 @@ def test_kinds_of_kernels(name: str, kind: str) -> None:
     from operator_profile import kind_of
 
     assert kind_of(name, on_device=True) == kind
+
+
+def test_kinds_of_our_kernels() -> None:
+    from operator_profile import kind_of
+
+    of_kind = {
+        "adapters": (
+            "reduce_kernel up_kernel input_gradient_kernel weight_gradient_kernel add_parts_kernel "
+            "activation_kernel scale_kernel factor_gradient_kernel expand_kernel outer_kernel"
+        ),
+        "matrix products": "product_kernel",
+        "optimizer": "_update _tile_squares _row_sums",
+        "norms": "_join _join_backward",
+        "loss": "statistics_kernel gradient_kernel",
+        "dequantise": "nf4_kernel eight_bit_kernel",
+        "element-wise": "_activate _activate_backward _turn _turn_backward",
+    }
+    sources = {kernel.__name__: inspect.getsource(kernel.fn) for kernel in kernels()}
+    # What no other function of Triton's calls is launched.
+    launched = {
+        name
+        for name in sources
+        if not any(f"{name}(" in source for other, source in sources.items() if other != name)
+    }
+    found = {kind: {name for name in launched if kind_of(name, True) == kind} for kind in of_kind}
+    assert found == {kind: set(names.split()) for kind, names in of_kind.items()}
 
 
 def test_kernels_that_overlap_count_once() -> None:

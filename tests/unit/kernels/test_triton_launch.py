@@ -65,7 +65,7 @@ def specialised(values: Tensor | None, count: float | None) -> str:
 
 
 ROWS = torch.zeros(64)
-COUNTS = (1, 2, 15, 16, 17, 32, (1 << 31) - 16, 1 << 31, (1 << 31) + 1, 1 << 33, 1.0, 0.5, None)
+COUNTS = (-16, 1, 2, 15, 16, 17, 32, (1 << 31) - 16, 1 << 31, (1 << 31) + 1, 1 << 33, 1.0, 0.5, None)
 VALUES = (ROWS, ROWS[4:], ROWS[1:], ROWS[3:], ROWS.double(), ROWS.bfloat16(), None)
 
 

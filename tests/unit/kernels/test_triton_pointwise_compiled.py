@@ -1,4 +1,4 @@
-"""Triton's element-wise kernels compiled for GPUs that are not here: registers, spills and wide accesses."""
+"""Triton's element-wise kernels compiled for GPUs that are not here: no spills, and wide accesses."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ ABSENT = {"bias", "inner_weight", "inner_shift", "outer_shift", "key", "value"}
 _ACTIVATION = {"BLOCK": triton_pointwise.BLOCK, "num_warps": triton_pointwise.ACTIVATION_WARPS}
 _HEADS = {
     "QUERIES": 4, "COUNT": 48, "PER_GROUP": 6, "KEYED": True, "SIZE": 128, "HALF": 64, "FIRST": 0,
-    "INTERLEAVED": False, "HEADS": triton_rotary.ELEMENTS // 128, "HALVES": 64, "REST": 0, "RESTS": 1,
+    "INTERLEAVED": False, "HEADS": triton_rotary.ELEMENTS // 128, "NORMED": False, "HALVES": 64, "REST": 0, "RESTS": 1,
     "num_warps": triton_rotary.WARPS,
 }  # fmt: skip
+_NORMED = {**_HEADS, "HEADS": _HEADS["HEADS"] // 2, "NORMED": True}
 
 
 def _sum(width: int, **constants: bool) -> dict[str, Any]:
@@ -57,10 +58,10 @@ CASES: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
     "backward norms around": (
         triton_pointwise._join_backward, _sum(4096, INNER=True), {"inner_weight"},
     ),
-    "heads": (triton_rotary._turn, {**_HEADS, "NORMED": False}, {"key", "value"}),
-    "heads, normed": (triton_rotary._turn, {**_HEADS, "NORMED": True}, {"key", "value"}),
-    "backward heads": (triton_rotary._turn_backward, {**_HEADS, "NORMED": False}, {"key", "value"}),
-    "backward heads, normed": (triton_rotary._turn_backward, {**_HEADS, "NORMED": True}, {"key", "value"}),
+    "heads": (triton_rotary._turn, _HEADS, {"key", "value"}),
+    "heads, normed": (triton_rotary._turn, _NORMED, {"key", "value"}),
+    "backward heads": (triton_rotary._turn_backward, _HEADS, {"key", "value"}),
+    "backward heads, normed": (triton_rotary._turn_backward, _NORMED, {"key", "value"}),
 }  # fmt: skip
 _SCALARS = ("epsilon",)
 _SIZES = ("width", "stride", "query_head", "key_head", "value_head")
@@ -87,9 +88,9 @@ def test_resources(case: str, arch: int, tmp_path: Path, monkeypatch: pytest.Mon
     cubin.write_bytes(binary.asm["cubin"])
     dump = Path(triton.knobs.nvidia.cuobjdump.path)
     usage = subprocess.run([dump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
+    found = re.search(r"STACK:(\d+)", usage.stdout)
     assert found, usage.stdout
-    assert int(found[2]) == 0, "registers spill"
+    assert int(found[1]) == 0, "registers spill"
     ptx = binary.asm["ptx"]
     # Rows are read and written 16 bytes at a time.
     assert not re.search(r"[sl][td]\.global\.b16", ptx)
