@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,7 @@ def test_kinds_of_our_kernels() -> None:
     launched = {
         name
         for name in sources
-        if not any(f"{name}(" in source for other, source in sources.items() if other != name)
+        if not any(re.search(rf"\b{name}\(", source) for other, source in sources.items() if other != name)
     }
     found = {kind: {name for name in launched if kind_of(name, True) == kind} for kind in of_kind}
     assert found == {kind: set(names.split()) for kind, names in of_kind.items()}

@@ -21,6 +21,8 @@ import megatron_mux
 
 assert not triton.knobs.runtime.interpret
 
+pytestmark = pytest.mark.versions  # of Triton, too
+
 _OF_LAUNCHES = {
     name
     for name, parameter in inspect.signature(JITFunction.run).parameters.items()
