@@ -51,3 +51,8 @@ def launch(
 def cdiv(count: int, size: int) -> int:
     """Blocks of a size that hold so many: `triton.cdiv` takes the host ten times as long."""
     return -(-count // size)
+
+
+def next_power_of_2(count: int) -> int:
+    """The smallest power of two that is no less than `count`, a positive integer; as `cdiv`."""
+    return 1 << (count - 1).bit_length()

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_mux.kernels.fused_pointwise import JoinedNorms, Norm
-from megatron_mux.kernels.triton_launch import cdiv, launch
+from megatron_mux.kernels.triton_launch import cdiv, launch, next_power_of_2
 from megatron_mux.kernels.triton_rotary import turn, turn_backward
 
 __all__ = ["activate", "activate_backward", "join", "join_backward", "turn", "turn_backward"]
@@ -39,7 +39,7 @@ _KINDS = {
 
 def norm_warps(width: int) -> int:
     """Warps of a program that normalises a row: 16 values a thread, so that registers suffice for a backward pass."""
-    return int(min(32, max(1, triton.next_power_of_2(width) // 512)))
+    return int(min(32, max(1, next_power_of_2(width) // 512)))
 
 
 def activate(out: Tensor, x: Tensor, bias: Tensor | None, activation: str, gated: bool) -> None:
@@ -90,7 +90,7 @@ def join(
     constants = {
         "BIASED": bias is not None, "ADDED": residual is not None, "STORED": total is not None,
         "INNER": inner is not None, "OUTER": outer is not None, "CENTRED": bool(some and some.centred),
-        "SHIFTED": bool(some and some.bias is not None), "BLOCK": triton.next_power_of_2(width),
+        "SHIFTED": bool(some and some.bias is not None), "BLOCK": next_power_of_2(width),
         "num_warps": norm_warps(width),
     }  # fmt: skip
     launch(_join, (rows,), arguments, constants)
@@ -121,7 +121,7 @@ def join_backward(
     constants = {
         "BIASED": bias is not None, "ADDED": gradient is not None,
         "INNER": inner is not None, "OUTER": d_normed is not None, "CENTRED": bool(some and some.centred),
-        "BLOCK": triton.next_power_of_2(width), "num_warps": norm_warps(width),
+        "BLOCK": next_power_of_2(width), "num_warps": norm_warps(width),
     }  # fmt: skip
     launch(_join_backward, (rows,), arguments, constants)
 

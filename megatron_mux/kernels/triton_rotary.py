@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_mux.kernels.fused_pointwise import Heads
-from megatron_mux.kernels.triton_launch import cdiv, launch
+from megatron_mux.kernels.triton_launch import cdiv, launch, next_power_of_2
 
 ELEMENTS = 4096
 """Features of all heads of a program; half as many where heads are normalised, which takes more registers."""
@@ -69,12 +69,12 @@ def _geometry(mixed: Tensor, cos: Tensor, heads: Heads) -> tuple[tuple[int, int]
     rest = size - 2 * half
     normed = heads.weights[0] is not None
     elements = ELEMENTS // 2 if normed else ELEMENTS
-    block = max(1, min(triton.next_power_of_2(count), elements // triton.next_power_of_2(size)))
+    block = max(1, min(next_power_of_2(count), elements // next_power_of_2(size)))
     constants = {
         "QUERIES": heads.queries, "COUNT": count, "PER_GROUP": heads.queries + 2 * heads.keyed, "KEYED": heads.keyed,
         "SIZE": size, "HALF": half, "FIRST": heads.first, "INTERLEAVED": heads.interleaved,
-        "NORMED": normed, "HEADS": block, "HALVES": triton.next_power_of_2(half),
-        "REST": rest, "RESTS": triton.next_power_of_2(max(rest, 1)), "num_warps": WARPS,
+        "NORMED": normed, "HEADS": block, "HALVES": next_power_of_2(half),
+        "REST": rest, "RESTS": next_power_of_2(max(rest, 1)), "num_warps": WARPS,
     }  # fmt: skip
     return (rows, cdiv(count, block)), constants
 
