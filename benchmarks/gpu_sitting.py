@@ -140,12 +140,10 @@ def cases_of(what: str, directory: Path, data: Path, minutes: float, tiny: bool 
     """The cases of a part or of a sitting; those that run side by side first."""
     if what == "check":
         return checks(directory, data, tiny)
-    if what == "bench":
+    if what in ("bench", "second"):
         return benchmarks(directory, minutes - 0.7, tiny)
     if what == "profile":
         return profiles(directory)
-    if what == "second":
-        return benchmarks(directory, minutes - 0.3, tiny)
     return [
         *checks(directory, data, tiny),
         *benchmarks(directory, 1.7, tiny, FIRST_ROW),
