@@ -12,6 +12,7 @@ than the GPU has room for, as far as the trial could tell.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -165,7 +166,7 @@ class Trials:
         memory = runtime.gpu_memory(self._parallel.device)
         if memory is None or ranks_meet(self._stages.values(), self._parallel):
             return 1.0
-        return max(1.0, (_SHARE * memory[1] / memory[0]) ** 0.5)
+        return max(1.0, math.sqrt(_SHARE * memory[1] / memory[0]))
 
     def _step(
         self,
