@@ -1,4 +1,4 @@
-"""Would FP8 products change losses? A GPU's products of FP8 with FP8, played on a CPU.
+"""Would FP8 products change losses? A GPU's products of FP8 with FP8, emulated on a CPU.
 
     python benchmarks/fp8_products.py --output benchmarks/results/fp8-products-cpu-2-cores.json
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train twice, and compare."""
     parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=20, help="steps of each run (20)")
-    parser.add_argument("--batch", type=int, default=8, help="reviews of a step (8)")
+    parser.add_argument("--batch", type=int, default=4, help="reviews of a step (4)")
     add_machine(parser, device=False)
     add_output(parser)
     arguments = parser.parse_args(argv)

@@ -3,7 +3,7 @@
     python benchmarks/gpu_sitting.py check       # make gpu-check: tests/gpu and gpu_cases.py, three minutes
     python benchmarks/gpu_sitting.py bench       # make gpu-bench: gpu_table.py, six minutes
     python benchmarks/gpu_sitting.py profile     # make gpu-profile: the planner's profile against steps, two minutes
-    python benchmarks/gpu_sitting.py first       # a sitting of six minutes: checks, the first row, kernels
+    python benchmarks/gpu_sitting.py first       # a sitting of 6.5 minutes: checks, the first row, kernels
     python benchmarks/gpu_sitting.py second      # a sitting of eight minutes: the whole table
     python benchmarks/gpu_sitting.py first --tiny     # the same commands on a CPU, to try them out
 

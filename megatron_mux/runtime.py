@@ -324,7 +324,7 @@ def device_memory(device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def gpu_memory(device: torch.device) -> tuple[int, int] | None:
+def held_and_allowed_memory(device: torch.device) -> tuple[int, int] | None:
     """The most bytes of a GPU's memory that this process has held, and what it may hold now; None on a CPU.
 
     Others' memory is not there for it, nor what is beyond `torch.cuda.set_per_process_memory_fraction`.

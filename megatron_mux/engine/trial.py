@@ -6,8 +6,8 @@ step, at which no task steps. Communication is local (`local_collectives`), so a
 nobody waiting. Adapters, optimizers and gradients are as before afterwards. Ranks then agree, and the plan gets smaller
 or a task is parked.
 
-Plans that have fitted are remembered: one is tried again for steps that keep more rows or have more labels in a pass
-than the GPU has room for, as far as the trial could tell.
+Plans that have fitted are remembered: one is tried again for steps that keep more rows or have more labels in a pass.
+Where a pass recovers from running out of memory, only if so many more that the GPU might not have the room.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Trials:
         by the square of its rows at most, beside the most that this process has held so far. All are tried where a pass
         without memory would end the run.
         """
-        memory = runtime.gpu_memory(self._parallel.device)
+        memory = runtime.held_and_allowed_memory(self._parallel.device)
         if memory is None or ranks_meet(self._stages.values(), self._parallel):
             return 1.0
         return max(1.0, math.sqrt(_SHARE * memory[1] / memory[0]))

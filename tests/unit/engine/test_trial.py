@@ -171,7 +171,10 @@ def test_longer_records_are_not_tried_where_there_is_room(
     case = cases_of()[0]
     case.records.pairs = sorted(case.records.pairs, key=lambda pair: len(pair[0]))
     counts = []
-    with trials() as found, mock.patch.object(runtime, "gpu_memory", lambda device: (held, 1000)):
+    with (
+        trials() as found,
+        mock.patch.object(runtime, "held_and_allowed_memory", lambda device: (held, 1000)),
+    ):
         engine.register_tasks([case.task])
         while engine.active:
             engine.step()
