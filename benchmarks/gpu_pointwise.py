@@ -18,178 +18,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from gpu_pointwise_cases import Case, Function, cases
 
 BANDWIDTH = 4.3e12
 TURNS = 4
 """Sets of inputs that take turns."""
-Function = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Case:
-    """An operation.
-
-    Attributes:
-        name: Of it.
-        widths: Of its inputs `[rows, 1, width]`, which all have gradients.
-        ours, torch: The functions of the inputs; they return a tensor or several.
-        liger: Liger-Kernel's, or None.
-        forward, backward: Values a row that each direction reads and writes.
-        blocks: Other settings to try: module, attribute and value, several of them at once.
-    """
-
-    name: str
-    widths: tuple[int, ...]
-    ours: Function
-    torch: Function
-    liger: Function | None
-    forward: int
-    backward: int
-    blocks: Sequence[Sequence[tuple[Any, str, Any]]] = ()
-
-
-def cases(device: str, shape: dict[str, int]) -> list[Case]:
-    """The operations of a layer."""
-    import torch
-
-    from megatron_mux.kernels import fused_pointwise as fused
-    from megatron_mux.kernels import pointwise, triton_pointwise, triton_rotary
-    from megatron_mux.kernels.fused_pointwise import Heads, Norm
-
-    hidden, ffn, size = shape["hidden"], shape["ffn"], shape["size"]
-    queries, groups = shape["queries"], shape["groups"]
-    mixed, heads = (queries + 2) * groups * size, Heads(size, queries)
-
-    def random(*of: int) -> Any:
-        return torch.randn(*of, device=device).to(torch.bfloat16 if device == "cuda" else torch.float32)
-
-    norm = Norm(random(hidden), None, 1e-5, False)
-    layer_norm = Norm(random(hidden), random(hidden), 1e-5, True)
-    bias, wide_bias = random(hidden), random(ffn)
-    normed = Heads(size, queries, weights=(random(size), random(size)), eps=1e-5)
-    swiglu = pointwise.gated("silu")
-    found: dict[tuple[int, Any], Any] = {}
-    frequencies = random(size // 2)
-
-    def of(x: Any, one: Any) -> Any:
-        return None if one is None else one.to(x.dtype)
-
-    def angles(x: Any) -> Any:
-        if (len(x), x.dtype) not in found:
-            turns = torch.arange(len(x), device=device).view(-1, 1, 1) * frequencies.float()
-            both = turns.cos().to(frequencies.dtype), turns.sin().to(frequencies.dtype)
-            found[len(x), x.dtype] = both[0].to(x.dtype), both[1].to(x.dtype)
-        return found[len(x), x.dtype]
-
-    def cast(norm: Norm, x: Any) -> Norm:
-        return Norm(of(x, norm.weight), of(x, norm.bias), norm.eps, norm.centred)
-
-    def plain_norm(x: Any, own: Norm) -> Any:
-        if own.centred:
-            return torch.nn.functional.layer_norm(x, (hidden,), of(x, own.weight), of(x, own.bias), own.eps)
-        return torch.nn.functional.rms_norm(x, (hidden,), of(x, own.weight), own.eps)
-
-    def plain_turn(x: Any, own: Heads) -> Any:
-        query, key, value = fused.split_heads(x, own)
-        if own.weights[0] is not None:
-            query, key = (
-                torch.nn.functional.rms_norm(part, (size,), of(x, weight), own.eps)
-                for part, weight in zip((query, key), own.weights, strict=True)
-            )
-        return pointwise.rotate(query, *angles(x)), pointwise.rotate(key, *angles(x)), value.contiguous()
-
-    def plain_sum(x: Any, bias: Any, residual: Any, own: Norm) -> Any:
-        total = residual + (x if bias is None else x + of(x, bias))
-        return total, plain_norm(total, own)
-
-    def turn(x: Any, own: Heads) -> Any:
-        weights = tuple(of(x, weight) for weight in own.weights)
-        return fused.turn(x, angles(x), Heads(size, queries, weights=weights, eps=own.eps))
-
-    warps = [[(triton_pointwise, "norm_warps", lambda width, count=count: count)] for count in (4, 8, 16)]
-    inner = [
-        [(triton_pointwise, "BLOCK", block), (triton_pointwise, "ACTIVATION_WARPS", count)]
-        for block, count in ((1024, 4), (2048, 8), (4096, 4), (4096, 8))
-    ]
-    turns = [
-        [(triton_rotary, "ELEMENTS", block), (triton_rotary, "WARPS", count)]
-        for block, count in ((1024, 2), (1024, 4), (2048, 8), (4096, 4), (4096, 8))
-    ]
-    liger = liger_functions(norm, angles, (queries, groups, size))
-    return [
-        Case(
-            "swiglu", (2 * ffn,), lambda x: fused.activate(x, name="silu", gate=True), swiglu,
-            liger.get("swiglu"), 3 * ffn, 5 * ffn, inner,
-        ),
-        Case(
-            "gelu with bias", (ffn,), lambda x: fused.activate(x, of(x, wide_bias), name="gelu", gate=False),
-            lambda x: torch.nn.functional.gelu(x + of(x, wide_bias)), None, 2 * ffn, 3 * ffn,
-        ),
-        Case(
-            "norm of the hidden states", (hidden,), lambda x: fused.fork(x, cast(norm, x)),
-            lambda x: (x.view_as(x), plain_norm(x, norm)), liger.get("norm"), 2 * hidden, 4 * hidden, warps,
-        ),
-        Case(
-            "residual sum and norm", (hidden, hidden),
-            lambda x, y: fused.join(x, None, y, None, cast(norm, x)),
-            lambda x, y: plain_sum(x, None, y, norm), liger.get("sum"), 4 * hidden, 4 * hidden, warps,
-        ),
-        Case(
-            "sum with bias and LayerNorm", (hidden, hidden),
-            lambda x, y: fused.join(x, of(x, bias), y, None, cast(layer_norm, x)),
-            lambda x, y: plain_sum(x, bias, y, layer_norm), None, 4 * hidden, 4 * hidden,
-        ),
-        Case(
-            "norm before and after the sum", (hidden, hidden),
-            lambda x, y: fused.join(x, None, y, cast(norm, x), cast(norm, x)),
-            lambda x, y: plain_sum(plain_norm(x, norm), None, y, norm), None, 4 * hidden, 6 * hidden,
-        ),
-        Case(
-            "queries, keys, values", (mixed,), lambda x: turn(x, heads), lambda x: plain_turn(x, heads),
-            liger.get("turn"), 2 * mixed, 2 * mixed, turns,
-        ),
-        Case(
-            "the same, normalised", (mixed,), lambda x: turn(x, normed), lambda x: plain_turn(x, normed),
-            None, 2 * mixed, 2 * mixed + (queries + 1) * groups * size, turns[:2],
-        ),
-    ]  # fmt: skip
-
-
-def liger_functions(norm: Any, angles: Function, heads: tuple[int, int, int]) -> dict[str, Function]:
-    """Liger-Kernel's functions, those that are importable."""
-    found: dict[str, Function] = {}
-    try:
-        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-        from liger_kernel.ops.rope import LigerRopeFunction
-        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
-    except ImportError:
-        return found
-    queries, groups, size = heads
-
-    def turn(x: Any) -> Any:
-        query, key, value = x.reshape(len(x), groups, -1).split([queries * size, size, size], dim=-1)
-        query = query.reshape(1, len(x), -1, size).transpose(1, 2)
-        key = key.reshape(1, len(x), -1, size).transpose(1, 2)
-        cos, sin = (one.squeeze(1).repeat(1, 2).unsqueeze(0) for one in angles(x))
-        query, key = LigerRopeFunction.apply(query, key, cos, sin)
-        return query, key, value.contiguous()
-
-    found["swiglu"] = lambda x: LigerSiLUMulFunction.apply(*x.chunk(2, dim=-1))
-    found["norm"] = lambda x: (
-        x.view_as(x), LigerRMSNormFunction.apply(x, norm.weight, norm.eps, 0.0, "llama", False)
-    )  # fmt: skip
-    found["turn"] = turn
-    try:
-        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
-    except ImportError:
-        return found
-    found["sum"] = lambda x, y: LigerFusedAddRMSNormFunction.apply(
-        x, y, norm.weight, norm.eps, 0.0, "llama", False
-    )[::-1]
-    return found
 
 
 def tensors_of(made: Any) -> list[Any]:
@@ -287,6 +124,59 @@ def replaced(settings: Sequence[tuple[Any, str, Any]]) -> Iterator[str]:
             setattr(owner, name, value)
 
 
+class Results:
+    """What is measured, written as it comes.
+
+    Args:
+        out: The file.
+        about: Device and versions.
+        until: By the monotonic clock: nothing new begins after it.
+    """
+
+    def __init__(self, out: Path, about: dict[str, str], until: float) -> None:
+        self.found: dict[str, Any] = {**about, "cases": {}}
+        self._out, self._until = out, until
+
+    def of(self, case: Case, what: str) -> dict[str, Any]:
+        """The part of a case."""
+        part: dict[str, Any] = self.found["cases"].setdefault(case.name, {}).setdefault(what, {})
+        return part
+
+    def add(self, part: dict[str, Any], name: str, measure: Callable[[], Any]) -> None:
+        """Measure, if there is time; one that fails keeps no other from being measured."""
+        if time.monotonic() > self._until:
+            return
+        try:
+            part[name] = measure()
+        except Exception as error:  # anything may fail on a GPU
+            part[name] = f"{type(error).__name__}: {error}"[:500]
+        self._out.write_text(json.dumps(self.found, indent=1) + "\n")
+
+
+def measure(results: Results, own: Sequence[Case], device: str) -> None:
+    """Errors of all cases, then seconds by rows, then those of other blocks."""
+    timer, is_gpu = Timer(device), device == "cuda"
+    for case in own:
+        results.add(
+            results.found["cases"].setdefault(case.name, {}), "errors",
+            lambda case=case: errors(case, device, 512 if is_gpu else 4),
+        )  # fmt: skip
+    for rows in (5120, 20480) if is_gpu else (4, 6):
+        for case in own:
+            at = results.of(case, f"{rows} rows")
+            parts = (("forward", case.forward), ("backward", case.backward))
+            at["floor"] = {part: rows * 2 * values / BANDWIDTH * 1e6 for part, values in parts}
+            for side in ("ours", "torch", "liger"):
+                if (function := getattr(case, side)) is not None:
+                    results.add(at, side, partial(timed, function, case, rows, timer))
+            print(case.name, rows, json.dumps(at), flush=True)
+    for case in own:
+        others = results.of(case, "other blocks, most rows")
+        for settings in case.blocks:
+            with replaced(settings) as named:
+                results.add(others, named, partial(timed, case.ours, case, 20480 if is_gpu else 4, timer))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and write results as they come."""
     parser = argparse.ArgumentParser(
@@ -312,48 +202,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not is_gpu:
         shape = {"hidden": 64, "ffn": 96, "size": 16, "queries": 2, "groups": 2}
     name = torch.cuda.get_device_name() if is_gpu else "cpu"
-    results: dict[str, Any] = {
-        "device": name, "torch": torch.__version__, "triton": triton.__version__, "cases": {}
-    }  # fmt: skip
-    timer, own = Timer(args.device), cases(args.device, shape)
-
-    def write() -> None:
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
-
-    def attempt(function: Callable[[], Any]) -> Any:
-        try:
-            return function()
-        except Exception as error:  # one that fails keeps no other from being measured
-            return f"{type(error).__name__}: {error}"[:500]
-
-    for case in own:
-        found = results["cases"].setdefault(case.name, {})
-        found["errors"] = attempt(lambda case=case: errors(case, args.device, 512 if is_gpu else 4))
-        write()
-    for rows in (5120, 20480) if is_gpu else (4, 6):
-        for case in own:
-            at = results["cases"][case.name].setdefault(f"{rows} rows", {})
-            parts = (("forward", case.forward), ("backward", case.backward))
-            at["floor"] = {part: rows * 2 * values / BANDWIDTH * 1e6 for part, values in parts}
-            for side in ("ours", "torch", "liger"):
-                function = getattr(case, side)
-                if function is not None and time.monotonic() < until:
-                    at[side] = attempt(
-                        lambda function=function, case=case, rows=rows: timed(function, case, rows, timer)
-                    )
-                    write()
-            print(case.name, rows, json.dumps(at), flush=True)
-    for case in own:
-        others = results["cases"][case.name].setdefault("other blocks, most rows", {})
-        for settings in case.blocks:
-            if time.monotonic() > until:
-                break
-            with replaced(settings) as named:
-                others[named] = attempt(
-                    lambda case=case: timed(case.ours, case, 20480 if is_gpu else 4, timer)
-                )
-            write()
-    print(json.dumps({name: found["errors"] for name, found in results["cases"].items()}, indent=1))
+    about = {"device": name, "torch": torch.__version__, "triton": triton.__version__}
+    results = Results(args.out, about, until)
+    measure(results, cases(args.device, shape), args.device)
+    found = {name: case["errors"] for name, case in results.found["cases"].items() if "errors" in case}
+    print(json.dumps(found, indent=1))
     return 0
 
 

@@ -238,6 +238,13 @@ class HostBatch:
         )
 
 
+def _present(ranges: Ranges, slots: Mapping[str, int], task_steps: Mapping[str, int]) -> Present:
+    """Of the tasks that have rows and a slot."""
+    names = [name for name, (start, stop) in ranges.items() if start < stop and name in slots]
+    own = tuple(slots[name] for name in names), tuple(ranges[name] for name in names)
+    return *own, tuple(task_steps[name] for name in names)
+
+
 def pack(
     sequences: Sequence[PackedSequence],
     task_names: tuple[str, ...],
@@ -278,11 +285,6 @@ def pack(
     label_task_rows = ranges_of(names, np.bincount(labels.part, minlength=len(parts)).tolist())
     queries, keys, gather = bounds_of(segments, prefixes)
 
-    def present(ranges: Ranges) -> Present:
-        names = [name for name, (start, stop) in ranges.items() if start < stop and name in slots]
-        own = tuple(slots[name] for name in names), tuple(ranges[name] for name in names)
-        return *own, tuple(task_steps[name] for name in names)
-
     wide = [*rows[:2], labels.rows, labels.tokens, of_task, *few[:2], np.arange(len(labels.rows)), gather]
     balancing = NOT_BALANCED if balanced is None else balanced.arrays(segments, len(rows[0]), order)
     wide += [array.view(np.int64) for array in balancing]
@@ -297,6 +299,6 @@ def pack(
         label_task_rows=label_task_rows,
         task_steps=dict(task_steps),
         training=training,
-        present=(present(task_rows), present(label_task_rows)),
+        present=(_present(task_rows, slots, task_steps), _present(label_task_rows, slots, task_steps)),
         longest=(int(np.diff(queries).max(initial=0)), int(np.diff(keys).max(initial=0))),
     )
