@@ -155,8 +155,8 @@ def test_kinds_of_our_kernels() -> None:
         for name in sources
         if not any(re.search(rf"\b{name}\(", source) for other, source in sources.items() if other != name)
     }
-    found = {kind: {name for name in launched if kind_of(name, True) == kind} for kind in of_kind}
-    assert found == {kind: set(names.split()) for kind, names in of_kind.items()}
+    wanted = {name: kind for kind, names in of_kind.items() for name in names.split()}
+    assert {name: kind_of(name, on_device=True) for name in launched} == wanted
 
 
 def test_kernels_that_overlap_count_once() -> None:
