@@ -37,8 +37,7 @@ def test_a_stopped_holder_keeps_the_directory_until_the_lock_is_broken(
 ) -> None:
     """It is alive: it may go on at any time, and must then not write over its successor."""
     directory = workplace.root / "broken"
-    flags = ["--save", directory, "--load", directory, "--save-interval", "3"]
-    arguments = workplace.arguments(*flags)
+    arguments = workplace.arguments("--save", directory, "--load", directory, "--save-interval", "3")
     first = server.start(arguments, Fault("megatron_mux.engine.optimize:TaskOptimizer.step", 20, "stop"))
     while Path(f"/proc/{first.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         time.sleep(0.02)
