@@ -33,6 +33,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.files import write_atomically
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
+from megatron_mux.section import shown
 from megatron_mux.shape import BackboneShape
 from megatron_mux.split.accountant import Releases
 from megatron_mux.split.affinity import choose_server, identity_of
@@ -49,7 +50,6 @@ from megatron_mux.split.request_sizes import choices_scored, request_sizes
 from megatron_mux.split.wire import Limits, RefusedError
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.training.loop import Loop
-from megatron_mux.training.resumed import saved_length
 from megatron_mux.training.signals import stop_on_signals
 from megatron_mux.training.task_setup import merge_saved, open_tasks
 
@@ -113,12 +113,14 @@ class ClientRun:
                 "with tools/chat.py from the adapter"
             )
         entry = _entry(manifest)
+        for name in spec.training.length_fields if entry is not None else ():
+            before, now = entry.spec["training"][name], getattr(spec.training, name)
+            if before != now:
+                raise UserError(
+                    f"task {spec.name!r}: training.{name}: {shown(now)}, not {shown(before)}: with a split server a "
+                    "task keeps its number of steps: set it back, or give the task a new name"
+                )
         (task,) = open_tasks([spec], info, files, say, {} if entry is None else {spec.name: entry})
-        if entry is not None and saved_length(task, entry) != spec.total_steps(len(task.data)):
-            raise UserError(
-                f"task {spec.name!r}: training.{', '.join(spec.training.length_fields)}: a task that trains with a "
-                f"split server keeps its {saved_length(task, entry)} steps: set it back, or give the task a new name"
-            )
         device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
         alone = Parallel.alone(device)
         front, back = load_ends(info, alone, options.cut_front, options.cut_back, options.dtype)
