@@ -113,8 +113,9 @@ class ClientRun:
                 "with tools/chat.py from the adapter"
             )
         entry = _entry(manifest)
-        for name in spec.training.length_fields if entry is not None else ():
-            before, now = entry.spec["training"][name], getattr(spec.training, name)
+        saved = {} if entry is None else entry.spec["training"]
+        for name in spec.training.length_fields if saved else ():
+            before, now = saved[name], getattr(spec.training, name)
             if before != now:
                 raise UserError(
                     f"task {spec.name!r}: training.{name}: {shown(now)}, not {shown(before)}: with a split server a "

@@ -63,15 +63,14 @@ def test_a_finished_run_trains_on_as_if_it_had_been_longer_from_the_beginning(
 
 def test_a_schedule_that_ends_goes_on_where_the_user_says_so(workplace: Workplace, server: Server) -> None:
     linear = {"lr_scheduler_type": "linear", "warmup_steps": 0}
+    lengths: list[dict[str, Any]] = [
+        {"max_steps": SHORT},
+        {"max_steps": LONG},
+        {"max_steps": LONG, "lr_scheduler_on_resume": "continue"},
+    ]
     short, long, on = (
         workplace.write_tasks(f"linear-{nth}.yaml", {"lora": lengthened("lora", **linear, **training)})
-        for nth, training in enumerate(
-            (
-                {"max_steps": SHORT},
-                {"max_steps": LONG},
-                {"max_steps": LONG, "lr_scheduler_on_resume": "continue"},
-            )
-        )
+        for nth, training in enumerate(lengths)
     )
     directory = workplace.root / "linear"
     assert run(server, workplace, directory, short).status == 0
