@@ -60,7 +60,7 @@ def draw(
         import matplotlib
     except ImportError:
         print(
-            "matplotlib is not installed, so no plot is drawn (pip install 'megatron-mux[bench]')",
+            "matplotlib is not installed, so no plot is drawn (pip install matplotlib)",
             file=sys.stderr,
         )
         return

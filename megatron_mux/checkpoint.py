@@ -61,6 +61,7 @@ class SavedTask:
         health: Whether its loss goes its usual way.
         best: Its best evaluation so far, if it compares them.
         reference: Fingerprint of the adapter that a preference loss compares with; empty if it is the backbone.
+        lengths: See `engine.Task`.
     """
 
     name: str
@@ -74,6 +75,7 @@ class SavedTask:
     health: LossHealth = field(default_factory=LossHealth)
     best: BestEvaluation = field(default_factory=BestEvaluation)
     reference: str = ""
+    lengths: tuple[tuple[int, int], ...] = ()
 
     def note(self, step: int, loss: float) -> None:
         """Record a step with a finite gradient and its loss; both judge the adapter that the step before it left."""
@@ -308,6 +310,7 @@ def _read_manifest(directory: Path, path: Path) -> Manifest:
                     **task,
                     "health": LossHealth(**task["health"]),
                     "best": BestEvaluation(**task.get("best", {})),
+                    "lengths": tuple((done, planned) for done, planned in task.get("lengths", ())),
                 }
             )
             for task in value["tasks"]

@@ -100,6 +100,11 @@ class Reporter:
             self._live.start()
         self._started = time.monotonic()
 
+    def continue_metrics(self, directory: Path, manifest: Manifest | None) -> None:
+        """Go on with the metrics of the run in `directory`, cut to `manifest`; `wall_s` goes on from the last one."""
+        if seconds := cut_metrics(directory, manifest, self.owner):
+            self._started = time.monotonic() - seconds
+
     def add(self, name: str, kind: str, step: int, total_steps: int, status: str = "running") -> None:
         """List a task that joins, or that was done before this run continued it."""
         self.history.setdefault(name, TaskHistory(kind, total_steps, step, status=status))
@@ -326,14 +331,18 @@ class Reporter:
         return table
 
 
-def cut_metrics(directory: Path, manifest: Manifest | None, owner: str = "") -> None:
+def cut_metrics(directory: Path, manifest: Manifest | None, owner: str = "") -> float:
     """Drop the metrics lines beyond what was saved, so that a continued run writes each step once.
 
     Args:
         directory: The run's directory.
         manifest: What it continues from; None when it was killed before its first save.
         owner: The one task of the run, if other runs share the directory.
+
+    Returns:
+        The last `wall_s` of the lines that stay; 0 without any.
     """
+    seconds = 0.0
     entries = manifest.tasks if manifest is not None else []
     # A failed task is not run again: what it wrote after its last good checkpoint stays.
     saved = {entry.name: float("inf") if entry.status == "failed" else entry.step for entry in entries}
@@ -345,11 +354,13 @@ def cut_metrics(directory: Path, manifest: Manifest | None, owner: str = "") -> 
             if path.name == EXPERT_ACCESS:
                 kept = [line for line in lines if _all_saved(line, saved)]
             else:
-                kept = [line for line in lines if _step_of(line) <= saved.get(path.parent.name, -1)]
+                kept = [line for line in lines if _number(line, "step") <= saved.get(path.parent.name, -1)]
+                seconds = max([seconds, *(_number(line, "wall_s", 0.0) for line in kept)])
             if len(kept) != len(lines):
                 write_atomically(path, "".join(line + "\n" for line in kept))
         except OSError as error:
             raise UserError(f"{path}: cannot be cut to what was saved: {error.strerror or error}") from error
+    return seconds
 
 
 def _own_directory(spec: TaskSpec, run: Path | None) -> Path | None:
@@ -366,11 +377,12 @@ def _all_saved(line: str, saved: Mapping[str, float]) -> bool:
         return False
 
 
-def _step_of(line: str) -> float:
+def _number(line: str, key: str, missing: float = math.inf) -> float:
+    """A figure of a metrics line; `missing` without it, as in a line that a kill left unfinished."""
     try:
-        return float(json.loads(line)["step"])
+        return float(json.loads(line)[key])
     except (json.JSONDecodeError, KeyError, TypeError):
-        return float("inf")  # a line that a kill left unfinished
+        return missing
 
 
 def _or_null(value: float) -> float | None:

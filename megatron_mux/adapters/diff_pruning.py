@@ -274,6 +274,10 @@ class DiffPruningSpec(AdapterSpec):
             ),
         }
 
+    def freezes_after(self, total_steps: int) -> int:
+        """See `AdapterSpec.freezes_after`: its mask."""
+        return freeze_step(total_steps)
+
     @classmethod
     def samples(cls) -> Sequence[Sample]:
         """See `AdapterSpec.samples`."""

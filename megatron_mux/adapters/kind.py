@@ -253,6 +253,10 @@ class AdapterSpec(Section, ABC):
 
     # -- at run time
 
+    def freezes_after(self, total_steps: int) -> int | None:
+        """Optimizer steps, of `total_steps`, after which a part of the adapter is frozen; None: none ever is."""
+        return None
+
     def attach(
         self, host: Host, task: Any, total_steps: int, initial: Mapping[str, Tensor] | None
     ) -> TaskAdapter:

@@ -14,9 +14,10 @@ _WINDOW = 5
 class LossHealth:
     """Follows a task's losses; each tells of the adapter as it was before that step's update.
 
-    A step is good if its loss is finite and at most twice the lowest median of five losses in a row, plus 1. Batches
-    may differ and a task may unlearn a little, yet a loss that has exploded stands out: the bound is 5 for a task that
-    has been at 2, where a model that knows nothing is at 10 or 11.
+    A step is good if its loss is finite and at most `lowest + |lowest| + 1`, where `lowest` is the lowest median of
+    five losses in a row. Batches may differ and a task may unlearn a little, yet a loss that has exploded stands out:
+    the bound is 5 for a task that has been at 2, where a model that knows nothing is at 10 or 11. Preference losses
+    may be negative: the bound is 1 for a task that has been at -9.
 
     Attributes:
         good: Whether the last step was good; True before the first.
@@ -37,4 +38,5 @@ class LossHealth:
         usual = statistics.median_low(self.recent)
         if len(self.recent) == _WINDOW:
             self.lowest = usual if self.lowest is None else min(usual, self.lowest)
-        self.good = loss <= 2 * (usual if self.lowest is None else self.lowest) + 1
+        lowest = usual if self.lowest is None else self.lowest
+        self.good = loss <= lowest + abs(lowest) + 1

@@ -14,7 +14,6 @@ from megatron_mux.errors import UserError
 from megatron_mux.optimizers.adamw import AdamW
 from megatron_mux.optimizers.optimizer import Options, Place, Run, Slot, Stored
 from megatron_mux.optimizers.registry import OPTIMIZERS
-from megatron_mux.optimizers.schedules import schedule
 from megatron_mux.optimizers.sgd import SGD
 from megatron_mux.runtime import GRADIENTS_AT_ONCE, Parallel
 from megatron_mux.tasks import TrainingSpec
@@ -34,6 +33,7 @@ class TaskOptimizer:
         adapter: The adapter on this rank (it may have no parameters here).
         spec: The task's `training`.
         total_steps: Steps its schedule spans.
+        lengths: How many it spanned before, see `optimizers.schedules.continued`.
 
     Attributes:
         kind: Steps the values; see `optimizers.registry`.
@@ -42,17 +42,17 @@ class TaskOptimizer:
         UserError: The optimizer does not work with how the adapter is divided.
     """
 
-    def __init__(self, adapter: TaskAdapter, spec: TrainingSpec, total_steps: int) -> None:
+    def __init__(
+        self,
+        adapter: TaskAdapter,
+        spec: TrainingSpec,
+        total_steps: int,
+        lengths: Sequence[tuple[int, int]] = (),
+    ) -> None:
         self.arena = adapter.arena
         self.parameters = list(adapter.parameters)
         self.spec = spec
-        self._factor = schedule(
-            spec.lr_scheduler_type,
-            spec.learning_rate,
-            spec.warmup(total_steps),
-            total_steps,
-            spec.lr_scheduler_kwargs or {},
-        )
+        self._factor = spec.rate_curve(total_steps, lengths)
         kind, parallel = OPTIMIZERS[spec.optim], adapter.host.parallel
         if not kind.splits and parallel.experts.broker is not None:
             raise UserError(

@@ -29,7 +29,7 @@ def attach(adapters: AdapterSet, task: Task, load: TaskLoad) -> TaskState:
     initial = task.resume.adapter if task.resume is not None else task.initial
     adapter = adapters.add(spec, total, initial)
     try:
-        optimizer = TaskOptimizer(adapter, spec.training, total)
+        optimizer = TaskOptimizer(adapter, spec.training, total, task.lengths)
         state = TaskState(task, adapter, optimizer, sampler, load, total)
         state.reference = attach_reference(adapters, task, total)
         if task.resume is not None:

@@ -41,6 +41,7 @@ class Task:
         evaluation: Its held-out records, if any.
         initial: Full adapter tensors to start from, by key; None starts a fresh adapter.
         resume: State to continue from; takes precedence over `initial`.
+        lengths: Steps done and steps planned at each change of its length, see `optimizers.schedules.continued`.
     """
 
     spec: TaskSpec
@@ -48,6 +49,7 @@ class Task:
     evaluation: TaskDataset | None = None
     initial: dict[str, Tensor] | None = None
     resume: Snapshot | None = None
+    lengths: tuple[tuple[int, int], ...] = ()
 
     def reference_fingerprint(self) -> str:
         """SHA-256 of the adapter whose frozen copy is the reference of a preference loss; empty: there is none."""
@@ -151,7 +153,8 @@ class TaskState:
         tensors = self.adapter.tensors.items()
         blank = {key: torch.zeros(()).expand(tensor.shape) for key, tensor in tensors if tensor.stored}
         self.adapter = adapters.add(self.task.spec, self.total_steps, {**blank, **known})
-        self.optimizer = TaskOptimizer(self.adapter, self.task.spec.training, self.total_steps)
+        training, lengths = self.task.spec.training, self.task.lengths
+        self.optimizer = TaskOptimizer(self.adapter, training, self.total_steps, lengths)
 
     def fail(self, reason: str) -> StepResult:
         """Stop the task, its adapter as it was before the step."""

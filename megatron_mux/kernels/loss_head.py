@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_mux.kernels.cross_entropy import Vocabulary, gradient_, is_fused, statistics
 from megatron_mux.kernels.own_output import back_propagate, write_logits
 from megatron_mux.kernels.own_rows import OwnRows
+from megatron_mux.kernels.preference_loss import scaled_rows
 
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Logits to hold at once, by kind of device: 64 and 512 MiB in fp32. With fewer, products get too thin."""
@@ -182,7 +183,7 @@ class _WeightedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad.to(gradient.dtype), None, None, None, None
+        return scaled_rows(gradient, grad.view(1, 1)), None, None, None, None
 
 
 def _statistics_dtype(hidden: Tensor) -> torch.dtype:

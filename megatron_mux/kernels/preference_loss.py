@@ -214,6 +214,12 @@ class RowScale:
     factors: Tensor | None = None
 
 
+def scaled_rows(rows: Tensor, factors: Tensor) -> Tensor:
+    """Multiply `[N, H]` by factors that are not rounded to its dtype: that would scale a task's gradient."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return torch.mul(rows, factors.to(wide), out=torch.empty_like(rows))
+
+
 class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, scale: RowScale) -> Tensor:
@@ -224,7 +230,7 @@ class _ScaledGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         factors = ctx.scale.factors
         assert factors is not None, "the factors of a unit's rows are set before its backward pass"
-        return gradient * factors.to(gradient.dtype).unsqueeze(1), None
+        return scaled_rows(gradient, factors.unsqueeze(1)), None
 
 
 def scale_gradient(rows: Tensor, scale: RowScale) -> Tensor:

@@ -87,7 +87,7 @@ def check(file: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise UserError("--plot: matplotlib is not installed: pip install 'megatron-mux[bench]'") from None
+        raise UserError("--plot: matplotlib is not installed: pip install matplotlib") from None
 
 
 def traced(prediction: Prediction, title: str) -> Panel:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _CYCLES = {"num_cycles": "number"}
@@ -11,6 +12,12 @@ _SHAPES = ("linear", "cosine", "1-sqrt")
 
 Kind = str | tuple[str, ...]
 """What a keyword argument may be: `count`, `number`, or one of several words."""
+
+Curve = Callable[[int], float]
+"""The factor of the learning rate as a function of the step, from 0."""
+
+_RAMP = 10
+"""A continued schedule reaches its new curve in one of so many of the steps to come."""
 
 SCHEDULES: Mapping[str, Mapping[str, Kind]] = {
     "linear": {},
@@ -76,8 +83,8 @@ def _wrong(kind: Kind, value: Any) -> str:
 
 def schedule(
     name: str, learning_rate: float, warmup: int, total_steps: int, kwargs: Mapping[str, Any]
-) -> Callable[[int], float]:
-    """The factor of the learning rate as a function of the step, from 0.
+) -> Curve:
+    """Make the curve of a schedule.
 
     Args:
         name: Of the schedule.
@@ -98,5 +105,32 @@ def schedule(
         num_training_steps=total_steps,
         scheduler_specific_kwargs=dict(kwargs),
     )
-    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+    factor: Curve = scheduler.lr_lambdas[0]
+    return factor
+
+
+def continued(curve_of: Callable[[int], Curve], total_steps: int, before: Sequence[tuple[int, int]]) -> Curve:
+    """Make the curve of a task whose number of steps has changed while it trained.
+
+    The steps done keep their rates. From the last of them the rate goes in a line to the curve that a run of the new
+    length has from its beginning, and reaches it after a tenth of the steps to come.
+
+    Args:
+        curve_of: Makes the curve of a run of so many steps.
+        total_steps: Steps of the task by now.
+        before: For each change, in order, the steps done by then (at least 1) and the steps of the task until then.
+    """
+    curve = curve_of(total_steps)
+    if not before:
+        return curve
+    done, total_before = before[-1]
+    past = continued(curve_of, total_before, before[:-1])
+    last, ramp = past(done - 1), 1 + math.ceil((total_steps - done) / _RAMP)
+
+    def factor(step: int) -> float:
+        if step < done:
+            return past(step)
+        share = min(1.0, (step - done + 1) / ramp)
+        return (1 - share) * last + share * curve(step)
+
     return factor

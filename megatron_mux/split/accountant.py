@@ -84,7 +84,7 @@ def _library() -> ModuleType:
         from dp_accounting import gaussian_mechanism
     except ImportError:
         raise UserError(
-            "Noise on what leaves the client needs dp-accounting: pip install 'megatron-mux[privacy]'"
+            "Noise on what leaves the client needs dp-accounting: pip install dp-accounting"
         ) from None
     module: ModuleType = gaussian_mechanism
     return module

@@ -33,6 +33,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.files import write_atomically
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
+from megatron_mux.section import shown
 from megatron_mux.shape import BackboneShape
 from megatron_mux.split.accountant import Releases
 from megatron_mux.split.affinity import choose_server, identity_of
@@ -112,7 +113,15 @@ class ClientRun:
                 "with tools/chat.py from the adapter"
             )
         entry = _entry(manifest)
-        (task,) = open_tasks([spec], info, files, say, [spec.name] if entry and entry.checkpoint else [])
+        saved = {} if entry is None else entry.spec["training"]
+        for name in spec.training.length_fields if saved else ():
+            before, now = saved[name], getattr(spec.training, name)
+            if before != now:
+                raise UserError(
+                    f"task {spec.name!r}: training.{name}: {shown(now)}, not {shown(before)}: with a split server a "
+                    "task keeps its number of steps: set it back, or give the task a new name"
+                )
+        (task,) = open_tasks([spec], info, files, say, {} if entry is None else {spec.name: entry})
         device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
         alone = Parallel.alone(device)
         front, back = load_ends(info, alone, options.cut_front, options.cut_back, options.dtype)

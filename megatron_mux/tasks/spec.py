@@ -114,8 +114,8 @@ class TaskSpec(Section):
     def differences(self, other: TaskSpec) -> list[str]:
         """List the fields in which `other` differs: `training.learning_rate: 0.001, not 0.01` (ours, not theirs).
 
-        Of fields that affect the task's updates: not its name, paths of files, or evaluation. What the data file holds
-        is fingerprinted by `TaskDataset.fingerprint`.
+        Of fields that affect the task's updates: not its name, paths of files, or evaluation, nor its length, which is
+        compared in steps (`training.resumed`). What the data file holds is fingerprinted by `TaskDataset.fingerprint`.
         """
         ours, theirs = self._deciding(), other._deciding()
         found = []
@@ -133,6 +133,6 @@ class TaskSpec(Section):
             del source["path"]
         training = data["training"]
         training["optim"] = OPTIMIZERS[training["optim"]].names[0]  # another name of it decides alike
-        for name in TrainingSpec.undecided:
+        for name in (*TrainingSpec.undecided, *TrainingSpec.length_fields):
             del training[name]
         return {section: data[section] for section in ("adapter", "data", "training")}

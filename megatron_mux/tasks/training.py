@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_mux.optimizers.loraplus import group_of
 from megatron_mux.optimizers.registry import OPTIMIZERS
-from megatron_mux.optimizers.schedules import SCHEDULES, problem_of_kwargs
+from megatron_mux.optimizers.schedules import SCHEDULES, Curve, continued, problem_of_kwargs, schedule
 from megatron_mux.section import (
     LARGEST_BATCH,
     LARGEST_COUNT,
@@ -140,6 +140,9 @@ class TrainingSpec(KeepingFields, ReportFields, PreferenceFields):
     """Schedule of the learning rate after the warm-up."""
     lr_scheduler_kwargs: dict[str, Any] | None = None
     """Keyword arguments of the schedule, as `transformers.get_scheduler` takes them."""
+    lr_scheduler_on_resume: Literal["continue"] | None = None
+    """What a run that continues with another number of steps does if the steps done would have had other rates:
+    `continue` goes on from the last rate (`optimizers.schedules.continued`), None refuses."""
     warmup_steps: TidyNumber = Field(default=0, ge=0, le=LARGEST_COUNT)
     """Steps over which the rate rises from zero; below 1, the share of all steps."""
     warmup_ratio: Number = Field(default=0.0, ge=0, le=1)
@@ -177,8 +180,11 @@ class TrainingSpec(KeepingFields, ReportFields, PreferenceFields):
     undecided: ClassVar[tuple[str, ...]] = (
         *KeepingFields.model_fields,
         *ReportFields.model_fields,
+        "lr_scheduler_on_resume",
     )
     """Fields on which no update depends: a run that continues may change them."""
+    length_fields: ClassVar[tuple[str, ...]] = ("max_steps", "num_train_epochs")
+    """Fields for the number of steps: a run that continues may change them as far as its schedule allows."""
 
     @model_validator(mode="before")
     @classmethod
@@ -238,3 +244,16 @@ class TrainingSpec(KeepingFields, ReportFields, PreferenceFields):
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         return math.ceil(total_steps * (self.warmup_steps or self.warmup_ratio))
+
+    def rate_curve(self, total_steps: int, before: Sequence[tuple[int, int]] = ()) -> Curve:
+        """Make the schedule of the learning rate, as factors of `learning_rate`.
+
+        Args:
+            total_steps: Steps of the task.
+            before: See `optimizers.schedules.continued`.
+        """
+        return continued(self._curve, total_steps, before)
+
+    def _curve(self, total_steps: int) -> Curve:
+        kwargs, warmup = self.lr_scheduler_kwargs or {}, self.warmup(total_steps)
+        return schedule(self.lr_scheduler_type, self.learning_rate, warmup, total_steps, kwargs)

@@ -18,7 +18,7 @@ from megatron_mux.engine import Engine, Planning, StepResult
 from megatron_mux.engine.agreement import everyones, raise_on_every_rank
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.report import Reporter, cut_metrics
+from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel
 from megatron_mux.training.best import Judge
 from megatron_mux.training.eval_setup import accuracy_measured
@@ -98,7 +98,7 @@ class Loop:
             return
         if directory == self.arguments.save and self.parallel.rank == 0:
             # Not before the tasks are accepted: a refused run leaves everything as it is.
-            self.registry.accepted = partial(cut_metrics, directory, self.manifest, self.reporter.owner)
+            self.registry.accepted = partial(self.reporter.continue_metrics, directory, self.manifest)
         if self.manifest is None:
             return
         self.registry.continue_from(self.manifest, directory, self.arguments.save)

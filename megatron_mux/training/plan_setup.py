@@ -33,6 +33,7 @@ from megatron_mux.memory.sizes import show_size
 from megatron_mux.runtime import Parallel, device_memory
 from megatron_mux.training.admission import first_tasks
 from megatron_mux.training.layer_split import split_layers
+from megatron_mux.training.resumed import is_over
 from megatron_mux.training.task_setup import Progress
 
 _MARGIN = 1 / 16
@@ -170,11 +171,11 @@ def memory_limit(arguments: MuxArguments, mesh: Mesh, parallel: Parallel, say: P
 
 def _loads(tasks: Sequence[Task], manifest: Manifest | None, info: BackboneInfo) -> dict[str, TaskLoad]:
     """The tasks as the planner sees them, without those that the continued run has finished."""
-    done = {entry.name for entry in manifest.tasks if entry.status != "running"} if manifest else set()
+    entries = {entry.name: entry for entry in manifest.tasks} if manifest is not None else {}
     return {
         task.spec.name: TaskLoad.of(task.spec, task.data.lengths, task.data.label_counts, info.shape)
         for task in tasks
-        if task.spec.name not in done
+        if not is_over(task, entries.get(task.spec.name))
     }
 
 

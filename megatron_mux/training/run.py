@@ -91,10 +91,10 @@ def _run(arguments: MuxArguments, lock: DirectoryLock | None = None) -> None:
         experts = _place_experts(arguments, info, manifest is not None, reporter)
         specs = merge_saved(specs, manifest)
         check_best_is_saved(specs, save is not None)
-        resumed = [entry.name for entry in manifest.tasks if entry.checkpoint] if manifest is not None else []
+        entries = {entry.name: entry for entry in manifest.tasks} if manifest is not None else {}
         files = DataFiles(tokenizer, reporter.say, arguments.mux_data_cache)
         with local_leader_first():
-            tasks = open_tasks(specs, info, files, reporter.say, resumed)
+            tasks = open_tasks(specs, info, files, reporter.say, entries)
         if save is None:
             reporter.say("no --save: the adapters will be lost when the run ends")
         arguments, parallel = _join_world(arguments, info.shape, reporter)

@@ -19,6 +19,7 @@ from megatron_mux.tasks import load_task_file
 from megatron_mux.training.admission import Admission
 from megatron_mux.training.best import check_best_is_saved
 from megatron_mux.training.joining import JoiningFile, JoiningFiles, WatchedDirectory
+from megatron_mux.training.resumed import is_over
 from megatron_mux.training.task_setup import check_joining, open_tasks
 
 
@@ -89,21 +90,10 @@ class TaskRegistry:
         for task in tasks:
             name, kind = task.spec.name, task.spec.adapter.peft_type
             entry = self.entries.get(name)
-            if entry is not None and entry.status in ("finished", "failed"):
+            if entry is not None and is_over(task, entry):
                 self.reporter.add(name, kind, entry.step, entry.step, entry.status)
                 self.reporter.say(f"{name} is {entry.status} already in the run that is continued")
                 continue
-            if entry is not None and entry.data != task.data.fingerprint:
-                raise UserError(
-                    f"task {name!r}: {task.data.path} is not what it was when the run was saved: restore it, or give "
-                    "the task a new name"
-                )
-            if entry is not None and entry.reference not in ("", task.reference_fingerprint()):
-                raise UserError(
-                    f"task {name!r}: adapter.adapter_name_or_path ({task.spec.adapter.adapter_name_or_path}) holds "
-                    "other weights than when the run was saved, and its training.loss compares with them: restore "
-                    "them, or give the task a new name"
-                )
             if entry is not None and entry.checkpoint:
                 task.resume = checkpoint.load_task(self.continued or Path(), entry)
             joining.append(task)
@@ -136,7 +126,8 @@ class TaskRegistry:
             step, total, status = self.engine.progress(name)
             fresh = SavedTask(name, step, status, "", "", task.spec.plain(), task.data.fingerprint)
             fresh.reference = task.reference_fingerprint()
-            self.entries.setdefault(name, fresh).status = status
+            entry = self.entries.setdefault(name, fresh)
+            entry.status, entry.spec, entry.lengths = status, fresh.spec, task.lengths
             if name in self.reporter.history:  # it waited
                 self.reporter.history[name].status = status
                 self.reporter.say(f"{name} trains from here on")
@@ -245,7 +236,7 @@ class TaskRegistry:
         tasks: list[Task] = []
         problem = ""
         try:
-            tasks = open_tasks(file.specs, self.info, files, self.reporter.say)
+            tasks = open_tasks(file.specs, self.info, files, self.reporter.say, self.entries)
             for task in tasks:
                 self.engine.check_alone(task)
             problem = self.reporter.prepare_tracking(file.specs)

@@ -16,9 +16,12 @@ from megatron_mux.optimizers.loraplus import group_of
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.training.eval_setup import problems_of_evaluation
+from megatron_mux.training.resumed import EDITS, changed, continue_task
 
 Progress = Callable[[str], None]
 """Told what is going on, a line at a time."""
+
+NO_ENTRIES: Mapping[str, SavedTask] = {}
 
 
 def merge_saved(specs: Sequence[TaskSpec], manifest: Manifest | None) -> list[TaskSpec]:
@@ -29,15 +32,15 @@ def merge_saved(specs: Sequence[TaskSpec], manifest: Manifest | None) -> list[Ta
         manifest: The save to continue from, if any.
 
     Raises:
-        UserError: The spec of a saved task has changed.
+        UserError: The spec of a saved task has changed in what decides its updates.
     """
     if manifest is None:
         return list(specs)
     given = {spec.name: spec for spec in specs}
     saved = {entry.name: entry for entry in manifest.tasks}
-    problems = [_changed(saved[name], spec) for name, spec in given.items() if name in saved]
+    problems = [changed(saved[name], spec) for name, spec in given.items() if name in saved]
     if any(problems):
-        raise UserError(*(problem for problem in problems if problem))
+        raise UserError(*(problem for problem in problems if problem), EDITS)
     order = [name for name in saved if name in given] + [name for name in given if name not in saved]
     return [given[name] for name in order]
 
@@ -68,22 +71,10 @@ def check_joining(
             continue
         if entry is None or spec.name in registered or entry.status == "removed" or not continued:
             problems.append(f"task {spec.name!r}: this run has or had a task of that name: choose another")
-        elif changed := _changed(entry, spec):
-            problems.append(changed)
+        elif difference := changed(entry, spec):
+            problems += [difference, EDITS]
     if problems:
         raise UserError(*problems)
-
-
-def _changed(entry: SavedTask, spec: TaskSpec) -> str:
-    """Why `spec` cannot continue `entry`; empty if it can. Files may have moved."""
-    differences = spec.differences(TaskSpec.model_validate(entry.spec))
-    if not differences:
-        return ""
-    what = "; ".join(differences)
-    return (
-        f"task {spec.name!r} is not as it was saved ({what}): set that back, or give the task a new name "
-        "(adapter_name_or_path starts it from a checkpoint)"
-    )
 
 
 def open_tasks(
@@ -91,16 +82,16 @@ def open_tasks(
     info: BackboneInfo,
     files: DataFiles,
     say: Progress,
-    resumed: Collection[str] = (),
+    entries: Mapping[str, SavedTask] = NO_ENTRIES,
 ) -> list[Task]:
-    """Open every task's data and check it against the backbone.
+    """Open every task's data and check it against the backbone and its save.
 
     Args:
         specs: Validated tasks.
         info: The backbone's shape and module names.
         files: Opens their data.
-        say: Told how many records were cut or dropped, and what they lost.
-        resumed: Names of tasks that continue from a checkpoint instead of `adapter_name_or_path`.
+        say: Told how many records were cut or dropped, what they lost, and what changes in tasks that continue.
+        entries: Tasks of the run that is continued, by name.
 
     Returns:
         The tasks, in the same order.
@@ -112,7 +103,7 @@ def open_tasks(
     problems: list[str] = []
     for spec in specs:
         try:
-            tasks.append(_open(spec, info, files, say, spec.name in resumed))
+            tasks.append(_open(spec, info, files, say, entries.get(spec.name)))
         except UserError as error:
             problems += [f"task {spec.name!r}: {problem}" for problem in error.problems]
     if problems:
@@ -131,7 +122,9 @@ def _check_tensors(spec: TaskSpec, shape: BackboneShape) -> None:
         )
 
 
-def _open(spec: TaskSpec, info: BackboneInfo, files: DataFiles, say: Progress, resumed: bool) -> Task:
+def _open(
+    spec: TaskSpec, info: BackboneInfo, files: DataFiles, say: Progress, entry: SavedTask | None
+) -> Task:
     problems: list[str] = []
 
     def attempt(work: Callable[[], Any]) -> Any:
@@ -165,12 +158,16 @@ def _open(spec: TaskSpec, info: BackboneInfo, files: DataFiles, say: Progress, r
             problems += problems_of_evaluation(spec, evaluation)
     initial = None
     source = spec.adapter.adapter_name_or_path
-    if source is not None and (not resumed or spec.training.needs_reference):
+    resumes = entry is not None and bool(entry.checkpoint)
+    if source is not None and (not resumes or spec.training.needs_reference):
         initial = attempt(lambda: read_adapter(source, spec.adapter, info.shape))
     if problems:
         raise UserError(*problems)
+    task = Task(spec, data, evaluation, initial)
+    for line in continue_task(task, entry) if entry is not None else ():
+        say(line)
     for dataset in (data, evaluation):
         if dataset is not None:
             for line in dataset.cut.lines(spec.data.max_length):
                 say(f"{spec.name}: {dataset.path}: {line}")
-    return Task(spec, data, evaluation, initial)
+    return task

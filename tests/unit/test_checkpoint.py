@@ -252,6 +252,21 @@ def test_keeping_few_keeps_what_was_good(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["checkpoint-2"]
 
 
+def test_a_negative_loss_that_falls_loses_no_step_to_a_later_nan(tmp_path: Path) -> None:
+    """Robust DPO's loss falls below -1; the task that fails in the end keeps its newest checkpoint."""
+    entry = _state(1).entry
+    for step in range(1, 13):
+        entry.note(step, 0.5 - 0.8 * step)
+        entry = checkpoint.save(
+            tmp_path, [replace(_state(step), entry=replace(entry, step=step))], PLAN, "backbone"
+        ).tasks[0]
+    entry.note(13, -9.9)
+    entry.health.note(float("nan"))
+    assert not entry.health.good and entry.good == "a/checkpoint-12"
+    entry.fall_back()
+    assert entry.step == 12
+
+
 def test_a_checkpoint_is_good_by_the_next_step_alone(tmp_path: Path) -> None:
     """Neither by the loss before it, nor by one of a later step, which tells of what came after it."""
     entry = _state(3).entry

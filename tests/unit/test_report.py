@@ -14,7 +14,7 @@ import pytest
 from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.engine import EvalResult, StepResult
 from megatron_mux.errors import UserError
-from megatron_mux.report import Reporter, cut_metrics
+from megatron_mux.report import Reporter
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.trackers.tensorboard import EventFile
 
@@ -119,6 +119,12 @@ def test_metrics_beyond_the_save_are_cut(tmp_path: Path) -> None:
     manifest = Manifest(1, "backbone", [SavedTask("a", 2, "running", "", "a/checkpoint-2", {}, "data")], {})
     path = tmp_path / "a" / "metrics.jsonl"
     path.parent.mkdir()
-    path.write_text("".join(json.dumps({"step": i}) + "\n" for i in (0, 1, 2, 3)) + '{"step": 4, "lo')
-    cut_metrics(tmp_path, manifest)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+    lines = [{"step": 0, "eval_loss": 1.0}, *({"step": i, "wall_s": 100.0 * i} for i in (1, 2, 3))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo')
+    reporter = reporter_of(tmp_path)
+    reporter.continue_metrics(tmp_path, manifest)
+    reporter.step("a", StepResult(3, 3, 2.5, 1.5, 0.25, 8, "finished"), 0.5)
+    reporter.close()
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in written] == [0, 1, 2, 3]
+    assert 200 <= written[-1]["wall_s"] < 210, "the clock goes on from the last line that stayed"

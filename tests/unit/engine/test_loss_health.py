@@ -43,6 +43,11 @@ def test_a_loss_that_comes_back_is_good_again() -> None:
     assert _course([2.0] * 6 + [20.0, 2.1])[-2:] == [False, True]
 
 
+def test_a_negative_loss_that_falls_is_good_and_one_that_explodes_is_not() -> None:
+    falling = [0.7 - 0.2 * step for step in range(50)]  # to -9.1, as robust DPO's
+    assert _course([*falling, -8.0, 0.9, 1.1]) == [True] * 52 + [False]
+
+
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_is_not_good(loss: float) -> None:
     assert _course([1.0, loss]) == [True, False]

@@ -212,6 +212,10 @@ def test_a_client_is_continued(
         changed = task_of(data)
         changed["training"] = {**changed["training"], "learning_rate": 1.0}
         trainer(server, changed, tmp_path, load=tmp_path).train()
+    with pytest.raises(UserError, match=r"max_steps: 7, not 6: with a split server a task keeps its number"):
+        changed = task_of(data)
+        changed["training"] = {**changed["training"], "max_steps": 7}
+        trainer(server, changed, tmp_path, load=tmp_path).train()
     saved = dict(server.saved)
     server.saved.clear()
     with pytest.raises(UserError, match="begin anew with another --save"):

@@ -75,7 +75,7 @@ def task(name: str) -> Any:
         plain=dict,
         total_steps=lambda records: 10,
     )
-    return SimpleNamespace(spec=spec, data=Data([1]), resume=None, reference_fingerprint=str)
+    return SimpleNamespace(spec=spec, data=Data([1]), resume=None, lengths=(), reference_fingerprint=str)
 
 
 @pytest.fixture
