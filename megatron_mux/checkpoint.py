@@ -147,6 +147,7 @@ def save(
     pace: Pace | None = None,
     precision: str = "",
     owner: str = "",
+    check: Callable[[], None] = lambda: None,
 ) -> Manifest:
     """Write checkpoints and then the manifest that names them. Called on rank 0 only.
 
@@ -159,22 +160,25 @@ def save(
         pace: How fast to write.
         precision: See `Manifest`.
         owner: The one task of the run, if other runs share the directory.
+        check: Raises a `UserError` once another process writes there; called before anything is replaced.
 
     Returns:
         The manifest.
 
     Raises:
-        UserError: The disk is full or not writable; everything saved before stays as it was.
+        UserError: The disk is full or not writable; everything saved before stays as it was. Or `check` says so.
     """
+    check()
     try:
         previous, _ = _newest(directory, owner)
         for state in states:
             if state.snapshot is not None:
-                state.entry.checkpoint = _write_checkpoint(directory, state, previous, pace)
+                state.entry.checkpoint = _write_checkpoint(directory, state, previous, pace, check)
         number = 1 + max((m for m, _ in manifests(directory / owner)), default=0)
         entries = [state.entry for state in states]
         manifest = Manifest(number, backbone, entries, plan.to_json(), precision=precision)
         text = json.dumps(asdict(manifest), indent=1)
+        check()
         write_atomically(directory / owner / MANIFESTS / manifest_name(number), text)
         write_atomically(directory / owner / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
         write_best(
@@ -186,6 +190,7 @@ def save(
         named = {checkpoint for entry in entries for checkpoint in named_by(asdict(entry))}
         limit_checkpoints(directory, limits, named, owner)
     except OSError as error:
+        check()  # whoever took the directory over cleared away what this save had begun
         raise UserError(
             f"--save {directory}: could not save: {error.strerror or error} ({error.filename or directory}). What was "
             "saved before is complete; make room or choose another directory, and go on with --load."
@@ -194,7 +199,11 @@ def save(
 
 
 def _write_checkpoint(
-    directory: Path, state: TaskToSave, previous: Manifest | None, pace: Pace | None
+    directory: Path,
+    state: TaskToSave,
+    previous: Manifest | None,
+    pace: Pace | None,
+    check: Callable[[], None],
 ) -> str:
     entry, snapshot = state.entry, state.snapshot
     assert snapshot is not None
@@ -217,6 +226,7 @@ def _write_checkpoint(
         training |= {f"extra.{key}": t for key, t in snapshot.extra.items()}
         write_tensors(partial / TRAINING_STATE, training, {"step": str(snapshot.step)}, pace)
         sync_directory(partial)
+        check()
         # Left by a run that was killed between renaming and writing its manifest.
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
@@ -363,11 +373,16 @@ def refuse_used(directory: Path, owner: str = "") -> None:
     Raises:
         UserError: `directory` holds checkpoints already.
     """
-    if next(iter(manifests(directory / owner)), None) is not None:
+    if manifests(directory / owner):
         raise UserError(
             f"--save {directory}: holds checkpoints of {owner or 'a run'} already: continue it with "
             f"--load {directory}, or choose another directory."
         )
+    # Both kinds of runs name checkpoints alike.
+    if owner and manifests(directory):
+        raise UserError(f"--save {directory}: holds a run of several tasks: choose another directory.")
+    if not owner and next(directory.glob(f"*/{MANIFESTS}/manifest-*.json"), None) is not None:
+        raise UserError(f"--save {directory}: holds runs of split clients: choose another directory.")
 
 
 def prepare(directory: Path, asked: str = "--save") -> str:

@@ -61,6 +61,7 @@ def contradictions(arguments: MuxArguments, parsed: Mapping[str, Any]) -> list[s
         ("--save-interval", arguments.save_interval),
         ("--mux-keep-checkpoints", arguments.mux_keep_checkpoints),
         ("--mux-save-rate", arguments.mux_save_rate),
+        ("--break-lock", arguments.break_lock or None),
     ):
         if value is not None and arguments.save is None:
             problems.append(f"{flag}: needs --save DIR")

@@ -109,6 +109,12 @@ class MuxArguments(ExpertFlags):
     load: Path | None = flag(
         "results", "continue the run saved in DIR (an empty DIR starts a new run)", **DIRECTORY
     )
+    break_lock: bool = flag(
+        "results",
+        "take over a --save directory that another process has locked: only if that cannot be running any more",
+        False,
+        action="store_true",
+    )
     save_interval: int | None = flag("results", "save every N steps of a task, besides at its end", **COUNT)
     log_interval: int = flag("results", "log every N steps of a task (10)", 10, **COUNT)
     tensorboard_dir: Path | None = flag("results", "write TensorBoard files to DIR", **DIRECTORY)

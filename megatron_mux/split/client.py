@@ -104,6 +104,11 @@ def _add_results(parser: Parser) -> None:
         metavar="DIR",
         help="continue the run saved in DIR (an empty DIR starts a new run)",
     )
+    add(
+        "--break-lock",
+        action="store_true",
+        help="take over a task's directory that a dead process has locked",
+    )
     add("--save-interval", type=at_least(1), metavar="N",
         help="save every N steps, besides at the end (a tenth of the run, from 10 to 50)")  # fmt: skip
     add("--keep-checkpoints", type=at_least(1), metavar="N",
@@ -204,6 +209,7 @@ def train(arguments: argparse.Namespace) -> None:
         cut_back=arguments.cut_back,
         save=arguments.save,
         load=arguments.load,
+        break_lock=arguments.break_lock,
         save_interval=arguments.save_interval,
         keep_checkpoints=arguments.keep_checkpoints,
         log_interval=arguments.log_interval,

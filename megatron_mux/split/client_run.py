@@ -235,7 +235,9 @@ class ClientRun:
             mux_rolling=False,  # a step takes so long that there is nothing to gain
             bf16=options.dtype == torch.bfloat16,
         )
-        loop = Loop(arguments, engine, engine.parallel, reporter, self.info, self.files, manifest)
+        loop = Loop(
+            arguments, engine, engine.parallel, reporter, self.info, self.files, manifest, lock=options.lock
+        )
         with closing(loop):
             try:
                 loop.registry.register([replace(self.task, resume=None)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_backbone_info, stored_dtype
 from megatron_mux.backbone.split import even_split
 from megatron_mux.console import make_console
+from megatron_mux.directory_lock import DirectoryLock
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.body import Body
@@ -43,8 +45,20 @@ def run(arguments: argparse.Namespace) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
-        UserError: The input is wrong.
+        UserError: The input is wrong, or another server writes into `--save`.
     """
+    if os.environ.get("RANK", "0") != "0":
+        _run(arguments)
+        return
+    with DirectoryLock(
+        arguments.save, break_lock=arguments.break_lock, say=partial(print, flush=True)
+    ) as lock:
+        lock.record(backbone=str(arguments.backbone.resolve()))
+        _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    """`run`; rank 0 holds the lock on `--save`."""
     info = read_backbone_info(arguments.backbone)
     info.shape.refuse("The split server", "quantisation")
     front, back = arguments.least_cut_front, arguments.least_cut_back

@@ -96,6 +96,11 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("operation").add_argument
     add("--save", type=Path, default=Path("split-server"), metavar="DIR",
         help="keep sessions' states here; clients go on from them after a restart (split-server)")  # fmt: skip
+    add(
+        "--break-lock",
+        action="store_true",
+        help="take over a --save directory that a dead process has locked",
+    )
     add("--keep-body", action="store_true", help="keep the body's part of adapters: clients do not get it")
     add("--metrics", metavar="HOST:PORT", help="answer Prometheus here (default: nowhere)")
     add("--log-format", choices=("text", "json"), default="text")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_mux import checkpoint
+from megatron_mux.directory_lock import DirectoryLock
 from megatron_mux.errors import UserError
 from megatron_mux.report import Reporter, TaskHistory
 from megatron_mux.split.affinity import identity_of
@@ -43,6 +45,7 @@ class SplitTrainer:
         cut_back: Layers that it computes before the final norm.
         save: Directory for checkpoints and metrics, which clients with other tasks may share.
         load: Directory of a run to continue; if it is empty, a new run starts.
+        break_lock: Take over a `save` directory that another process has locked.
         save_interval: Steps between saves, besides the one at the end; None: what the task's section says, else a
             tenth of the run, from 10 to 50.
         keep_checkpoints: Saves to keep; None: all, but 3 if nobody says how often to save.
@@ -57,6 +60,7 @@ class SplitTrainer:
 
     Attributes:
         tally: Of all requests so far.
+        lock: On the task's directory in `save`, while it trains.
     """
 
     backbone: str | Path
@@ -67,6 +71,7 @@ class SplitTrainer:
     cut_back: int = 1
     save: Path | None = None
     load: Path | None = None
+    break_lock: bool = False
     save_interval: int | None = None
     keep_checkpoints: int | None = None
     log_interval: int = 10
@@ -78,6 +83,7 @@ class SplitTrainer:
     privacy: PrivacySection | Privacy | None = None
     connect: Callable[[Callable[[str], None]], ClientTransport] | None = None
     tally: Tally = field(default_factory=Tally, init=False)
+    lock: DirectoryLock | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Take text for paths, too."""
@@ -101,10 +107,18 @@ class SplitTrainer:
                 again.
         """
         spec = self.task if isinstance(self.task, TaskSpec) else read_task(self.task, Path.cwd())
-        for flag, directory in (("--save", self.save), ("--load", self.load)):
-            refuse_other_clients(flag, directory, spec.name, self.identity)
-        if self.save is not None and self.save != self.load:
-            checkpoint.refuse_used(self.save, spec.name)
+        with ExitStack() as held:
+            if self.save is not None:
+                own = self.save / spec.name
+                self.lock = held.enter_context(DirectoryLock(own, break_lock=self.break_lock, say=print))
+            for flag, directory in (("--save", self.save), ("--load", self.load)):
+                refuse_other_clients(flag, directory, spec.name, self.identity)
+            if self.save is not None and self.save != self.load:
+                checkpoint.refuse_used(self.save, spec.name)
+            return self._train(spec)
+
+    def _train(self, spec: TaskSpec) -> TaskHistory:
+        """`train`, while nobody else writes into the task's directory."""
         reporter = self._reporter(spec.name)
         try:
             run = ClientRun.open(self, spec, reporter.say)

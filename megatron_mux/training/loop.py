@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
@@ -13,6 +13,7 @@ from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, TaskToSave, checkpoint_of
 from megatron_mux.data.dataset import DataFiles
+from megatron_mux.directory_lock import DirectoryLock
 from megatron_mux.engine import Engine, Planning, StepResult
 from megatron_mux.engine.agreement import everyones, raise_on_every_rank
 from megatron_mux.errors import UserError
@@ -42,6 +43,7 @@ class Loop:
         registry: The tasks of the run.
         manifest: The save to continue from, if any.
         watch: Counts which experts steps select; None: nobody asked.
+        lock: On the directory of `--save`; None on ranks that do not write there.
         stopping: Set by a signal: save and leave after the current steps.
     """
 
@@ -53,6 +55,7 @@ class Loop:
     files: InitVar[DataFiles]
     manifest: Manifest | None = None
     watch: ExpertWatch | None = None
+    lock: DirectoryLock | None = None
     stopping: bool = False
     registry: TaskRegistry = field(init=False)
     _step_loop: StepLoop = field(init=False)
@@ -85,6 +88,7 @@ class Loop:
                 arguments.precision,
                 self.reporter.owner,
                 self.engine.backbone.info.shape.quantisation,
+                self.lock,
             )
         self._judge = Judge(self.registry.entries, self.reporter.say)
         self._is_frozen = False
@@ -160,20 +164,7 @@ class Loop:
         if not self._is_frozen:
             freeze_objects()
             self._is_frozen = True
-        self.parallel.heartbeat.at("reporting")
-        self._plan = self.engine.last_plan or self._plan
-        if self._step_loop.has_timed:
-            self._timed_plan = self._plan
-        if self._step_loop.is_time_to_draw:
-            self._draw()
-        while self.engine.planning.news:
-            self.reporter.say(self.engine.planning.news.pop(0))
-        last: dict[str, StepResult] = {}
-        for results in steps:
-            for name, result in results.items():
-                self._note(name, result)
-                self.reporter.step(name, result, self._step_loop.seconds)
-            last |= results
+        last = self._report(steps)
         if self.watch is not None:
             self.watch.after(len(steps))
         # Every task's turn, whatever is due already.
@@ -193,6 +184,26 @@ class Loop:
                 self._judge.tell_best(name, self.arguments.save)
                 self.reporter.untrack(name)
                 self.engine.remove_task(name)
+
+    def _report(self, steps: Sequence[Mapping[str, StepResult]]) -> dict[str, StepResult]:
+        """Report the steps of a burst; returns each task's last result."""
+        self.parallel.heartbeat.at("reporting")
+        if self.lock is not None:
+            self.lock.check()  # before lines are added to files that another run may be writing
+        self._plan = self.engine.last_plan or self._plan
+        if self._step_loop.has_timed:
+            self._timed_plan = self._plan
+        if self._step_loop.is_time_to_draw:
+            self._draw()
+        while self.engine.planning.news:
+            self.reporter.say(self.engine.planning.news.pop(0))
+        last: dict[str, StepResult] = {}
+        for results in steps:
+            for name, result in results.items():
+                self._note(name, result)
+                self.reporter.step(name, result, self._step_loop.seconds)
+            last |= results
+        return last
 
     def _due(self) -> Iterator[Due]:
         """When each task's next evaluation and save are due, and the next look at the experts."""

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info, stored_dtype
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.tokenizer import load_tokenizer
+from megatron_mux.directory_lock import DirectoryLock
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.errors import UserError
@@ -52,6 +54,16 @@ def run(arguments: MuxArguments) -> None:
         UserError: The input is wrong: everything that can be checked is, before a weight is read.
     """
     arguments.check_device("cuda" if torch.cuda.is_available() else "cpu")
+    save = arguments.save
+    if save is None or os.environ.get("RANK", "0") != "0":
+        _run(arguments)
+        return
+    with DirectoryLock(save, break_lock=arguments.break_lock, say=partial(print, flush=True)) as lock:
+        _run(arguments, lock)
+
+
+def _run(arguments: MuxArguments, lock: DirectoryLock | None = None) -> None:
+    """`run`, with the lock on `--save` where this rank writes there."""
     leader = os.environ.get("RANK", "0") == "0"
     save, resume = arguments.save, arguments.load
     if save is not None and save != resume:
@@ -89,14 +101,16 @@ def run(arguments: MuxArguments) -> None:
         with _monitored(parallel, arguments, reporter.release) as parallel:
             planning = make_planning(arguments, info, tasks, parallel, manifest, reporter.say)
             problem = reporter.prepare_tracking(specs)
-            if leader and save is not None:
-                problem = problem or checkpoint.prepare(save)
+            if lock is not None:
+                problem = problem or checkpoint.prepare(lock.directory)
             raise_on_every_rank(problem, parallel)
+            if lock is not None:
+                lock.record(backbone=str(arguments.backbone.resolve()), tasks=[spec.name for spec in specs])
             exchange = _make_exchange(arguments, parallel, reporter)
             backbone = _load_backbone(arguments, parallel, planning, experts.placement, reporter)
             engine = Engine(backbone, parallel, planning, exchange=exchange)
             watch = watch_experts(arguments, engine, reporter, experts.topology, experts.kept)
-            loop = Loop(arguments, engine, parallel, reporter, info, files, manifest, watch=watch)
+            loop = Loop(arguments, engine, parallel, reporter, info, files, manifest, watch=watch, lock=lock)
             with closing(loop):
                 loop.registry.register(tasks)
                 with stop_on_signals(loop):

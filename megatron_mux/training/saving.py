@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_mux import checkpoint
 from megatron_mux.checkpoint import TaskToSave
+from megatron_mux.directory_lock import DirectoryLock
 from megatron_mux.engine.agreement import from_first, raise_on_every_rank
 from megatron_mux.engine.snapshot import HostMemory, LocalState
 from megatron_mux.errors import UserError
@@ -37,6 +38,7 @@ class Saver:
         precision: See `checkpoint.Manifest`.
         owner: See `checkpoint.save`.
         quantisation: How the backbone's weights are quantised; None: not at all.
+        lock: On the directory; checked while saving.
 
     Attributes:
         memory: Host memory of the save that is being written.
@@ -50,6 +52,7 @@ class Saver:
     precision: str = ""
     owner: str = ""
     quantisation: Quantisation | None = None
+    lock: DirectoryLock | None = None
     memory: HostMemory = field(init=False)
     _cards: CardWriter = field(init=False)
     _trained_on: Provenance = field(init=False)
@@ -98,7 +101,15 @@ class Saver:
                     state.header = self._trained_on.header
                     state.card = self._cards.card(state)
             checkpoint.save(
-                self.directory, states, plan, self.backbone, self.keep, pace, self.precision, self.owner
+                self.directory,
+                states,
+                plan,
+                self.backbone,
+                self.keep,
+                pace,
+                self.precision,
+                self.owner,
+                *(() if self.lock is None else (self.lock.check,)),
             )
 
     @property

@@ -193,6 +193,7 @@ def _arm(fault: Fault) -> None:
             time.sleep(3600)
         if fault.kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+            return original(*args, **kwargs)
         if fault.kind in ("kill after", "kill halfway"):
             original(*args, **kwargs)
         if fault.kind == "kill halfway":

@@ -26,8 +26,8 @@ PLACES = {
     "adapter half written": Fault("megatron_mux.checkpoint:write_tensors", 3, "kill halfway"),
     "before a checkpoint is renamed": Fault("os:rename", 5, "kill before"),
     "after a checkpoint is renamed": Fault("os:rename", 4, "kill after"),
-    "before a manifest is renamed": Fault("megatron_mux.files:os.replace", 3, "kill before"),
-    "between manifest and plan": Fault("megatron_mux.files:os.replace", 3, "kill after"),
+    "before a manifest is renamed": Fault("megatron_mux.files:os.replace", 4, "kill before"),
+    "between manifest and plan": Fault("megatron_mux.files:os.replace", 4, "kill after"),
     "within a step": Fault("megatron_mux.engine.optimize:TaskOptimizer.step", 20, "kill before"),
 }
 

@@ -76,6 +76,7 @@ def test_defaults() -> None:
         seed=1234,
         save=None,
         load=None,
+        break_lock=False,
         save_interval=None,
         log_interval=10,
         tensorboard_dir=None,
@@ -446,7 +447,9 @@ def test_the_tables_agree() -> None:
     assert not PER_TASK.keys() & REASONS.keys()
     assert not ours & (PER_TASK.keys() | REASONS.keys())
     megatrons = {
-        flag for flag in ours if not flag.startswith(("--mux-", "--no-mux-", "--backbone", "--help", "-h"))
+        flag
+        for flag in ours
+        if not flag.startswith(("--mux-", "--no-mux-", "--backbone", "--break-lock", "--help", "-h"))
     }
     assert megatrons <= MEGATRON_FLAGS
 
