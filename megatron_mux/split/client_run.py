@@ -45,7 +45,7 @@ from megatron_mux.split.noise import Noise, read_secret
 from megatron_mux.split.noise import Privacy as PrivacySection
 from megatron_mux.split.remote import Privacy, RemoteBody
 from megatron_mux.split.request_sizes import choices_scored, request_sizes
-from megatron_mux.split.run_record import name_run
+from megatron_mux.split.run_record import name_run, note_run
 from megatron_mux.split.wire import Limits, RefusedError
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.training.loop import Loop
@@ -146,6 +146,8 @@ class ClientRun:
         else:
             link, manifest = self._join(source, manifest, say)
         try:
+            if options.save is not None:
+                note_run(options.save, self.name, self.proposal.run, options.identity)
             if link.is_joined and link.proposal.uploads:
                 layers = self.proposal.body(self.info.shape)
                 link.upload(body_share(self.task, self.info, layers, options.dtype))
@@ -371,7 +373,7 @@ def _propose(options: SplitTrainer, info: BackboneInfo, task: Task, source: Path
     spec, sizes = task.spec, request_sizes(task)
     return Proposal(
         task=spec.name,
-        run=name_run(source, options.save, spec.name, options.identity),
+        run=name_run(source, spec.name),
         fingerprint=info.fingerprint,
         cut_front=options.cut_front,
         cut_back=options.cut_back,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from pathlib import Path
@@ -37,7 +38,7 @@ def read_crl(file: Path, ca: Path) -> dict[int, x509.RevokedCertificate]:
 
 
 class Revocations:
-    """Tells which certificates are revoked. A list that cannot be read leaves the one before it in force.
+    """Tells when certificates are revoked. A list that cannot be read leaves the one before it in force.
 
     Args:
         file: The list, which may appear later.
@@ -54,16 +55,19 @@ class Revocations:
         self._looks_again = 0.0
         self._read()
 
-    def includes(self, serial: int) -> bool:
-        """Whether a certificate is revoked, as of a second ago."""
-        now = time.monotonic()
-        if now >= self._looks_again:
-            self._looks_again = now + _SECONDS_BETWEEN_LOOKS
-            try:
-                self._read()
-            except UserError as error:
-                _log.error("%s; the list before it stays in force", error)
-        return serial in self._serials
+    async def wait_for(self, serial: int) -> None:
+        """Return once a certificate is revoked."""
+        while True:
+            now = time.monotonic()
+            if now >= self._looks_again:  # whoever waits
+                self._looks_again = now + _SECONDS_BETWEEN_LOOKS
+                try:
+                    self._read()
+                except UserError as error:
+                    _log.error("%s; the list before it stays in force", error)
+            if serial in self._serials:
+                return
+            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _read(self) -> None:
         try:

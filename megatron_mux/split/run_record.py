@@ -40,16 +40,16 @@ def refuse_other_clients(flag: str, directory: Path | None, task: str, client: s
         )
 
 
-def name_run(source: Path | None, save: Path | None, task: str, client: str) -> str:
+def name_run(source: Path | None, task: str) -> str:
     """The name of a run on the server, so that only this run goes on from its saves there.
 
     Args:
         source: Directory of the saves that the run continues; None: it begins, with a new name.
-        save: Directory where to note it; None: nowhere.
         task: The task's name.
-        client: Identity of the client.
     """
-    run = _read(source, task)[0] or secrets.token_hex(16)
-    if save is not None:
-        write_atomically(save / task / _FILE, f"{run} {client}\n")
-    return run
+    return _read(source, task)[0] or secrets.token_hex(16)
+
+
+def note_run(save: Path, task: str, run: str, client: str) -> None:
+    """Note a client's run beside its saves."""
+    write_atomically(save / task / _FILE, f"{run} {client}\n")

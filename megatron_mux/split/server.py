@@ -1,6 +1,8 @@
 """The server of split fine-tuning: one frozen body of a backbone that all clients share.
 
-python -m megatron_mux.split.server --backbone DIR --listen HOST:PORT --tls-dir DIR
+    python -m megatron_mux.split.server --backbone DIR --listen HOST:PORT --tls-dir DIR
+
+`megatron_mux.split.certificates` makes what `--tls-dir` names.
 """
 
 from __future__ import annotations

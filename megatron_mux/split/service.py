@@ -27,8 +27,6 @@ _LOCAL = "local"
 
 _LONGEST_TEXT = 2000
 _MOST_STREAMS = 4096
-_SECONDS_BETWEEN_LOOKS = 1.0
-"""How often each stream looks whether its client's certificate has been revoked."""
 SHARE = 4
 """One client may have one part in so many of the bytes in flight."""
 
@@ -198,9 +196,7 @@ class Service:
         if self._revocations is None:
             return
         (certificate,) = context.auth_context()["x509_pem_cert"]
-        serial = x509.load_pem_x509_certificate(certificate).serial_number
-        while not self._revocations.includes(serial):
-            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+        await self._revocations.wait_for(x509.load_pem_x509_certificate(certificate).serial_number)
         _log.warning("a stream of %s ends: its certificate was revoked", identity)
         raise RefusedError("revoked", "the client's certificate was revoked: ask for another one")
 

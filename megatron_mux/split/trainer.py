@@ -107,15 +107,19 @@ class SplitTrainer:
                 again.
         """
         spec = self.task if isinstance(self.task, TaskSpec) else read_task(self.task, Path.cwd())
+        self._refuse_other_clients(spec.name)  # before a lock is broken
         with ExitStack() as held:
             if self.save is not None:
                 own = self.save / spec.name
                 self.lock = held.enter_context(DirectoryLock(own, break_lock=self.break_lock, say=print))
-            for flag, directory in (("--save", self.save), ("--load", self.load)):
-                refuse_other_clients(flag, directory, spec.name, self.identity)
+            self._refuse_other_clients(spec.name)
             if self.save is not None and self.save != self.load:
                 checkpoint.refuse_used(self.save, spec.name)
             return self._train(spec)
+
+    def _refuse_other_clients(self, task: str) -> None:
+        for flag, directory in (("--save", self.save), ("--load", self.load)):
+            refuse_other_clients(flag, directory, task, self.identity)
 
     def _train(self, spec: TaskSpec) -> TaskHistory:
         """`train`, while nobody else writes into the task's directory."""
