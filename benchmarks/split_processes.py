@@ -135,8 +135,8 @@ class Cast:
     ) -> Worker:
         """Start a server on pipeline ranks, and wait until it serves."""
         words = ["--backbone", str(model), "--listen", f"0.0.0.0:{port}", "--no-progress"]
-        words += ["--tls-cert", str(tls / "server.pem"), "--tls-key", str(tls / "server.key")]
-        words += ["--client-ca", str(tls / "ca.pem"), "--save", str(self.folder / f"{name}-saves"), *flags]
+        words += ["--tls-dir", str(tls)]
+        words += ["--max-memory-each", "1", "--save", str(self.folder / f"{name}-saves"), *flags]
         if ranks == 1:
             worker = self.start(name, "server", self.star.server, words)
         else:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Annotated, Any, TypeVar
 
 from pydantic import PlainValidator
 
-from megatron_mux.adapters.targets import matches
+from megatron_mux.adapters.targets import ends
 from megatron_mux.errors import UserError
 from megatron_mux.section import LARGEST_SIZE, problem, shown
 from megatron_mux.shape import Module
@@ -19,9 +21,14 @@ Value = TypeVar("Value")
 _FIRST_INDEX = re.compile(r".*?\.[^.]*\.(?P<index>\d+)\.")
 """The first number in a path: without `layers_pattern`, the index of a layer."""
 
+_NAME = re.compile(r"[\w.-]+")
+"""Expressions in which only dots are special."""
+
 
 def _check_patterns(patterns: Iterable[str]) -> None:
     for pattern in patterns:
+        if _NAME.fullmatch(pattern):
+            continue
         try:
             re.compile(pattern)
         except re.error as error:
@@ -89,13 +96,49 @@ LayersPattern = Annotated[list[str] | str | None, PlainValidator(_layers_pattern
 """Names of the list of layers, as regular expressions."""
 
 
+class _Patterns:
+    """Regular expressions for ends of modules' paths, each compiled once.
+
+    Most are names, in which only dots are special. They are looked up, so that a path takes as long with thousands of
+    them as with one: a name matches an end of a path if it is that end with dots in place of some characters.
+
+    Args:
+        patterns: As keys of `rank_pattern` in peft, which matches `(.*\\.)?(PATTERN)$`.
+    """
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._names: dict[str, int] = {}
+        self._dots: dict[int, set[tuple[int, ...]]] = defaultdict(set)  # of names, by their length
+        self._expressions: list[tuple[int, re.Pattern[str]]] = []
+        for i, pattern in enumerate(patterns):
+            if _NAME.fullmatch(pattern):
+                self._names[pattern] = i
+                self._dots[len(pattern)].add(tuple(at for at, char in enumerate(pattern) if char == "."))
+            else:
+                self._expressions.append((i, re.compile(rf"(.*\.)?({pattern})$")))
+
+    def matching(self, path: str) -> set[int]:
+        """Numbers of the patterns that match a module's path, or its end after a dot."""
+        found = {i for i, expression in self._expressions if expression.match(path)}
+        for end in ends(path):
+            for dots in self._dots.get(len(end), ()):
+                characters = list(end)
+                for at in dots:
+                    characters[at] = "."
+                found.add(self._names.get("".join(characters), -1))
+        return found - {-1}
+
+
+_compiled = lru_cache(maxsize=16)(_Patterns)
+
+
 def value_of(patterns: Mapping[str, Value], path: str, default: Value) -> Value:
     """The value of the first pattern that matches a module's path, or its end after a dot."""
-    return next((value for pattern, value in patterns.items() if _is_pattern_of(pattern, path)), default)
-
-
-def _is_pattern_of(pattern: str, path: str) -> bool:
-    return re.match(rf"(.*\.)?({pattern})$", path) is not None
+    if not patterns:
+        return default
+    keys = tuple(patterns)
+    first = min(_compiled(keys).matching(path), default=None)
+    return default if first is None else patterns[keys[first]]
 
 
 def check_matched(name: str, patterns: Mapping[str, Any], modules: Sequence[Module]) -> None:
@@ -104,8 +147,10 @@ def check_matched(name: str, patterns: Mapping[str, Any], modules: Sequence[Modu
     Raises:
         UserError: There are some.
     """
-    for pattern in patterns:
-        if not any(_is_pattern_of(pattern, module.path) for module in modules):
+    keys = tuple(patterns)
+    matched = set[int]().union(*(_compiled(keys).matching(module.path) for module in modules if keys))
+    for i, pattern in enumerate(keys):
+        if i not in matched:
             raise UserError(
                 f"{name}: {pattern!r} matches no module that the task targets: leave it out, or write the end of a "
                 "module's path, or a regular expression for it"
@@ -131,7 +176,8 @@ def without(
     if isinstance(excluded, str):
         left = [module for module in modules if not re.fullmatch(excluded, module.path)]
     else:
-        left = [module for module in modules if not any(matches(name, module.path) for name in excluded)]
+        names = frozenset(excluded)
+        left = [module for module in modules if names.isdisjoint(ends(module.path))]
     if not left or (strict and len(left) == len(modules)):
         which = "all modules" if not left else "no module"
         raise UserError(f"exclude_modules: {excluded!r} excludes {which} that target_modules names")

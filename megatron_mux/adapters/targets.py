@@ -42,7 +42,8 @@ def match_targets(targets: Targets, modules: Sequence[Module]) -> list[Module]:
         return _match_text(targets, modules)
     if routed:
         _refuse_experts(targets)
-    unknown = [t for t in targets if not any(matches(t, module.path) for module in modules)]
+    known = {end for module in modules for end in ends(module.path)}
+    unknown = [name for name in targets if name not in known]
     outside = [name for name in unknown if name.rpartition(".")[2] in _OUTSIDE_LAYERS]
     if outside:
         raise UserError(
@@ -53,7 +54,8 @@ def match_targets(targets: Targets, modules: Sequence[Module]) -> list[Module]:
         listed = ", ".join(repr(name) for name in unknown)
         verb = "is no module" if len(unknown) == 1 else "are no modules"
         raise UserError(f"target_modules: {listed} {verb} of this backbone: choose from {_choices(modules)}")
-    return [module for module in modules if any(matches(t, module.path) for t in targets)]
+    names = frozenset(targets)
+    return [module for module in modules if not names.isdisjoint(ends(module.path))]
 
 
 def match_parameters(targets: Sequence[str], modules: Sequence[Module]) -> list[Module]:
@@ -69,14 +71,15 @@ def match_parameters(targets: Sequence[str], modules: Sequence[Module]) -> list[
     """
     routed = [module for module in modules if module.experts]
     paths = {m.path: m for m in routed} | {f"{m.path}.weight": m for m in modules if routed and not m.experts}
-    unknown = [name for name in targets if not any(matches(name, path) for path in paths)]
+    names, known = frozenset(targets), {end for path in paths for end in ends(path)}
+    unknown = [name for name in targets if name not in known]
     if unknown:
         has = ", ".join(f"mlp.experts.{name}" for name in short_names(routed)) or "none"
         raise UserError(
             f"target_parameters: {', '.join(map(repr, unknown))} named, but the parameters of routed experts in this "
             f"backbone are: {has}; weights of linear modules are named as in shared_experts.up_proj.weight"
         )
-    return [module for path, module in paths.items() if any(matches(name, path) for name in targets)]
+    return [module for path, module in paths.items() if not names.isdisjoint(ends(path))]
 
 
 def _refuse_experts(targets: Sequence[str]) -> None:
@@ -111,6 +114,12 @@ def short_names(modules: Iterable[Module]) -> list[str]:
 def matches(target: str, path: str) -> bool:
     """Whether a name is a path or the end of one."""
     return path == target or path.endswith(f".{target}")
+
+
+def ends(path: str) -> list[str]:
+    """The names that match a path: itself, and what follows each of its dots."""
+    parts = path.split(".")
+    return [".".join(parts[first:]) for first in range(len(parts))]
 
 
 def _choices(modules: Sequence[Module]) -> str:

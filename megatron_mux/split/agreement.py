@@ -5,10 +5,11 @@ The server trusts none of it: every field is validated before anything is alloca
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
@@ -18,7 +19,7 @@ from megatron_mux.optimizers.registry import OPTIMIZERS
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TrainingSpec
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the protocol; ends of different versions refuse each other."""
 
 NAMING_MODULES = ("target_modules", "feedforward_modules")
@@ -31,7 +32,10 @@ PATTERNS = ("rank_pattern", "alpha_pattern")
 NARROWING = ("exclude_modules", "layers_to_transform", "layers_pattern")
 """Fields that leave some of `target_modules`; clients send the modules that are left."""
 
-_PATH = re.compile(r"[\w.-]+")
+_PATH = re.compile(r"[\w.-]{1,256}")
+
+_MOST_NAMES = 4096
+"""Of modules, in a field of an adapter; clients send those that their task targets."""
 
 _LARGEST = 1e38
 """Numbers that are larger cannot be computed with in fp32: a pass fails, on several ranks of a server for all."""
@@ -92,7 +96,7 @@ class Proposal(_Document):
     sequences: Size
     """Most sequences of a request."""
     longest: Size
-    """Tokens of the longest sequence."""
+    """Tokens of the longest sequence; neither it nor `train_rows` is more than `rows`."""
     step: Count = 0
     """Optimizer steps that the client has done."""
     uploads: bool = False
@@ -105,6 +109,13 @@ class Proposal(_Document):
     def _known(cls, value: int) -> int:
         if value != PROTOCOL:
             raise ValueError(f"the server speaks version {PROTOCOL} of the protocol")
+        return value
+
+    @field_validator("longest")
+    @classmethod
+    def _within_rows(cls, value: int, info: ValidationInfo) -> int:
+        if max(value, info.data.get("train_rows", 0)) > info.data.get("rows", math.inf):
+            raise ValueError("longest and train_rows must be at most rows")
         return value
 
     def adapter_spec(self) -> AdapterSpec:
@@ -121,6 +132,10 @@ class Proposal(_Document):
         if wrong := problem_of_training(self.training):
             raise UserError(wrong)
         for name, value in self.adapter.items():
+            if isinstance(value, list | dict) and len(value) > _MOST_NAMES:
+                raise UserError(
+                    f"adapter.{name}: has {len(value)} entries: a server takes at most {_MOST_NAMES}"
+                )
             values = value.values() if isinstance(value, dict) else [value]
             if any(isinstance(one, int | float) and abs(one) > _LARGEST for one in values):
                 raise UserError(f"adapter.{name}: must be at most {_LARGEST:g}, to be computed with in fp32")
@@ -144,7 +159,8 @@ class Proposal(_Document):
             patterns = self.adapter.get(name)
             if isinstance(patterns, dict) and not all(_PATH.fullmatch(str(key)) for key in patterns):
                 raise UserError(
-                    f"adapter.{name}: a server matches no regular expressions: give paths of modules"
+                    f"adapter.{name}: a server matches no regular expressions: give paths of modules, of at most 256 "
+                    "characters"
                 )
         for name in NARROWING:
             if self.adapter.get(name) is not None:

@@ -13,7 +13,7 @@ from megatron_mux.split.dispatcher import Dispatcher, Outcome, Work
 from megatron_mux.split.pieces import Piece
 from megatron_mux.split.room import Room
 from megatron_mux.split.session_compute import Bodies
-from megatron_mux.split.session_memory import Memory
+from megatron_mux.split.session_memory import PROFILED_PASSES, Memory
 from megatron_mux.split.store import SessionStore
 from megatron_mux.split.swapping import Swapping
 from megatron_mux.split.wire import RefusedError
@@ -45,6 +45,7 @@ class Attachments:
         swapping: Moves tasks in and out of memory; None: they share the body.
         background: For what must not be cancelled.
         log: Where events go.
+        share: Part of the memory that sessions of one client may have.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Attachments:
         swapping: Swapping | None,
         background: Background,
         log: logging.Logger,
+        share: float,
     ) -> None:
         self._bodies = bodies
         self._dispatcher = dispatcher
@@ -62,7 +64,7 @@ class Attachments:
         self._swapping = swapping
         self._background = background
         self._log = log
-        self._room = Room(dispatcher.scheduler.capacity, swapping is None, bodies.own_parameters)
+        self._room = Room(dispatcher.scheduler.capacity, swapping is None, bodies.own_parameters, share)
 
     async def attach(
         self, name: str, identity: str, proposal: Proposal, layers: range, need: Memory
@@ -85,6 +87,8 @@ class Attachments:
         saves = f"{name}/{proposal.run}"
         saved = await self._saved(saves, proposal.step)
         try:
+            if not proposal.step:
+                self._store.reserve(saves)
             self._room.claim(name, need, proposal.rows)
             outcome = await self._compute(name, identity, proposal, layers, need, saved)
             memory: Memory = outcome.result
@@ -100,14 +104,18 @@ class Attachments:
                     raise
                 raise RefusedError("disk", f"the server could not remove saves: {error.strerror}") from None
         except BaseException:
-            self._room.leave(name)
+            self._leave(name, saves)
             raise
         return memory, outcome.reservation
 
-    async def detach(self, name: str, identity: str, reservation: int) -> None:
+    async def detach(self, name: str, identity: str, run: str, reservation: int) -> None:
         """Take a session's adapter off between computations, and end its reservation."""
-        self._room.leave(name)
+        self._leave(name, f"{name}/{run}")
         await self._take_off(name, identity, reservation)
+
+    def _leave(self, name: str, saves: str) -> None:
+        self._room.leave(name)
+        self._store.tidy(saves)
 
     async def _saved(self, saves: str, step: int) -> Sequence[Piece]:
         """The state of the step that a client is at; nothing at its beginning."""
@@ -143,7 +151,8 @@ class Attachments:
                 works[0].keeps = min(size, memory.lasting)
             return [memory]
 
-        work = Work(identity, join, size=size, keeps=keeps)
+        rows = PROFILED_PASSES * proposal.train_rows  # so that joins count for shares and rate limits
+        work = Work(identity, join, size=size, keeps=keeps, tokens=rows)
         try:
             return await self._dispatcher.compute(work)
         except UserError as error:

@@ -2,9 +2,11 @@
 
     python -m megatron_mux.split.certificates DIR --server localhost --client alice bob
     python -m megatron_mux.split.certificates DIR --client carol    # later, signed by the same CA
+    python -m megatron_mux.split.certificates DIR --revoke bob    # servers end his streams, and refuse new ones
 
 DIR gets ca.pem, server.pem and NAME.pem of each client, each with its private key. Give a client its NAME.pem, NAME.key
-and ca.pem; ca.key signs, and is needed nowhere else. A client's NAME is its identity on the server.
+and ca.pem; ca.key signs, and is needed nowhere else. A client's NAME is its identity on the server. Servers read
+crl.pem, the list of what was revoked, beside ca.pem; issued.txt has the serial numbers of all clients' certificates.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -32,6 +34,7 @@ from megatron_mux.arguments.parser import Parser
 from megatron_mux.arguments.values import at_least, path
 from megatron_mux.errors import UserError, exit_status
 from megatron_mux.files import write_atomically
+from megatron_mux.split.revocations import CRL, read_crl
 from megatron_mux.split.tls import IDENTITY
 
 _RESERVED = frozenset({"ca", "server"})
@@ -39,6 +42,7 @@ _RESERVED = frozenset({"ca", "server"})
 _CA_DAYS = 3650
 _CLOCK_SKEW = timedelta(hours=1)
 _SECRET = 0o600
+_ISSUED = "issued.txt"
 
 
 @dataclass(frozen=True)
@@ -185,11 +189,63 @@ def write_certificates(
         if not keeps_server:
             made["server"] = make_server(ca, servers or ["localhost"], until)
         made |= {name: make_client(ca, name, until) for name in clients}
+        if clients:
+            _note_issued(directory, {name: made[name] for name in clients})
         for name, identity in made.items():
             identity.write(directory, name)
     except OSError as error:
         raise UserError(f"{error.filename or directory}: {error.strerror or error}") from None
     return list(made)
+
+
+def _note_issued(directory: Path, made: Mapping[str, Identity]) -> None:
+    """Note serial numbers, so that certificates that were replaced can be revoked, too."""
+    file = directory / _ISSUED
+    lines = file.read_text() if file.exists() else ""
+    lines += "".join(f"{own.certificate.serial_number:x} {name}\n" for name, own in made.items())
+    write_atomically(file, lines)
+
+
+def revoke_certificates(directory: Path, clients: Sequence[str]) -> int:
+    """Revoke all certificates that clients have been given so far, in `crl.pem`.
+
+    Returns:
+        How many.
+
+    Raises:
+        UserError: A client has none, or the CA or the list is unusable. Nothing is written.
+    """
+    now, file, ca_file = datetime.now(UTC), directory / CRL, directory / "ca.pem"
+    try:
+        ca = _read_ca(directory)
+        entries = read_crl(file, ca_file) if file.exists() else {}
+        serials = {serial for name in clients for serial in _serials_of(directory, name)}
+        for serial in serials - entries.keys():
+            entries[serial] = x509.RevokedCertificateBuilder(serial, now).build()
+        builder = x509.CertificateRevocationListBuilder(
+            ca.certificate.subject,
+            now,
+            ca.certificate.not_valid_after_utc,
+            revoked_certificates=[*entries.values()],
+        )
+        write_atomically(file, builder.sign(ca.key, SHA256()).public_bytes(Encoding.PEM).decode())
+    except OSError as error:
+        raise UserError(f"{error.filename or directory}: {error.strerror or error}") from None
+    return len(serials)
+
+
+def _serials_of(directory: Path, name: str) -> set[int]:
+    """Serial numbers of the certificates that a client has been given."""
+    issued, last = directory / _ISSUED, directory / f"{name}.pem"
+    pairs = [line.split() for line in issued.read_text().splitlines()] if issued.exists() else []
+    serials = {int(serial, 16) for serial, other in pairs if other == name}
+    if (
+        IDENTITY.fullmatch(name) and name not in _RESERVED and last.exists()
+    ):  # of a version without issued.txt
+        serials.add(x509.load_pem_x509_certificate(last.read_bytes()).serial_number)
+    if not serials:
+        raise UserError(f"--revoke {name}: no certificate of that client was made in {directory}")
+    return serials
 
 
 def _check_clients(clients: Sequence[str]) -> None:
@@ -248,6 +304,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="DNS names and IP addresses of the server (localhost, with 127.0.0.1 and ::1)",
     )
     add("--client", nargs="+", default=[], metavar="NAME", help="identities of clients")
+    add("--revoke", nargs="+", default=[], metavar="NAME",
+        help="clients whose certificates of before are refused from now on")  # fmt: skip
     add("--days", type=at_least(1, _CA_DAYS), default=365, help="how long certificates are valid (365)")
     add("--replace", action="store_true", help="replace the named certificates that exist")
     return parser
@@ -265,6 +323,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         options = build_parser().parse_args(argv)
+        if options.revoke:
+            count = revoke_certificates(options.directory, options.revoke)
+            print(
+                f"{options.directory / CRL}: {count} certificates of {', '.join(options.revoke)} are revoked"
+            )
+            if not (options.server or options.client):
+                return
         made = write_certificates(
             options.directory, options.server, options.client, options.days, options.replace
         )

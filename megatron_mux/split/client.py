@@ -1,7 +1,7 @@
 """Fine-tune a task whose data, labels, first and last layers stay here, through a server that has the body.
 
     python -m megatron_mux.split.client --backbone DIR --tasks tasks.yaml --server HOST:PORT \
-        --tls-ca ca.pem --tls-cert NAME.pem --tls-key NAME.key --cut-front 1 --cut-back 1 --save DIR
+        --tls-dir DIR --client NAME --save DIR
 
 The same in Python: `SplitTrainer`.
 """
@@ -21,6 +21,7 @@ from megatron_mux.gpus import set_allocator_options
 
 if TYPE_CHECKING:
     from megatron_mux.split.noise import Privacy
+    from megatron_mux.split.tls import ClientTls
     from megatron_mux.tasks import TaskSpec
 
 PROGRAM = "megatron_mux.split.client"
@@ -62,9 +63,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="its address; of several (with commas between, or by a name with several addresses) the task's own",
     )
-    add("--tls-ca", type=path, required=True, metavar="FILE", help="CA that signed the server's certificate")
-    add("--tls-cert", type=path, required=True, metavar="FILE", help="certificate that names this client")
-    add("--tls-key", type=path, required=True, metavar="FILE", help="its private key")
+    add("--tls-dir", type=path, metavar="DIR",
+        help="what megatron_mux.split.certificates made, instead of the three files")  # fmt: skip
+    add("--client", metavar="NAME", help="this client's name in DIR")
+    add("--tls-ca", type=path, metavar="FILE", help="CA that signed the server's certificate (DIR/ca.pem)")
+    add("--tls-cert", type=path, metavar="FILE", help="certificate that names this client (DIR/NAME.pem)")
+    add("--tls-key", type=path, metavar="FILE", help="its private key (DIR/NAME.key)")
     add(
         "--tls-server-name",
         metavar="NAME",
@@ -92,7 +96,7 @@ def _add_results(parser: Parser) -> None:
         "--save",
         type=path,
         metavar="DIR",
-        help="write adapter and metrics to DIR/TASK; clients may share DIR",
+        help="write adapter and metrics to DIR/TASK; clients with other tasks may share DIR",
     )
     add(
         "--load",
@@ -105,8 +109,10 @@ def _add_results(parser: Parser) -> None:
         action="store_true",
         help="take over a task's directory that a dead process has locked",
     )
-    add("--save-interval", type=at_least(1), metavar="N", help="save every N steps, besides at the end")
-    add("--keep-checkpoints", type=at_least(1), metavar="N", help="saves to keep (default: all)")
+    add("--save-interval", type=at_least(1), metavar="N",
+        help="save every N steps, besides at the end (a tenth of the run, from 10 to 50)")  # fmt: skip
+    add("--keep-checkpoints", type=at_least(1), metavar="N",
+        help="saves to keep (all; without --save-interval, 3)")  # fmt: skip
     add("--log-interval", type=at_least(1), default=10, metavar="N", help="log every N steps (10)")
     add("--tensorboard-dir", type=path, metavar="DIR", help="write TensorBoard files to DIR")
     add("--no-progress", action="store_true", help="no live display")
@@ -156,23 +162,40 @@ def privacy_of(arguments: argparse.Namespace) -> Privacy | None:
         raise UserError(f"{where or 'privacy: '}{first['msg']}") from None
 
 
+def tls_of(arguments: argparse.Namespace) -> ClientTls:
+    """Files of TLS as the flags name them.
+
+    Raises:
+        UserError: One is not named, or not there.
+    """
+    from megatron_mux.split.tls import ClientTls
+
+    ca, certificate, key = arguments.tls_ca, arguments.tls_cert, arguments.tls_key
+    if arguments.tls_dir is not None and arguments.client is not None:
+        made = ClientTls.of(arguments.tls_dir, arguments.client)
+        ca, certificate, key = ca or made.ca, certificate or made.certificate, key or made.key
+    if ca is None or certificate is None or key is None:
+        raise UserError("--tls-dir DIR --client NAME, or --tls-ca, --tls-cert and --tls-key, must be given")
+    for flag, file in (("--tls-ca", ca), ("--tls-cert", certificate), ("--tls-key", key)):
+        if not file.is_file():
+            raise UserError(
+                f"{flag} {file}: no such file: python -m megatron_mux.split.certificates makes it"
+            )
+    return ClientTls(ca, certificate, key, arguments.tls_server_name)
+
+
 def train(arguments: argparse.Namespace) -> None:
     """Train the task that a parsed command line asks for.
 
     Raises:
         UserError: The input is wrong, or the server does not serve.
     """
-    task = choose_task(arguments.tasks, arguments.task)
-    for flag, file in (("ca", arguments.tls_ca), ("cert", arguments.tls_cert), ("key", arguments.tls_key)):
-        if not file.is_file():
-            raise UserError(
-                f"--tls-{flag} {file}: no such file: python -m megatron_mux.split.certificates makes it"
-            )
+    task, tls = choose_task(arguments.tasks, arguments.task), tls_of(arguments)
     privacy = privacy_of(arguments)
     set_allocator_options()
     import torch
 
-    from megatron_mux.split.tls import ClientTls, split_address
+    from megatron_mux.split.tls import split_address
     from megatron_mux.split.trainer import SplitTrainer
 
     for address in arguments.server.split(","):
@@ -181,7 +204,7 @@ def train(arguments: argparse.Namespace) -> None:
         backbone=arguments.backbone,
         task=task,
         server=arguments.server,
-        tls=ClientTls(arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name),
+        tls=tls,
         cut_front=arguments.cut_front,
         cut_back=arguments.cut_back,
         save=arguments.save,

@@ -30,13 +30,12 @@ from megatron_mux.data.sources.locate import files_of
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Task
 from megatron_mux.errors import UserError
-from megatron_mux.files import write_atomically
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
 from megatron_mux.section import shown
 from megatron_mux.shape import BackboneShape
 from megatron_mux.split.accountant import Releases
-from megatron_mux.split.affinity import choose_server, identity_of
+from megatron_mux.split.affinity import choose_server
 from megatron_mux.split.agreement import NAMING_MODULES, NARROWING, Proposal, problem_of_training
 from megatron_mux.split.backbone import SplitBackbone, load_ends
 from megatron_mux.split.body_share import body_share
@@ -47,6 +46,7 @@ from megatron_mux.split.noise import Noise, read_secret
 from megatron_mux.split.noise import Privacy as PrivacySection
 from megatron_mux.split.remote import Privacy, RemoteBody
 from megatron_mux.split.request_sizes import choices_scored, request_sizes
+from megatron_mux.split.run_record import name_run, note_run
 from megatron_mux.split.wire import Limits, RefusedError
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.training.loop import Loop
@@ -59,7 +59,8 @@ if TYPE_CHECKING:
 _SAVES_TO_RETURN_TO = 3
 """The server keeps its part of so many of the client's newest saves."""
 
-_RUN_ID = "split-run"
+_SAVE_INTERVALS = 10, 50
+"""Least and most steps between saves, if nobody says: a tenth of the run's."""
 
 Say = Callable[[str], None]
 
@@ -130,6 +131,8 @@ class ClientRun:
         elif problem := checkpoint.prepare(options.save):
             raise UserError(problem)
         run = cls(options, info, task, files, front, back, _propose(options, info, task, source))
+        if interval := run._saves()[0]:
+            say(f"saving to {options.save} every {interval} steps; --load {options.save} goes on from there")
         return replace(run, privacy=_privacy(options, task, say))
 
     @property
@@ -152,6 +155,8 @@ class ClientRun:
         else:
             link, manifest = self._join(source, manifest, say)
         try:
+            if options.save is not None:
+                note_run(options.save, self.name, self.proposal.run, options.identity)
             if link.is_joined and link.proposal.uploads:
                 layers = self.proposal.body(self.info.shape)
                 link.upload(body_share(self.task, self.info, layers, options.dtype))
@@ -183,8 +188,7 @@ class ClientRun:
         from megatron_mux.split.transport import Transport  # imports grpc
 
         tls = self.options.tls
-        identity = "local" if tls is None else identity_of(tls.certificate)
-        server, name = choose_server(self.options.server, f"{identity}/{self.name}")
+        server, name = choose_server(self.options.server, f"{self.options.identity}/{self.name}")
         if tls is not None and name is not None:
             tls = replace(tls, server_name=tls.server_name or name)
         return Transport(server, tls, Limits(), say=say)
@@ -228,6 +232,7 @@ class ClientRun:
 
     def _train(self, link: Link, load: Path | None, manifest: Manifest | None, reporter: Reporter) -> None:
         options = self.options
+        interval, keep = self._saves()
         layers = self.proposal.body(self.info.shape)
         trained = any(module.layer in layers for module in self.task.spec.adapter.modules(self.info.shape))
         remote = RemoteBody(link, trained, self.front.device, self.privacy)
@@ -236,8 +241,8 @@ class ClientRun:
             backbone=Path(options.backbone),
             save=options.save,
             load=load,
-            save_interval=options.save_interval,
-            mux_keep_checkpoints=options.keep_checkpoints,
+            save_interval=interval,
+            mux_keep_checkpoints=keep,
             mux_rolling=False,  # a step takes so long that there is nothing to gain
             bf16=options.dtype == torch.bfloat16,
         )
@@ -255,6 +260,18 @@ class ClientRun:
         if link.is_joined:
             self._leave(link, loop.registry.entries[self.name], reporter.say)
         reporter.close()
+
+    def _saves(self) -> tuple[int | None, int | None]:
+        """Steps between saves besides those that the task asks for, and how many to keep."""
+        options, training = self.options, self.task.spec.training
+        asks = training.save_strategy is not None or training.save_steps is not None
+        if options.save is None or options.save_interval is not None or asks:
+            return options.save_interval, options.keep_checkpoints
+        least, most = _SAVE_INTERVALS
+        return (
+            min(max(self.proposal.total_steps // 10, least), most),
+            options.keep_checkpoints or _SAVES_TO_RETURN_TO,
+        )
 
     def _kept(self) -> list[int]:
         """Steps that an attempt may begin at."""
@@ -361,21 +378,11 @@ def _adapter_of(spec: TaskSpec, shape: BackboneShape) -> dict[str, Any]:
     return adapter
 
 
-def _run_id(options: SplitTrainer, name: str, source: Path | None) -> str:
-    """What names this run on the server: kept beside the client's saves, so that only this run goes on from them."""
-    known = None if source is None else source / name / _RUN_ID
-    run = known.read_text() if known is not None and known.is_file() else secrets.token_hex(16)
-    if options.save is not None:
-        (options.save / name).mkdir(parents=True, exist_ok=True)
-        write_atomically(options.save / name / _RUN_ID, run)
-    return run
-
-
 def _propose(options: SplitTrainer, info: BackboneInfo, task: Task, source: Path | None) -> Proposal:
     spec, sizes = task.spec, request_sizes(task)
     return Proposal(
         task=spec.name,
-        run=_run_id(options, spec.name, source),
+        run=name_run(source, spec.name),
         fingerprint=info.fingerprint,
         cut_front=options.cut_front,
         cut_back=options.cut_back,

@@ -249,8 +249,19 @@ class Link:
         Returns:
             That part; empty if the server does not hand it out.
         """
-        reply = self.request(Kind.STATE, {"keep": sorted(keep)})
-        return from_wire(reply.fields.get("pieces"), reply.tensors)
+        pieces, size, total = list[Piece](), 0, 1
+        while len(pieces) < total:
+            reply = self.request(Kind.STATE, {"keep": sorted(keep), "first": len(pieces)})
+            part, total = from_wire(reply.fields.get("pieces"), reply.tensors), reply.fields.get("total")
+            size += sum(piece.tensor.nbytes for piece in part)
+            if (
+                not isinstance(total, int)
+                or (not part and total)
+                or size > self._transport.limits.named_bytes
+            ):
+                raise UserError("The server's STATE_REPLY has not the pieces of this adapter.")
+            pieces += part
+        return pieces
 
     def leave(self, finished: bool) -> None:
         """Leave the server; `finished`: the task is done, and will not be continued."""

@@ -21,6 +21,11 @@ MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
 """States of optimizers; an optimizer may have none of them, or the first alone."""
 KINDS: tuple[Kind, ...] = ("value", *MOMENTS, "extra")
 
+_MESSAGE_BYTES = 64 << 20
+"""Of the tensors of one message with a part of a state; a larger piece travels alone."""
+_MESSAGE_JSON = 512 << 10
+"""Of its index, about: half of what a message may have."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -83,6 +88,18 @@ def to_wire(pieces: Iterable[Piece]) -> tuple[list[dict[str, Any]], dict[str, Te
         index.append(entry.model_dump(mode="json"))
         tensors[str(i)] = piece.tensor
     return index, tensors
+
+
+def first_part(pieces: Iterable[Piece]) -> list[Piece]:
+    """The pieces that one message carries, from the first on; at least one if there are any."""
+    part, size, text = list[Piece](), 0, 0
+    for piece in pieces:
+        size += piece.tensor.nbytes
+        text += 256 + len(piece.key) + 24 * len(piece.runs)
+        if part and (size > _MESSAGE_BYTES or text > _MESSAGE_JSON):
+            break
+        part.append(piece)
+    return part
 
 
 def from_wire(index: Any, tensors: Mapping[str, Tensor]) -> list[Piece]:

@@ -53,6 +53,8 @@ class StateFields(_Fields):
 
     keep: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_MOST_KEPT)] = []
     """Steps of other saves that the client needs."""
+    first: Annotated[int, Field(ge=0)] = 0
+    """Number of pieces that the client has: with 0 the state is saved, then it is sent from there on."""
     previous: Decision | None = None
     """As of a FORWARD."""
 

@@ -22,7 +22,7 @@ class RequestSizes:
         train_rows: Rows of the largest micro-batch of its steps.
         rows: Rows of its largest request, those of evaluations included.
         sequences: Most sequences of a request.
-        longest: Tokens of the longest sequence.
+        longest: Tokens of its longest sequence.
     """
 
     train_rows: int
@@ -43,7 +43,9 @@ def request_sizes(task: Task) -> RequestSizes:
         pass_rows = min(max(TOKENS_PER_PASS, longest_there), min(limit, passes) * longest_there)
         rows, longest = max(rows, pass_rows), max(longest, longest_there)
         sequences = max(sequences, min(limit, passes, pass_rows))
-    return RequestSizes(train_rows, rows, sequences, longest)
+    return RequestSizes(
+        train_rows, rows, sequences, min(longest, rows)
+    )  # steps may leave out the longest record
 
 
 def choices_scored(task: Task) -> Sequence[str] | None:

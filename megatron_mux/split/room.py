@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_mux.backbone.split import even_split, stage_layers
@@ -34,42 +35,56 @@ class Room:
         shared: Whether sessions share memory. If whole tasks are moved out to make room for others, each must fit by
             itself.
         own: Bytes of parameters that each session has for itself.
+        share: Part of the capacity that one client's sessions may be promised, where sessions share memory.
     """
 
-    def __init__(self, capacity: int, shared: bool = True, own: int = 0) -> None:
+    def __init__(self, capacity: int, shared: bool = True, own: int = 0, share: float = 1.0) -> None:
         self._capacity = capacity
         self._shared = shared
         self._own = own
+        self._most_each = int(capacity * share) if shared else capacity
         self._claims: dict[str, _Claim] = {}
 
     def claim(self, name: str, memory: Memory, rows: int) -> None:
         """Promise a session its memory, in place of what it was promised before.
 
         Args:
-            name: Of the session.
+            name: Of the session, `CLIENT/TASK`.
             memory: What it takes.
             rows: Of its largest request, which may be an evaluation's.
 
         Raises:
-            RefusedError: It does not fit, `too_large` not even alone; it is then promised nothing.
+            RefusedError: It does not fit: `too_large` not even alone, `too_many` not beside the client's others, `full`
+                not beside those of all clients. It is then promised nothing.
         """
         self._claims.pop(name, None)
         asked = _Claim(memory.standing + self._own, memory.most(rows))
-        if asked.standing + asked.most > self._capacity:
+        if _needed([asked]) > self._most_each:
             raise RefusedError(
                 "too_large",
                 f"its adapter ({memory.lasting / _MIB:.0f} MiB) and a request of {memory.rows} tokens with a backward "
-                f"pass, or {rows} without, need {(asked.standing + asked.most) / _MIB:.0f} MiB, and the server has "
-                f"{self._capacity / _MIB:.0f} MiB beside its weights: use smaller batches, for training "
-                "(gradient_accumulation_steps) and for evaluation",
+                f"pass, or {rows} without, need {_needed([asked]) / _MIB:.0f} MiB, and a client may have "
+                f"{self._most_each / _MIB:.0f} of the server's {self._capacity / _MIB:.0f} MiB beside its weights "
+                "(--max-memory-each): use smaller batches, for training (gradient_accumulation_steps) and for "
+                "evaluation",
             )
-        all_claims = [asked, *(self._claims.values() if self._shared else ())]
-        needed = sum(one.standing for one in all_claims) + max(one.most for one in all_claims)
+        others = self._claims if self._shared else {}
+        needed = _needed([asked, *others.values()])
         if needed > self._capacity:
             raise RefusedError(
                 "full",
-                f"{len(self._claims)} sessions use the server's memory: with one more they could need "
+                f"{len(others)} sessions use the server's memory: with one more they could need "
                 f"{needed / _MIB:.0f} MiB, and there are {self._capacity / _MIB:.0f} MiB beside the weights",
+                retry=True,
+            )
+        client = f"{name.partition('/')[0]}/"
+        own = [claim for other, claim in others.items() if other.startswith(client)]
+        if _needed([asked, *own]) > self._most_each:
+            raise RefusedError(
+                "too_many",
+                f"with {len(own)} others of this client the session could need "
+                f"{_needed([asked, *own]) / _MIB:.0f} MiB, and a client may have {self._most_each / _MIB:.0f} "
+                "(--max-memory-each)",
                 retry=True,
             )
         self._claims[name] = asked
@@ -77,6 +92,11 @@ class Room:
     def leave(self, name: str) -> None:
         """Take back what a session was promised, if anything."""
         self._claims.pop(name, None)
+
+
+def _needed(claims: Sequence[_Claim]) -> int:
+    """Bytes with which each request of some sessions can run in the end."""
+    return sum(claim.standing for claim in claims) + max(claim.most for claim in claims)
 
 
 def examine(proposal: Proposal, body: Body, layers: range, most_message: int) -> tuple[range, Memory]:

@@ -94,7 +94,7 @@ def _run(arguments: argparse.Namespace) -> None:
                 signal.signal(number, signal.SIG_IGN)  # rank 0 says when to stop
             follow(body)
         else:
-            store = SessionStore(arguments.save)
+            store = SessionStore(arguments.save, arguments.max_runs_each)
             capacity = _capacity(arguments.memory_limit, parallel, weights)
             together = measure_co_batching(body, layers) if arguments.co_batching and not vanilla else 0
             parallel.heartbeat.at("serving", long=True)
@@ -179,11 +179,12 @@ async def _serve(
         idle_s=arguments.idle_seconds,
         most_sessions=arguments.max_sessions,
         most_sessions_each=arguments.max_sessions_each,
+        most_memory_each=arguments.max_memory_each,
         most_norm=arguments.max_norm,
         most_message=arguments.max_bytes_in_flight // SHARE,
     )
     server = SplitServer(bodies, dispatcher, store, options, metrics, log)
-    tls = ServerTls(arguments.tls_cert, arguments.tls_key, arguments.client_ca)
+    tls = ServerTls(arguments.tls_cert, arguments.tls_key, arguments.client_ca, arguments.client_crl)
     streams = 2 * arguments.max_sessions_each
     service = Service(server, arguments.listen, tls, arguments.max_bytes_in_flight, streams)
     metrics.memory.labels("weights").set(body.shared_bytes)
@@ -201,6 +202,7 @@ async def _serve(
         "capacity_mib": capacity // _MIB,
         "policy": arguments.policy,
         "computed_together_rows": together,
+        "states": str(arguments.save.resolve()),
     }
     log.info("serving", extra={"fields": fields})
     async with _shown(server, not arguments.no_progress):

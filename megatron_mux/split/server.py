@@ -1,7 +1,8 @@
 """The server of split fine-tuning: one frozen body of a backbone that all clients share.
 
-    python -m megatron_mux.split.server --backbone DIR --listen HOST:PORT \
-        --tls-cert server.pem --tls-key server.key --client-ca ca.pem
+    python -m megatron_mux.split.server --backbone DIR --listen HOST:PORT --tls-dir DIR
+
+`megatron_mux.split.certificates` makes what `--tls-dir` names.
 """
 
 from __future__ import annotations
@@ -53,9 +54,13 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_connections(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("connections").add_argument
     add("--listen", required=True, help="address to listen on", metavar="HOST:PORT")
-    add("--tls-cert", type=Path, required=True, help="the server's certificate", metavar="FILE")
-    add("--tls-key", type=Path, required=True, help="its private key", metavar="FILE")
-    add("--client-ca", type=Path, required=True, help="CA that signs clients' certificates", metavar="FILE")
+    add("--tls-dir", type=Path, metavar="DIR",
+        help="what megatron_mux.split.certificates made, instead of the four files")  # fmt: skip
+    add("--tls-cert", type=Path, help="the server's certificate (DIR/server.pem)", metavar="FILE")
+    add("--tls-key", type=Path, help="its private key (DIR/server.key)", metavar="FILE")
+    add("--client-ca", type=Path, help="CA that signs clients' certificates (DIR/ca.pem)", metavar="FILE")
+    add("--client-crl", type=Path, metavar="FILE",
+        help="its list of revoked certificates, read again when it changes (crl.pem beside --client-ca)")  # fmt: skip
     add("--max-bytes-in-flight", type=size, default=1 << 30, metavar="SIZE",
         help="bytes that requests take at most until they are answered; a quarter for one client (1GiB)")  # fmt: skip
     add("--max-norm", type=float, default=1e8, metavar="X",
@@ -64,6 +69,9 @@ def _add_connections(parser: argparse.ArgumentParser) -> None:
         help="save a session and free its memory when its client has been away so long (600)")  # fmt: skip
     add("--max-sessions", default=256, **_count(1, "most sessions in memory at once (256)"))
     add("--max-sessions-each", default=64, **_count(1, "of these, most of one client (64)"))
+    add("--max-memory-each", type=_part, default=0.5, metavar="X",
+        help="part of the memory beside the weights that the sessions of one client may have (0.5)")  # fmt: skip
+    add("--max-runs-each", default=256, **_count(1, "runs of one client whose states are kept on disk (256)"))
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +97,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
 def _add_operation(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("operation").add_argument
     add("--save", type=Path, default=Path("split-server"), metavar="DIR",
-        help="keep sessions' states here (split-server)")  # fmt: skip
+        help="keep sessions' states here; clients go on from them after a restart (split-server)")  # fmt: skip
     add(
         "--break-lock",
         action="store_true",
@@ -101,6 +109,17 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
     add("--no-progress", action="store_true", help="no live table")
     add("--grace-seconds", type=float, default=30.0, metavar="S",
         help="on SIGTERM, wait so long for steps that have begun (30)")  # fmt: skip
+
+
+def _part(text: str) -> float:
+    """A number above 0, at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
+    return value
 
 
 def _count(least: int, text: str) -> dict[str, Any]:
@@ -129,12 +148,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Raise a `UserError` if a certificate is not there."""
-    for flag, path in (
-        ("--tls-cert", arguments.tls_cert),
-        ("--tls-key", arguments.tls_key),
-        ("--client-ca", arguments.client_ca),
-    ):
+    """Fill in files of `--tls-dir`; raise a `UserError` if one is not there."""
+    home = arguments.tls_dir
+    for name, file in (("tls_cert", "server.pem"), ("tls_key", "server.key"), ("client_ca", "ca.pem")):
+        path, flag = getattr(arguments, name), f"--{name.replace('_', '-')}"
+        if path is None and home is None:
+            raise UserError(
+                f"{flag}: is missing: give --tls-dir DIR, or --tls-cert, --tls-key and --client-ca"
+            )
+        if path is None:
+            path, flag = home / file, "--tls-dir"
+            setattr(arguments, name, path)
         if not path.is_file():
             raise UserError(
                 f"{flag} {path}: no such file: python -m megatron_mux.split.certificates makes them"

@@ -109,7 +109,9 @@ class ServerStream:
         own = self._client.in_flight
         if size > own.most:
             raise WireError(
-                "size", f"{header.kind.name} takes {size} bytes; a client may have {own.most} in flight."
+                "size",
+                f"{header.kind.name} takes {size} bytes; a client may have {own.most} in flight, a quarter of the "
+                "server's --max-bytes-in-flight.",
             )
         async with self._client.turn:
             await own.take(size)

@@ -10,10 +10,12 @@ from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
+from cryptography import x509
 
 from megatron_mux.errors import UserError
 from megatron_mux.split.bytes_in_flight import BytesInFlight
 from megatron_mux.split.chunks import FRAME_BYTES
+from megatron_mux.split.revocations import CRL, Revocations
 from megatron_mux.split.server_stream import ClientStreams, ServerStream
 from megatron_mux.split.tls import IDENTITY, read_files, split_address
 from megatron_mux.split.tls import ServerTls as ServerTls
@@ -118,6 +120,7 @@ class Service:
         self._tls = tls
         self.in_flight = BytesInFlight(max_bytes_in_flight)
         self._clients: WeakValueDictionary[str, ClientStreams] = WeakValueDictionary()
+        self._revocations: Revocations | None = None
 
     async def start(self) -> None:
         """Listen.
@@ -135,6 +138,8 @@ class Service:
         try:
             if self._tls is not None:
                 ca, certificate, key = read_files(self._tls.client_ca, self._tls.certificate, self._tls.key)
+                crl = self._tls.client_crl or self._tls.client_ca.with_name(CRL)
+                self._revocations = Revocations(crl, self._tls.client_ca)
                 credentials = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
                 self.port = self._server.add_secure_port(self._address, credentials)
             elif host in _LOOPBACK:
@@ -169,7 +174,8 @@ class Service:
         error: RefusedError | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(stream.receive_all()), group.create_task(stream.show_life())]
+                beside = stream.receive_all(), stream.show_life(), self._check_revocations(context, identity)
+                tasks = [group.create_task(work) for work in beside]
                 await self._handler.session(identity, stream, stream.send)
                 for task in tasks:
                     task.cancel()
@@ -184,6 +190,15 @@ class Service:
         if error is not None:
             fields = {"code": error.code, "message": str(error)[:_LONGEST_TEXT], "retry": error.retry}
             await stream.send(Message(Kind.ERROR, fields=fields))
+
+    async def _check_revocations(self, context: Any, identity: str) -> None:
+        """Raise `RefusedError` once the certificate of a stream's client has been revoked."""
+        if self._revocations is None:
+            return
+        (certificate,) = context.auth_context()["x509_pem_cert"]
+        await self._revocations.wait_for(x509.load_pem_x509_certificate(certificate).serial_number)
+        _log.warning("a stream of %s ends: its certificate was revoked", identity)
+        raise RefusedError("revoked", "the client's certificate was revoked: ask for another one")
 
 
 def _identity(context: Any) -> str | None:

@@ -45,6 +45,7 @@ class ServingOptions:
         idle_s: How long a session stays in memory while its client is away.
         most_sessions: Sessions in memory at once.
         most_sessions_each: Of these, a client's.
+        most_memory_each: Part of the memory beside the weights that a client's sessions may have.
         joins_each, messages_each: What a client may send a second; see `RateLimit`.
         most_norm: Largest L2 norm of a row that clients send.
         most_message: Bytes of the largest message.
@@ -57,6 +58,7 @@ class ServingOptions:
     idle_s: float = 600.0
     most_sessions: int = 256
     most_sessions_each: int = 64
+    most_memory_each: float = 0.5
     joins_each: float = 20.0
     messages_each: float = 2000.0
     most_norm: float = 1e8
@@ -108,7 +110,7 @@ class SplitServer:
             bodies, dispatcher, store, options.policy, metrics, log, self.sessions
         )
         self._attachments = Attachments(
-            bodies, dispatcher, store, self.requests.swapping, self._background, log
+            bodies, dispatcher, store, self.requests.swapping, self._background, log, options.most_memory_each
         )
 
     @property
@@ -133,7 +135,7 @@ class SplitServer:
             async for message in incoming:
                 if session is None:
                     session = await self._join(identity, message)
-                    incoming.limits = session.limits(self.shape)
+                    incoming.limits = await asyncio.to_thread(session.limits, self.shape)
                     await send(self._welcome(session, message))
                     continue
                 self._messages.count(identity)
@@ -218,7 +220,10 @@ class SplitServer:
 
     async def _add(self, name: str, identity: str, proposal: Proposal) -> Session:
         """A new session, at the step that its client is at."""
-        layers, need = examine(proposal, self.bodies.shared, self.options.layers, self.options.most_message)
+        # Not on the event loop: an adapter may name thousands of modules.
+        layers, need = await asyncio.to_thread(
+            examine, proposal, self.bodies.shared, self.options.layers, self.options.most_message
+        )
         memory, holds = await self._attachments.attach(name, identity, proposal, layers, need)
         session = Session(
             name=name,
@@ -272,7 +277,7 @@ class SplitServer:
 
     def _gone(self, session: Session) -> None:
         """Note that a session's client is away."""
-        session.stream = None
+        session.stream = session.state = None
         session.withdraw()
         if not session.is_busy:
             session.give_up_graph()
@@ -317,7 +322,7 @@ class SplitServer:
         del self.sessions[session.name]  # from now on, its name may be another's
         self.metrics.sessions.pop(session.name, None)
         self.metrics.live.set(len(self.sessions))
-        await self._attachments.detach(session.name, session.identity, session.holds)
+        await self._attachments.detach(session.name, session.identity, session.proposal.run, session.holds)
 
     async def drain(self, grace_s: float) -> None:
         """Let sessions come to the end of their steps, and save them all."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from megatron_mux.shape import BackboneShape
 from megatron_mux.split.agreement import Proposal
 from megatron_mux.split.body import Kept, Rows
 from megatron_mux.split.dispatcher import Outcome, Work
-from megatron_mux.split.pieces import from_wire, to_wire
+from megatron_mux.split.pieces import Piece, first_part, from_wire, to_wire
 from megatron_mux.split.policies import ForwardPlan, Offer
 from megatron_mux.split.request_fields import (
     BackwardFields,
@@ -94,6 +95,7 @@ class Session:
         current: The last operation.
         pending: The forward pass that waits for its gradients.
         begun: Whether an optimizer step has begun, which the client has not decided on.
+        state: What was saved last, while the client fetches it in parts.
         work: What waits for memory or its turn, or is being computed.
         answer_s: How long the client takes from a forward pass's output to its gradient, lately.
     """
@@ -111,6 +113,7 @@ class Session:
     current: Current | None = None
     pending: Pending | None = None
     begun: bool = False
+    state: Sequence[Piece] | None = None
     work: Work | None = None
     expiry: asyncio.TimerHandle | None = None
     ending: asyncio.Future[None] | None = None
@@ -223,6 +226,8 @@ class Session:
 
     async def _serve(self, message: Message) -> Message:
         self._began = time.monotonic()
+        if message.kind is not Kind.STATE:
+            self.state = None
         handlers: Mapping[Kind, Callable[[Message], Awaitable[Message]]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -295,14 +300,20 @@ class Session:
         await self._settle(fields.previous)
         if message.step != self.step:
             raise RefusedError("step", f"the client is at step {message.step}, the session at {self.step}")
-        pieces = await self.server.requests.save(self, fields.keep)
-        index, tensors = to_wire(pieces if self.server.options.returns_body else [])
+        if self.state is None or not fields.first:
+            pieces = await self.server.requests.save(self, fields.keep)
+            self.state = pieces if self.server.options.returns_body else ()
+        total = len(self.state)
+        part = first_part(islice(self.state, fields.first, None))
+        if fields.first + len(part) >= total or self.stream is None:
+            self.state = None
+        index, tensors = to_wire(part)
         return Message(
             Kind.STATE_REPLY,
             self.number,
             message.step,
             message.operation,
-            fields={"pieces": index},
+            fields={"pieces": index, "total": total},
             tensors=tensors,
         )
 

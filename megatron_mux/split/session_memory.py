@@ -22,6 +22,9 @@ from megatron_mux.shape import BackboneShape
 from megatron_mux.split.agreement import Proposal
 from megatron_mux.split.body import Body, Rows
 
+PROFILED_PASSES = 5
+"""Passes over its largest request that `profile` computes at least: what joining costs a client, in its rows."""
+
 
 @dataclass(frozen=True)
 class Memory:

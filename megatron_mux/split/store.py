@@ -11,11 +11,13 @@ import json
 import os
 import re
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_mux.errors import UserError
 from megatron_mux.files import sync_directory, write
 from megatron_mux.split.pieces import Piece, from_wire, to_wire
+from megatron_mux.split.wire import RefusedError
 
 _STEP = re.compile(r"step-([0-9]+)\.safetensors")
 _FINAL = re.compile(r"final-([0-9]+)\.safetensors")
@@ -26,19 +28,47 @@ class SessionStore:
 
     Args:
         directory: Where to; made if it is not there.
+        most_each: Runs, and states of finished ones, that are kept of an identity.
 
     Raises:
         UserError: It cannot be written.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, most_each: int = 256) -> None:
         self.directory = directory
+        self._most_each = most_each
         try:
             directory.mkdir(parents=True, exist_ok=True)
             write(directory / ".writable", b"")
             (directory / ".writable").unlink()
         except OSError as error:
             raise UserError(f"--save {directory}: cannot be written: {error.strerror or error}") from None
+
+    def reserve(self, session: str) -> None:
+        """Make the directory of a run that starts.
+
+        Raises:
+            RefusedError: Its client has too many.
+            OSError: It cannot be written.
+        """
+        self._check_count(session)
+        self._folder(session).mkdir(parents=True, exist_ok=True)
+
+    def tidy(self, session: str) -> None:
+        """Remove the directory of a run that has no saves."""
+        with suppress(OSError):
+            self._folder(session).rmdir()
+
+    def _check_count(self, session: str) -> None:
+        """Raise `RefusedError` if the client has other runs and states of finished ones, as many as it may have."""
+        identity, own = self.directory / session.partition("/")[0], self._folder(session)
+        kept = [entry for entry in identity.glob("*/*") if entry != own]
+        if len(kept) >= self._most_each:
+            raise RefusedError(
+                "too_many",
+                f"the server keeps {len(kept)} runs of this client, the most that it may have (--max-runs-each): its "
+                f"operator can remove old ones from {identity.name} in the server's --save",
+            )
 
     def steps(self, session: str) -> list[int]:
         """Steps that a session's saves hold, ascending."""
@@ -65,7 +95,13 @@ class SessionStore:
                 self._path(session, other).unlink(missing_ok=True)
 
     def finish(self, session: str, pieces: Sequence[Piece]) -> Path:
-        """Write what a finished session, `IDENTITY/TASK`, leaves, under the next free `final-N`."""
+        """Write what a finished session, `IDENTITY/TASK`, leaves, under the next free `final-N`.
+
+        Raises:
+            RefusedError: Its client has too many.
+            OSError: It cannot be written.
+        """
+        self._check_count(session)
         number = 1 + max(self._numbers(session, _FINAL), default=0)
         path = self._folder(session) / f"final-{number}.safetensors"
         self._write(path, pieces)

@@ -25,18 +25,35 @@ _VERIFY_NAMES = (62, 64)  # OpenSSL's codes of wrong host names and IP addresses
 _MAKE = "python -m megatron_mux.split.certificates DIR"
 
 
+class _Files:
+    """Turns text into paths, in fields other than names."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, str) and name != "server_name":
+                object.__setattr__(self, name, Path(value))
+
+
 @dataclass(frozen=True)
-class ServerTls:
-    """Files of the server's TLS: its certificate and key, and the CA that signs its clients' certificates."""
+class ServerTls(_Files):
+    """Files of the server's TLS, as paths or text.
+
+    Attributes:
+        certificate: The server's certificate.
+        key: Its private key.
+        client_ca: The CA that signs its clients' certificates.
+        client_crl: That CA's list of revoked certificates, which may appear later; None: `crl.pem` beside the CA.
+    """
 
     certificate: Path
     key: Path
     client_ca: Path
+    client_crl: Path | None = None
 
 
 @dataclass(frozen=True)
-class ClientTls:
-    """Files of a client's TLS.
+class ClientTls(_Files):
+    """Files of a client's TLS, as paths or text.
 
     Attributes:
         ca: The CA that signed the server's certificate.
@@ -49,6 +66,12 @@ class ClientTls:
     certificate: Path
     key: Path
     server_name: str | None = None
+
+    @classmethod
+    def of(cls, directory: Path | str, name: str, server_name: str | None = None) -> ClientTls:
+        """The files that `certificates` has written for a client; `name` is its identity."""
+        home = Path(directory)
+        return cls(home / "ca.pem", home / f"{name}.pem", home / f"{name}.key", server_name)
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -14,11 +14,13 @@ from megatron_mux import checkpoint
 from megatron_mux.directory_lock import DirectoryLock
 from megatron_mux.errors import UserError
 from megatron_mux.report import Reporter, TaskHistory
+from megatron_mux.split.affinity import identity_of
 from megatron_mux.split.agreement import WireDtype
 from megatron_mux.split.client_run import ClientRun
 from megatron_mux.split.link import LOST, ClientTransport, Tally
 from megatron_mux.split.noise import Privacy as PrivacySection
 from megatron_mux.split.remote import Privacy
+from megatron_mux.split.run_record import refuse_other_clients
 from megatron_mux.split.tls import ClientTls
 from megatron_mux.split.wire import RefusedError
 from megatron_mux.tasks import TaskSpec, read_task
@@ -38,15 +40,15 @@ class SplitTrainer:
         backbone: Hugging Face directory, or what `export_client` made of one: only the client's layers are read.
         task: What `tasks.yaml` holds of a task; relative paths start from the working directory.
         server: `HOST:PORT`; tried for a minute if nobody is there.
-        tls: The client's certificate, and the CA of the server's.
+        tls: The client's certificate, and the CA of the server's; None (tests only): no encryption.
         cut_front: Layers that the client computes behind the embedding, at least 1.
         cut_back: Layers that it computes before the final norm.
         save: Directory for checkpoints and metrics, which clients with other tasks may share.
         load: Directory of a run to continue; if it is empty, a new run starts.
         break_lock: Take over a `save` directory that another process has locked.
-        save_interval: Steps between saves, besides the one at the end; None: only that one, so that a server that is
-            restarted takes the task back to its beginning.
-        keep_checkpoints: Saves to keep; None: all.
+        save_interval: Steps between saves, besides the one at the end; None: what the task's section says, else a
+            tenth of the run, from 10 to 50.
+        keep_checkpoints: Saves to keep; None: all, but 3 if nobody says how often to save.
         log_interval: Steps between printed lines.
         tensorboard_dir: Directory for TensorBoard.
         wire: Dtype of what is sent.
@@ -89,6 +91,11 @@ class SplitTrainer:
             None if path is None else Path(path) for path in (self.save, self.load, self.tensorboard_dir)
         )
 
+    @property
+    def identity(self) -> str:
+        """The client's name on the server: the common name of its certificate."""
+        return "local" if self.tls is None else identity_of(self.tls.certificate)
+
     def train(self) -> TaskHistory:
         """Train until the task is done, or until a signal: then save and leave.
 
@@ -100,13 +107,19 @@ class SplitTrainer:
                 again.
         """
         spec = self.task if isinstance(self.task, TaskSpec) else read_task(self.task, Path.cwd())
+        self._refuse_other_clients(spec.name)  # before a lock is broken
         with ExitStack() as held:
             if self.save is not None:
                 own = self.save / spec.name
                 self.lock = held.enter_context(DirectoryLock(own, break_lock=self.break_lock, say=print))
-                if self.save != self.load:
-                    checkpoint.refuse_used(self.save, spec.name)
+            self._refuse_other_clients(spec.name)
+            if self.save is not None and self.save != self.load:
+                checkpoint.refuse_used(self.save, spec.name)
             return self._train(spec)
+
+    def _refuse_other_clients(self, task: str) -> None:
+        for flag, directory in (("--save", self.save), ("--load", self.load)):
+            refuse_other_clients(flag, directory, task, self.identity)
 
     def _train(self, spec: TaskSpec) -> TaskHistory:
         """`train`, while nobody else writes into the task's directory."""

@@ -78,8 +78,7 @@ class Deployment:
         """Start the server, at the same port as before."""
         command = [
             self.python, "-m", "megatron_mux.split.server", "--backbone", str(self.place.backbone), "--listen",
-            f"localhost:{self.port}", "--tls-cert", "tls/server.pem", "--tls-key", "tls/server.key", "--client-ca",
-            "tls/ca.pem", "--log-format", "json", *self.flags,
+            f"localhost:{self.port}", "--tls-dir", "tls", "--log-format", "json", *self.flags,
         ]  # fmt: skip
         self.running = subprocess.Popen(command, cwd=self.place.root, text=True, stderr=subprocess.PIPE)
         assert self.running.stderr is not None
@@ -100,9 +99,9 @@ class Deployment:
         folder = "tls" if identity != "mallory" else "other"
         command = [
             self.python, "-m", "megatron_mux.split.client", "--backbone", str(self.place.backbone), "--tasks",
-            "tasks.yaml", "--task", task, "--server", f"localhost:{self.port}", "--tls-ca", "tls/ca.pem",
-            "--tls-cert", f"{folder}/{identity}.pem", "--tls-key", f"{folder}/{identity}.key", "--cut-front",
-            str(front), "--cut-back", str(back), "--save", str(save), "--no-progress", *more,
+            "tasks.yaml", "--task", task, "--server", f"localhost:{self.port}", "--tls-dir", folder, "--client",
+            identity, "--tls-ca", "tls/ca.pem", "--cut-front", str(front), "--cut-back", str(back), "--save",
+            str(save), "--no-progress", *more,
         ]  # fmt: skip
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return subprocess.Popen(command, cwd=self.place.root, text=True, **streams)

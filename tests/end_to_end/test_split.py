@@ -133,6 +133,26 @@ def test_mistakes_are_told_in_a_line(
     assert not (place.root / "refused" / "paper" / "metrics.jsonl").exists()
 
 
+def test_a_directory_holds_the_adapter_of_one_client(
+    place: Workplace, together: Path, alone: Path, refusing: Deployment
+) -> None:
+    """Alice's is finished; then she and bob start at once in another directory."""
+    before = {file: file.read_bytes() for file in together.rglob("*") if file.is_file()}
+    for more in ((), ("--load", str(together)), ("--break-lock",)):
+        process = refusing.client("paper", together, *more, identity="bob")
+        output, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 2 and "is of the client alice, and this client is bob" in output, output
+    assert {file: file.read_bytes() for file in together.rglob("*") if file.is_file()} == before
+    save = place.root / "contested"
+    started = [refusing.client("wide", save, identity=name) for name in ("alice", "bob")]
+    outputs = [process.communicate(timeout=SECONDS)[0] for process in started]
+    assert sorted(process.returncode for process in started) == [0, 2], outputs
+    (refused,) = [output for process, output in zip(started, outputs, strict=True) if process.returncode]
+    assert "is being written by process" in refused or "is of the client" in refused
+    assert losses(save, "wide") == losses(alone, "wide")
+    assert_same(adapter(save, "wide"), adapter(alone, "wide"), "wide")
+
+
 @pytest.fixture(scope="module")
 def refusing(place: Workplace, server: Server) -> Iterator[Deployment]:
     with deployed(place, server, "--save", "server-4", "--no-co-batching") as own:

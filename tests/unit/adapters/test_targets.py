@@ -10,6 +10,7 @@ import pytest
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import constants
+from peft.utils.other import get_pattern_key
 from transformers.pytorch_utils import Conv1D
 
 from megatron_mux.adapters.bottleneck import BottleneckSpec
@@ -17,6 +18,7 @@ from megatron_mux.adapters.diff_pruning import DiffPruningSpec
 from megatron_mux.adapters.ia3 import IA3Spec
 from megatron_mux.adapters.lora import LoraSpec
 from megatron_mux.adapters.prefix import PrefixTuningSpec
+from megatron_mux.adapters.selection import check_matched, value_of
 from megatron_mux.adapters.targets import match_targets
 from megatron_mux.backbone.registry import FAMILIES, read_shape
 from megatron_mux.errors import UserError
@@ -153,3 +155,26 @@ def test_saves_name_shared_experts_as_peft_wants_them(shape_of: ShapeOf) -> None
         LoraSpec(peft_type="LORA", target_modules="all-linear", lora_dropout=0.1).modules(shape)
     everything = LoraSpec(peft_type="LORA", target_modules="all-linear").modules(shape)
     assert everything and not any(module.path.endswith("mlp.gate") for module in everything)
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        ["q_proj", "model.layers.1.self_attn.q_proj"],
+        ["model.layers.1.self_attn.q_proj", "q_proj", "proj"],
+        ["1.mlp.up_proj", "layers.11.mlp.up_proj", "up.proj", "mlp.up.proj", "1.self.attn.q.proj"],
+        ["model.layers.[0-4].*", "q_proj", ".*mlp.*"],
+        ["o_proj|q_proj", "self_attn.(k|v)_proj", "...._proj", "_proj", "", "a-b"],
+    ],
+)
+def test_patterns_name_the_modules_that_peft_matches(patterns: list[str]) -> None:
+    values = {pattern: i for i, pattern in enumerate(patterns)}
+    for path in PATHS:
+        assert value_of(values, path, -1) == values.get(get_pattern_key(patterns, path), -1), path
+    used = {get_pattern_key([pattern], path) for pattern in patterns for path in PATHS} & values.keys()
+    for pattern in patterns:
+        if pattern in used:
+            check_matched("rank_pattern", {**dict.fromkeys(used, 1), pattern: 1}, MODULES)
+        else:
+            with pytest.raises(UserError, match="matches no module"):
+                check_matched("rank_pattern", {**dict.fromkeys(used, 1), pattern: 1}, MODULES)

@@ -17,7 +17,7 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.agreement import Proposal
 from megatron_mux.split.dispatcher import Work
-from megatron_mux.split.pieces import from_wire
+from megatron_mux.split.pieces import Piece, from_wire
 from megatron_mux.split.transport import Transport
 from megatron_mux.split.wire import Dtype, Flags, Kind, Limits, Message
 from tests import tiny_models
@@ -133,8 +133,12 @@ class Caller:
         return [output.tensor, reply.tensor]
 
     def state(self, keep: tuple[int, ...] = ()) -> list[torch.Tensor]:
-        reply = self.call(self.message(Kind.STATE, {"keep": list(keep)}))
-        return [piece.tensor for piece in from_wire(reply.fields["pieces"], reply.tensors)]
+        pieces, total = list[Piece](), 1
+        while len(pieces) < total:
+            reply = self.call(self.message(Kind.STATE, {"keep": list(keep), "first": len(pieces)}))
+            pieces += from_wire(reply.fields["pieces"], reply.tensors)
+            total = reply.fields["total"]
+        return [piece.tensor for piece in pieces]
 
 
 def equal(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:

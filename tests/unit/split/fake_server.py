@@ -152,7 +152,7 @@ class FakeServer:
         kept = {step: self.saved[step] for step in message.fields["keep"] if step in self.saved}
         self.saved = {**kept, self.step: self.body.state("one")}
         index, tensors = to_wire(self.saved[self.step] if self.returns_body else [])
-        return {"pieces": index}, None, tensors
+        return {"pieces": index, "total": len(index)}, None, tensors
 
     def _leave(self, message: Message) -> Any:
         self._settle(message)

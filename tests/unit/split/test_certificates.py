@@ -16,7 +16,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from megatron_mux.errors import UserError
 from megatron_mux.split import certificates
 from megatron_mux.split.certificates import main
-from megatron_mux.split.tls import read_files, split_address
+from megatron_mux.split.revocations import read_crl
+from megatron_mux.split.tls import ClientTls, ServerTls, read_files, split_address
 
 
 def run(directory: Path, *words: str) -> int:
@@ -40,7 +41,8 @@ def test_a_server_and_clients(tmp_path: Path) -> None:
     finally:
         os.umask(old)
     names = ("ca", "server", "alice", "bob")
-    assert set(content(tmp_path)) == {f"{name}.{end}" for name in names for end in ("pem", "key")}
+    made = {f"{name}.{end}" for name in names for end in ("pem", "key")}
+    assert set(content(tmp_path)) == {*made, "issued.txt"}
     ca = certificate(tmp_path / "ca.pem")
     for name in names:
         assert stat.S_IMODE((tmp_path / f"{name}.key").stat().st_mode) == 0o600
@@ -70,9 +72,11 @@ def test_later_calls_add_clients(tmp_path: Path, capsys: pytest.CaptureFixture[s
     before = content(tmp_path)
     assert run(tmp_path, "--server", "localhost", "--client", "bob", "--days", "9") == 0
     after = content(tmp_path)
+    assert after["issued.txt"].startswith(before.pop("issued.txt"))
     assert {name: after[name] for name in before} == before and set(after) - set(before) == {
         "bob.pem",
         "bob.key",
+        "issued.txt",
     }
     assert run(tmp_path, "--client", "alice", "carol") == 2
     assert run(tmp_path, "--server", "elsewhere", "--client", "carol") == 2
@@ -82,10 +86,40 @@ def test_later_calls_add_clients(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run(tmp_path, "--client", "alice", "--replace") == 0
     replaced = content(tmp_path)
     changed = {name for name in after if replaced[name] != after[name]}
-    assert changed == {"alice.pem", "alice.key"}
+    assert changed == {"alice.pem", "alice.key", "issued.txt"}
     assert run(tmp_path, "--server", "elsewhere", "--replace") == 0
     assert content(tmp_path)["server.pem"] != after["server.pem"]
     assert content(tmp_path)["ca.pem"] == after["ca.pem"]
+
+
+def test_all_that_a_client_was_given_is_revoked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def serial(name: str) -> int:
+        return certificate(tmp_path / f"{name}.pem").serial_number
+
+    run(tmp_path, "--client", "alice", "bob")
+    revoked = [serial("alice")]
+    run(tmp_path, "--client", "alice", "--replace")
+    revoked.append(serial("alice"))
+    assert run(tmp_path, "--revoke", "mallory") == run(tmp_path, "--revoke", "../alice") == 2
+    assert (
+        not (tmp_path / "crl.pem").exists() and "--revoke mallory: no certificate" in capsys.readouterr().err
+    )
+    assert run(tmp_path, "--revoke", "alice", "--client", "alice", "--replace") == 0
+    assert "2 certificates of alice are revoked" in capsys.readouterr().out
+    assert read_crl(tmp_path / "crl.pem", tmp_path / "ca.pem").keys() == {*revoked}
+    assert serial("alice") not in revoked
+    (tmp_path / "issued.txt").unlink()  # as in a directory of an earlier version
+    assert run(tmp_path, "--revoke", "bob") == 0
+    assert read_crl(tmp_path / "crl.pem", tmp_path / "ca.pem").keys() == {*revoked, serial("bob")}
+    run(tmp_path / "other")
+    with pytest.raises(UserError, match="did not sign"):
+        read_crl(tmp_path / "crl.pem", tmp_path / "other/ca.pem")
+
+
+def test_files_are_named_by_text_too(tmp_path: Path) -> None:
+    text = ClientTls("a/ca.pem", "a/me.pem", "a/me.key", "host")  # type: ignore[arg-type]
+    assert text == ClientTls.of("a", "me", "host") and text.server_name == "host"
+    assert ServerTls("c", "k", "a").key == Path("k")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["ca", "server", "", "a/b", "..", ".a", "a" * 65, "a b", "ä"])

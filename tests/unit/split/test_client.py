@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from megatron_mux.split import client
+from megatron_mux.split.certificates import write_certificates
 from tests.unit.split.splitting import task_of
 
 
 def words_of(whole_backbone: Path, data: Path, tmp_path: Path) -> dict[str, str]:
     tasks = [task_of(data, name) for name in ("one", "two")]
     (tmp_path / "tasks.yaml").write_text(json.dumps({"tasks": tasks}))
-    for name in ("ca.pem", "me.pem", "me.key"):
-        (tmp_path / name).write_text("")
+    write_certificates(tmp_path, [], ["me"], days=1, replace=False)
     return {
         "--backbone": str(whole_backbone),
         "--tasks": str(tmp_path / "tasks.yaml"),
@@ -33,6 +33,12 @@ def words_of(whole_backbone: Path, data: Path, tmp_path: Path) -> dict[str, str]
     [
         ({"--task": "three"}, "--task three: .*tasks.yaml has one, two"),
         ({"--task": None}, "has 2 tasks, and a client trains one: add --task NAME"),
+        (
+            {"--tls-key": None},
+            "--tls-dir DIR --client NAME, or --tls-ca, --tls-cert and --tls-key, must be given",
+        ),
+        ({"--tls-key": None, "--tls-dir": "tls"}, "--tls-dir DIR --client NAME, or"),
+        ({"--tls-key": None, "--tls-dir": "tls", "--client": "me"}, "--tls-key tls/me.key: no such file"),
         ({"--tls-key": "gone.key"}, "--tls-key gone.key: no such file: .*certificates makes it"),
         ({"--cut-front": "0"}, "--cut-front 0: whoever sees embeddings knows every token"),
         ({"--cut-front": "3"}, "--cut-front 3 and --cut-back 1 leave no layer of 4 for the server"),

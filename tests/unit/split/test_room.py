@@ -57,6 +57,20 @@ def test_whole_tasks_that_are_moved_need_to_fit_alone_only() -> None:
     assert refused.value.code == "too_large"
 
 
+def test_a_client_has_a_share_of_the_memory() -> None:
+    room = Room(CAPACITY, share=0.5)
+    room.claim("one/a", memory(10, 30), 1)
+    with pytest.raises(RefusedError, match="1 others of this client") as refused:
+        room.claim("one/b", memory(10, 30), 1)
+    assert refused.value.code == "too_many" and refused.value.retry
+    with pytest.raises(RefusedError, match="--max-memory-each") as refused:
+        room.claim("two/a", memory(10, 50), 1)
+    assert refused.value.code == "too_large"
+    room.claim("two/a", memory(10, 30), 1)
+    room.leave("one/a")
+    room.claim("one/b", memory(10, 30), 1)
+
+
 @given(
     st.lists(
         st.builds(memory, st.integers(0, 30), st.integers(1, 90), st.integers(0, 10), st.integers(0, 60)),

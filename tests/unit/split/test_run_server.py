@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from megatron_mux.errors import UserError
 from megatron_mux.split.run_server import _scheduler_options
-from megatron_mux.split.server import build_parser
+from megatron_mux.split.server import _check_files, build_parser
 
 
 def test_requests_are_in_the_order_of_arrival_unless_clients_have_shares(tmp_path: Path) -> None:
@@ -26,3 +29,18 @@ def test_requests_are_in_the_order_of_arrival_unless_clients_have_shares(tmp_pat
     (tmp_path / "shares.json").write_text(json.dumps({"alice": 2}))
     more = [*flags, "--weights", str(tmp_path / "shares.json")]
     assert _scheduler_options(build_parser().parse_args(more)).weights == {"alice": 2.0}
+
+
+def test_a_directory_of_certificates_stands_for_their_files(tmp_path: Path) -> None:
+    words = ["--backbone", "b", "--listen", "localhost:1"]
+    with pytest.raises(UserError, match="--tls-cert: is missing: give --tls-dir DIR"):
+        _check_files(build_parser().parse_args(words))
+    words += ["--tls-dir", str(tmp_path)]
+    with pytest.raises(UserError, match=r"server.pem: no such file: .*certificates makes them"):
+        _check_files(build_parser().parse_args(words))
+    for name in ("server.pem", "server.key", "ca.pem", "mine.pem"):
+        (tmp_path / name).touch()
+    arguments = build_parser().parse_args([*words, "--tls-cert", str(tmp_path / "mine.pem")])
+    _check_files(arguments)
+    files = arguments.tls_cert, arguments.tls_key, arguments.client_ca
+    assert [file.name for file in files] == ["mine.pem", "server.key", "ca.pem"]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from queue import SimpleQueue
 from random import Random
 from typing import Any
@@ -19,9 +22,10 @@ import torch
 from megatron_mux.errors import UserError
 from megatron_mux.split import server_stream
 from megatron_mux.split.bytes_in_flight import BytesInFlight
+from megatron_mux.split.certificates import revoke_certificates
 from megatron_mux.split.chunks import FRAME_BYTES, Assembly, frames
 from megatron_mux.split.service import ServerTls, Service
-from megatron_mux.split.wire import METHOD, Dtype, Header, Kind, Message
+from megatron_mux.split.wire import METHOD, Dtype, Header, Kind, Message, RefusedError
 from tests.unit.split.toy_server import REPLIED, Files, Loop, ToyHandler, forward, transport
 
 Served = tuple[int, ToyHandler]
@@ -288,3 +292,36 @@ def test_a_stream_without_a_message_ends(
         assert pinging.receive() is not None
         for stream in (silent, pinging):
             assert stream.refused() == "slow"
+
+
+def test_streams_of_a_revoked_certificate_end(
+    loop: Loop, files: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    home, own = tmp_path / "own", Files.__new__(Files)
+    shutil.copytree(files.own, home)
+    own.own = home
+    with (
+        loop.service(own.server()) as (service, _),
+        transport(service.port, own.client()) as alice,
+        transport(service.port, own.client("bob")) as bob,
+    ):
+        for client in (alice, bob):
+            assert client.call(forward(), 10).kind is Kind.OUTPUT
+        waiting = ThreadPoolExecutor(1).submit(alice.call, forward(operation=2, do="wait"), 20)
+        (home / "crl.pem").write_text("half of a list")
+        until = time.monotonic() + 10
+        while "no list of revoked certificates" not in caplog.text and time.monotonic() < until:
+            time.sleep(0.05)
+        assert "stays in force" in caplog.text and not waiting.done()
+        began = time.monotonic()
+        (home / "crl.pem").unlink()
+        revoke_certificates(home, ["alice"])
+        with pytest.raises(RefusedError, match="was revoked") as refused:
+            waiting.result(20)
+        assert refused.value.code == "revoked" and time.monotonic() - began < 5
+        with pytest.raises(RefusedError, match="was revoked"):
+            alice.call(forward(operation=3), 10)
+        assert bob.call(forward(operation=3), 10).kind is Kind.OUTPUT
+    (home / "crl.pem").write_text("half of a list")
+    with pytest.raises(UserError, match="no list of revoked certificates"), loop.service(own.server()):
+        pass

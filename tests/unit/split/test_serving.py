@@ -216,7 +216,8 @@ def test_a_session_is_let_in_when_there_is_room(
         Caller(server).join()
         memory = server.server.sessions["local/one"].memory
     capacity = memory.standing + memory.most(2 * ROWS) + memory.standing // 2
-    with running_server(backbone, parallel, tmp_path / "store", capacity=capacity) as server:
+    options: dict[str, Any] = {"capacity": capacity, "most_memory_each": 1.0}
+    with running_server(backbone, parallel, tmp_path / "store", **options) as server:
         first, second = Caller(server), Caller(server, task="two")
         first.join()
         with pytest.raises(DeadlineError, match="sessions use the server's memory"):
@@ -311,7 +312,9 @@ def test_a_body_that_clients_do_not_get_stays_when_they_have_finished(
         ({"adapter": {"peft_type": "LORA", "lora_alpha": 10**300}}, "proposal"),
         ({"adapter": {"peft_type": "LORA", "adapter_name_or_path": "/etc"}}, "proposal"),
         ({"adapter": {"peft_type": "LORA", "r": 60_000, "target_modules": "all-linear"}}, "too_large"),
-        ({"train_rows": 10**8}, "too_large"),
+        ({"train_rows": 10**8, "rows": 10**8}, "too_large"),
+        ({"adapter": {"peft_type": "LORA", "target_modules": ["q_proj"] * 5000}}, "proposal"),
+        ({"adapter": {"peft_type": "LORA", "rank_pattern": {"q_proj" * 50: 2}}}, "proposal"),
         ({"rows": 10**8}, "too_large"),
         ({"adapter": {"peft_type": "LORA", "target_modules": "(.*)*q_proj"}}, "proposal"),
         ({"adapter": {"peft_type": "LORA", "rank_pattern": {"(.*)*q_proj": 2}}}, "proposal"),

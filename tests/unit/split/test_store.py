@@ -10,6 +10,7 @@ import torch
 from megatron_mux.errors import UserError
 from megatron_mux.split.pieces import Piece, assemble, from_wire, runs_of, to_wire
 from megatron_mux.split.store import SessionStore
+from megatron_mux.split.wire import RefusedError
 
 
 def some_pieces(seed: int = 0) -> list[Piece]:
@@ -59,6 +60,25 @@ def test_a_finished_session_leaves_a_name(tmp_path: Path) -> None:
     assert store.finish("me/task", some_pieces()).name == "final-2.safetensors"
     store.forget("me/task")
     assert len(list((tmp_path / "me/task").iterdir())) == 2
+
+
+def test_runs_of_one_client_are_counted(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path, most_each=2)
+    for run in ("me/task/1", "me/other/2"):
+        store.reserve(run)
+        store.save(run, 2, some_pieces())
+    with pytest.raises(RefusedError, match=r"keeps 2 runs .*--max-runs-each") as refused:
+        store.reserve("me/task/3")
+    assert refused.value.code == "too_many" and not (tmp_path / "me/task/3").exists()
+    with pytest.raises(RefusedError):
+        store.finish("me/task", some_pieces())
+    store.reserve("me/task/1")  # begins anew
+    store.reserve("another/task/3")
+    store.forget("me/task/1")
+    store.tidy("me/task/1")
+    store.tidy("me/other/2")
+    store.reserve("me/task/3")
+    assert store.steps("me/other/2") == [2]
 
 
 def test_a_damaged_save_is_refused_by_name(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tests.end_to_end.harness import adapter, assert_close
 from tests.unit.split.fake_server import FakeServer
 from tests.unit.split.running_server import RunningServer, running_server
 from tests.unit.split.splitting import ALONE, task_of, trainer
+from tests.unit.split.toy_server import Files
 
 
 def adapter_of(save: Path, step: int = 6, name: str = "one") -> Mapping[str, Tensor]:
@@ -83,6 +84,49 @@ def test_tasks_share_a_directory(
         trainer(FakeServer(whole_backbone), task_of(data), tmp_path).train()
     history = trainer(FakeServer(whole_backbone), task_of(data), tmp_path, load=tmp_path).train()
     assert history.status == "finished" and metrics_of(tmp_path, "other") == before
+
+
+def test_a_directory_is_of_one_client(
+    undisturbed: tuple[Path, FakeServer], whole_backbone: Path, data: Path, tmp_path: Path, files: Files
+) -> None:
+    def train(client: str, save: Path, load: Path | None) -> None:
+        one = trainer(FakeServer(whole_backbone), task_of(data), save, load=load)
+        one.tls = files.client(client)
+        one.train()
+
+    def content() -> dict[Path, bytes]:
+        return {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+    save = tmp_path / "save"
+    train("alice", save, None)
+    before = content()
+    for flag, own, load in (("save", save, None), ("save", save, save), ("load", tmp_path / "new", save)):
+        with pytest.raises(
+            UserError, match=f"--{flag} {save}: .* is of the client alice, and this client is bob"
+        ):
+            train("bob", own, load)
+    assert content() == before
+    train("alice", save, save)
+
+
+def test_a_run_that_nobody_told_how_often_to_save_can_be_continued(
+    whole_backbone: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("megatron_mux.split.client_run._SAVE_INTERVALS", (1, 50))
+    task, server = task_of(data), FakeServer(whole_backbone)
+    trainer(server, task, tmp_path, save_interval=None).train()
+    assert f"saving to {tmp_path} every 1 steps; --load {tmp_path} goes on" in capsys.readouterr().out
+    assert sorted(server.saved) == [3, 4, 5, 6]
+    assert {file.name for file in (tmp_path / "one").glob("checkpoint-*")} >= {"checkpoint-5", "checkpoint-6"}
+    assert not (tmp_path / "one/checkpoint-2").exists()
+    task["training"] = {**task["training"], "save_strategy": "no"}
+    server = FakeServer(whole_backbone)
+    trainer(server, task, tmp_path / "other", save_interval=None).train()
+    assert sorted(server.saved) == [6]
 
 
 def test_a_server_that_dies_loses_no_exactness(
