@@ -273,8 +273,9 @@ def load(
         )
     if manifest is not None and manifest.backbone != backbone:
         raise UserError(
-            f"--load {directory}: these checkpoints were made on another backbone: give the --backbone they were "
-            "trained on, or start anew with another --save."
+            f"--load {directory}: these checkpoints were made on another backbone (by its config.json or by samples of "
+            "its weights): give the --backbone they were trained on, or start anew with another --save; "
+            "adapter_name_or_path then starts a task from a checkpoint's adapter."
         )
     if manifest is not None:
         for problem in problems:

@@ -44,12 +44,7 @@ def match_targets(targets: Targets, modules: Sequence[Module]) -> list[Module]:
         _refuse_experts(targets)
     known = {end for module in modules for end in ends(module.path)}
     unknown = [name for name in targets if name not in known]
-    outside = [name for name in unknown if name.rpartition(".")[2] in _OUTSIDE_LAYERS]
-    if outside:
-        raise UserError(
-            f"target_modules: {', '.join(map(repr, outside))}: embeddings and output layers can have no adapter: name "
-            f"modules of layers only: {_choices(modules)}"
-        )
+    _refuse_outside(unknown, modules)
     if unknown:
         listed = ", ".join(repr(name) for name in unknown)
         verb = "is no module" if len(unknown) == 1 else "are no modules"
@@ -93,6 +88,17 @@ def _refuse_experts(targets: Sequence[str]) -> None:
         )
 
 
+def _refuse_outside(unknown: Sequence[str], modules: Sequence[Module]) -> None:
+    """Refuse names of embeddings and output layers, and say how these are trained."""
+    outside = [name for name in unknown if name.rpartition(".")[2] in _OUTSIDE_LAYERS]
+    if outside:
+        raise UserError(
+            f"target_modules: {', '.join(map(repr, outside))}: embeddings and output layers can have no adapter: train "
+            f"them whole with modules_to_save (of LORA, VERA and IA3), and name modules of layers here: "
+            f"{_choices(modules)}"
+        )
+
+
 def _match_text(text: str, modules: Sequence[Module]) -> list[Module]:
     if text.lower() == ALL_LINEAR:
         return list(modules)
@@ -102,6 +108,7 @@ def _match_text(text: str, modules: Sequence[Module]) -> list[Module]:
         raise UserError(f"target_modules: {text!r} is not a regular expression: {error}") from None
     found = [module for module in modules if expression.fullmatch(module.path)]
     if not found:
+        _refuse_outside([text], modules)
         raise UserError(f"target_modules: no module matches {text!r}: choose from {_choices(modules)}")
     return found
 

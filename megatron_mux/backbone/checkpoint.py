@@ -6,7 +6,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 from megatron_mux.errors import UserError
 from megatron_mux.files import read_json
 
-_INDEX = "model.safetensors.index.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _QUANTISED_DTYPES = {
     "U8": torch.uint8,
@@ -30,7 +31,7 @@ _QUANTISED_DTYPES = {
 }
 _READABLE = _DTYPES | _QUANTISED_DTYPES
 _MEGATRON_SIGNS = ("latest_checkpointed_iteration.txt", "metadata.json", ".metadata", "common.pt")
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_SAMPLES, _SAMPLE_BYTES = 512, 4096
 _LARGEST_HEADER = 100_000_000
 
 
@@ -82,7 +83,6 @@ class Checkpoint:
         self.path = path
         self.files = self._files()
         self.tensors: dict[str, Stored] = {}
-        self._digest = hashlib.sha256()
         self._open: dict[Path, int] = {}
         self._stack = ExitStack()
         for file in self.files:
@@ -98,12 +98,21 @@ class Checkpoint:
         self._open.clear()
 
     def _files(self) -> list[Path]:
-        index = self.path / _INDEX
+        """The files that `transformers` reads: a single one comes before an index, which may be of an older model."""
+        single, index = self.path / _SINGLE, self.path / _INDEX
+        if single.is_file():
+            return [single]
         if index.is_file():
             names = read_json(index).get("weight_map")
             if not isinstance(names, dict) or not names:
                 raise UserError(f"{index} has no weight_map.")
-            return [self.path / name for name in sorted(set(names.values()))]
+            files = [self.path / name for name in sorted(set(names.values()))]
+            if missing := [file.name for file in files if not file.is_file()]:
+                raise UserError(
+                    f"{index} names {missing[0]}, which is not there: complete the directory, or remove the index "
+                    "if it is of another model."
+                )
+            return files
         files = sorted(
             f
             for f in self.path.glob("*.safetensors")
@@ -122,20 +131,12 @@ class Checkpoint:
                 length = int.from_bytes(stream.read(8), "little")
                 if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
                     raise ValueError("its header is cut or damaged")
-                header = stream.read(length)
-                entries = json.loads(header)
-                self._digest.update(header)
-                self._sample(stream, 8 + length, size)
+                entries = json.loads(stream.read(length))
             self._add(file, entries, 8 + length, size)
         except OSError as error:
             raise UserError(f"{file} cannot be read: {error.strerror or error}.") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{file} is not a complete safetensors file: {error}.") from None
-
-    def _sample(self, stream: Any, start: int, stop: int) -> None:
-        for i in range(_SAMPLES):
-            stream.seek(start + (stop - start) * i // _SAMPLES)
-            self._digest.update(stream.read(_SAMPLE_BYTES))
 
     def _add(self, file: Path, entries: dict[str, Any], data: int, size: int) -> None:
         entries.pop("__metadata__", None)
@@ -144,7 +145,10 @@ class Checkpoint:
             raise ValueError(f"its tensors take {end} bytes, but it has {size - data}")
         for name, entry in entries.items():
             if name in self.tensors:
-                raise ValueError(f"{name} is also in {self.tensors[name].file.name}")
+                raise UserError(
+                    f"{file} and {self.tensors[name].file} both hold {name}: one is a leftover copy: remove it, or "
+                    f"name the files to read in {_INDEX}."
+                )
             start, stop = entry["data_offsets"]
             stored = Stored(file, entry["dtype"], tuple(entry["shape"]), data + start)
             known = _READABLE.get(stored.dtype)
@@ -152,10 +156,24 @@ class Checkpoint:
                 raise ValueError(f"{name} of shape {list(stored.shape)} takes {stop - start} bytes")
             self.tensors[name] = stored
 
-    @property
-    def digest(self) -> str:
-        """SHA-256 over headers and samples of the data."""
-        return self._digest.hexdigest()
+    def digest(self, names: Mapping[str, str]) -> str:
+        """SHA-256 over dtypes, shapes and samples of tensors, however they are divided among files.
+
+        Args:
+            names: For a name of each tensor, by which they are ordered, that under which it is stored.
+        """
+        found, ends = hashlib.sha256(), [0]
+        tensors = [self.tensors[names[name]] for name in sorted(names)]
+        for name, stored in zip(sorted(names), tensors, strict=True):
+            found.update(json.dumps([name, stored.dtype, stored.shape]).encode())
+            ends.append(ends[-1] + math.prod(stored.shape) * _READABLE[stored.dtype].itemsize)
+        # Bytes are sampled as if the tensors lay end to end.
+        for place in range(0, ends[-1], max(1, ends[-1] // _SAMPLES)):
+            number = bisect_right(ends, place) - 1
+            sample = bytearray(min(_SAMPLE_BYTES, ends[number + 1] - place))
+            self._read_into(tensors[number].file, sample, tensors[number].start + place - ends[number])
+            found.update(sample)
+        return found.hexdigest()
 
     def dtype(self, name: str) -> torch.dtype:
         """A tensor's dtype, which `check_dtype` accepts."""
@@ -195,13 +213,16 @@ class Checkpoint:
         place = bytearray(count * (right - left) * dtype.itemsize)
         whole = right - left == width or count == 1
         pieces: Iterable[bytearray | memoryview] = [place] if whole else _split(place, count)
-        try:
-            file = self._file(stored.file)
-            for row, piece in enumerate(pieces):
-                _read_all(file, piece, start + row * width * dtype.itemsize)
-        except OSError as error:
-            raise UserError(f"{stored.file} cannot be read: {error.strerror or error}.") from None
+        for row, piece in enumerate(pieces):
+            self._read_into(stored.file, piece, start + row * width * dtype.itemsize)
         return torch.frombuffer(place, dtype=dtype).view(shape) if place else torch.empty(shape, dtype=dtype)
+
+    def _read_into(self, path: Path, place: bytearray | memoryview, start: int) -> None:
+        """Fill `place` with the bytes of a file from `start` on."""
+        try:
+            _read_all(self._file(path), place, start)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
 
     def _file(self, path: Path) -> int:
         """Descriptor of a file, which stays open."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_mux.backbone import config, resolve
 from megatron_mux.backbone.checkpoint import Checkpoint, refuse_megatron
@@ -62,8 +64,8 @@ class BackboneInfo:
     Attributes:
         path: Its directory.
         shape: Its sizes.
-        fingerprint: SHA-256 of config.json, of the safetensors headers and of samples of their data; and of how the
-            weights are quantised, if that is done on load.
+        fingerprint: SHA-256 of the shape (with how weights are quantised), and of dtypes, shapes and samples of the
+            tensors, whatever files hold them.
         stored: Full Hugging Face name of each tensor to its name in the checkpoint.
     """
 
@@ -133,11 +135,19 @@ def read_backbone_info(path: str | Path, quantise: Method | None = None) -> Back
     shape = _read_config(path, quantise)
     with Checkpoint(path) as checkpoint:
         stored = resolve.resolve(shape, checkpoint)
-        digest = hashlib.sha256((path / "config.json").read_bytes())
-        digest.update(checkpoint.digest.encode())
-    if shape.quantisation is not None and shape.quantisation.is_made:
-        digest.update(str(shape.quantisation).encode())
-    return BackboneInfo(path, shape, digest.hexdigest(), stored)
+        # config.json and the files may be written anew, with other words and other shards: they are the same backbone.
+        about = _plain(replace(shape, config={})), checkpoint.digest(stored)
+    return BackboneInfo(path, shape, hashlib.sha256(json.dumps(about).encode()).hexdigest(), stored)
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as mappings, without what has its default: fields that come with later versions change nothing."""
+    if is_dataclass(value) and not isinstance(value, type):
+        pairs = ((each, getattr(value, each.name)) for each in fields(value))
+        return {each.name: _plain(its) for each, its in pairs if each.name != "names" and its != each.default}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(its) for key, its in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (tuple, list, frozenset)) else value
 
 
 def info_without_weights(path: str | Path, quantise: Method | None = None) -> BackboneInfo:

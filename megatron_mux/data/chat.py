@@ -4,24 +4,36 @@ Three ways, in this order:
 
 - the template marks them (`{% generation %}`): its marks are taken as they are;
 - the rendering of a conversation's beginning is a beginning of the whole rendering: a turn is what it adds;
-- the template renders a turn differently once more follows (it drops earlier thinking, say): a turn begins where the
-  rendering changes when its content does, and lasts to its end-of-turn token.
+- the template renders a turn differently once more follows (it drops earlier thinking, say): a turn is what changes in
+  the whole rendering when its content does, and the end-of-turn token behind.
+
+What is found without marks is checked in every conversation: no learned part changes when the content of another
+message does.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
-from megatron_mux.data.records import BadRecordError, Messages
+from megatron_mux.data.bad_record import UnusableRecordError
+from megatron_mux.data.messages import Messages, with_objects
 from megatron_mux.errors import UserError
 
 _MARK = re.compile(r"\{%[-+]?\s*generation\b")
 # Nothing that people write begins or ends so.
 _STAND_IN = "\u2e28stand-in\u2e29"
+_ADVICE = "use a template that marks the assistant's turns ({% generation %}), or one turn a record"
+
+_LEAKING = (
+    "the tokenizer's chat template puts something of other messages into what would be learned of the assistant's: "
+    + _ADVICE
+)
 
 
 def common_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -56,6 +68,7 @@ class ChatTemplate:
     """
 
     tokenizer: Any
+    _is_used: dict[str, bool] = field(default_factory=dict, init=False)
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
@@ -64,42 +77,58 @@ class ChatTemplate:
         found |= {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         return tuple(sorted(found - {""}))
 
+    @property
+    def notes(self) -> list[str]:
+        """Lines for people about what records hold and the template does not render."""
+        unused = [key for key, used in self._is_used.items() if not used]
+        return [f"not used by the chat template, and left out: {', '.join(unused)}"] if unused else []
+
     def render(self, record: Messages) -> Chat:
         """Render a conversation.
 
         Raises:
-            BadRecordError: The template does not take it, or a turn cannot be found.
+            UnusableRecordError: The template does not take it, or a turn cannot be found.
             UserError: The tokenizer has no template.
         """
+        if self._encodes_arguments:
+            record = replace(record, messages=with_objects(record.messages))
+        self._note_unused(record)
         if record.prompt:
             prompt = self.apply(record, record.messages[: record.prompt], add_generation_prompt=True)
-            return Chat(self.apply(record, record.messages), prompt=prompt)
-        messages = record.messages
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if turns and turns[0] == 0:
-            raise BadRecordError(
-                "a conversation must not begin with the assistant: nothing asks for that turn"
-            )
+            chat = Chat(self.apply(record, record.messages), prompt=prompt)
+            self._check_completion(record, chat)
+            return chat
+        turns = [i for i, message in enumerate(record.messages) if message["role"] == "assistant"]
         if self._is_marked:
-            return self._marked(record)
-        text = self.apply(record, messages)
-        spans: list[tuple[int, int]] = []
-        append_end = False
-        for i in turns:
-            before = self.apply(record, messages[:i], add_generation_prompt=True)
-            after = text if i == len(messages) - 1 else self.apply(record, messages[: i + 1])
-            if text.startswith(after) and after.startswith(before):
-                turn = after[len(before) :]
-                closed = turn.rstrip()
-                ends_special = closed.endswith(self.special_texts)
-                # White space after the end of turn belongs to the frame: nothing generates it.
-                spans.append((len(before), len(before) + len(closed if ends_special else turn)))
-                content = str(messages[i].get("content", "")).strip()
-                append_end = not ends_special and (closed.endswith(content) if content else not closed)
-            else:
-                spans.append(self._by_change(record, i, text))
-                append_end = False
-        return Chat(text, tuple(spans), append_end and turns[-1] == len(messages) - 1)
+            chat = self._marked(record)
+        else:
+            chat = self._searched(record, turns)
+            self._check_turns(record, turns, chat)
+        if not record.unlearned:
+            return chat
+        if len(chat.spans) != len(turns):
+            raise UnusableRecordError(
+                "asks not to learn a message, and the chat template does not mark one part for each of the assistant's"
+            )
+        learned = [i not in record.unlearned for i in turns]
+        spans = tuple(span for span, wanted in zip(chat.spans, learned, strict=True) if wanted)
+        return replace(chat, spans=spans, append_end=chat.append_end and learned[-1])
+
+    @cached_property
+    def _encodes_arguments(self) -> bool:
+        """Whether the template encodes arguments of calls, or takes them apart; else it prints JSON text as it is."""
+        values = {"a": _STAND_IN}
+        as_object, as_text = (self._with_call(arguments) for arguments in (values, json.dumps(values)))
+        return as_text is None or (as_object is not None and str(values) not in as_object)
+
+    def _with_call(self, arguments: Any) -> str | None:
+        """A conversation with a call of these arguments; None if the template does not take them."""
+        call = {"type": "function", "id": "aaaaaaaaa", "function": {"name": "f", "arguments": arguments}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            return self.apply(Messages([]), [{"role": "user", "content": "a"}, answer])
+        except UnusableRecordError:
+            return None
 
     @property
     def _is_marked(self) -> bool:
@@ -122,37 +151,114 @@ class ChatTemplate:
         (text,), (spans,) = rendered
         return Chat(text, tuple((start, stop) for start, stop in spans))
 
-    def _by_change(self, record: Messages, number: int, text: str) -> tuple[int, int]:
-        """Find a turn in the whole rendering by what changes with its content."""
+    # -- turns that are not marked
+
+    def _searched(self, record: Messages, turns: Sequence[int]) -> Chat:
+        """Find a span for each turn."""
+        text = self.apply(record, record.messages)
+        spans: list[tuple[int, int]] = []
+        append_end = False
+        for i in turns:
+            start, stop = self._added(record, i, text) or self._changed(record, i, text)
+            closed = text[start:stop].rstrip()
+            ends_special = closed.endswith(self.special_texts)
+            # White space after the end of turn belongs to the frame: nothing generates it.
+            spans.append((start, start + len(closed) if ends_special else stop))
+            content = str(record.messages[i].get("content", "")).strip()
+            append_end = not ends_special and (closed.endswith(content) if content else not closed)
+        return Chat(text, tuple(spans), append_end and turns[-1] == len(record.messages) - 1)
+
+    def _added(self, record: Messages, number: int, text: str) -> tuple[int, int] | None:
+        """What a turn adds to the rendering of the messages before it; None where that is no beginning of the whole."""
         messages = record.messages
-        changed = [*messages]
-        changed[number] = {**messages[number], "content": _STAND_IN}
+        try:
+            before = self.apply(record, messages[:number], add_generation_prompt=True)
+            last = number == len(messages) - 1
+            after = text if last else self.apply(record, messages[: number + 1])
+        except UnusableRecordError:  # a beginning may be what the template does not take
+            return None
+        return (len(before), len(after)) if text.startswith(after) and after.startswith(before) else None
+
+    def _changed(self, record: Messages, number: int, text: str) -> tuple[int, int]:
+        """The part of the whole rendering that changes with a turn's content and calls, with its end behind."""
+        message = {key: value for key, value in record.messages[number].items() if key != "tool_calls"}
+        changed = [*record.messages]
+        changed[number] = {**message, "content": _STAND_IN}
         other = self.apply(record, changed)
+        if _STAND_IN not in other:
+            raise UnusableRecordError(
+                f"the assistant's turn (message {number + 1}) cannot be found in what the tokenizer's chat template "
+                f"makes of this conversation: {_ADVICE}"
+            )
         start = common_beginning(text, other)
         stop = len(text) - common_beginning(text[start:][::-1], other[start:][::-1])
-        end = self._end_of_turn
-        at = text.find(end, stop) if end else -1
-        if at >= 0:
-            return start, at + len(end)
-        if _STAND_IN not in other or messages[number].get("tool_calls"):
-            raise BadRecordError(
-                f"the assistant's turn (message {number + 1}) cannot be found in what the tokenizer's chat template "
-                "makes of this conversation: use a template that marks it ({% generation %}), or one turn a record"
-            )
-        return start, stop
+        rest = text[stop:]
+        closed = rest.lstrip()
+        end = max((end for end in self._ends_of_turn if closed.startswith(end)), key=len, default="")
+        return start, stop + (len(rest) - len(closed) + len(end) if end else 0)
 
     @cached_property
-    def _end_of_turn(self) -> str:
-        """The special token that closes a turn; empty if none does."""
+    def _ends_of_turn(self) -> frozenset[str]:
+        """The special tokens that close a turn, as the last one and with more behind."""
         ask, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": _STAND_IN}
+        nothing = Messages([])
+
+        def behind(*messages: dict[str, Any], prompted: bool = False) -> str:
+            return self.apply(nothing, messages, prompted).rpartition(_STAND_IN)[2]
+
         try:
-            text = self.apply(Messages([]), [ask, answer])
-        except BadRecordError:
-            return ""
-        rest = text[text.rfind(_STAND_IN) + len(_STAND_IN) :].strip() if _STAND_IN in text else ""
-        return max(
-            (special for special in self.special_texts if rest.startswith(special)), key=len, default=""
-        )
+            last = behind(ask, answer)
+            followed, prompted = behind(ask, answer, ask), behind(ask, answer, prompted=True)
+            begin = self.apply(nothing, [ask], True)
+            begin = begin[common_beginning(begin, self.apply(nothing, [ask])) :]
+        except UnusableRecordError:
+            return frozenset()
+        # What the two have in common is the end of the turn, and perhaps how any message begins.
+        shared = followed[: common_beginning(followed, prompted)]
+        overlap = max(n for n in range(len(shared) + 1) if begin.startswith(shared[len(shared) - n :]))
+        rests = last.strip(), shared[: len(shared) - overlap].strip()
+        ends = (max(filter(rest.startswith, self.special_texts), key=len, default="") for rest in rests)
+        return frozenset(ends) - {""}
+
+    # -- checks
+
+    def _check_turns(self, record: Messages, turns: Sequence[int], chat: Chat) -> None:
+        """Refuse spans that overlap, or that change when the content of other messages does."""
+        if any(start < stop for (_, stop), (start, _) in pairwise(chat.spans)):
+            raise UnusableRecordError(_LEAKING)
+        for place, (turn, (start, stop)) in enumerate(zip(turns, chat.spans, strict=True)):
+            others = _with_stand_ins(record, (i for i in range(len(record.messages)) if i != turn))
+            if chat.text[start:stop] in self.apply(others, others.messages):
+                continue
+            # The content may have switched something (`/no_think`): then nothing of it stands in the turn.
+            again = self._searched(others, turns)
+            start, stop = again.spans[place]
+            _refuse_stand_in(again.text[start:stop])
+
+    def _check_completion(self, record: Messages, chat: Chat) -> None:
+        """The same for all that a completion adds to the prompt."""
+        assert chat.prompt is not None
+        learned = chat.text[common_beginning(chat.prompt, chat.text) :]
+        others = _with_stand_ins(record, range(record.prompt))
+        text = self.apply(others, others.messages)
+        if not text.endswith(learned):
+            prompt = self.apply(others, others.messages[: record.prompt], add_generation_prompt=True)
+            _refuse_stand_in(text[common_beginning(prompt, text) :])
+
+    def _note_unused(self, record: Messages) -> None:
+        """Note what the template does not use: rendering is the same without it.
+
+        Raises:
+            UnusableRecordError: These are the calls of a turn, which would be learned.
+        """
+        source = str(self.tokenizer.chat_template)
+        for key, name, part in _parts(record):
+            if name not in self._is_used:
+                self._is_used[name] = bool(re.search(rf"\b{re.escape(key)}\b", source)) or (
+                    self.apply(record, record.messages) != self.apply(part, part.messages)
+                )
+            if key == "tool_calls" and not self._is_used[name]:
+                raise UnusableRecordError('has "tool_calls", and the chat template does not render them')
 
     def apply(
         self, record: Messages, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False
@@ -165,7 +271,7 @@ class ChatTemplate:
             add_generation_prompt: Whether to add what an answer begins with.
 
         Raises:
-            BadRecordError: The template does not take them.
+            UnusableRecordError: The template does not take them.
             UserError: The tokenizer has no template.
         """
         if not self.tokenizer.chat_template:
@@ -186,7 +292,33 @@ class ChatTemplate:
         return str(text)
 
 
-def _refused(error: Exception) -> BadRecordError:
-    return BadRecordError(
+def _refused(error: Exception) -> UnusableRecordError:
+    return UnusableRecordError(
         f"the chat template does not take this conversation: {' '.join(str(error).split())}"
     )
+
+
+def _with_stand_ins(record: Messages, numbers: Iterable[int]) -> Messages:
+    """The conversation with other contents in some of its messages."""
+    messages = [*record.messages]
+    for number in numbers:
+        messages[number] = {**messages[number], "content": _STAND_IN}
+    return replace(record, messages=messages)
+
+
+def _refuse_stand_in(learned: str) -> None:
+    if _STAND_IN[0] in learned or _STAND_IN[-1] in learned:
+        raise UnusableRecordError(_LEAKING)
+
+
+def _parts(record: Messages) -> Iterator[tuple[str, str, Messages]]:
+    """What a conversation may have that a template need not use: key, name for people, and the conversation without."""
+    for key in dict.fromkeys(key for message in record.messages for key in message):
+        if key not in ("role", "content"):
+            without = [{k: v for k, v in message.items() if k != key} for message in record.messages]
+            yield key, f'"{key}" of messages', replace(record, messages=without)
+    for key in record.template_kwargs:
+        fewer = {k: v for k, v in record.template_kwargs.items() if k != key}
+        yield key, f'"{key}" of chat_template_kwargs', replace(record, template_kwargs=fewer)
+    if record.tools:
+        yield "tools", '"tools"', replace(record, tools=None)

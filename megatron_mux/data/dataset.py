@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from megatron_mux.data.messages import Messages
 from megatron_mux.data.mixture import Mixing
 from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.data.record_file import RecordFile
@@ -94,13 +95,7 @@ class TaskDataset:
             self.dropped = self.cut.empty + self.cut.emptied
             empty = [file for file, (own, _, _) in zip(self._files, usable, strict=True) if not len(own)]
             if empty:
-                raise UserError(
-                    *(
-                        f"{file.label}: none of its {file.entry.records} records has a token to learn within "
-                        f"data.max_length {max_length}: raise it, or give the records something to learn"
-                        for file in empty
-                    )
-                )
+                raise UserError(*(self._nothing_to_learn(file) for file in empty))
         except BaseException:
             self.close()
             raise
@@ -111,6 +106,38 @@ class TaskDataset:
             numbers, lengths, labels, owners = numbers[order], lengths[order], labels[order], owners[order]
         self._mixed = None if mixing is None else hashlib.sha256(order.tobytes()).hexdigest()
         self._numbers, self._owners, self.lengths, self.label_counts = numbers, owners, lengths, labels
+
+    def _nothing_to_learn(self, file: RecordFile) -> str:
+        """The problem with a file of which no record is usable."""
+        count, lost = (
+            file.entry.records,
+            file.entry.cut(self.max_length, self._tokeniser.truncation_side).emptied,
+        )
+        if lost:
+            return (
+                f"{file.label}: none of its {count} records has a token to learn within data.max_length "
+                f"{self.max_length}: raise it, or give the records something to learn"
+            )
+        record, roles = file.record(0), ""
+        if isinstance(record, Messages):
+            found = dict.fromkeys(message["role"] for message in record.messages)
+            roles = f' (of messages those of "assistant" are learned, and the first record has {", ".join(found)})'
+        return f"{file.label}: none of its {count} records has a token to learn{roles}: give them something to learn"
+
+    def check_tokens(self, rows: int) -> None:
+        """Refuse tokens that a backbone's embedding of `rows` rows lacks.
+
+        Raises:
+            UserError: Names the first one of each source by file and row.
+        """
+        problems: list[str] = []
+        for file in self._files:
+            try:
+                file.check_tokens(rows)
+            except UserError as error:
+                problems += error.problems
+        if problems:
+            raise UserError(*problems)
 
     def __len__(self) -> int:
         """Usable records."""

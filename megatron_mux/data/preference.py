@@ -19,16 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_mux.data.bad_record import BadRecordError, UnusableRecordError
 from megatron_mux.data.chat import common_beginning
-from megatron_mux.data.records import (
-    BadRecordError,
-    Messages,
-    conversation_of,
-    listed,
-    messages_of,
-    row_object,
-    text_of,
-)
+from megatron_mux.data.messages import Messages, conversation_of, messages_of
+from megatron_mux.data.records import listed, refuse_beside, row_object, text_of
 from megatron_mux.data.tokenise import Example, Tokeniser
 
 Content = str | list[dict[str, Any]]
@@ -100,7 +94,10 @@ def parse_preference(row: Any, loss: str) -> PreferenceRecord:
 
 
 def _conversation(row: dict[str, Any], prompt: Content) -> Messages | None:
-    return None if isinstance(prompt, str) else conversation_of(row, prompt, len(prompt))
+    if isinstance(prompt, str):
+        refuse_beside(row)
+        return None
+    return conversation_of(row, prompt, len(prompt))
 
 
 def _label(label: Any) -> bool:
@@ -112,7 +109,9 @@ def _label(label: Any) -> bool:
 
 
 def _content(row: dict[str, Any], key: str) -> Content:
-    return messages_of(row, key) if isinstance(row[key], list) else text_of(row, key)
+    if isinstance(row[key], list):
+        return messages_of(row, key, set() if key == "prompt" else None)
+    return text_of(row, key)
 
 
 def _split_prompt(chosen: Content, rejected: Content) -> tuple[Content, Content, Content]:
@@ -138,10 +137,14 @@ class PreferenceTokeniser:
     Args:
         tokenizer: The backbone's.
         loss: dpo, orpo or kto.
+
+    Attributes:
+        template: Renders conversations.
     """
 
     def __init__(self, tokenizer: Any, loss: str) -> None:
         self._tokeniser = Tokeniser(tokenizer, None)
+        self.template = self._tokeniser.template
         self._tokenizer = tokenizer
         self._orpo = loss == "orpo"
 
@@ -154,14 +157,15 @@ class PreferenceTokeniser:
         """
         if record.conversation is None:
             end = self._tokenizer.eos_token
-            prompt = self._tokens(str(record.prompt))
             texts = [str(completion) for completion in record.completions]
             texts = [text if text.endswith(end) else text + end for text in texts]
-            whole = [self._tokens(f"{record.prompt}{text}") for text in texts]
+            pieces = [str(record.prompt), *(f"{record.prompt}{text}" for text in texts)]
+            prompt, *whole = self._tokeniser.with_specials(pieces)
         else:
-            chat = record.conversation
-            prompt = self._chat(chat, chat.messages, True)
-            whole = [self._chat(chat, [*chat.messages, *own], False) for own in record.completions]
+            given = record.conversation
+            wholes = [replace(given, messages=[*given.messages, *own]) for own in record.completions]
+            chats = [self.template.render(each) for each in wholes]
+            prompt, *whole = self._tokeniser.plain([str(chats[0].prompt), *(chat.text for chat in chats)])
         start = min(common_beginning(prompt, ids) for ids in whole)
         if self._orpo:
             start, whole = self._closed(start, whole)
@@ -170,22 +174,14 @@ class PreferenceTokeniser:
 
     def _closed(self, start: int, whole: list[list[int]]) -> tuple[int, list[list[int]]]:
         """Sequences with the tokens that ORPO's trainer puts at both ends."""
-        begin, end = self._tokenizer.bos_token_id, self._tokeniser.end_of_sequence
+        begin = self._tokenizer.bos_token_id
         if begin is not None and any(ids[:1] != [begin] for ids in whole):
             start, whole = start + 1, [[begin, *ids] for ids in whole]
-        return start, [ids if ids[-1:] == [end] else [*ids, end] for ids in whole]
-
-    def _tokens(self, text: str, **options: bool) -> list[int]:
-        ids: list[int] = self._tokeniser.call([text], **options)["input_ids"][0]
-        return ids
-
-    def _chat(self, record: Messages, messages: Sequence[Any], prompt: bool) -> list[int]:
-        text = self._tokeniser.template.apply(record, messages, add_generation_prompt=prompt)
-        return self._tokens(text, add_special_tokens=False)
+        return start, [self._tokeniser.closed(ids) for ids in whole]
 
 
 def _example(ids: Sequence[int], start: int, text: str | None) -> Example:
     labelled = np.arange(len(ids)) >= max(start, 1)
     if not labelled.any():
-        raise BadRecordError("a completion is empty")
+        raise UnusableRecordError("a completion is empty")
     return Example(np.array(ids, np.int64), labelled, text)

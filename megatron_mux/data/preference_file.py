@@ -14,7 +14,13 @@ from megatron_mux.data.preference import DESIRABLE
 from megatron_mux.data.section import DataSource
 from megatron_mux.data.token_cache import Cut, digest
 from megatron_mux.data.tokenise import Example
-from megatron_mux.data.tokenised_file import TokenisedFile, as_source, opened_entry, tokenise_file
+from megatron_mux.data.tokenised_file import (
+    TokenisedFile,
+    as_source,
+    check_tokens,
+    opened_entry,
+    tokenise_file,
+)
 from megatron_mux.errors import UserError
 
 _UNCUT = 1 << 62
@@ -58,7 +64,7 @@ class PreferenceDataset:
         tokenised: TokenisedFile | None = None,
     ) -> None:
         given = as_source(source)
-        self.path = given.label
+        self.path, self._source, self._tokenizer = given.label, given, tokenizer
         self.max_length = max_length
         self.loss = loss
         self.together = 1 if loss == "kto" else 2
@@ -121,7 +127,12 @@ class PreferenceDataset:
         longest = self._entry.lengths.reshape(-1, self.together).max(axis=1)
         labels = self._entry.cut(self.max_length).labels
         lost = labels - int(self.completion_counts.sum())
-        return Cut(len(longest), int((longest > self.max_length).sum()), 0, self.dropped, labels, lost)
+        longer = int((longest > self.max_length).sum())
+        return Cut(len(longest), longer, 0, self.dropped, labels, lost, self._entry.notes)
+
+    def check_tokens(self, rows: int) -> None:
+        """Refuse tokens that an embedding of `rows` rows lacks; see the function of that name."""
+        check_tokens(self._entry, self._source, self._tokenizer, rows)
 
     @property
     def fingerprint(self) -> str:

@@ -6,11 +6,12 @@ import threading
 
 import numpy as np
 
-from megatron_mux.data.records import BadRecordError, Record
+from megatron_mux.data.bad_record import BadRecordError
+from megatron_mux.data.records import Record
 from megatron_mux.data.section import DataSource
 from megatron_mux.data.sources.selection import Selection
 from megatron_mux.data.tokenise import Example, Tokeniser, kept_part
-from megatron_mux.data.tokenised_file import TokenisedFile, opened_entry
+from megatron_mux.data.tokenised_file import TokenisedFile, check_tokens, opened_entry
 from megatron_mux.errors import UserError
 
 
@@ -31,6 +32,7 @@ class RecordFile:
 
     def __init__(self, source: DataSource, tokenised: TokenisedFile, tokeniser: Tokeniser) -> None:
         self.label = source.label
+        self._source = source
         self._tokeniser = tokeniser
         self.entry = opened_entry(tokenised, self.label)
         self._selection = Selection(source)
@@ -87,6 +89,10 @@ class RecordFile:
             return self._tokeniser.encode(record)
         except BadRecordError as error:
             raise self.changed() from error
+
+    def check_tokens(self, rows: int) -> None:
+        """See the function of that name."""
+        check_tokens(self.entry, self._source, self._tokeniser.tokenizer, rows)
 
     def close(self) -> None:
         """Close the files."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from megatron_mux.data.bad_record import BadRecordError
 from megatron_mux.data.preference import PreferenceTokeniser, parse_preference
-from megatron_mux.data.records import BadRecordError, Record, record_of
+from megatron_mux.data.records import Record, record_of
 from megatron_mux.data.sources.selection import Selection
 from megatron_mux.data.sources.source import Row
 from megatron_mux.data.tokenise import Example, Tokeniser
@@ -24,6 +25,10 @@ class RowReader(Protocol):
 
     rows: int
     nbytes: int
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for people about what the rows hold and no sequence has."""
 
     def sequences(
         self, selection: Selection, rows: Sequence[Row], only_parse: bool
@@ -44,6 +49,11 @@ class SupervisedReader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokeniser = Tokeniser(tokenizer, None)
+
+    @property
+    def notes(self) -> list[str]:
+        """See `RowReader`."""
+        return self._tokeniser.template.notes
 
     def sequences(
         self, selection: Selection, rows: Sequence[Row], only_parse: bool
@@ -71,24 +81,29 @@ class PreferenceReader:
         self._loss = loss
         self._tokeniser = PreferenceTokeniser(tokenizer, loss)
 
+    @property
+    def notes(self) -> list[str]:
+        """See `RowReader`."""
+        return self._tokeniser.template.notes
+
     def sequences(
         self, selection: Selection, rows: Sequence[Row], only_parse: bool
     ) -> Iterable[tuple[Row, Example | BadRecordError]]:
         """See `RowReader`."""
-        records = []
+        firsts, seconds = list[tuple[Row, Example]](), list[tuple[Row, Example]]()
         for row in rows:
             try:
                 record = selection.read(row.value, lambda value: parse_preference(value, self._loss))
-                records.append((row, record.unpaired() if self._loss == "kto" else [record]))
+                if only_parse:
+                    continue
+                own = record.unpaired() if self._loss == "kto" else [record]
+                made = [[(row, example) for example in self._tokeniser.encode(each)] for each in own]
             except BadRecordError as error:
                 yield row, error
-        firsts = [(row, own[0]) for row, own in records]
-        seconds = [(row, own[1]) for row, own in records if len(own) > 1]
-        for row, record in () if only_parse else firsts + seconds:
-            try:
-                yield from ((row, example) for example in self._tokeniser.encode(record))
-            except BadRecordError as error:
-                yield row, error
+                continue
+            firsts += made[0]
+            seconds += made[1] if len(made) > 1 else []
+        yield from firsts + seconds
 
 
 def reader_of(tokenizer: PreTrainedTokenizerBase, loss: str) -> RowReader:

@@ -22,11 +22,16 @@ SHAPE_KEYS = (
     "output",
     "tools",
     "chat_template_kwargs",
+    "system",
+    "history",
 )
 """Keys that have a meaning in a record (`megatron_mux.data.records`); any others are ignored."""
 
 RECORD_KEYS = (*SHAPE_KEYS, "chosen", "rejected", "label")
 """The same, with those of preference records (`megatron_mux.data.preference`)."""
+
+REFUSED_KEYS = ("history", "documents", "functions", "images", "image", "videos", "video", "audios", "audio")
+"""Keys that change what a conversation means, and that chat templates of texts do not render."""
 
 _TEMPLATES = ("text", "prompt", "completion")
 # Arguments of `apply_chat_template` that records, or the tokeniser itself, give.

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from megatron_mux.data.tokenise import Example, kept_part
 from megatron_mux.files import cache_directory, sync_directory, write
 
-_FORMAT = 2
+_FORMAT = 3
 _META, _TOKENS, _INDEX, _SPANS = "meta.json", "tokens.bin", "index.bin", "spans.bin"
 
 # One row per record, in the order of the files, and a last row with the ends: the record's place (`Selection.record`),
@@ -37,6 +37,8 @@ _ROW = np.dtype([("place", "<i8"), ("token", "<i8"), ("span", "<i8"), ("completi
 # The first label and the token after the last, counted from the record's first token.
 _SPAN = np.dtype(("<i4", 2))
 _TOKEN = np.dtype("<u4")
+_SEARCHED = 1 << 20
+"""Tokens that are looked at together."""
 
 _UNUSED_SECONDS = 30 * 86400.0
 _ABANDONED_SECONDS = 2 * 86400.0
@@ -70,6 +72,7 @@ class Cut:
         emptied: Those that have no label left.
         labels: Labels of all records, uncut.
         lost: Labels that are cut off.
+        notes: Lines for people about rows that are no records here, and about what is left out of others.
     """
 
     records: int = 0
@@ -78,6 +81,7 @@ class Cut:
     emptied: int = 0
     labels: int = 0
     lost: int = 0
+    notes: tuple[str, ...] = ()
 
     def lines(self, max_length: int) -> list[str]:
         """Say what was lost, in lines for people; none if nothing was."""
@@ -93,7 +97,7 @@ class Cut:
             found.append(
                 f"{self.empty:,} of {self.records:,} records have no token to learn and were dropped"
             )
-        return found
+        return [*found, *self.notes]
 
     def __add__(self, other: Cut) -> Cut:
         """Both together."""
@@ -109,6 +113,8 @@ class TokenCacheEntry:
     Attributes:
         fingerprint: Of the files.
         records: How many there are.
+        largest_token: The largest token; -1 without any.
+        notes: See `Cut`.
 
     Raises:
         OSError: The entry is not there.
@@ -122,6 +128,8 @@ class TokenCacheEntry:
             raise ValueError(f"{directory}: is of another version")
         self.fingerprint: str = meta["fingerprint"]
         self.records: int = meta["records"]
+        self.largest_token: int = meta["largest_token"]
+        self.notes: tuple[str, ...] = tuple(meta["notes"])
         self._rows = _map(directory / _INDEX, _ROW, self.records + 1)
         self._spans = _map(directory / _SPANS, _SPAN, meta["spans"])
         self._tokens = _map(directory / _TOKENS, _TOKEN, meta["tokens"])
@@ -170,6 +178,7 @@ class TokenCacheEntry:
             int(emptied.sum()),
             int(before.sum()),
             int((before - after).sum()),
+            self.notes,
         )
 
     def _labels(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -195,6 +204,15 @@ class TokenCacheEntry:
         labelled = labelled[kept]
         labelled[:1] = False
         return tokens, labelled
+
+    def first_beyond(self, limit: int) -> tuple[int, int]:
+        """The first record with a token of at least `limit`, which the entry has, and that token."""
+        for start in range(0, len(self._tokens), _SEARCHED):
+            found = np.flatnonzero(self._tokens[start : start + _SEARCHED] >= limit)
+            if len(found):
+                at = start + int(found[0])
+                return int(np.searchsorted(self._rows["token"], at, side="right")) - 1, int(self._tokens[at])
+        raise ValueError(f"{self.directory}: has no token of at least {limit}")
 
     def place(self, number: int) -> int:
         """Where a record is in its files; see `Selection.record`."""
@@ -223,7 +241,7 @@ class TokenCacheWriter:
         self._tokens: IO[bytes] = open(self._partial / _TOKENS, "wb")  # noqa: SIM115 (closed in `__exit__`)
         self._places, self._starts, self._completions = array("q"), array("q"), array("Q")
         self._first_spans, self._spans = array("q"), array("i")
-        self._count = 0
+        self._count, self._largest = 0, -1
 
     def __enter__(self) -> TokenCacheWriter:
         return self
@@ -251,15 +269,18 @@ class TokenCacheWriter:
         self._starts.extend(self._count + starts)
         self._completions.extend(digest(example.completion_text) for example in examples)
         self._count += sum(lengths)
-        self._tokens.write(np.concatenate([example.tokens for example in examples]).astype(_TOKEN).tobytes())
+        tokens = np.concatenate([example.tokens for example in examples])
+        self._largest = max(self._largest, int(tokens.max(initial=-1)))
+        self._tokens.write(tokens.astype(_TOKEN).tobytes())
 
-    def finish(self, name: str, fingerprint: str, size: int) -> Path:
+    def finish(self, name: str, fingerprint: str, size: int, notes: Sequence[str] = ()) -> Path:
         """Put the entry in its place.
 
         Args:
             name: Of the entry.
             fingerprint: Of the files.
             size: Bytes of the files.
+            notes: See `Cut`.
 
         Returns:
             The entry's directory.
@@ -277,7 +298,8 @@ class TokenCacheWriter:
         write(self._partial / _INDEX, rows.tobytes())
         write(self._partial / _SPANS, np.array(self._spans, _SPAN.base).tobytes())
         counts = {"records": len(self._places), "tokens": self._count, "spans": len(self._spans) // 2}
-        meta: dict[str, Any] = {"format": _FORMAT, "fingerprint": fingerprint, **counts}
+        about = {"largest_token": self._largest, "notes": list(notes)}
+        meta: dict[str, Any] = {"format": _FORMAT, "fingerprint": fingerprint, **counts, **about}
         write(self._partial / _META, json.dumps(meta).encode())
         sync_directory(self._partial)
         final = self._directory / name

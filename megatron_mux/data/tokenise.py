@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_mux.data.bad_record import BadRecordError
 from megatron_mux.data.chat import Chat, ChatTemplate, common_beginning
-from megatron_mux.data.records import BadRecordError, Messages, PromptCompletion, Record
+from megatron_mux.data.messages import Messages
+from megatron_mux.data.records import PromptCompletion, Record
 from megatron_mux.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,8 +49,8 @@ class Tokeniser:
     """Turns records into examples for one tokenizer and one maximum length.
 
     - Prompt and completion are tokenised separately, the completion without special tokens, and joined; end-of-sequence
-      is appended and learned with the completion.
-    - Text is tokenised, end-of-sequence appended; every token is learned.
+      is appended, unless it is there, and learned with the completion.
+    - Text is tokenised, end-of-sequence appended, unless it is there; every token is learned.
     - Messages go through the tokenizer's chat template; the assistant's turns are learned, their end-of-turn included.
       Of prompt and completion as messages all is learned that the completion adds to the rendered prompt.
     - Longer sequences are cut to `max_length`.
@@ -69,7 +71,7 @@ class Tokeniser:
         self.max_length = max_length
         self.truncation_side = truncation_side
         self.end_of_sequence = int(self.tokenizer.eos_token_id)
-        self._trailing = self._trailing_specials()
+        self._leading, self._trailing = self._added_specials()
         self.template = ChatTemplate(tokenizer)
 
     def encode(self, record: Record) -> Example:
@@ -96,12 +98,12 @@ class Tokeniser:
             except BadRecordError as error:
                 parts.append(error)
         pairs = [part for part in parts if isinstance(part, PromptCompletion)]
-        heads = iter(self._heads([p.completion if p.prompt is None else p.prompt for p in pairs]))
-        tails = iter(self._plain([p.completion for p in pairs if p.prompt is not None]))
+        heads = iter(self.with_specials([p.completion if p.prompt is None else p.prompt for p in pairs]))
+        tails = iter(self.plain([p.completion for p in pairs if p.prompt is not None]))
         chats = [part for part in parts if isinstance(part, Chat)]
         turns = iter(self._with_offsets([chat.text for chat in chats if chat.prompt is None]))
         rendered = [text for chat in chats if chat.prompt is not None for text in (chat.prompt, chat.text)]
-        completions = iter(self._plain(rendered))
+        completions = iter(self.plain(rendered))
         examples: list[Example | BadRecordError] = []
         for part in parts:
             if isinstance(part, BadRecordError):
@@ -112,10 +114,10 @@ class Tokeniser:
             elif isinstance(part, Chat):
                 examples.append(self._chat_example(part, *next(turns)))
             elif part.prompt is None:
-                ids = [*next(heads), self.end_of_sequence]
+                ids = self.closed(next(heads))
                 examples.append(self._example(ids, [True] * len(ids), None))
             else:
-                head, tail = next(heads), [*next(tails), self.end_of_sequence]
+                head, tail = next(heads), self.closed(next(tails))
                 mask = [False] * len(head) + [True] * len(tail)
                 examples.append(self._example(head + tail, mask, part.completion))
         return examples
@@ -128,14 +130,22 @@ class Tokeniser:
 
     # -- texts
 
-    def _heads(self, texts: list[str]) -> list[list[int]]:
-        """Tokens with the special ones that begin a sequence, without those that would end it."""
+    def with_specials(self, texts: list[str]) -> list[list[int]]:
+        """Tokens with the special ones that begin a sequence, once, without those that would end it."""
         if not texts:
             return []
         ids: list[list[int]] = self.call(texts)["input_ids"]
-        return [i[: len(i) - self._trailing] for i in ids] if self._trailing else ids
+        begin, end = self._leading, self._trailing
+        # A text may have them itself.
+        twice = (begin > 0 and i[:begin] == i[begin : 2 * begin] for i in ids)
+        return [i[begin * has : len(i) - end] for i, has in zip(ids, twice, strict=True)]
 
-    def _plain(self, texts: list[str]) -> list[list[int]]:
+    def closed(self, ids: list[int]) -> list[int]:
+        """A sequence with end-of-sequence, which it may have already."""
+        return ids if ids[-1:] == [self.end_of_sequence] else [*ids, self.end_of_sequence]
+
+    def plain(self, texts: list[str]) -> list[list[int]]:
+        """Tokens without special ones but those in the texts."""
         if not texts:
             return []
         ids: list[list[int]] = self.call(texts, add_special_tokens=False)["input_ids"]
@@ -146,13 +156,13 @@ class Tokeniser:
         with _one_at_a_time:
             return self.tokenizer(texts, verbose=False, **options)
 
-    def _trailing_specials(self) -> int:
-        """How many special tokens the tokenizer puts after a text by itself."""
-        bare, full = self._plain(["a"])[0], self.call(["a"])["input_ids"][0]
+    def _added_specials(self) -> tuple[int, int]:
+        """How many special tokens the tokenizer puts before and behind a text by itself."""
+        bare, full = self.plain(["a"])[0], self.call(["a"])["input_ids"][0]
         for start in range(len(full) - len(bare) + 1):
             if full[start : start + len(bare)] == bare:
-                return len(full) - start - len(bare)
-        return 0
+                return start, len(full) - start - len(bare)
+        return 0, 0
 
     # -- messages
 

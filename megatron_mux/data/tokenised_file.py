@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_mux.data.records import BadRecordError
+from megatron_mux.data.bad_record import BadRecordError, UnusableRecordError
 from megatron_mux.data.row_reader import RowReader, reader_of
 from megatron_mux.data.section import DataSource
 from megatron_mux.data.sources.selection import Selection
@@ -29,7 +29,8 @@ Progress = Callable[[int, int, int], None]
 
 _SUFFIXES = {"sft": "", "dpo": "-pairs", "orpo": "-orpo", "kto": "-kto"}
 """What an entry's name ends in, by loss: what its rows became."""
-_SHOWN = 20
+_SHOWN, _NAMED = 20, 3
+"""Rows that an error names, and those that are named of rows that are left out."""
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -85,8 +86,8 @@ def tokenise_file(
         loss: Of the task: rows of a preference become other sequences.
 
     Raises:
-        UserError: A file cannot be read, there are no records, or there are bad rows (all counted, the first ones named
-            by file and number); or the cache cannot be written.
+        UserError: A file cannot be read, there are no records, there are bad rows, or no row can be used (all counted,
+            the first ones named by file and number); or the cache cannot be written.
     """
     directory = token_cache_directory(cache)
     selection = Selection(as_source(source))
@@ -116,6 +117,35 @@ def opened_entry(tokenised: TokenisedFile, label: str) -> TokenCacheEntry:
         raise UserError(
             f"{label}: its tokens were taken from the cache ({tokenised.entry}): begin again"
         ) from error
+
+
+def check_tokens(
+    entry: TokenCacheEntry, source: DataSource, tokenizer: PreTrainedTokenizerBase, rows: int
+) -> None:
+    """Refuse tokens that a backbone's embedding lacks.
+
+    Args:
+        entry: What was made of the source.
+        source: The files.
+        tokenizer: Made the tokens.
+        rows: Of the embedding.
+
+    Raises:
+        UserError: There is such a token; names the first one by file and row.
+    """
+    if entry.largest_token < rows:
+        return
+    number, token = entry.first_beyond(rows)
+    place, selection = entry.place(number), Selection(source)
+    try:
+        where = next((row.where for row in selection.rows() if row.place == place), source.label)
+    finally:
+        selection.close()
+    raise UserError(
+        f"{where}: becomes token {token} ({tokenizer.convert_ids_to_tokens(token)!r}), which the backbone's embedding "
+        f"of {rows:,} rows lacks: take tokens that were added out of the tokenizer beside the backbone, or resize the "
+        "embedding (resize_token_embeddings) and save the backbone again"
+    )
 
 
 def progress_lines(label: object, say: Callable[[str], None]) -> Progress:
@@ -172,7 +202,8 @@ def _tokenise(
     progress: Progress | None,
 ) -> Path:
     """Make the entry of open files."""
-    bad, records = _BadRows(selection.label, 2 * reader.rows), 0
+    records, kept = 0, 2 * reader.rows
+    bad, unusable = _BadRows(selection.label, kept), _BadRows(selection.label, kept)
     try:
         with TokenCacheWriter(directory) as writer:
             for rows in _batches(selection, reader):
@@ -180,7 +211,7 @@ def _tokenise(
                 # If there are too many the files are refused anyway: only count what is bad.
                 for row, found in _sequences(reader, selection, rows, only_parse=bad.too_many):
                     if isinstance(found, BadRecordError):
-                        bad.note(row, found)
+                        (unusable if isinstance(found, UnusableRecordError) else bad).note(row, found)
                     else:
                         good.append((row.place, found))
                 writer.add(good)
@@ -190,9 +221,12 @@ def _tokenise(
             bad.raise_if_any()
             if not records:
                 raise UserError(f"{selection.label}: is empty: it must hold at least one record")
+            if unusable.count == records:
+                unusable.raise_if_any()
             if not selection.is_unchanged():
                 raise UserError(f"{selection.label}: was changed while it was read: begin again")
-            return writer.finish(name, fingerprint, selection.size)
+            notes = [*unusable.notes(records), *reader.notes]
+            return writer.finish(name, fingerprint, selection.size, notes)
     except OSError as error:
         raise UserError(
             f"{directory}: the tokens of {selection.label} cannot be kept there: {error.strerror or error}: make room, "
@@ -210,34 +244,45 @@ def _sequences(
 
 
 class _BadRows:
-    """Counts rows that hold no record, and keeps those that are shown."""
+    """Counts rows that something is wrong with, and keeps those that are shown."""
 
     def __init__(self, label: str, kept: int) -> None:
         self._label = label
         self._kept = kept  # enough to show the first ones in order: a batch is tokenised late
-        self._count = 0
+        self.count = 0
         self._first: list[tuple[int, str]] = []
 
     @property
     def too_many(self) -> bool:
         """Whether there are more than are shown."""
-        return self._count > _SHOWN
+        return self.count > _SHOWN
 
     def note(self, row: Row, error: BadRecordError) -> None:
         """Count a row."""
-        self._count += 1
+        self.count += 1
         if len(self._first) < self._kept:
             self._first.append((row.place, f"{row.where}: {error}"))
 
     def raise_if_any(self) -> None:
         """Raise a `UserError` that names them."""
-        problems = [text for _, text in sorted(self._first)[:_SHOWN]]
+        problems = self._shown(_SHOWN)
         if self.too_many:
             problems.append(
-                f"{self._label}: {self._count} bad rows in all, of which the first are named above"
+                f"{self._label}: {self.count} bad rows in all, of which the first are named above"
             )
         if problems:
             raise UserError(*problems)
+
+    def notes(self, records: int) -> list[str]:
+        """Say of how many rows they are, in lines for people; none if there are none."""
+        if not self.count:
+            return []
+        more = " ..." if self.count > _NAMED else ""
+        first = "; ".join(self._shown(_NAMED))
+        return [f"{self.count:,} of {records:,} records cannot be used and were left out: {first}{more}"]
+
+    def _shown(self, most: int) -> list[str]:
+        return [text for _, text in sorted(self._first)[:most]]
 
 
 def _batches(selection: Selection, reader: RowReader) -> Iterator[list[Row]]:

@@ -69,7 +69,7 @@ def check_backbone(adapter: Path, info: BackboneInfo, warn: Callable[[str], None
     Args:
         adapter: The adapter's directory.
         info: The backbone that it is used with.
-        warn: Told of another backbone: its weights may be the same ones, written anew.
+        warn: Told of another backbone.
 
     Raises:
         UserError: It is the same checkpoint, quantised on load in another way.
@@ -87,6 +87,6 @@ def check_backbone(adapter: Path, info: BackboneInfo, warn: Callable[[str], None
     how = f", quantised on load in {found.method}" if found.method else ""
     warn(
         f"{adapter} was trained on another backbone ({name}, fingerprint {found.fingerprint[:_DIGITS]}{how}) than "
-        f"{info.path} (fingerprint {info.fingerprint[:_DIGITS]}): unless their weights are the same, results differ"
+        f"{info.path} (fingerprint {info.fingerprint[:_DIGITS]}): results differ from those in training"
     )
     return found

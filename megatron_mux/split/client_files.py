@@ -34,7 +34,7 @@ class ExportedLayers(BaseModel):
     cut_back: int = Field(ge=0)
     """Layers before the final norm."""
     digest: str
-    """SHA-256 of config.json, and of headers and samples of the tensors: as a whole backbone's fingerprint."""
+    """SHA-256 of config.json, and of dtypes, shapes and samples of the tensors."""
 
 
 def check_cuts(shape: BackboneShape, cut_front: int, cut_back: int) -> None:
@@ -116,5 +116,5 @@ def read_export(path: Path) -> tuple[ExportedLayers, BackboneInfo]:
 def digest_of(path: Path, checkpoint: Checkpoint) -> str:
     """See `ExportedLayers.digest`."""
     digest = hashlib.sha256((path / "config.json").read_bytes())
-    digest.update(checkpoint.digest.encode())
+    digest.update(checkpoint.digest({name: name for name in checkpoint.tensors}).encode())
     return digest.hexdigest()

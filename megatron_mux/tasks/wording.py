@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import math
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import annotated_types
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -202,14 +204,17 @@ def _hint(field: FieldInfo, value: Any) -> str:
         return " (YAML reads yes, no, on and off as true and false: put quotes around text)"
     if isinstance(value, str) and (choices := _choices(field)):
         return did_you_mean(value, choices)
-    if isinstance(value, str) and _looks_numeric(value):
-        return " (a text: leave the quotes out)"
-    return ""
+    return _hint_of_number(value) if isinstance(value, str) else ""
 
 
-def _looks_numeric(text: str) -> bool:
+def _hint_of_number(text: str) -> str:
+    """What to change where a number is meant and a text was read; nothing if the text is no number."""
     try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+        number = float(text)
+        is_one_in_yaml = isinstance(yaml.safe_load(text), (int, float))
+    except (ValueError, yaml.YAMLError):
+        return ""
+    if is_one_in_yaml:
+        return " (a text: leave the quotes out)"
+    # YAML 1.1 reads `1e0` as text, with and without quotes.
+    return f" (YAML reads that as text: write {number:.12g})" if math.isfinite(number) else ""

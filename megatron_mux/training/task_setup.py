@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_mux.adapters.peft_format import read_adapter
@@ -156,6 +157,9 @@ def _open(
         evaluation = attempt(lambda: files.open(held_out, *cut, None, loss))
         if evaluation is not None and not spec.training.is_preference:
             problems += problems_of_evaluation(spec, evaluation)
+    for dataset in (data, evaluation):
+        if dataset is not None:
+            attempt(partial(dataset.check_tokens, info.shape.vocab))
     initial = None
     source = spec.adapter.adapter_name_or_path
     resumes = entry is not None and bool(entry.checkpoint)

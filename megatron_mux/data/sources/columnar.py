@@ -10,8 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from megatron_mux.data.records import BadRecordError
-from megatron_mux.data.section import RECORD_KEYS
+from megatron_mux.data.bad_record import BadRecordError
+from megatron_mux.data.section import RECORD_KEYS, REFUSED_KEYS
 from megatron_mux.data.sources.source import Row, Source
 from megatron_mux.errors import UserError
 
@@ -39,7 +39,9 @@ class Columnar(Source):
         try:
             names = self._open()
             # A file without any of them is shown with all its columns in the error.
-            self._columns = [name for name in names if name in (columns or RECORD_KEYS)] or names
+            self._columns = [
+                name for name in names if name in (columns or RECORD_KEYS + REFUSED_KEYS)
+            ] or names
             self._rows = self._count()
         except (pa.ArrowException, OSError) as error:
             self.close()

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import IO, Any
 
-from megatron_mux.data.records import BadRecordError
+from megatron_mux.data.bad_record import BadRecordError
 from megatron_mux.data.sources.source import Row, Source, unreadable
 from megatron_mux.errors import UserError
 

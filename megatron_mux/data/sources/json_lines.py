@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_mux.data.records import BadRecordError, parse_json
+from megatron_mux.data.bad_record import BadRecordError
+from megatron_mux.data.records import parse_json
 from megatron_mux.data.sources.source import Row, Source, unreadable
 
 _MARK = b"\xef\xbb\xbf"  # of byte order, which some editors put at a file's beginning

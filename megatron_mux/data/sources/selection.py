@@ -10,7 +10,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from megatron_mux.data.records import BadRecordError, Record, listed, record_of
+from megatron_mux.data.bad_record import BadRecordError
+from megatron_mux.data.records import Record, listed, record_of
 from megatron_mux.data.section import DataSource, template_columns
 from megatron_mux.data.sources.json_lines import JsonLines
 from megatron_mux.data.sources.locate import is_sliced, locate, open_file, row_ranges

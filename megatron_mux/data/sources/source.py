@@ -11,7 +11,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from megatron_mux.data.records import BadRecordError
+from megatron_mux.data.bad_record import BadRecordError
 from megatron_mux.errors import UserError
 
 Stamp = tuple[int, int]

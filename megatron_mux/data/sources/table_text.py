@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_mux.data.records import BadRecordError
+from megatron_mux.data.bad_record import BadRecordError
 from megatron_mux.data.sources.source import Row, Source, unreadable
 from megatron_mux.errors import UserError
 

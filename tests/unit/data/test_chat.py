@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_mux.data.records import BadRecordError, Messages
+from megatron_mux.data.bad_record import BadRecordError
+from megatron_mux.data.messages import Messages
 from megatron_mux.data.tokenise import Example, Tokeniser
 from tests.unit.data.tiny_tokenizers import CHATML, build
 

@@ -9,13 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mux.data.records import (
-    BadRecordError,
-    Messages,
-    PromptCompletion,
-    instruction_prompt,
-    parse_record,
-)
+from megatron_mux.data.bad_record import BadRecordError
+from megatron_mux.data.messages import Messages
+from megatron_mux.data.records import PromptCompletion, instruction_prompt, parse_record
 
 
 def parse(value: Any) -> Any:

@@ -12,7 +12,8 @@ from datasets import Dataset, DatasetDict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_mux.data.records import Messages, PromptCompletion, record_of
+from megatron_mux.data.messages import Messages
+from megatron_mux.data.records import PromptCompletion, record_of
 from megatron_mux.data.section import DataSource
 from megatron_mux.data.sources.selection import Selection
 from megatron_mux.errors import UserError

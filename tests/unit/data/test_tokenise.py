@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from megatron_mux.data.records import BadRecordError, Messages, PromptCompletion
+from megatron_mux.data.bad_record import BadRecordError
+from megatron_mux.data.messages import Messages
+from megatron_mux.data.records import PromptCompletion
 from megatron_mux.data.tokenise import Example, Tokeniser
 from megatron_mux.errors import UserError
 from tests.unit.data.tiny_tokenizers import CHATML, build

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_mux.data.bad_record import BadRecordError
 from megatron_mux.data.preference import PreferenceTokeniser, parse_preference
 from megatron_mux.data.preference_file import PreferenceDataset
-from megatron_mux.data.records import BadRecordError
 from megatron_mux.data.section import DataSource
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.errors import UserError
