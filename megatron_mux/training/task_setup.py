@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -123,6 +123,18 @@ def _check_tensors(spec: TaskSpec, shape: BackboneShape) -> None:
         )
 
 
+def _problems_of_shape(spec: TaskSpec, shape: BackboneShape) -> Iterator[str]:
+    """What of a task's fields the backbone does not have."""
+    limit, virtual = shape.position_limit, spec.adapter.virtual_tokens
+    if limit is not None and spec.data.max_length + virtual > limit:
+        yield (
+            f"data.max_length: {spec.data.max_length}{f' plus {virtual} virtual tokens' if virtual else ''} is more "
+            f"than the {limit} positions of the backbone: choose at most {limit - virtual}"
+        )
+    if spec.training.router_aux_loss_coef and shape.experts is None:
+        yield f"training.router_aux_loss_coef: balances experts, and a {shape.family} has none: leave it out"
+
+
 def _open(
     spec: TaskSpec, info: BackboneInfo, files: DataFiles, say: Progress, entry: SavedTask | None
 ) -> Task:
@@ -135,17 +147,7 @@ def _open(
             problems.extend(error.problems)
             return None
 
-    limit = info.shape.position_limit
-    virtual = spec.adapter.virtual_tokens
-    if limit is not None and spec.data.max_length + virtual > limit:
-        problems.append(
-            f"data.max_length: {spec.data.max_length}{f' plus {virtual} virtual tokens' if virtual else ''} is more "
-            f"than the {limit} positions of the backbone: choose at most {limit - virtual}"
-        )
-    if spec.training.router_aux_loss_coef and info.shape.experts is None:
-        problems.append(
-            f"training.router_aux_loss_coef: balances experts, and a {info.shape.family} has none: leave it out"
-        )
+    problems += _problems_of_shape(spec, info.shape)
     attempt(lambda: _check_tensors(spec, info.shape))
     if wrong := attempt(lambda: problem_of_preference(spec, info.shape)):
         problems.append(wrong)
