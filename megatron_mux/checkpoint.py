@@ -98,6 +98,7 @@ class Manifest:
         plan: The plan in force.
         format: Version of this file's layout.
         precision: In what the run computed, by `MuxArguments.precision`; empty if the manifest does not say.
+        steps: Steps that the run has done.
     """
 
     number: int
@@ -106,6 +107,7 @@ class Manifest:
     plan: dict[str, Any]
     format: int = _FORMAT
     precision: str = ""
+    steps: int = 0
 
 
 @dataclass
@@ -147,6 +149,7 @@ def save(
     pace: Pace | None = None,
     precision: str = "",
     owner: str = "",
+    steps: int = 0,
 ) -> Manifest:
     """Write checkpoints and then the manifest that names them. Called on rank 0 only.
 
@@ -159,6 +162,7 @@ def save(
         pace: How fast to write.
         precision: See `Manifest`.
         owner: The one task of the run, if other runs share the directory.
+        steps: Steps that the run has done.
 
     Returns:
         The manifest.
@@ -173,7 +177,7 @@ def save(
                 state.entry.checkpoint = _write_checkpoint(directory, state, previous, pace)
         number = 1 + max((m for m, _ in manifests(directory / owner)), default=0)
         entries = [state.entry for state in states]
-        manifest = Manifest(number, backbone, entries, plan.to_json(), precision=precision)
+        manifest = Manifest(number, backbone, entries, plan.to_json(), precision=precision, steps=steps)
         text = json.dumps(asdict(manifest), indent=1)
         write_atomically(directory / owner / MANIFESTS / manifest_name(number), text)
         write_atomically(directory / owner / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")

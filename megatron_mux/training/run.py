@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -51,6 +52,7 @@ def run(arguments: MuxArguments) -> None:
     Raises:
         UserError: The input is wrong: everything that can be checked is, before a weight is read.
     """
+    began = time.monotonic()
     arguments.check_device("cuda" if torch.cuda.is_available() else "cpu")
     leader = os.environ.get("RANK", "0") == "0"
     save, resume = arguments.save, arguments.load
@@ -75,7 +77,11 @@ def run(arguments: MuxArguments) -> None:
     try:
         manifest = checkpoint.load(resume, info.fingerprint, reporter.say) if resume is not None else None
         if resume is not None and manifest is None:
+            if arguments.exit_on_missing_checkpoint:
+                raise UserError(f"--load {resume}: no checkpoint there (--exit-on-missing-checkpoint)")
             reporter.say(f"--load {resume}: no checkpoint there yet, starting anew")
+        if arguments.without_effect:
+            reporter.say(f"accepted without effect here: {', '.join(arguments.without_effect)}")
         experts = _place_experts(arguments, info, manifest is not None, reporter)
         specs = merge_saved(specs, manifest)
         check_best_is_saved(specs, save is not None)
@@ -96,7 +102,7 @@ def run(arguments: MuxArguments) -> None:
             backbone = _load_backbone(arguments, parallel, planning, experts.placement, reporter)
             engine = Engine(backbone, parallel, planning, exchange=exchange)
             watch = watch_experts(arguments, engine, reporter, experts.topology, experts.kept)
-            loop = Loop(arguments, engine, parallel, reporter, info, files, manifest, watch=watch)
+            loop = Loop(arguments, engine, parallel, reporter, info, files, manifest, watch, began)
             with closing(loop):
                 loop.registry.register(tasks)
                 with stop_on_signals(loop):

@@ -72,7 +72,11 @@ class Saver:
             self._group = new_group(ranks, self.parallel.device, "gloo")
 
     def begin(
-        self, states: Sequence[TaskToSave], copies: Mapping[str, LocalState], plan: Plan | None
+        self,
+        states: Sequence[TaskToSave],
+        copies: Mapping[str, LocalState],
+        plan: Plan | None,
+        steps: int = 0,
     ) -> None:
         """Write a save while this returns. Every rank calls it, after `wait`.
 
@@ -80,13 +84,19 @@ class Saver:
             states: Every task of the run, in the same order on every rank; entries name the coming checkpoints.
             copies: This rank's part of the states to write.
             plan: The plan in force; only the first rank needs it.
+            steps: Steps of the run so far.
         """
         own = [copy.deepcopy(state) for state in states]
         self._pace = Pace(self.rate)
-        self._running = self._thread.submit(self._write, own, dict(copies), plan, self._pace)
+        self._running = self._thread.submit(self._write, own, dict(copies), plan, steps, self._pace)
 
     def _write(
-        self, states: Sequence[TaskToSave], copies: Mapping[str, LocalState], plan: Plan | None, pace: Pace
+        self,
+        states: Sequence[TaskToSave],
+        copies: Mapping[str, LocalState],
+        plan: Plan | None,
+        steps: int,
+        pace: Pace,
     ) -> None:
         for state in states:
             if state.entry.name in copies:
@@ -98,7 +108,15 @@ class Saver:
                     state.header = self._trained_on.header
                     state.card = self._cards.card(state)
             checkpoint.save(
-                self.directory, states, plan, self.backbone, self.keep, pace, self.precision, self.owner
+                self.directory,
+                states,
+                plan,
+                self.backbone,
+                self.keep,
+                pace,
+                self.precision,
+                self.owner,
+                steps,
             )
 
     @property
