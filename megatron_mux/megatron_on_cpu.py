@@ -48,7 +48,10 @@ def _moved(device: Any) -> Any:
 
 
 class _Stream:
-    """A stand-in for a CUDA stream, on which all work is already done."""
+    """A stand-in for a CUDA stream, on which all work is already done; a class, for annotations."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take what `torch.cuda.Stream` takes."""
 
     def wait_stream(self, other: Any) -> None:
         """Nothing to wait for."""
@@ -77,7 +80,7 @@ _FOR_ALL: Mapping[str, Callable[..., Any]] = {
     "max_memory_allocated": lambda device=None: 0,
     "memory_reserved": lambda device=None: 0,
     "max_memory_reserved": lambda device=None: 0,
-    "Stream": lambda *args, **kwargs: _Stream(),
+    "Stream": _Stream,
     "current_stream": lambda device=None: _Stream(),
     "stream": lambda stream: nullcontext(),
     "manual_seed": torch.manual_seed,
