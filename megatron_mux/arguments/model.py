@@ -75,7 +75,7 @@ class MuxArguments(ExpertFlags):
         "parallelism",
         "stop all processes when one of them keeps the others waiting longer than M minutes (10)",
         10,
-        type=minutes,
+        type=minutes(0.1),
         metavar="M",
     )
 
@@ -119,7 +119,7 @@ class MuxArguments(ExpertFlags):
         "results", "save and exit when the run has done a multiple of N steps", **COUNT
     )
     exit_duration_in_mins: float | None = flag(
-        "results", "save and exit after M minutes", type=minutes, metavar="M"
+        "results", "save and exit after M minutes", type=minutes(0.001), metavar="M"
     )
     exit_signal_handler: bool = flag(
         "results", "save and exit on SIGTERM (always so, on SIGINT too)", False, action="store_true"
