@@ -46,7 +46,7 @@ setup(
     python_requires=">=3.11",
     # `pipeline` and `fusion` at the root are links into the package: only the package itself is installed.
     packages=find_packages(include=["megatron_mux*"]),
-    package_data={"megatron_mux": ["py.typed"]},
+    package_data={"megatron_mux": ["py.typed", "arguments/megatron_flags.txt"]},
     install_requires=[
         "megatron-core>=0.16.1,<0.20",
         "torch>=2.11",

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron_on_cpu import FLAGS, use_cpu, use_cpu_generators
 from torch import Tensor
 
+from megatron_mux.megatron_on_cpu import FLAGS, use_cpu
 from megatron_mux.pipeline.plugin import Bucket, multi_bucket
 
 SOURCES = (Bucket("short", 4, 16, 4), Bucket("long", 2, 64, 1), Bucket("medium", 3, 32, 2))
@@ -107,8 +107,6 @@ def main() -> None:
     """Train."""
     on_cpu = not torch.cuda.is_available()
     sys.argv[1:1] = MODEL + (FLAGS if on_cpu else [])
-    if on_cpu:
-        use_cpu()
     try:
         from megatron.training import training
     except ModuleNotFoundError as error:
@@ -118,7 +116,7 @@ def main() -> None:
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     if on_cpu:
-        use_cpu_generators()
+        use_cpu()
     # Megatron would compile its index builder, which the installed package has compiled already, without a makefile.
     dataset_utils.compile_helpers = lambda: None
     args = arguments()

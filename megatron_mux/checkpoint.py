@@ -100,6 +100,7 @@ class Manifest:
         plan: The plan in force.
         format: Version of this file's layout.
         precision: In what the run computed, by `MuxArguments.precision`; empty if the manifest does not say.
+        steps: Steps that the run has done.
     """
 
     number: int
@@ -108,6 +109,7 @@ class Manifest:
     plan: dict[str, Any]
     format: int = _FORMAT
     precision: str = ""
+    steps: int = 0
 
 
 @dataclass
@@ -149,6 +151,7 @@ def save(
     pace: Pace | None = None,
     precision: str = "",
     owner: str = "",
+    steps: int = 0,
     check: Callable[[], None] = lambda: None,
 ) -> Manifest:
     """Write checkpoints and then the manifest that names them. Called on rank 0 only.
@@ -162,6 +165,7 @@ def save(
         pace: How fast to write.
         precision: See `Manifest`.
         owner: The one task of the run, if other runs share the directory.
+        steps: Steps that the run has done.
         check: Raises a `UserError` once another process writes there; called before anything is replaced.
 
     Returns:
@@ -178,7 +182,7 @@ def save(
                 state.entry.checkpoint = _write_checkpoint(directory, state, previous, pace, check)
         number = 1 + max((m for m, _ in manifests(directory / owner)), default=0)
         entries = [state.entry for state in states]
-        manifest = Manifest(number, backbone, entries, plan.to_json(), precision=precision)
+        manifest = Manifest(number, backbone, entries, plan.to_json(), precision=precision, steps=steps)
         text = json.dumps(asdict(manifest), indent=1)
         check()
         write_atomically(directory / owner / MANIFESTS / manifest_name(number), text)

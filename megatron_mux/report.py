@@ -202,9 +202,9 @@ class Reporter:
         """Print a line as it is: names that users chose may look like markup."""
         self.console.print(text, markup=False, style=style)
 
-    def stopped(self, advice: str) -> None:
-        """Report that a signal stopped the run, and so every task that is not done; `advice` is how to continue."""
-        self.say(f"stopped by a signal: {advice}")
+    def stopped(self, why: str, advice: str) -> None:
+        """Report why the run stops, and so every task that is not done; `advice` is how to continue."""
+        self.say(f"stopped {why}: {advice}")
         for task in self.history.values():
             if task.status in ("running", "waiting"):
                 task.status = "stopped"

@@ -16,6 +16,8 @@ _MANIFESTS = "manifests"
 _MEGATRON_CHECKPOINT = re.compile(
     r"latest_checkpointed_iteration\.txt|\.metadata|metadata\.json|iter_\d{7}|mp_rank_\d\d.*"
 )
+# Without effect only where nothing is loaded but the backbone.
+_NOT_WITH_LOAD = ("--finetune", "--no-load-optim", "--no-load-rng")
 # What a plan file sets, by the flag that sets it otherwise.
 _IN_PLAN = {
     "--mux-align": "the alignment",
@@ -67,6 +69,7 @@ def contradictions(arguments: MuxArguments, parsed: Mapping[str, Any]) -> list[s
             problems.append(f"{flag}: needs --save DIR")
     if arguments.load is not None:
         problems += _not_a_run(arguments.load)
+    problems += _of_existing_scripts(arguments)
     if arguments.recompute_granularity != "full":
         problems += [
             f"{flag}: needs --recompute-granularity full"
@@ -192,6 +195,21 @@ def _moving_experts(arguments: MuxArguments) -> list[str]:
             f"{flag}: contradicts --mux-backbone-weights {arguments.mux_backbone_weights}: only resident experts move"
             for flag in asking
         ]
+    return problems
+
+
+def _of_existing_scripts(arguments: MuxArguments) -> list[str]:
+    """What is wrong with flags that scripts of Megatron give, and that only some values make superfluous."""
+    problems = []
+    if arguments.load is not None:
+        advice = (
+            "a resumed task has all that was saved; to start from its adapter alone use adapter_name_or_path"
+        )
+        problems += [f"{flag}: {advice}" for flag in arguments.without_effect if flag in _NOT_WITH_LOAD]
+    tokenizer = arguments.tokenizer_model
+    places = () if tokenizer is None else (tokenizer, tokenizer.parent)
+    if arguments.backbone is not None and places and not any(_same(it, arguments.backbone) for it in places):
+        problems.append(f"--tokenizer-model {tokenizer}: the tokenizer is the one in --backbone: remove it")
     return problems
 
 

@@ -18,6 +18,7 @@ from megatron_mux.arguments.values import (
     auto_or_none,
     flag_of,
     minutes,
+    signal_name,
     size,
 )
 from megatron_mux.errors import UserError
@@ -36,10 +37,14 @@ class MuxArguments(ExpertFlags):
 
     Attributes:
         shape: Shape flags as given, to check against the backbone.
+        without_effect: Megatron's flags as given that have no effect here.
     """
 
     backbone: Path = flag(
         "backbone", "Hugging Face directory: config.json, safetensors files, tokenizer", **DIRECTORY
+    )
+    tokenizer_model: Path | None = flag(
+        "backbone", "the tokenizer is --backbone's: accepted if it is that directory or in it", **FILE
     )
     bf16: bool = flag(
         "backbone",
@@ -70,7 +75,7 @@ class MuxArguments(ExpertFlags):
         "parallelism",
         "stop all processes when one of them keeps the others waiting longer than M minutes (10)",
         10,
-        type=minutes,
+        type=minutes(0.1),
         metavar="M",
     )
 
@@ -116,6 +121,25 @@ class MuxArguments(ExpertFlags):
         action="store_true",
     )
     save_interval: int | None = flag("results", "save every N steps of a task, besides at its end", **COUNT)
+    exit_interval: int | None = flag(
+        "results", "save and exit when the run has done a multiple of N steps", **COUNT
+    )
+    exit_duration_in_mins: float | None = flag(
+        "results", "save and exit after M minutes", type=minutes(0.001), metavar="M"
+    )
+    exit_signal_handler: bool = flag(
+        "results", "save and exit on SIGTERM (always so, on SIGINT too)", False, action="store_true"
+    )
+    exit_signal: str = flag(
+        "results",
+        "another signal to save and exit on, such as SIGUSR1",
+        "SIGTERM",
+        type=signal_name,
+        metavar="NAME",
+    )
+    exit_on_missing_checkpoint: bool = flag(
+        "results", "exit if --load DIR holds no run", False, action="store_true"
+    )
     log_interval: int = flag("results", "log every N steps of a task (10)", 10, **COUNT)
     tensorboard_dir: Path | None = flag("results", "write TensorBoard files to DIR", **DIRECTORY)
     seed: int = flag(
@@ -221,6 +245,7 @@ class MuxArguments(ExpertFlags):
     )
     mux_no_progress: bool = flag("mux", "no live display", False, action="store_true")
     shape: Mapping[str, Any] = field(default_factory=dict)
+    without_effect: tuple[str, ...] = ()
 
     @classmethod
     def with_defaults(cls, **given: Any) -> MuxArguments:

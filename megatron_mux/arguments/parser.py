@@ -5,25 +5,30 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_mux.arguments.checks import contradictions
-from megatron_mux.arguments.megatron_flags import PER_TASK, REASONS
+from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS, flags_by
 from megatron_mux.arguments.model import MuxArguments, add_flags
 from megatron_mux.arguments.shape_flags import SHAPE_FLAGS
 from megatron_mux.arguments.values import destination, only, path
 from megatron_mux.errors import UserError
 
-# Flags that are accepted only with their fixed value, and why.
-_FIXED: Mapping[str, tuple[str, str]] = {
-    "--context-parallel-size": ("1", "context parallelism is not supported yet"),
-    "--hidden-dropout": ("0", "the backbone's own dropout is off; an adapter's is in tasks.yaml"),
-    "--attention-dropout": ("0", "the backbone's own dropout is off; an adapter's is in tasks.yaml"),
-    "--recompute-method": ("uniform", "every layer is recomputed by itself"),
-    "--recompute-num-layers": ("1", "every layer is recomputed by itself"),
-}
+
+class _WithoutEffect(argparse.Action):
+    """Notes that the flag was given, whatever its value."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        given = dict.fromkeys([*getattr(namespace, self.dest), str(option_string)])
+        setattr(namespace, self.dest, tuple(given))
 
 
 class Parser(argparse.ArgumentParser):
@@ -103,14 +108,28 @@ def build_parser() -> argparse.ArgumentParser:
         "Defined by --backbone; accepted so that existing scripts work, and checked against it: "
         f"{', '.join(SHAPE_FLAGS)}.",
     )
-    for name, flag in SHAPE_FLAGS.items():
-        if flag.type is bool:
+    for name, shape in SHAPE_FLAGS.items():
+        if shape.type is bool:
             group.add_argument(name, action="store_true", help=argparse.SUPPRESS)
         else:
-            group.add_argument(name, type=flag.type, metavar="VALUE", help=argparse.SUPPRESS)
+            group.add_argument(name, type=shape.type, metavar="VALUE", help=argparse.SUPPRESS)
     group = parser.add_argument_group("accepted only with their fixed value")
-    for name, (value, why) in _FIXED.items():
-        group.add_argument(name, type=only(value, why), metavar=value, help=why)
+    for name, flag in flags_by("fixed").items():
+        group.add_argument(name, type=only(flag.value, flag.reason), metavar=flag.value, help=flag.reason)
+    group = parser.add_argument_group(
+        "without effect",
+        "More flags of Megatron are accepted so that existing scripts work; a run names those given.",
+    )
+    numbers: dict[str, int | str | None] = {"": 0, "VALUE": None, "VALUE...": "*"}
+    for name, flag in flags_by("without effect").items():
+        group.add_argument(
+            name,
+            action=_WithoutEffect,
+            dest="without_effect",
+            default=(),
+            nargs=numbers[flag.value],
+            help=argparse.SUPPRESS,
+        )
     return parser
 
 
@@ -129,13 +148,14 @@ def add_mux_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def _refusal(flag: str, known: set[str]) -> str:
     """The message for a flag that the parser does not have."""
-    if flag in PER_TASK:
-        return f"{flag}: this is per task: see tasks.yaml ({PER_TASK[flag]})"
-    if flag in REASONS:
-        return f"{flag}: {REASONS[flag]}"
+    megatrons = MEGATRON_FLAGS.get(flag)
+    if megatrons is not None and megatrons.treatment == "per task":
+        return f"{flag}: this is per task: see tasks.yaml ({megatrons.reason})"
+    if megatrons is not None:
+        return f"{flag}: {megatrons.reason}"
     spelling = flag.lower().replace("_", "-")
-    near = difflib.get_close_matches(spelling, known, n=1, cutoff=0.7)
-    near = near or difflib.get_close_matches(spelling, [*PER_TASK, *REASONS], n=1, cutoff=0.85)
+    alike = [name for name in known | MEGATRON_FLAGS.keys() if name.startswith(spelling[:5])]
+    near = difflib.get_close_matches(spelling, alike, n=1, cutoff=0.85)
     if near:
         return f"{flag}: unknown flag: did you mean {near[0]}?"
     return f"{flag}: is not supported: remove it (--help lists all flags)"

@@ -33,6 +33,18 @@ def _rotary_base(shape: BackboneShape) -> float | None:
     return bases.pop() if len(bases) == 1 else None
 
 
+def _rotary_percent(shape: BackboneShape) -> float | None:
+    """The part of a head's features that is rotated in all layers; None if none is, or they differ."""
+    parts = {rope.partial_rotary_factor if rope else None for rope in shape.ropes}
+    return parts.pop() if len(parts) == 1 else None
+
+
+def _llama3_factor(shape: BackboneShape) -> float | None:
+    """By how much Llama 3's scaling stretches wavelengths; None if a layer's are not."""
+    factors = {rope.factor if rope and rope.rope_type == "llama3" else None for rope in shape.ropes}
+    return factors.pop() if len(factors) == 1 else None
+
+
 def _no_bias(shape: BackboneShape) -> bool:
     return not any(bias for op, bias in shape.biases.items() if op != "linear_qkv")
 
@@ -51,10 +63,31 @@ SHAPE_FLAGS: Mapping[str, ShapeFlag] = {
     "--norm-epsilon": ShapeFlag(float, lambda s: s.norm_eps),
     "--position-embedding-type": ShapeFlag(str, _positions),
     "--rotary-base": ShapeFlag(float, _rotary_base),
+    "--rotary-percent": ShapeFlag(float, _rotary_percent),
+    "--use-rotary-position-embeddings": ShapeFlag(bool, lambda s: any(s.ropes)),
+    "--no-position-embedding": ShapeFlag(bool, lambda s: any(s.ropes)),
+    "--use-rope-scaling": ShapeFlag(bool, lambda s: _llama3_factor(s) is not None),
+    "--rope-scaling-factor": ShapeFlag(float, _llama3_factor),
+    "--apply-layernorm-1p": ShapeFlag(bool, lambda s: s.norm_offset == 1),
     "--swiglu": ShapeFlag(bool, lambda s: s.gated and s.activation in ("silu", "swish")),
     "--qk-layernorm": ShapeFlag(bool, lambda s: s.qk_norm),
     "--untie-embeddings-and-output-weights": ShapeFlag(bool, lambda s: not s.tied),
     "--disable-bias-linear": ShapeFlag(bool, _no_bias),
     "--add-qkv-bias": ShapeFlag(bool, lambda s: bool(s.biases["linear_qkv"])),
+    "--num-experts": ShapeFlag(int, lambda s: s.experts and s.experts.count),
+    "--moe-ffn-hidden-size": ShapeFlag(int, lambda s: s.experts and s.experts.ffn),
+    "--moe-shared-expert-intermediate-size": ShapeFlag(int, lambda s: s.experts and s.experts.shared_ffn),
+    "--moe-router-topk": ShapeFlag(int, lambda s: s.experts and s.experts.routing.top_k),
+    "--moe-router-score-function": ShapeFlag(str, lambda s: s.experts and s.experts.routing.score),
+    "--moe-router-topk-scaling-factor": ShapeFlag(float, lambda s: s.experts and s.experts.routing.scale),
+    "--moe-router-num-groups": ShapeFlag(int, lambda s: s.experts and s.experts.routing.groups),
+    "--moe-router-group-topk": ShapeFlag(int, lambda s: s.experts and s.experts.routing.top_groups),
+    "--moe-router-enable-expert-bias": ShapeFlag(bool, lambda s: bool(s.experts and s.experts.routing.bias)),
+    "--multi-latent-attention": ShapeFlag(bool, lambda s: s.latent is not None),
+    "--q-lora-rank": ShapeFlag(int, lambda s: s.latent and s.latent.query_rank),
+    "--kv-lora-rank": ShapeFlag(int, lambda s: s.latent and s.latent.rank),
+    "--qk-head-dim": ShapeFlag(int, lambda s: s.latent and s.latent.plain),
+    "--qk-pos-emb-head-dim": ShapeFlag(int, lambda s: s.latent and s.latent.rotated),
+    "--v-head-dim": ShapeFlag(int, lambda s: s.latent and s.latent.value),
 }
 """The supported shape flags, by name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,15 +57,26 @@ def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
     return whole
 
 
-def minutes(text: str) -> float:
-    """A number of minutes, at least 0.1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.1 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of minutes, at least 0.1, got {text!r}")
-    return value
+def minutes(least: float) -> Callable[[str], float]:
+    """A number of minutes, of at least `least`."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be a number of minutes, at least {least}, got {text!r}")
+        return value
+
+    return number
+
+
+def signal_name(text: str) -> str:
+    """The name of a signal that a process can handle, such as SIGUSR1."""
+    if text not in signal.Signals.__members__ or text in ("SIGKILL", "SIGSTOP"):
+        raise argparse.ArgumentTypeError(f"must be a signal such as SIGUSR1, got {text!r}")
+    return text
 
 
 def only(value: str, why: str) -> Callable[[str], str]:

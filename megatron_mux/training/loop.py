@@ -22,6 +22,7 @@ from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel
 from megatron_mux.training.best import Judge
 from megatron_mux.training.eval_setup import accuracy_measured
+from megatron_mux.training.exits import Exits
 from megatron_mux.training.expert_watch import ExpertWatch
 from megatron_mux.training.garbage import freeze_objects, unfreeze_objects
 from megatron_mux.training.joining import WatchedDirectory
@@ -44,6 +45,7 @@ class Loop:
         manifest: The save to continue from, if any.
         watch: Counts which experts steps select; None: nobody asked.
         lock: On the directory of `--save`; None on ranks that do not write there.
+        began: When the run began, by `time.monotonic`.
         stopping: Set by a signal: save and leave after the current steps.
     """
 
@@ -56,9 +58,11 @@ class Loop:
     manifest: Manifest | None = None
     watch: ExpertWatch | None = None
     lock: DirectoryLock | None = None
+    began: float = field(default_factory=time.monotonic)
     stopping: bool = False
     registry: TaskRegistry = field(init=False)
     _step_loop: StepLoop = field(init=False)
+    _exits: Exits = field(init=False)
     _saver: Saver | None = None
     _plan: Plan | None = None
     _timed_plan: Plan | None = None
@@ -93,6 +97,12 @@ class Loop:
         self._judge = Judge(self.registry.entries, self.reporter.say)
         self._is_frozen = False
         self._step_loop = StepLoop(self.arguments.mux_rolling, self.arguments.mux_watch is not None)
+        self._exits = Exits(
+            self.arguments.exit_interval,
+            self.arguments.exit_duration_in_mins,
+            self.began,
+            self.manifest.steps if self.manifest is not None else 0,
+        )
         directory = self.arguments.load
         if directory is None:
             return
@@ -142,7 +152,7 @@ class Loop:
             advice = "nothing is saved without --save"
             if directory is not None:
                 advice = f"every task is saved: continue with --load {directory} --save {directory}"
-            self.reporter.stopped(advice)
+            self.reporter.stopped(stopped, advice)
         raise_on_every_rank(self.reporter.problem, self.parallel)
 
     def close(self) -> None:
@@ -161,6 +171,7 @@ class Loop:
         run = partial(self.engine.steps, next_steps=self._step_loop.next_max_steps(coming))
         with nullcontext() if self.watch is None else self.watch.counting():
             steps = self._step_loop.run_burst(run, [left for left, _ in coming])
+        self._exits.after(len(steps))
         if not self._is_frozen:
             freeze_objects()
             self._is_frozen = True
@@ -206,7 +217,8 @@ class Loop:
         return last
 
     def _due(self) -> Iterator[Due]:
-        """When each task's next evaluation and save are due, and the next look at the experts."""
+        """When each task's next evaluation and save are due, the next look at the experts, and the exit."""
+        yield from self._exits.due(self._step_loop.seconds)
         if self.watch is not None:
             yield from self.watch.due()
         for name in self.engine.active:
@@ -322,7 +334,7 @@ class Loop:
         if self.parallel.rank == 0:
             # The plan a resume starts with; once no task is left, the last one.
             plan = self.engine.plan if self.engine.active else self._plan or self.engine.plan
-        saver.begin(states, copies, plan)
+        saver.begin(states, copies, plan, self._exits.steps)
 
     def _draw(self) -> None:
         """Draw the steps that were timed last, on the pipeline of the first data-parallel replica."""
@@ -336,18 +348,24 @@ class Loop:
         plan = None if self._timed_plan is None else self._timed_plan.to_json()
         self.reporter.schedule(everything, title, self.parallel.pp_size, plan)
 
-    def _agreed_to_stop(self) -> bool:
+    def _agreed_to_stop(self) -> str:
         """Compare notes with the other ranks: whether one was told to stop, or still waits for data to be tokenised.
 
-        A signal does not reach all ranks between the same two steps.
+        A signal does not reach all ranks between the same two steps, and their clocks differ.
+
+        Returns:
+            Why all of them stop now; empty: they go on.
         """
         problem = self.reporter.problem or (self._saver.problem if self._saver is not None else "")
         raise_on_every_rank(problem, self.parallel)
         # Every rank runs equally many steps, as long as they take on the slowest rank.
-        own = [float(self.stopping), float(self.registry.tokenising), self._step_loop.seconds]
-        stopping, tokenising, self._step_loop.seconds = self.parallel.most(own)
+        tokenising, seconds = float(self.registry.tokenising), self._step_loop.seconds
+        agreed = self.parallel.most([float(self.stopping), tokenising, seconds, self._exits.clock])
+        stopping, tokenising, self._step_loop.seconds, self._exits.elapsed = agreed
         self._tokenising = tokenising > 0
-        return stopping > 0
+        if stopping:
+            return "by a signal"
+        return self._exits.reason(is_training=bool(self.engine.active or self.registry.waiting))
 
 
 def changes_since(manifest: Manifest, planning: Planning, precision: str) -> Iterator[str]:

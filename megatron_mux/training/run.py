@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -64,6 +65,7 @@ def run(arguments: MuxArguments) -> None:
 
 def _run(arguments: MuxArguments, lock: DirectoryLock | None = None) -> None:
     """`run`, with the lock on `--save` where this rank writes there."""
+    began = time.monotonic()
     leader = os.environ.get("RANK", "0") == "0"
     save, resume = arguments.save, arguments.load
     if save is not None and save != resume:
@@ -87,7 +89,11 @@ def _run(arguments: MuxArguments, lock: DirectoryLock | None = None) -> None:
     try:
         manifest = checkpoint.load(resume, info.fingerprint, reporter.say) if resume is not None else None
         if resume is not None and manifest is None:
+            if arguments.exit_on_missing_checkpoint:
+                raise UserError(f"--load {resume}: no checkpoint there (--exit-on-missing-checkpoint)")
             reporter.say(f"--load {resume}: no checkpoint there yet, starting anew")
+        if arguments.without_effect:
+            reporter.say(f"accepted without effect here: {', '.join(arguments.without_effect)}")
         experts = _place_experts(arguments, info, manifest is not None, reporter)
         specs = merge_saved(specs, manifest)
         check_best_is_saved(specs, save is not None)
@@ -110,7 +116,7 @@ def _run(arguments: MuxArguments, lock: DirectoryLock | None = None) -> None:
             backbone = _load_backbone(arguments, parallel, planning, experts.placement, reporter)
             engine = Engine(backbone, parallel, planning, exchange=exchange)
             watch = watch_experts(arguments, engine, reporter, experts.topology, experts.kept)
-            loop = Loop(arguments, engine, parallel, reporter, info, files, manifest, watch=watch, lock=lock)
+            loop = Loop(arguments, engine, parallel, reporter, info, files, manifest, watch, lock, began)
             with closing(loop):
                 loop.registry.register(tasks)
                 with stop_on_signals(loop):

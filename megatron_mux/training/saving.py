@@ -75,7 +75,11 @@ class Saver:
             self._group = new_group(ranks, self.parallel.device, "gloo")
 
     def begin(
-        self, states: Sequence[TaskToSave], copies: Mapping[str, LocalState], plan: Plan | None
+        self,
+        states: Sequence[TaskToSave],
+        copies: Mapping[str, LocalState],
+        plan: Plan | None,
+        steps: int = 0,
     ) -> None:
         """Write a save while this returns. Every rank calls it, after `wait`.
 
@@ -83,13 +87,19 @@ class Saver:
             states: Every task of the run, in the same order on every rank; entries name the coming checkpoints.
             copies: This rank's part of the states to write.
             plan: The plan in force; only the first rank needs it.
+            steps: Steps of the run so far.
         """
         own = [copy.deepcopy(state) for state in states]
         self._pace = Pace(self.rate)
-        self._running = self._thread.submit(self._write, own, dict(copies), plan, self._pace)
+        self._running = self._thread.submit(self._write, own, dict(copies), plan, steps, self._pace)
 
     def _write(
-        self, states: Sequence[TaskToSave], copies: Mapping[str, LocalState], plan: Plan | None, pace: Pace
+        self,
+        states: Sequence[TaskToSave],
+        copies: Mapping[str, LocalState],
+        plan: Plan | None,
+        steps: int,
+        pace: Pace,
     ) -> None:
         for state in states:
             if state.entry.name in copies:
@@ -109,6 +119,7 @@ class Saver:
                 pace,
                 self.precision,
                 self.owner,
+                steps,
                 *(() if self.lock is None else (self.lock.check,)),
             )
 

@@ -12,12 +12,16 @@ from megatron_mux.training.loop import Loop
 
 @contextmanager
 def stop_on_signals(loop: Loop) -> Iterator[None]:
-    """SIGTERM and SIGINT let the step finish, save and leave: what a preempting scheduler and a person want."""
+    """SIGTERM, SIGINT and `--exit-signal` let the step finish, save and leave.
+
+    The first is what a preempting scheduler sends, the second a person.
+    """
+    numbers = {signal.SIGTERM, signal.SIGINT, signal.Signals[loop.arguments.exit_signal]}
 
     def stop(number: int, frame: FrameType | None) -> None:
         loop.stopping = True
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:

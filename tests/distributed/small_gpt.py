@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from examples.megatron_on_cpu import OnCpu
+from megatron_mux.megatron_on_cpu import OnCpu
 from megatron_mux.pipeline.plugin import Bucket
 from megatron_mux.runtime import Parallel
 

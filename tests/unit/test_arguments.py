@@ -7,17 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mux.arguments import MuxArguments, add_mux_args, build_parser, parse_args
-from megatron_mux.arguments.megatron_flags import PER_TASK, REASONS
-from megatron_mux.arguments.shape_flags import SHAPE_FLAGS
+from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS, Treatment, flags_by
 from megatron_mux.errors import UserError
-from tests.reference.megatron_flags import MEGATRON_FLAGS
+from megatron_mux.expert_shape import Routing
 
 pytestmark = pytest.mark.versions
 
@@ -69,6 +68,7 @@ def test_defaults() -> None:
         sequence_parallel=False,
         distributed_backend=None,
         distributed_timeout_minutes=10,
+        tokenizer_model=None,
         bf16=False,
         mux_fp32=False,
         mux_tf32=False,
@@ -78,6 +78,11 @@ def test_defaults() -> None:
         load=None,
         break_lock=False,
         save_interval=None,
+        exit_interval=None,
+        exit_duration_in_mins=None,
+        exit_signal_handler=False,
+        exit_signal="SIGTERM",
+        exit_on_missing_checkpoint=False,
         log_interval=10,
         tensorboard_dir=None,
         mux_tasks=Path("tasks.yaml"),
@@ -100,6 +105,7 @@ def test_defaults() -> None:
         mux_rolling=True,
         mux_no_progress=False,
         shape={},
+        without_effect=(),
     )
 
 
@@ -161,12 +167,25 @@ def test_everything_given() -> None:
             "--use-torch-fsdp2",
             "--use-torch-fsdp2: adapters are small, only frozen weights are sharded: use --mux-backbone-weights",
         ),
-        ("--cpu-offloading-num-layers 3", "use --mux-backbone-weights offloaded"),
+        ("--cpu-offloading-num-layers 3", "use --recompute-granularity, or --mux-backbone-weights offloaded"),
+        (
+            "--fp8-format hybrid",
+            "--fp8-format: products are not computed in fp8 or fp4; --mux-backbone-dtype",
+        ),
+        ("--exit-signal SIGKILL", "--exit-signal: must be a signal such as SIGUSR1, got 'SIGKILL'"),
+        ("--exit-duration-in-mins 0", "--exit-duration-in-mins: must be a number of minutes"),
+        ("--exp-avg-dtype bf16", "--exp-avg-dtype: only fp32 is supported, got 'bf16': adapters and their"),
+        ("--finetune --load out", "--finetune: a resumed task has all that was saved"),
+        (
+            "--tokenizer-model gpt2",
+            "--tokenizer-model gpt2: the tokenizer is the one in --backbone: remove it",
+        ),
+        ("--manual-gc=3", "--manual-gc: ignored explicit argument '3'"),
         ("--mux-backbone-weights away", "--mux-backbone-weights: invalid choice: 'away'"),
-        ("--tokenizer-type X", "--tokenizer-type: the tokenizer is the one in --backbone"),
-        ("--transformer-impl local", "--transformer-impl: is not supported: remove it"),
-        ("--use-mcore-models", "--use-mcore-models: is not supported: remove it"),
-        ("--muon-nesterov", "--muon-nesterov: is not supported: remove it"),
+        ("--tokenizer-type X", "got 'X': the tokenizer is the one in --backbone"),
+        ("--muon-nesterov", "--muon-nesterov: is not one of the optimizers here: choose training.optim in"),
+        ("--use-mcore-model", "--use-mcore-model: unknown flag: did you mean --use-mcore-models?"),
+        ("--lora-rank 8", "--lora-rank: is not supported: remove it"),
         ("--mux-task t", "--mux-task: unknown flag: did you mean --mux-tasks?"),
         ("--tensor_model_parallel_size 2", "did you mean --tensor-model-parallel-size?"),
         ("--tensor-model-parallel 2", "unknown flag: did you mean --tensor-model-parallel-size?"),
@@ -214,7 +233,6 @@ def test_everything_given() -> None:
             "--expert-model-parallel-size 0",
             "--expert-model-parallel-size: must be a whole number of at least 1, got '0'",
         ),
-        ("--num-experts 8", "--num-experts: is read from the backbone: remove it"),
         ("--hidden-dropout 0.1", "--hidden-dropout: only 0 is supported, got '0.1'"),
         ("--recompute-granularity some", "--recompute-granularity: invalid choice: 'some'"),
         ("--recompute-num-layers 1", "--recompute-num-layers: needs --recompute-granularity full"),
@@ -277,9 +295,11 @@ def test_what_load_may_be_given(place: Path) -> None:
 
 # -- shape flags
 
+ROPE = SimpleNamespace(rope_theta=500.0, rope_type="default", factor=1.0, partial_rotary_factor=1.0)
 SHAPE = SimpleNamespace(
     layers=4, hidden=32, ffn=56, heads=4, kv_heads=2, head_dim=8, max_positions=128, vocab=97, norm="RMSNorm",
-    norm_eps=1e-5, ropes=(SimpleNamespace(rope_theta=500.0),), gated=True, activation="silu", qk_norm=False, tied=True,
+    norm_eps=1e-5, ropes=(ROPE,), gated=True, activation="silu", qk_norm=False, tied=True, norm_offset=0.0,
+    experts=None, latent=None,
     biases={"linear_qkv": True, "linear_proj": False, "linear_fc1": False, "linear_fc2": False},
 )  # fmt: skip
 
@@ -293,8 +313,27 @@ def test_shape_flags_that_agree() -> None:
         "--disable-bias-linear --add-qkv-bias"
     )
     arguments = parse(*flags.split())
-    assert len(arguments.shape) == len(SHAPE_FLAGS) - 2
     arguments.check_shape(cast(Any, SHAPE))
+    more = "--rotary-percent 1.0 --use-rotary-position-embeddings --no-position-embedding"
+    parse(*more.split()).check_shape(cast(Any, SHAPE))
+    routing = Routing(top_k=2, score="sigmoid", scale=2.5, groups=4, top_groups=2, bias=True)
+    experts = SimpleNamespace(count=8, ffn=16, shared_ffn=24, routing=routing)
+    latent = SimpleNamespace(query_rank=5, rank=6, plain=7, rotated=8, value=9)
+    rope = SimpleNamespace(rope_theta=5e5, rope_type="llama3", factor=8.0, partial_rotary_factor=1.0)
+    of_experts = SimpleNamespace(**{**vars(SHAPE), "experts": experts, "latent": latent, "ropes": (rope,)})
+    flags = (
+        "--num-experts 8 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 24 --moe-router-topk 2 "
+        "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 4 "
+        "--moe-router-group-topk 2 --moe-router-enable-expert-bias --multi-latent-attention --q-lora-rank 5 "
+        "--kv-lora-rank 6 --qk-head-dim 7 --qk-pos-emb-head-dim 8 --v-head-dim 9 --use-rope-scaling "
+        "--rope-scaling-factor 8"
+    )
+    arguments = parse(*flags.split())
+    arguments.check_shape(cast(Any, of_experts))
+    with pytest.raises(UserError) as caught:
+        arguments.check_shape(cast(Any, SHAPE))
+    assert len(caught.value.problems) == len(arguments.shape) == 17
+    assert caught.value.problems[0] == "--use-rope-scaling: contradicts --backbone model: remove it"
 
 
 @pytest.mark.usefixtures("place")
@@ -440,33 +479,66 @@ def test_importing_the_flags_is_cheap() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_tables_agree() -> None:
-    ours = {option for action in build_parser()._actions for option in action.option_strings}
-    assert PER_TASK.keys() <= MEGATRON_FLAGS
-    assert REASONS.keys() <= MEGATRON_FLAGS
-    assert not PER_TASK.keys() & REASONS.keys()
-    assert not ours & (PER_TASK.keys() | REASONS.keys())
-    megatrons = {
+def accepted() -> set[str]:
+    return {option for action in build_parser()._actions for option in action.option_strings}
+
+
+def test_what_the_table_accepts_is_what_the_parser_takes() -> None:
+    ours = {
         flag
-        for flag in ours
+        for flag in accepted()
         if not flag.startswith(("--mux-", "--no-mux-", "--backbone", "--break-lock", "--help", "-h"))
     }
-    assert megatrons <= MEGATRON_FLAGS
+    kinds: tuple[Treatment, ...] = ("honoured", "fixed", "without effect")
+    assert ours == set().union(*(flags_by(kind) for kind in kinds))
 
 
 @pytest.mark.usefixtures("place")
-def test_every_flag_of_megatron_is_taken_or_refused_by_name() -> None:
-    ours = {option for action in build_parser()._actions for option in action.option_strings}
-    refused = sorted(MEGATRON_FLAGS - ours)
-    assert [problem.split(":")[0] for problem in problems_of(*refused)] == refused
+def test_every_other_flag_of_megatron_is_refused_with_its_reason() -> None:
+    refused = sorted(MEGATRON_FLAGS.keys() - accepted())
+    for flag, problem in zip(refused, problems_of(*refused), strict=True):
+        assert problem.startswith(f"{flag}: ") and MEGATRON_FLAGS[flag].reason in problem
+        assert MEGATRON_FLAGS[flag].reason
 
 
-def test_the_names_are_megatrons() -> None:
+def test_the_table_has_the_flags_of_megatrons_own_parser() -> None:
     arguments = pytest.importorskip("megatron.training.arguments")
     parser = argparse.ArgumentParser(allow_abbrev=False)
     arguments.add_megatron_arguments(parser)
-    options = {option for action in parser._actions for option in action.option_strings}
-    assert options - MEGATRON_FLAGS == {"-h", "--help"}
+    actions = {option: action for action in parser._actions for option in action.option_strings}
+    theirs = actions.keys() - {"-h", "--help"}
+    assert theirs == {name for name, flag in MEGATRON_FLAGS.items() if not flag.is_old}
+    for name, flag in flags_by("without effect").items():
+        if not flag.is_old:
+            several = {None: "VALUE", 0: ""}
+            assert flag.value == several.get(cast(Any, actions[name].nargs), "VALUE..."), name
+    assert {kind: len(theirs & flags_by(kind).keys()) for kind in get_args(Treatment)} == {
+        "honoured": 65, "fixed": 12, "without effect": 253, "per task": 63, "refused": 452,
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("place")
+def test_flags_without_effect_are_taken_with_their_values_and_named() -> None:
+    given = [
+        "--use-mcore-models",
+        "--num-workers=2",
+        "--finetune",
+        "--ddp-num-buckets",
+        "3",
+        "--num-workers",
+        "4",
+    ]
+    arguments = parse(*given, "--cuda-graph-scope", "attn", "mlp", "--seed", "7")
+    assert arguments.seed == 7
+    assert arguments.without_effect == (
+        "--use-mcore-models", "--num-workers", "--finetune", "--ddp-num-buckets", "--cuda-graph-scope",
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("place")
+def test_the_tokenizer_of_the_backbone_is_taken() -> None:
+    for path in ("model", "./model/", "model/tokenizer.json"):
+        assert parse("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", path).tokenizer_model
 
 
 words = st.sampled_from(sorted(MEGATRON_FLAGS)) | st.sampled_from(REQUIRED) | st.text(max_size=8)

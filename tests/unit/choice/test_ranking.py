@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_mux.arguments import parse_args
+from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS
 from megatron_mux.choice.fit import SEQUENCES
 from megatron_mux.choice.flags import flags, megatron_flags, not_by_this_engine
 from megatron_mux.choice.ranking import answer, rank
@@ -25,7 +26,6 @@ from megatron_mux.memory.forms.stages import Stage, on_rank, stages
 from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.question import Question
 from megatron_mux.memory.sizes import MIB
-from tests.reference.megatron_flags import MEGATRON_FLAGS
 from tests.unit.memory.architectures import llama, lora
 from tests.unit.memory.configs import skeleton
 from tests.unit.memory.profiles import by_hand
