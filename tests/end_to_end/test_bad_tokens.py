@@ -1,4 +1,4 @@
-"""A task with tokens that the backbone's embedding lacks, beside two good ones: it alone is refused, before it starts."""
+"""A task with tokens that the embedding lacks, beside two good ones: it alone is refused, before it starts."""
 
 from __future__ import annotations
 
