@@ -275,7 +275,7 @@ def test_half_precision_is_near_single(backbone_of: BackboneOf, path_of: PathOf,
         ({"init_lora_weights": "orthogonal", "r": 3}, "orthogonal needs even ranks"),
         (
             {"target_modules": ["q_proj", "lm_head"]},
-            "'lm_head': embeddings and output layers can have no adapter",
+            "'lm_head': embeddings and output layers can have no adapter: train them whole with modules_to_save",
         ),
     ],
 )

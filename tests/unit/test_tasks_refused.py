@@ -41,6 +41,8 @@ def folder(tmp_path: Path) -> Path:
         ({"training__lr_scheduler_type": "constant", "training__warmup_steps": 3}, "write constant_with_warmup"),
         ({"training__warmup_steps": 2.5}, "warmup_steps must be a whole number, or a share below 1"),
         ({"adapter__r": "8"}, "adapter.r: must be a whole number of at least 1 and at most 65536, got '8' (a text: "),
+        ({"training__max_steps": "1e0"}, "got '1e0' (YAML reads that as text: write 1)"),
+        ({"training__max_steps": "1e9"}, "(YAML reads that as text: write 1000000000)"),
         ({"adapter__r": 0}, "adapter.r: must be a whole number of at least 1 and at most 65536, got 0"),
         ({"adapter__lora_dropout": 1.0}, "must be a number of at least 0 and less than 1, got 1.0"),
         ({"adapter__target_modules": []}, "adapter.target_modules: must name at least one module"),

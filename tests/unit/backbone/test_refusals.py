@@ -240,7 +240,7 @@ def test_an_index_that_names_a_missing_file(copied: Made) -> None:
     path = copied("llama", True)
     file = sorted(path.glob("*.safetensors"))[1]
     file.unlink()
-    refused(path, str(file), "cannot be read")
+    refused(path, file.name, "which is not there")
 
 
 def rewrite(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> Path:

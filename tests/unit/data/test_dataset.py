@@ -86,8 +86,8 @@ def test_an_empty_file(path: Path, tokenizer: Tokenizer, content: bytes) -> None
 
 
 def test_every_bad_line_is_named(path: Path, tokenizer: Tokenizer) -> None:
-    first_to_speak = {"messages": [{"role": "assistant", "content": "no"}]}
-    write(path, pair("a", "b"), b"{", first_to_speak, pair("a", "b"), {"text": 3}, b"\xff")
+    no_role = {"messages": [{"content": "no"}]}
+    write(path, pair("a", "b"), b"{", no_role, pair("a", "b"), {"text": 3}, b"\xff")
     with pytest.raises(UserError) as caught:
         TaskDataset(path, tokenizer, 8)
     assert [p.removeprefix(f"{path}: ").split(": ")[0] for p in caught.value.problems] == [

@@ -173,11 +173,11 @@ def test_of_two_processes_that_write_an_entry_the_first_wins(
     finish = token_cache.TokenCacheWriter.finish
     other: list[str] = []
 
-    def late(self: token_cache.TokenCacheWriter, name: str, fingerprint: str, size: int) -> Path:
+    def late(self: token_cache.TokenCacheWriter, *arguments: Any) -> Path:
         if not other:
             other.append("begun")
             other.append(tokenise_file(path, tokenizer, cache).entry)
-        return finish(self, name, fingerprint, size)
+        return finish(self, *arguments)
 
     monkeypatch.setattr(token_cache.TokenCacheWriter, "finish", late)
     monkeypatch.setattr(tokenised_file, "_alone", nullcontext)  # as where files cannot be locked

@@ -95,12 +95,10 @@ def test_a_template_without_an_end_of_turn_gets_the_end_of_sequence() -> None:
     assert learned(tokenizer, unfinished) == "hello world\n"
 
 
-def test_conversations_that_cannot_be_rendered(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_conversations_that_cannot_be_rendered() -> None:
     picky = build("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(BadRecordError, match="does not take this conversation: roles must alternate"):
         Tokeniser(picky, 64).encode(conversation(ASK, ANSWER))
-    with pytest.raises(BadRecordError, match="must not begin with the assistant"):
-        Tokeniser(tokenizer, 64).encode(conversation(ANSWER))
     with pytest.raises(UserError, match="tokenizer has none"):
         Tokeniser(build(None), 64).encode(conversation(ASK, ANSWER))
 
