@@ -249,7 +249,8 @@ class Link:
         Returns:
             That part; empty if the server does not hand it out.
         """
-        pieces, size, total = list[Piece](), 0, 1
+        pieces, size = list[Piece](), 0
+        total: Any = 1
         while len(pieces) < total:
             reply = self.request(Kind.STATE, {"keep": sorted(keep), "first": len(pieces)})
             part, total = from_wire(reply.fields.get("pieces"), reply.tensors), reply.fields.get("total")

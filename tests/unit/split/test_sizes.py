@@ -16,6 +16,7 @@ from megatron_mux.backbone.registry import read_shape
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.link import Link
 from megatron_mux.split.pieces import Piece, to_wire
+from megatron_mux.split.scheduler import Demand
 from megatron_mux.split.wire import Kind, RefusedError
 from tests.unit.split.caller import ROWS, RUN, Caller, backbone, equal, parallel, path, server
 from tests.unit.split.running_server import RunningServer, running_server
@@ -76,13 +77,14 @@ def test_a_thousand_patterns_hold_nobody_up(backbone: Backbone, parallel: Parall
 
 
 def test_joins_count_for_rate_limits(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    submit = server.server.dispatcher.scheduler.submit
-    monkeypatch.setattr(
-        server.server.dispatcher.scheduler,
-        "submit",
-        lambda demand, now: (asked.append(demand), submit(demand, now)),
-    )
+    scheduler, asked = server.server.dispatcher.scheduler, list[Demand]()
+    submit = scheduler.submit
+
+    def noting(demand: Demand, now: float) -> None:
+        asked.append(demand)
+        submit(demand, now)
+
+    monkeypatch.setattr(scheduler, "submit", noting)
     Caller(server).join()
     assert [(demand.client, demand.tokens) for demand in asked] == [("local", 5 * ROWS)]
 
