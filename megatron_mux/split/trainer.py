@@ -11,7 +11,7 @@ import torch
 
 from megatron_mux import checkpoint
 from megatron_mux.errors import UserError
-from megatron_mux.report import Reporter, TaskHistory
+from megatron_mux.report import Reporter
 from megatron_mux.split.agreement import WireDtype
 from megatron_mux.split.client_run import ClientRun
 from megatron_mux.split.link import LOST, ClientTransport, Tally
@@ -19,6 +19,7 @@ from megatron_mux.split.noise import Privacy as PrivacySection
 from megatron_mux.split.remote import Privacy
 from megatron_mux.split.tls import ClientTls
 from megatron_mux.split.wire import RefusedError
+from megatron_mux.task_table import LOADING, TaskHistory
 from megatron_mux.tasks import TaskSpec, read_task
 
 _MOST_LOSSES = 8
@@ -97,6 +98,7 @@ class SplitTrainer:
         if self.save is not None and self.save != self.load:
             checkpoint.refuse_used(self.save, spec.name)
         reporter = self._reporter(spec.name)
+        reporter.add(spec, LOADING)
         try:
             run = ClientRun.open(self, spec, reporter.say)
             losses, saved = 0, -1

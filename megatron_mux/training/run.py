@@ -26,12 +26,14 @@ from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
 from megatron_mux.kernels.low_rank_choice import notice_of_loops
 from megatron_mux.launcher import local_leader_first
+from megatron_mux.library_log import keep_library_log
 from megatron_mux.liveness import Liveness
 from megatron_mux.moe.entries import Ints
 from megatron_mux.moe.topology import Topology
 from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel, has_bf16, initialize, use_tf32
 from megatron_mux.shape import BackboneShape
+from megatron_mux.task_table import LOADING
 from megatron_mux.tasks import load_task_file
 from megatron_mux.training.best import check_best_is_saved
 from megatron_mux.training.expert_placement import expert_placement, kept_placement, placement_on_managers
@@ -77,6 +79,8 @@ def run(arguments: MuxArguments) -> None:
         if resume is not None and manifest is None:
             reporter.say(f"--load {resume}: no checkpoint there yet, starting anew")
         experts = _place_experts(arguments, info, manifest is not None, reporter)
+        for spec in specs:
+            reporter.add(spec, LOADING)
         specs = merge_saved(specs, manifest)
         check_best_is_saved(specs, save is not None)
         resumed = [entry.name for entry in manifest.tasks if entry.checkpoint] if manifest is not None else []
@@ -92,6 +96,8 @@ def run(arguments: MuxArguments) -> None:
             if leader and save is not None:
                 problem = problem or checkpoint.prepare(save)
             raise_on_every_rank(problem, parallel)
+            if log := keep_library_log(save):
+                reporter.say(f"warnings of libraries go to {log}")
             exchange = _make_exchange(arguments, parallel, reporter)
             backbone = _load_backbone(arguments, parallel, planning, experts.placement, reporter)
             engine = Engine(backbone, parallel, planning, exchange=exchange)
