@@ -2,7 +2,7 @@
 
 python benchmarks/pipeline.py                       # a random Llama, a core to a stage, six tasks: ten minutes
 python benchmarks/pipeline.py --output result.json  # the JSON, and the tables as result.md
-python benchmarks/pipeline.py --cases 1 --turns 1 --picture docs/schedule.svg  # one step of both, on one time axis
+python benchmarks/pipeline.py --picture docs/schedule.svg  # a step of the first case, by both, on one time axis
 
 All sides train the same tasks, adapters, optimizers and records on the same stages, in turns and in the same two
 processes; tokens per second do not count padding. In "same shapes" every record is as long as its task's `max_length`,
@@ -46,7 +46,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--picture",
         type=Path,
         metavar="FILE",
-        help="draw a step of the first case, simulated from measured passes",
+        help="only draw a step of the first case, simulated from measured passes",
     )
     add_worker_flag(parser)
     add_output(parser)
@@ -61,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     flags = ("--turns", "--cases", "--steps", "--device", "--backbone-shape", "--picture")
     result = run_in_processes(arguments, 2, __file__, flags, _measure)
-    if result is not None:
-        if arguments.picture is not None:
-            arguments.picture.write_text(_picture(result.pop("trace")))
+    if result is not None and arguments.picture is not None:
+        arguments.picture.write_text(_picture(result["trace"]))
+    elif result is not None:
         publish(result, markdown(result), arguments.output)
     return 0
 

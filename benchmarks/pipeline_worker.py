@@ -36,6 +36,7 @@ from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
+from megatron_mux.fusion.profile_store import find_profile
 from megatron_mux.fusion.step import step_template
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.bucket import BucketCost
@@ -47,13 +48,16 @@ from tests.reference.records import Records
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all cases; returns the result on rank 0 and {} on the other rank."""
+    """Measure all cases, or what `--picture` draws; returns the result on rank 0 and {} on the other rank."""
     rank = pin_to_core()
     parallel = initialize(device=arguments.device)
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     path = random_backbone(arguments.backbone_shape, dtype, rank)
     backbone = Backbone.load(path, parallel, dtype)
-    profile = load_or_measure_profile(backbone)
+    if arguments.picture is None:
+        profile = load_or_measure_profile(backbone)
+    else:  # a roofline will do: its plan is priced by what is measured
+        profile = find_profile(backbone.shape, arguments.device, dtype, 1)
     info, result = backbone.info, environment(backbone, 1)
     del backbone
     parallel = initialize(pipeline_parallel=2, device=arguments.device)
@@ -71,9 +75,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         planner = Planner(context.with_split(split))
         sides = _sides(planner, loads, padded=chosen["records"] == "padded")
         bench = _Bench(engine, planning, parallel, sides, chosen["steps"])
+        if arguments.picture is not None:
+            schedules = bench.schedules()
+            return {"trace": to_trace(schedules)} if rank == 0 else {}
         case = {**chosen, **bench.measure(arguments.turns)}
-        if arguments.picture is not None and "trace" not in result:
-            result["trace"] = to_trace(bench.schedules())
         case["tokens"] = sum(load.total for load in loads.values()) * chosen["steps"]
         cases.append(case)
         result |= {"split": split}
@@ -216,6 +221,7 @@ class _Bench:
             for plan in self.sides[side]:
                 self.planning.plan = replace(plan, schedule="1f1b") if side == "megatron" else plan
                 timed: list[TimedAction] = []
+                self.engine.steps(1)  # warm up
                 with replaced(Clock, "mark", lambda clock: time.thread_time()):
                     self.engine.steps(1, timed.append)
                 end = max((action.stop for action in done), default=0.0)

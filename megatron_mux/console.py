@@ -15,7 +15,7 @@ _FILE_WIDTH = 140
 class _TerminalConsole(Console):
     """As large as the terminal that it writes to; rich asks the standard streams, which may be redirected."""
 
-    @property
+    @property  # type: ignore[misc]  # nobody sets it
     def size(self) -> ConsoleDimensions:
         """Columns and lines."""
         try:

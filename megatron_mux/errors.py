@@ -75,6 +75,7 @@ def tell(error: UserError, program: str) -> None:
     if first or (first is None and (rank == "0" or not alike)):
         who = "" if alike or rank == "0" else f"rank {rank}: "
         release_terminal()
+        print(end=below_display()[:1], file=sys.stderr)
         for line in (line for problem in error.problems for line in problem.splitlines()):
             print(f"{program}: {who}{line}", file=sys.stderr, flush=True)
         print(end=below_display(), file=sys.stderr, flush=True)

@@ -162,11 +162,12 @@ def release_terminal() -> None:
 
 
 def below_display() -> str:
-    """Blank lines to end a message with, so that rank 0's display, which overwrites its own lines, spares it."""
+    """Line ends to put behind a message, so that rank 0's display, which overwrites its own lines, spares it."""
     return "\n" * shutil.get_terminal_size().lines if _is_below_display else ""
 
 
 def _print_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.stderr.write(below_display()[:1])
     sys.__excepthook__(kind, error, trace)
     sys.stderr.write(below_display())
 

@@ -187,8 +187,7 @@ class TaskTable:
         yield _changes("loss", [(task.first_loss, task.loss) for task in tasks], "{:.3f}")
         both = [(task.before, task.after) for task in tasks]
         yield _changes("eval loss", [(_loss(first), _loss(last)) for first, last in both], "{:.3f}")
-        accuracies = [(first and first.accuracy, last and last.accuracy) for first, last in both]
-        yield _changes("accuracy", accuracies, "{:.1%}")
+        yield _changes("accuracy", [(_accuracy(first), _accuracy(last)) for first, last in both], "{:.1%}")
         yield _Column("tokens/s", [f"{t.tokens / t.seconds:.0f}" if t.seconds else "-" for t in tasks])
         yield _Column("status", [task.status for task in tasks])
 
@@ -249,6 +248,10 @@ def _changes(heading: str, pairs: Iterable[tuple[float | None, float | None]], f
 
 def _loss(result: EvalResult | None) -> float | None:
     return None if result is None else float(result.loss)
+
+
+def _accuracy(result: EvalResult | None) -> float | None:
+    return None if result is None else result.accuracy
 
 
 def _counted(statuses: Iterable[str]) -> str:

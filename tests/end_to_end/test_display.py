@@ -112,7 +112,7 @@ def of_six_tasks(root: Path) -> list[str | Path]:
     tasks = workplace.write_tasks("five.yaml", {name: task(i) for i, name in enumerate(NAMES)})
     joins = workplace.write_tasks("joins.yaml", {"summaries": task(5)})
     arguments = [word for word in workplace.arguments(tasks=tasks) if word != "--mux-no-progress"]
-    flags = ["--no-mux-rolling", "--mux-watch", watched, "--save", root / "run"]
+    flags: list[str | Path] = ["--no-mux-rolling", "--mux-watch", watched, "--save", root / "run"]
     return [watched, joins, *arguments, *flags]
 
 
