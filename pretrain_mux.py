@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from megatron_mux.arguments import parse_args
 from megatron_mux.errors import UserError, tell, told_elsewhere
 from megatron_mux.gpus import set_allocator_options
+from megatron_mux.library_log import LibraryLog
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,11 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
             set_allocator_options()
-            from megatron_mux.runtime import shutdown  # imports torch: seconds
-            from megatron_mux.training.run import run
+            with LibraryLog(wanted=not arguments.mux_no_progress):
+                from megatron_mux.runtime import shutdown  # imports torch: seconds
+                from megatron_mux.training.run import run
 
-            cleanup.callback(shutdown)
-            run(arguments)
+                cleanup.callback(shutdown)
+                run(arguments)
         except UserError as error:
             tell(error, "pretrain_mux.py")
             return 2

@@ -2,6 +2,7 @@
 
 python benchmarks/pipeline.py                       # a random Llama, a core to a stage, six tasks: ten minutes
 python benchmarks/pipeline.py --output result.json  # the JSON, and the tables as result.md
+python benchmarks/pipeline.py --picture docs/schedule.svg  # a step of the first case, by both, on one time axis
 
 All sides train the same tasks, adapters, optimizers and records on the same stages, in turns and in the same two
 processes; tokens per second do not count padding. In "same shapes" every record is as long as its task's `max_length`,
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline_cases import CASES
+from pipeline_cases import CASES, LENGTHS
 from processes import add_worker_flag, run_in_processes
 from script import add_output, command_line, measured_on, publish, table
 
@@ -41,17 +42,28 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, help="steps in a turn (default: those of each case)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="only draw a step of the first case, simulated from measured passes",
+    )
     add_worker_flag(parser)
     add_output(parser)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.picture is not None and arguments.device != "cpu":
+        parser.error("--picture: takes the processor's time, so it is for --device cpu")
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure in two processes and publish."""
     arguments = parse(argv)
-    flags = ("--turns", "--cases", "--steps", "--device", "--backbone-shape")
+    flags = ("--turns", "--cases", "--steps", "--device", "--backbone-shape", "--picture")
     result = run_in_processes(arguments, 2, __file__, flags, _measure)
-    if result is not None:
+    if result is not None and arguments.picture is not None:
+        arguments.picture.write_text(_picture(result["trace"]))
+    elif result is not None:
         publish(result, markdown(result), arguments.output)
     return 0
 
@@ -60,6 +72,16 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from pipeline_worker import measure  # it imports torch
 
     return measure(arguments)
+
+
+def _picture(trace: str) -> str:
+    from megatron_mux.pipeline.draw import to_svg
+    from megatron_mux.pipeline.trace import from_trace
+
+    return to_svg(
+        from_trace(trace),
+        f"One optimizer step of {len(LENGTHS)} LoRA tasks on two pipeline stages, simulated from measured pass times",
+    )
 
 
 def ratio(case: dict[str, Any], side: str, over: str) -> float:

@@ -18,3 +18,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"records": "padded", "micro_batches": 4, "steps": 6, "goal": 1.4, "over_spatial": None},
 )
 SIDES = ("megatron", "spatial", "temporal", "auto")
+PICTURED = {
+    "megatron": "Megatron-Core's 1F1B, one task after another",
+    "auto": "megatron-mux, the same tasks together",
+}
+"""Sides that `--picture` draws, from top to bottom, and what it calls them."""

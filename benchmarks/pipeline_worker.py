@@ -22,11 +22,13 @@ from engine_bench import (
     spec_of,
 )
 from megatron_side import MegatronEngine
-from pipeline_cases import CASES, LENGTHS, SIDES, TOKENS
+from pipeline_cases import CASES, LENGTHS, PICTURED, SIDES, TOKENS
 from processes import pin_to_core
 from workload import RANK, TaskShape, random_records
 
+from megatron_mux.attributes import replaced
 from megatron_mux.backbone.model import Backbone, load_stages
+from megatron_mux.clock import Clock
 from megatron_mux.engine import Task
 from megatron_mux.fusion.balance import balanced_split
 from megatron_mux.fusion.load import TaskLoad
@@ -34,23 +36,28 @@ from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner import Planner
 from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
+from megatron_mux.fusion.profile_store import find_profile
 from megatron_mux.fusion.step import step_template
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.bucket import BucketCost
-from megatron_mux.pipeline.simulate import simulate
+from megatron_mux.pipeline.simulate import Simulation, simulate
+from megatron_mux.pipeline.trace import to_trace
 from megatron_mux.runtime import Parallel, initialize
 from megatron_mux.tasks import TaskSpec
 from tests.reference.records import Records
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all cases; returns the result on rank 0 and {} on the other rank."""
+    """Measure all cases, or what `--picture` draws; returns the result on rank 0 and {} on the other rank."""
     rank = pin_to_core()
     parallel = initialize(device=arguments.device)
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     path = random_backbone(arguments.backbone_shape, dtype, rank)
     backbone = Backbone.load(path, parallel, dtype)
-    profile = load_or_measure_profile(backbone)
+    if arguments.picture is None:
+        profile = load_or_measure_profile(backbone)
+    else:  # a roofline will do: its plan is priced by what is measured
+        profile = find_profile(backbone.shape, arguments.device, dtype, 1)
     info, result = backbone.info, environment(backbone, 1)
     del backbone
     parallel = initialize(pipeline_parallel=2, device=arguments.device)
@@ -68,6 +75,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         planner = Planner(context.with_split(split))
         sides = _sides(planner, loads, padded=chosen["records"] == "padded")
         bench = _Bench(engine, planning, parallel, sides, chosen["steps"])
+        if arguments.picture is not None:
+            schedules = bench.schedules()
+            return {"trace": to_trace(schedules)} if rank == 0 else {}
         case = {**chosen, **bench.measure(arguments.turns)}
         case["tokens"] = sum(load.total for load in loads.values()) * chosen["steps"]
         cases.append(case)
@@ -184,6 +194,10 @@ class _Bench:
     def _simulated(self, side: str, everyone: Sequence[Sequence[TimedAction]]) -> float:
         """Simulate a turn with the measured mean times of a bucket's passes; returns simulated over measured time."""
         plan = self.sides[side][0]
+        return self._simulate(plan, everyone).latency / _span(everyone)
+
+    def _simulate(self, plan: Plan, everyone: Sequence[Sequence[TimedAction]]) -> Simulation:
+        """Simulate the steps of `everyone` with the mean times of a bucket's passes in them."""
         sizes = _sizes(everyone[0])
         costs = []
         for bucket in range(len(plan.buckets)):
@@ -191,8 +205,29 @@ class _Bench:
             forward, backward, norm, update = ([_mean(rank, kind) for rank in own] for kind in "FBNU")
             ends = tuple(n + u for n, u in zip(norm, update, strict=True))
             costs.append(BucketCost(1, tuple(forward), tuple(backward), update=ends))
-        found = simulate(step_template(plan, sizes), costs, sizes=sizes)
-        return found.latency / _span(everyone)
+        labels = [bucket.label for bucket in plan.buckets]
+        return simulate(step_template(plan, sizes), costs, labels, sizes)
+
+    def schedules(self) -> dict[str, list[TimedAction]]:
+        """Simulate one step of all tasks: by 1F1B one task after another, and as `auto` plans it.
+
+        Each plan's passes are timed on the stage that computes them, in seconds of its processor, which other programs
+        of the machine do not lengthen. Transfers take no time on either side.
+        """
+        self.engine.uses_megatron = False
+        found: dict[str, list[TimedAction]] = {}
+        for side, name in PICTURED.items():
+            done = found.setdefault(name, [])
+            for plan in self.sides[side]:
+                self.planning.plan = replace(plan, schedule="1f1b") if side == "megatron" else plan
+                timed: list[TimedAction] = []
+                self.engine.steps(1)  # warm up
+                with replaced(Clock, "mark", lambda clock: time.thread_time()):
+                    self.engine.steps(1, timed.append)
+                end = max((action.stop for action in done), default=0.0)
+                for stage in self._simulate(self.planning.plan, self._gathered(timed)).timed:
+                    done += [replace(t, start=t.start + end, stop=t.stop + end) for t in stage]
+        return found
 
 
 def _sizes(timed: Sequence[TimedAction]) -> list[list[int]]:

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 
 _FILE_WIDTH = 140
 """Columns where the output is no terminal but a file or a pipe."""
 
 
+class _TerminalConsole(Console):
+    """As large as the terminal that it writes to; rich asks the standard streams, which may be redirected."""
+
+    @property  # type: ignore[misc]  # nobody sets it
+    def size(self) -> ConsoleDimensions:
+        """Columns and lines."""
+        try:
+            columns, lines = os.get_terminal_size(self.file.fileno())
+        except (OSError, ValueError):
+            columns = lines = 0
+        asked = self._width or self._height or {"COLUMNS", "LINES"} & os.environ.keys()
+        return ConsoleDimensions(columns, lines) if columns and lines and not asked else super().size
+
+
 def make_console(**options: Any) -> Console:
     """Make a console on standard output that does not cut tables to 80 columns in a file; `options` are rich's."""
-    console = Console(**options)
+    console = _TerminalConsole(**options)
     return console if console.is_terminal else Console(width=_FILE_WIDTH, **options)
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from megatron_mux.launcher import launchers_store, store_key
+from megatron_mux.library_log import below_display, release_terminal
 
 _OF_A_CONNECTION = re.compile(r"gloo|nccl|connection|socket|broken pipe|timed? ?out", re.IGNORECASE)
 # A process reports its mistake just before it leaves and its connections break.
@@ -73,8 +74,11 @@ def tell(error: UserError, program: str) -> None:
     first = _is_first(error)
     if first or (first is None and (rank == "0" or not alike)):
         who = "" if alike or rank == "0" else f"rank {rank}: "
+        release_terminal()
+        print(end=below_display()[:1], file=sys.stderr)
         for line in (line for problem in error.problems for line in problem.splitlines()):
             print(f"{program}: {who}{line}", file=sys.stderr, flush=True)
+        print(end=below_display(), file=sys.stderr, flush=True)
 
 
 def told_elsewhere(error: RuntimeError) -> bool:

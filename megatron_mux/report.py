@@ -6,12 +6,11 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from rich.live import Live
-from rich.table import Table
 
 from megatron_mux.checkpoint import Manifest, prepare
 from megatron_mux.console import make_console
@@ -19,9 +18,11 @@ from megatron_mux.engine import EvalResult, StepResult
 from megatron_mux.engine.eval_lines import eval_lines
 from megatron_mux.errors import UserError
 from megatron_mux.files import write_atomically
+from megatron_mux.library_log import set_display
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.draw import to_svg
 from megatron_mux.pipeline.trace import to_trace
+from megatron_mux.task_table import LOADING, UNDER_WAY, TaskTable
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.trackers.registry import Trackers
 from megatron_mux.trackers.tensorboard import EventFile
@@ -33,34 +34,8 @@ EXPERT_ACCESS = "expert_access.jsonl"
 SAMPLES = "samples.jsonl"
 """What a task generates on some held-out prompts, evaluation by evaluation."""
 
-_HEADINGS = (
-    "task",
-    "adapter",
-    "step",
-    "loss first -> last",
-    "eval loss",
-    "eval accuracy",
-    "tokens/s",
-    "status",
-)
-
-
-@dataclass
-class TaskHistory:
-    """One task's figures for the closing table."""
-
-    kind: str
-    total_steps: int
-    step: int = 0
-    first_loss: float | None = None
-    loss: float | None = None
-    learning_rate: float = 0.0
-    before: EvalResult | None = None
-    after: EvalResult | None = None
-    tokens: int = 0
-    seconds: float = 0.0
-    status: str = "running"
-    reason: str = ""
+_REFRESHES = 2
+"""How often the live table is drawn, each second."""
 
 
 class Reporter:
@@ -89,15 +64,19 @@ class Reporter:
         self.log_interval = log_interval
         self.silent = silent
         self.console = make_console(quiet=silent, soft_wrap=True, highlight=False)
-        self.history: dict[str, TaskHistory] = {}
+        self._table = TaskTable()
+        self.history = self._table.tasks
         self.problem = ""
         self._files: dict[str, IO[str]] = {}
         self._trackers: dict[str, Trackers] = {}
         self._events = None if tensorboard is None or silent else EventFile(tensorboard)
         self._live: Live | None = None
-        if live and not silent and self.console.is_terminal:
-            self._live = Live(self._table(), console=self.console, refresh_per_second=4)
+        if live and not silent and self.console.is_interactive:
+            self._live = Live(
+                self._table, console=self.console, refresh_per_second=_REFRESHES, redirect_stderr=False
+            )
             self._live.start()
+            set_display(self._live)
         self._started = time.monotonic()
 
     def continue_metrics(self, directory: Path, manifest: Manifest | None) -> None:
@@ -105,10 +84,9 @@ class Reporter:
         if seconds := cut_metrics(directory, manifest, self.owner):
             self._started = time.monotonic() - seconds
 
-    def add(self, name: str, kind: str, step: int, total_steps: int, status: str = "running") -> None:
-        """List a task that joins, or that was done before this run continued it."""
-        self.history.setdefault(name, TaskHistory(kind, total_steps, step, status=status))
-        self._refresh()
+    def add(self, spec: TaskSpec, status: str, step: int = 0, total_steps: int | None = None) -> None:
+        """Add a task's row to the table, or bring it up to date."""
+        self._table.add(spec, status, step, total_steps)
 
     def track(self, spec: TaskSpec, step: int) -> None:
         """Report a task's figures to the trackers that it names, from `step` on."""
@@ -159,8 +137,7 @@ class Reporter:
         if result.status != "failed":
             task.first_loss = result.loss if task.first_loss is None else task.first_loss
             task.loss, task.learning_rate = result.loss, result.learning_rate
-        task.tokens += result.tokens
-        task.seconds += seconds
+        self._table.count(name, result.tokens, seconds)
         due = result.step % self.log_interval == 0 or result.status != "running"
         if result.status != "failed":
             line: dict[str, float | int] = {
@@ -183,7 +160,6 @@ class Reporter:
                 )
         if result.reason:
             self.say(f"{name} stopped: {result.reason}", style="bold red")
-        self._refresh()
 
     def evaluation(self, name: str, step: int, result: EvalResult) -> None:
         """Report an evaluation after `step` of the task's steps."""
@@ -196,7 +172,6 @@ class Reporter:
                 self.say(line)
         for sample in result.samples:
             self._append(f"{name}/{SAMPLES}", {"step": step, **asdict(sample)})
-        self._refresh()
 
     def say(self, text: str, style: str | None = None) -> None:
         """Print a line as it is: names that users chose may look like markup."""
@@ -206,7 +181,7 @@ class Reporter:
         """Report why the run stops, and so every task that is not done; `advice` is how to continue."""
         self.say(f"stopped {why}: {advice}")
         for task in self.history.values():
-            if task.status in ("running", "waiting"):
+            if task.status in UNDER_WAY:
                 task.status = "stopped"
 
     def schedule(
@@ -235,11 +210,10 @@ class Reporter:
         Raises:
             UserError: What was written last did not reach its file.
         """
-        if self._live is not None:
-            self._live.update(self._table())
-            self._live.stop()
-        elif self.history:
-            self.console.print(self._table())
+        is_drawn = self._live is not None
+        self._stop_display()
+        if self.history and not is_drawn:
+            self.console.print(self._table)
         if self.directory is not None and self.history:
             self.say(f"adapters: {self.directory / (self.owner or 'TASK') / 'checkpoint-STEP'}")
         self.release()
@@ -248,9 +222,7 @@ class Reporter:
 
     def release(self) -> None:
         """Close files; nothing more is said. A file that cannot be closed is a `problem`."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._stop_display()
         while self._files:
             _, file = self._files.popitem()
             try:
@@ -307,28 +279,13 @@ class Reporter:
             advice += ", and go on with --load"
         self.problem = self.problem or f"{what}: {error.strerror or error}. {advice}."
 
-    def _refresh(self) -> None:
+    def _stop_display(self) -> None:
+        self._table.is_final = True
         if self._live is not None:
-            self._live.update(self._table())
-
-    def _table(self) -> Table:
-        table = Table(title="megatron-mux", title_justify="left")
-        for heading in _HEADINGS:
-            words = heading in ("task", "adapter", "status")
-            table.add_column(heading, justify="left" if words else "right", no_wrap=heading != "task")
-        for name, task in self.history.items():
-            speed = f"{task.tokens / task.seconds:.0f}" if task.seconds else "-"
-            table.add_row(
-                name,
-                task.kind,
-                f"{task.step}/{task.total_steps}",
-                _change(task.first_loss, task.loss, "{:.3f}"),
-                _change(_of(task.before, "loss"), _of(task.after, "loss"), "{:.3f}"),
-                _change(_of(task.before, "accuracy"), _of(task.after, "accuracy"), "{:.1%}"),
-                speed,
-                task.status,
-            )
-        return table
+            # Of a run that is refused at the start, only the reason stays on the terminal.
+            self._live.transient = all(task.status == LOADING for task in self.history.values())
+            self._live.stop()
+            self._live = None
 
 
 def cut_metrics(directory: Path, manifest: Manifest | None, owner: str = "") -> float:
@@ -388,14 +345,3 @@ def _number(line: str, key: str, missing: float = math.inf) -> float:
 def _or_null(value: float) -> float | None:
     """A number as JSON can hold it: it knows neither NaN nor infinity."""
     return value if math.isfinite(value) else None
-
-
-def _of(result: EvalResult | None, field: str) -> float | None:
-    value = None if result is None else getattr(result, field)
-    return None if value is None else float(value)
-
-
-def _change(first: float | None, last: float | None, form: str) -> str:
-    if first is None or last is None:
-        return "-"
-    return f"{form.format(first)} -> {form.format(last)}"

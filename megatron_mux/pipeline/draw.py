@@ -27,7 +27,11 @@ _LEAST = 1e-9
 """Shortest duration in seconds that can be drawn."""
 # Angle of the lines in degrees, and whether others cross them.
 _HATCHES = ((45, False), (135, False), (45, True), (0, False), (90, False), (0, True))
-_ROW, _HEAD, _NAME, _LINE = 44, 34, 22, 18
+_ROW, _HEAD, _NAME, _LINE = 80, 34, 22, 18
+_FONT, _LETTER = 11.5, 6.6
+"""Pixels: height of a line of text in a box, and width of a letter."""
+_TICKS = {"N": "gradient norms of a bucket's tasks", "U": "optimizer steps"}
+"""What the black lines stand for."""
 
 
 @dataclass(frozen=True)
@@ -187,9 +191,9 @@ def _rows(
     shares = bubble(schedule, ranks)
     for row, idle in enumerate(shares):
         y = top + row * _ROW
-        yield f'<text x="8" y="{y + 24}">{row_name(row, len(shares), schedule)}</text>'
+        yield f'<text x="8" y="{y + _ROW / 2 + 4}">{row_name(row, len(shares), schedule)}</text>'
         yield f'<rect x="{LEFT}" y="{y + 4}" width="{WIDTH}" height="{_ROW - 8}" fill="#f4f4f4"/>'
-        yield f'<text x="{LEFT + WIDTH + 8}" y="{y + 24}">{idle:.1%} bubble</text>'
+        yield f'<text x="{LEFT + WIDTH + 8}" y="{y + _ROW / 2 + 4}">{idle:.1%} bubble</text>'
     # Ticks are drawn on top: the actions are narrower than their ticks.
     for timed in sorted(schedule, key=lambda t: (t.action.kind not in _FILL, t.start)):
         yield _box(timed, top + timed.action.stage % len(shares) * _ROW, begin, span, drawn)
@@ -207,14 +211,34 @@ def _box(timed: TimedAction, row: int, begin: float, span: float, drawn: Mapping
     x = LEFT + (timed.start - begin) / span * WIDTH
     width = max((timed.stop - timed.start) / span * WIDTH, 2.0 if tick else 1.0)
     y = row + 4
-    number = str(action.micro_batch) if width > 12 and not tick else ""
     fill = _TICK if tick else drawn[timed.label].fill(action.kind)
     edge = "" if tick else ' stroke="white" stroke-width="0.6"'
     hint = f"{action} {timed.label}: {(timed.stop - timed.start) * 1e3:.1f} ms"
     return (
         f'<g><title>{svg.text(hint)}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 8}" '
-        f'fill="{fill}"{edge}/>'
-        f'<text x="{x + width / 2:.1f}" y="{y + 23}" text-anchor="middle">{number}</text></g>'
+        f'fill="{fill}"{edge}/>{"" if tick else _names(timed, x, y, width)}</g>'
+    )
+
+
+def _names(timed: TimedAction, x: float, y: float, width: float) -> str:
+    """The tasks of a pass in its box, a line each; upright lines, cut if they are long, where the box is narrow."""
+    names = [name.strip() for name in re.split(r"[+|]", timed.label)]
+    height, middle, colour = _ROW - 8, x + width / 2, "white" if timed.action.is_backward else "black"
+    if len(names) * _FONT <= height and max(map(len, names)) * _LETTER + 6 <= width:
+        top = y + height / 2 - len(names) * _FONT / 2 + 10
+        places = [f'x="{middle:.1f}" y="{top + i * _FONT:.1f}"' for i in range(len(names))]
+    else:
+        room = int(width / _FONT)
+        if room < len(names):  # as many as there is room for, and how many more there are
+            names = [*names[: room - 1], f"+{len(names) - room + 1}"] if room > 1 else []
+        most = int((height - 4) / _LETTER)
+        names = [name if len(name) <= most else f"{name[: most - 1]}…" for name in names]
+        first, centre = middle - len(names) * _FONT / 2 + 10, y + height / 2
+        ends = [first + i * _FONT for i in range(len(names))]
+        places = [f'transform="translate({end:.1f} {centre:.1f}) rotate(-90)"' for end in ends]
+    return "".join(
+        f'<text {place} font-size="11" text-anchor="middle" fill="{colour}">{svg.text(name)}</text>'
+        for name, place in zip(names, places, strict=True)
     )
 
 
@@ -240,9 +264,10 @@ def _legend(actions: Sequence[TimedAction], top: int, drawn: Mapping[str, Style]
             for i, kind in enumerate(_FILL)
         )
         lines.append(f'{squares}<text x="{LEFT + 32}" y="{y + 11}">{svg.text(label)}</text>')
-    others = ", ".join(sorted({t.action.kind for t in actions} - set(_FILL)))
+    others = [text for kind, text in _TICKS.items() if any(t.action.kind == kind for t in actions)]
     if actions:
-        text = "light: forward, dark: backward" + (f", black: {svg.text(others)}" if others else "")
+        text = "light: forward pass of a micro-batch, dark: backward pass"
+        text += f", black lines: {', '.join(others)}" if others else ""
         lines.append(f'<text x="{LEFT}" y="{top + _LINE * len(lines) + 11}">{text}</text>')
     return lines
 

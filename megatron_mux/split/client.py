@@ -18,6 +18,7 @@ from megatron_mux.arguments.parser import Parser
 from megatron_mux.arguments.values import at_least, path
 from megatron_mux.errors import UserError, tell
 from megatron_mux.gpus import set_allocator_options
+from megatron_mux.library_log import LibraryLog
 
 if TYPE_CHECKING:
     from megatron_mux.split.noise import Privacy
@@ -229,7 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0; 2 if the input is wrong or the server does not serve; 130 after an interrupt before training.
     """
     try:
-        train(build_parser().parse_args(argv))
+        arguments = build_parser().parse_args(argv)
+        with LibraryLog(wanted=not arguments.no_progress):
+            train(arguments)
     except UserError as error:
         tell(error, PROGRAM)
         return 2

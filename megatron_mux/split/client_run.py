@@ -30,6 +30,7 @@ from megatron_mux.data.sources.locate import files_of
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Task
 from megatron_mux.errors import UserError
+from megatron_mux.library_log import keep_library_log
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
 from megatron_mux.section import shown
@@ -148,6 +149,8 @@ class ClientRun:
             UserError: Something else is wrong.
         """
         options, say = self.options, reporter.say
+        if log := keep_library_log(options.save and options.save / self.name):
+            say(f"warnings of libraries go to {log}")
         source, manifest = _newest(options, self.info, self.name, say)
         entry = _entry(manifest)
         if entry is not None and entry.status in ("finished", "failed"):

@@ -13,7 +13,7 @@ import torch
 from megatron_mux import checkpoint
 from megatron_mux.directory_lock import DirectoryLock
 from megatron_mux.errors import UserError
-from megatron_mux.report import Reporter, TaskHistory
+from megatron_mux.report import Reporter
 from megatron_mux.split.affinity import identity_of
 from megatron_mux.split.agreement import WireDtype
 from megatron_mux.split.client_run import ClientRun
@@ -23,6 +23,7 @@ from megatron_mux.split.remote import Privacy
 from megatron_mux.split.run_record import refuse_other_clients
 from megatron_mux.split.tls import ClientTls
 from megatron_mux.split.wire import RefusedError
+from megatron_mux.task_table import LOADING, TaskHistory
 from megatron_mux.tasks import TaskSpec, read_task
 
 _MOST_LOSSES = 8
@@ -124,6 +125,7 @@ class SplitTrainer:
     def _train(self, spec: TaskSpec) -> TaskHistory:
         """`train`, while nobody else writes into the task's directory."""
         reporter = self._reporter(spec.name)
+        reporter.add(spec, LOADING)
         try:
             run = ClientRun.open(self, spec, reporter.say)
             losses, saved = 0, -1

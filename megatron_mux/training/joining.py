@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -97,16 +98,16 @@ class JoiningFiles:
         before = [found for found in results[: self.parallel.rank + 1] if found is not None]
         return file, replace(self.files, tokenised=before[-1])
 
-    def cancel(self, path: Path) -> bool:
-        """Forget a task file; whether it was there."""
+    def cancel(self, path: Path) -> Sequence[TaskSpec]:
+        """Forget a task file; returns its tasks, none if it is not there."""
         for file in self._queue:
             if file.path == path:
                 if file.process is not None:
                     file.process.cancel()
                 self._queue.remove(file)
                 self._begin()
-                return True
-        return False
+                return file.specs
+        return ()
 
     def close(self) -> None:
         """Forget all of them."""

@@ -29,12 +29,14 @@ from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
 from megatron_mux.kernels.low_rank_choice import notice_of_loops
 from megatron_mux.launcher import local_leader_first
+from megatron_mux.library_log import keep_library_log
 from megatron_mux.liveness import Liveness
 from megatron_mux.moe.entries import Ints
 from megatron_mux.moe.topology import Topology
 from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel, has_bf16, initialize, use_tf32
 from megatron_mux.shape import BackboneShape
+from megatron_mux.task_table import LOADING
 from megatron_mux.tasks import load_task_file
 from megatron_mux.training.best import check_best_is_saved
 from megatron_mux.training.expert_placement import expert_placement, kept_placement, placement_on_managers
@@ -95,6 +97,8 @@ def _run(arguments: MuxArguments, lock: DirectoryLock | None = None) -> None:
         if arguments.without_effect:
             reporter.say(f"accepted without effect here: {', '.join(arguments.without_effect)}")
         experts = _place_experts(arguments, info, manifest is not None, reporter)
+        for spec in specs:
+            reporter.add(spec, LOADING)
         specs = merge_saved(specs, manifest)
         check_best_is_saved(specs, save is not None)
         entries = {entry.name: entry for entry in manifest.tasks} if manifest is not None else {}
@@ -112,6 +116,8 @@ def _run(arguments: MuxArguments, lock: DirectoryLock | None = None) -> None:
             raise_on_every_rank(problem, parallel)
             if lock is not None:
                 lock.record(backbone=str(arguments.backbone.resolve()), tasks=[spec.name for spec in specs])
+            if log := keep_library_log(save):
+                reporter.say(f"warnings of libraries go to {log}")
             exchange = _make_exchange(arguments, parallel, reporter)
             backbone = _load_backbone(arguments, parallel, planning, experts.placement, reporter)
             engine = Engine(backbone, parallel, planning, exchange=exchange)

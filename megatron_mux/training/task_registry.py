@@ -15,6 +15,7 @@ from megatron_mux.engine.agreement import first_problem
 from megatron_mux.errors import UserError
 from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel
+from megatron_mux.task_table import JOINING
 from megatron_mux.tasks import load_task_file
 from megatron_mux.training.admission import Admission
 from megatron_mux.training.best import check_best_is_saved
@@ -88,10 +89,10 @@ class TaskRegistry:
         self.parallel.heartbeat.at("registering tasks", long=True)
         joining: list[Task] = []
         for task in tasks:
-            name, kind = task.spec.name, task.spec.adapter.peft_type
+            name = task.spec.name
             entry = self.entries.get(name)
             if entry is not None and is_over(task, entry):
-                self.reporter.add(name, kind, entry.step, entry.step, entry.status)
+                self.reporter.add(task.spec, entry.status, entry.step, entry.step)
                 self.reporter.say(f"{name} is {entry.status} already in the run that is continued")
                 continue
             if entry is not None and entry.checkpoint:
@@ -108,9 +109,9 @@ class TaskRegistry:
                 self._admit_waiting(task)
         self._admit([task for task in admitted if task.spec.name not in waited])
         for task in self._admission.waiting:
-            name, kind = task.spec.name, task.spec.adapter.peft_type
-            if name not in self.reporter.history:
-                self.reporter.add(name, kind, 0, task.spec.total_steps(len(task.data)), "waiting")
+            name = task.spec.name
+            if not self._waits(name):
+                self.reporter.add(task.spec, "waiting", 0, task.spec.total_steps(len(task.data)))
                 self.reporter.say(f"{name} waits until there is room for it in memory")
 
     def _admit(self, tasks: Sequence[Task]) -> None:
@@ -122,16 +123,15 @@ class TaskRegistry:
         self.engine.register_tasks(tasks)
         fresh_tasks: list[str] = []
         for task in tasks:
-            name, kind = task.spec.name, task.spec.adapter.peft_type
+            name = task.spec.name
             step, total, status = self.engine.progress(name)
             fresh = SavedTask(name, step, status, "", "", task.spec.plain(), task.data.fingerprint)
             fresh.reference = task.reference_fingerprint()
             entry = self.entries.setdefault(name, fresh)
             entry.status, entry.spec, entry.lengths = status, fresh.spec, task.lengths
-            if name in self.reporter.history:  # it waited
-                self.reporter.history[name].status = status
+            if self._waits(name):
                 self.reporter.say(f"{name} trains from here on")
-            self.reporter.add(name, kind, step, total, status)
+            self.reporter.add(task.spec, status, step, total)
             if status == "running":
                 self.reporter.track(task.spec, step)
             if alone and step == 0 and task.resume is None:
@@ -146,6 +146,10 @@ class TaskRegistry:
         except UserError as error:  # the same on every rank: it depends on the task and the backbone alone
             self.reporter.history[task.spec.name].status = "refused"
             self.reporter.say(f"{task.spec.name} refused: {error}")
+
+    def _waits(self, name: str) -> bool:
+        """Whether people have been told that a task waits for memory."""
+        return name in self.reporter.history and self.reporter.history[name].status == "waiting"
 
     @property
     def waiting(self) -> bool:
@@ -189,7 +193,7 @@ class TaskRegistry:
 
     def _remove(self, path: Path, directory: Path) -> None:
         """Let the tasks of a file leave."""
-        if self._joining.cancel(path):
+        if self._cancel(path):
             self.reporter.say(f"{path.name} left before its data were tokenised")
         named = self._names.pop(path, [])
         names = [name for name in named if name in self.engine.tasks]
@@ -205,9 +209,16 @@ class TaskRegistry:
             self.reporter.history[name].status = "removed"
             self.reporter.say(f"{name} left: {path.name} was taken out of {directory}")
 
+    def _cancel(self, path: Path) -> bool:
+        """Forget a file whose data are being tokenised; returns whether there was one."""
+        specs = self._joining.cancel(path)
+        for spec in specs:
+            self.reporter.history[spec.name].status = "removed"
+        return bool(specs)
+
     def _prepare(self, path: Path) -> None:
         """Read a task file and have its data tokenised; a mistake in it is reported and stops nobody."""
-        self._joining.cancel(path)  # an older version of it
+        self._cancel(path)  # an older version of it
         specs, problem = [], ""
         try:
             if path in self._names:
@@ -229,6 +240,8 @@ class TaskRegistry:
             self.reporter.say(f"{path.name} refused: {problem}")
             return
         self._joining.add(path, specs)
+        for spec in specs:
+            self.reporter.add(spec, JOINING)
 
     def _join(self, file: JoiningFile, files: DataFiles) -> None:
         """Admit the tasks of a file whose data are tokenised; a mistake in it is reported and stops nobody."""
@@ -254,6 +267,8 @@ class TaskRegistry:
                     self._admission.withdraw(task.spec.name)
         if problem:
             self.reporter.say(f"{file.path.name} refused: {problem}")
+            for spec in file.specs:
+                self.reporter.history[spec.name].status = "refused"
             return
         self._names[file.path] = [task.spec.name for task in tasks]
         for task in tasks:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from megatron_mux import report as module
 from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.engine import EvalResult, StepResult
 from megatron_mux.errors import UserError
 from megatron_mux.report import Reporter
+from megatron_mux.task_table import TaskTable
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.trackers.tensorboard import EventFile
 
@@ -27,9 +32,14 @@ def strict(line: str) -> dict[str, Any]:
     return content
 
 
+def spec_of(name: str, **training: Any) -> TaskSpec:
+    fields = {"adapter": {"peft_type": "LORA"}, "data": {"path": "d"}}
+    return TaskSpec.model_validate({"name": name, "training": training, **fields})
+
+
 def reporter_of(directory: Path | None, tensorboard: Path | None = None) -> Reporter:
     reporter = Reporter(directory, tensorboard, 1, live=False, silent=False)
-    reporter.add("a", "LORA", 0, 3)
+    reporter.add(spec_of("a"), "running", 0, 3)
     return reporter
 
 
@@ -67,10 +77,8 @@ def test_tensorboard_reads_the_numbers(tmp_path: Path) -> None:
 
 def test_tasks_that_share_a_logging_dir_have_files_of_their_own(tmp_path: Path) -> None:
     reporter = reporter_of(None)
-    reporter.add("b", "LORA", 0, 3)
-    fields = {"adapter": {"peft_type": "LORA"}, "data": {"path": "d"}}
-    training = {"report_to": "csv", "logging_dir": str(tmp_path)}
-    specs = [TaskSpec.model_validate({"name": name, "training": training, **fields}) for name in ("a", "b")]
+    specs = [spec_of(name, report_to="csv", logging_dir=str(tmp_path)) for name in ("a", "b")]
+    reporter.add(specs[1], "running", 0, 3)
     assert not reporter.prepare_tracking(specs)
     for spec in specs:
         reporter.track(spec, 0)
@@ -128,3 +136,32 @@ def test_metrics_beyond_the_save_are_cut(tmp_path: Path) -> None:
     written = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in written] == [0, 1, 2, 3]
     assert 200 <= written[-1]["wall_s"] < 210, "the clock goes on from the last line that stayed"
+
+
+def test_a_step_of_many_tasks_does_not_draw_the_live_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws: list[float] = []
+    draw = TaskTable.__rich_console__
+
+    def counted(self: TaskTable, *options: Any) -> Any:
+        draws.append(time.monotonic())
+        return draw(self, *options)
+
+    screen = io.StringIO()
+    monkeypatch.setattr(TaskTable, "__rich_console__", counted)
+    monkeypatch.setattr(
+        module,
+        "make_console",
+        lambda **options: Console(force_terminal=True, force_interactive=True, file=screen),
+    )
+    reporter = Reporter(None, None, 1, live=True, silent=False)
+    names = [f"task-{number}" for number in range(500)]
+    for name in names:
+        reporter.add(spec_of(name), "running", 0, 3)
+    began = time.monotonic()
+    for step in range(1, 4):
+        for name in names:
+            reporter.step(name, StepResult(step, 3, 2.5, 1.0, 0.1, 8, "running"), 1.0)
+    lasted = time.monotonic() - began
+    assert len([moment for moment in draws if moment >= began]) <= 2 + 3 * lasted, "of 1,500 steps"
+    reporter.close()
+    assert "task-499" in screen.getvalue()

@@ -137,6 +137,32 @@ def test_what_is_no_pass_is_a_narrow_tick() -> None:
     assert event["name"] == "U a" and event["cat"] == "U"
 
 
+def names_in(width: float, label: str) -> list[tuple[str, bool]]:
+    """The names in a box of some thousandths of the picture's time, and whether each is upright."""
+    whole = TimedAction(Action(1, "F", 1, 0), 0.0, 1000.0, "x")
+    root = ElementTree.fromstring(to_svg([TimedAction(Action(0, "F", 0, 0), 0.0, width, label), whole], "t"))
+    texts = root.findall("{*}g")[0].findall("{*}text")
+    return [(text.text or "", "rotate(-90)" in text.attrib.get("transform", "")) for text in texts]
+
+
+def test_boxes_have_the_names_of_their_tasks() -> None:
+    assert names_in(100, "glosses+austen") == [("glosses", False), ("austen", False)]
+    assert names_in(100, "a | b + c") == [("a", False), ("b", False), ("c", False)]
+    assert names_in(30, "glosses+austen") == [("glosses", True), ("austen", True)]
+    assert names_in(12, "movie-sentiment") == [("movie-sen…", True)]
+    assert names_in(25, "+".join(f"task{i}" for i in range(6))) == [("task0", True), ("+5", True)]
+    assert names_in(12, "task1+task2") == [] and names_in(5, "a") == [], "no room"
+
+
+def test_the_legend_says_what_black_lines_are() -> None:
+    def legend(*kinds: str) -> str:
+        actions = [*in_turn(["a"]), *(in_turn(["a"], kind)[0] for kind in kinds)]
+        return [e.text or "" for e in ElementTree.fromstring(to_svg(actions, "t")).findall("{*}text")][-1]
+
+    assert legend("N", "U").endswith("black lines: gradient norms of a bucket's tasks, optimizer steps")
+    assert "black" not in legend()
+
+
 def test_a_label_has_one_name_and_colour_in_all_schedules_of_a_trace() -> None:
     schedules = {"simulated": in_turn(["a", "b"]), "measured": in_turn(["b", "b+c", "a"])}
     events = json.loads(to_trace(schedules))["traceEvents"]

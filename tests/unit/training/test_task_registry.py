@@ -49,8 +49,8 @@ class Reporter:
         self.said: list[str] = []
         self.history: dict[str, Any] = {}
 
-    def add(self, name: str, kind: str, step: int, total: int, status: str) -> None:
-        self.history[name] = SimpleNamespace(status=status)
+    def add(self, spec: Any, status: str, step: int = 0, total_steps: int | None = None) -> None:
+        self.history[spec.name] = SimpleNamespace(status=status)
 
     def track(self, spec: Any, step: int) -> None:
         """No tracker is asked for."""
