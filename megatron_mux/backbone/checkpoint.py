@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_mux.errors import UserError
 from megatron_mux.files import read_json
+from megatron_mux.hub_cache import hint_to_download
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -111,7 +112,11 @@ class Checkpoint:
         )
         if not files:
             others = sorted(f.name for f in self.path.glob("*.bin"))
-            hint = f" It has {others[0]}: save the model again as safetensors." if others else ""
+            hint = (
+                f" It has {others[0]}: save the model again as safetensors."
+                if others
+                else hint_to_download(self.path)
+            )
             raise UserError(f"{self.path} holds no *.safetensors.{hint}")
         return files
 
@@ -128,7 +133,8 @@ class Checkpoint:
                 self._sample(stream, 8 + length, size)
             self._add(file, entries, 8 + length, size)
         except OSError as error:
-            raise UserError(f"{file} cannot be read: {error.strerror or error}.") from None
+            hint = hint_to_download(self.path)
+            raise UserError(f"{file} cannot be read: {error.strerror or error}.{hint}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{file} is not a complete safetensors file: {error}.") from None
 
