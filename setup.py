@@ -43,6 +43,7 @@ setup(
         "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
+    entry_points={"console_scripts": ["megatron-mux = megatron_mux.cli.main:main"]},
     python_requires=">=3.11",
     # `pipeline` and `fusion` at the root are links into the package: only the package itself is installed.
     packages=find_packages(include=["megatron_mux*"]),
@@ -54,6 +55,7 @@ setup(
         "peft>=0.19,<1",
         "datasets>=4,<6",
         "safetensors>=0.5",
+        "huggingface-hub>=1",
         "tokenizers>=0.22",
         "numpy>=1.26",
         "pydantic>=2.7,<3",

@@ -54,6 +54,11 @@ def exit_status(work: Callable[[], None], program: str) -> int:
     return 0
 
 
+def to_stderr(text: str) -> None:
+    """Print a line beside a program's result."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def tell(error: UserError, program: str) -> None:
     """Print the problems of an error to standard error, one per line and only once for all processes.
 

@@ -233,9 +233,9 @@ def combined_card(
     return "\n".join(lines)
 
 
-def base_model_name(config: Mapping[str, Any]) -> str:
-    """What the config of an adapter calls its backbone: a name on the hub as it is, a directory without its path."""
-    given = str(config.get("base_model_name_or_path") or "unknown")
+def base_model_name(given: str | None) -> str:
+    """What `base_model_name_or_path` is called: a name on the hub as it is, a directory without its path."""
+    given = given or "unknown"
     return Path(given).name if Path(given).is_absolute() or given.startswith(".") else given
 
 

@@ -6,11 +6,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_mux.adapters.peft_format import CONFIG as ADAPTER_CONFIG
 from megatron_mux.adapters.peft_format import WEIGHTS as ADAPTER_WEIGHTS
+from megatron_mux.errors import UserError
 from megatron_mux.files import sync_directory, write
 
 TRAINING_STATE = "training_state.safetensors"
@@ -44,6 +46,51 @@ def newest_steps(directory: Path, name: str, count: int, owner: str = "") -> lis
         except (ValueError, KeyError, TypeError):
             continue
     return steps[:count]
+
+
+def find_adapter(directory: str | Path, say: Callable[[str], None]) -> Path:
+    """The adapter that a directory stands for.
+
+    Args:
+        directory: Of an adapter, which is returned; of a task, whose newest checkpoint is; or of a run with one task.
+            Any other directory is returned as it is.
+        say: Told which checkpoint is taken.
+
+    Raises:
+        UserError: The run has several tasks.
+    """
+    directory = Path(directory)
+    if (directory / ADAPTER_CONFIG).is_file():
+        return directory
+    newest = _newest_of_task(directory)
+    if newest is None and directory.is_dir():
+        found = {
+            path.name: adapter for path in sorted(directory.iterdir()) if (adapter := _newest_of_task(path))
+        }
+        if len(found) > 1:
+            choices = ", ".join(str(directory / name) for name in found)
+            raise UserError(f"{directory}: is a run of several tasks: choose one of {choices}")
+        newest = next(iter(found.values()), None)
+    if newest is None:
+        return directory
+    say(f"{directory}: taking {newest}")
+    return newest
+
+
+def _newest_of_task(directory: Path) -> Path | None:
+    """The checkpoint that the newest save names, else the one of most steps; None if it has no checkpoint."""
+    steps = {
+        int(path.name.rpartition("-")[2]): path
+        for path in directory.glob("checkpoint-*")
+        if re.fullmatch(r"checkpoint-[0-9]+", path.name) and (path / ADAPTER_CONFIG).is_file()
+    }
+    run, name = directory.absolute().parent, directory.name
+    named = [
+        *newest_steps(run, name, 1, owner=name),
+        *newest_steps(run, name, 1),
+        *sorted(steps, reverse=True),
+    ]
+    return next((steps[step] for step in named if step in steps), None)
 
 
 def drop_after(directory: Path, number: int, owner: str = "") -> None:

@@ -1,159 +1,16 @@
-"""Count which experts the records of tasks select, for the placement of experts.
-
-    python tools/profile_experts.py --backbone DIR --tasks tasks.yaml --output profile.json --picture experts.svg
-
-    python tools/profile_experts.py --backbone DIR --tasks tasks.yaml --output profile.json --drift-steps 300
-
-The records pass through the frozen model once, without adapters. The profile says, for each layer with experts, how
-often tokens select each expert (of all tasks together and of each by itself), the sums of their scores, and which
-experts they select together. tools/place_experts.py reads it. With --drift-steps the tasks are then trained for so many
-steps, their adapters thrown away, to see how the choice of experts drifts, beside the bound of VELA's Theorem 1.
-"""
+"""`megatron-mux profile-experts` as a script of a checkout."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
-from megatron_mux.arguments.parser import Parser
-from megatron_mux.arguments.values import at_least, flag_of, path
-from megatron_mux.errors import UserError, tell
+from megatron_mux.cli import profile_experts
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from megatron_mux.backbone.model import Backbone
-    from megatron_mux.engine import Task
-    from megatron_mux.runtime import Parallel
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Make the parser of the command line."""
-    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    add = parser.add_argument
-    add("--backbone", type=path, required=True, metavar="DIR", help="Hugging Face directory, with experts")
-    add("--tasks", type=path, required=True, metavar="FILE", help="task file")
-    add("--output", type=path, required=True, metavar="FILE", help="where the profile goes")
-    add("--picture", type=path, metavar="FILE", help="heat maps of the profile, as SVG")
-    add("--tokens", type=at_least(1), default=65536, metavar="N", help="tokens of each task at most (65536)")
-    add(
-        "--drift-steps",
-        type=at_least(1),
-        metavar="N",
-        help="train the tasks for N steps, follow the drift of the routers' scores, and add it to the profile",
-    )
-    add("--drift-picture", type=path, metavar="FILE", help="access over steps, drift and its bound, as SVG")
-    add("--bf16", action="store_true", help="compute in bfloat16 (default: fp32)")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Count and write; returns 2 if the input is wrong."""
-    with ExitStack() as cleanup:
-        try:
-            arguments = build_parser().parse_args(argv)
-            from megatron_mux.runtime import shutdown
-
-            cleanup.callback(shutdown)
-            run(arguments)
-        except UserError as error:
-            tell(error, "profile_experts.py")
-            return 2
-    return 0
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Count and write, with a parsed command line."""
-    import torch
-
-    from megatron_mux.backbone.model import Backbone
-    from megatron_mux.backbone.registry import read_backbone_info
-    from megatron_mux.data.dataset import DataFiles
-    from megatron_mux.data.tokenizer import load_tokenizer
-    from megatron_mux.files import write_output
-    from megatron_mux.moe.heat_map import draw_heat_maps
-    from megatron_mux.moe.profile_tasks import profile_tasks
-    from megatron_mux.runtime import initialize
-    from megatron_mux.tasks import load_task_file
-    from megatron_mux.training.task_setup import open_tasks
-
-    info = read_backbone_info(arguments.backbone)
-    if info.shape.experts is None:
-        raise UserError(f"--backbone {arguments.backbone}: a {info.shape.family} has no experts to profile")
-    if arguments.drift_picture is not None and arguments.drift_steps is None:
-        raise UserError(f"--drift-picture {arguments.drift_picture}: needs --drift-steps")
-    outputs = ("output", "picture", "drift_picture")
-    for flag, file in ((flag_of(name), getattr(arguments, name)) for name in outputs):
-        if file is not None and not file.parent.is_dir():
-            raise UserError(f"{flag} {file}: there is no directory {file.parent}: create it first")
-    specs = load_task_file(arguments.tasks, data_later=True)
-    tasks = open_tasks(specs, info, DataFiles(load_tokenizer(arguments.backbone), _say), _say)
-    parallel = initialize()
-    backbone = Backbone.load(
-        arguments.backbone, parallel, torch.bfloat16 if arguments.bf16 else torch.float32
-    )
-    records = {task.spec.name: task.data for task in tasks}
-    total = sum(min(arguments.tokens, int(data.lengths.sum())) for data in records.values())
-    with _progress() as bar:
-        counted = bar.add_task("tokens", total=total)
-        profile = profile_tasks(
-            backbone, records, arguments.tokens, lambda count: bar.advance(counted, count)
-        )
-    content = profile.model_dump(mode="json")
-    if arguments.drift_steps is not None:
-        content["drift"] = _follow_drift(arguments, backbone, parallel, tasks)
-    write_output("--output", arguments.output, json.dumps(content) + "\n")
-    if arguments.picture is not None:
-        write_output("--picture", arguments.picture, draw_heat_maps(profile))
-    print(f"{profile.tokens} tokens counted: {arguments.output}")
-
-
-def _follow_drift(
-    arguments: argparse.Namespace, backbone: Backbone, parallel: Parallel, tasks: list[Task]
-) -> dict[str, Any]:
-    """Train the tasks, say what became of the scores, and draw it if asked for."""
-    from megatron_mux.engine import Engine, Planning
-    from megatron_mux.files import write_output
-    from megatron_mux.moe.drift_picture import draw_drift
-    from megatron_mux.training.expert_drift import follow_drift
-
-    with _progress() as bar:
-        steps = bar.add_task("steps", total=arguments.drift_steps)
-        engine = Engine(backbone, parallel, Planning("spatial", 1))
-        found = follow_drift(engine, tasks, arguments.drift_steps, lambda: bar.advance(steps))
-        engine.close()
-    for name, task in found.items():
-        last = task["steps"][-1]["layers"] if task["steps"] else []
-        drift = max((layer["mean"] for layer in last), default=0.0)
-        said = f"{name}: {len(task['steps'])} steps of {task['optimizer']}; in the last one scores drift by {drift:.3g}"
-        said += f" on average in the layer that drifts most; {task['violations']} of {task['compared']} scores changed"
-        said += " by more than the bound by the update's norm"
-        if task["paper_compared"]:
-            said += f", {task['paper_violations']} by more than Theorem 1's"
-        print(said)
-    if arguments.drift_picture is not None:
-        write_output("--drift-picture", arguments.drift_picture, draw_drift(found))
-    return found
-
-
-def _progress() -> Progress:
-    """A progress bar on standard error."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    return Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
-
+main = partial(profile_experts.main, program="profile_experts.py")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -25,8 +25,9 @@ class ExpertFlags:
     )
     mux_expert_placement: Path | Literal["auto"] | None = flag(
         "mux",
-        "which ranks hold which experts, as tools/place_experts.py writes it; auto: placed at the start by what the "
-        "tasks' data select (default: neighbouring experts share one; with --mux-expert-managers, one after the other)",
+        "which ranks hold which experts, as megatron-mux place-experts writes it; auto: placed at the start by what "
+        "the tasks' data select (default: neighbouring experts share one; with --mux-expert-managers, one after the "
+        "other)",
         type=path_or_auto,
         metavar="FILE",
     )

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-from megatron_mux.arguments.values import at_least, path
+from megatron_mux.arguments.values import at_least, model, path
 
 COUNT: Mapping[str, Any] = {"type": at_least(1), "metavar": "N"}
 DIRECTORY: Mapping[str, Any] = {"type": path, "metavar": "DIR"}
+MODEL: Mapping[str, Any] = {"type": model, "metavar": "DIR"}
 FILE: Mapping[str, Any] = {"type": path, "metavar": "FILE"}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_mux.arguments.expert_flags import ExpertFlags
-from megatron_mux.arguments.flag import COUNT, DIRECTORY, FILE, flag
+from megatron_mux.arguments.flag import COUNT, DIRECTORY, FILE, MODEL, flag
 from megatron_mux.arguments.shape_flags import SHAPE_FLAGS
 from megatron_mux.arguments.values import (
     at_least,
@@ -41,7 +41,9 @@ class MuxArguments(ExpertFlags):
     """
 
     backbone: Path = flag(
-        "backbone", "Hugging Face directory: config.json, safetensors files, tokenizer", **DIRECTORY
+        "backbone",
+        "Hugging Face directory (config.json, safetensors files, tokenizer), or org/name in the Hugging Face cache",
+        **MODEL,
     )
     tokenizer_model: Path | None = flag(
         "backbone", "the tokenizer is --backbone's: accepted if it is that directory or in it", **FILE
@@ -155,7 +157,7 @@ class MuxArguments(ExpertFlags):
         choices=("auto", "serial", "temporal", "spatial"),
     )
     mux_plan: Path | None = flag(
-        "mux", "start with this plan (tools/plan.py --output FILE makes one)", **FILE
+        "mux", "start with this plan (megatron-mux plan --output FILE makes one)", **FILE
     )
     mux_memory_limit: int | Literal["auto"] | None = flag(
         "mux",

@@ -13,8 +13,13 @@ from megatron_mux.arguments.checks import contradictions
 from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS, flags_by
 from megatron_mux.arguments.model import MuxArguments, add_flags
 from megatron_mux.arguments.shape_flags import SHAPE_FLAGS
-from megatron_mux.arguments.values import destination, only, path
+from megatron_mux.arguments.values import destination, model, only, path
 from megatron_mux.errors import UserError
+
+BACKBONE = "Hugging Face directory, or org/name in the Hugging Face cache"
+"""Help of `--backbone`."""
+ADAPTER = "in PEFT's format; of a task's or run's directory the newest checkpoint"
+"""Help of flags that name an adapter."""
 
 
 class _WithoutEffect(argparse.Action):
@@ -42,19 +47,20 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "))
 
 
-def adapter_parser(description: str) -> tuple[Parser, Callable[..., argparse.Action]]:
+def adapter_parser(program: str, description: str) -> tuple[Parser, Callable[..., argparse.Action]]:
     """Make the parser of a tool that makes something of an adapter and its backbone.
 
     Args:
+        program: The tool's name.
         description: What it makes.
 
     Returns:
         The parser with `--backbone`, `--adapter` and `--json`, and its `add_argument`.
     """
-    parser = Parser(description=description, allow_abbrev=False)
+    parser = Parser(prog=program, description=description, allow_abbrev=False)
     add = parser.add_argument
-    add("--backbone", type=path, required=True, metavar="DIR", help="Hugging Face directory of the backbone")
-    add("--adapter", type=path, required=True, metavar="DIR", help="adapter, in PEFT's format")
+    add("--backbone", type=model, required=True, metavar="DIR", help=BACKBONE)
+    add("--adapter", type=path, required=True, metavar="DIR", help=f"adapter, {ADAPTER}")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     return parser, add
 
@@ -72,14 +78,33 @@ def parse_args(argv: Sequence[str] | None = None) -> MuxArguments:
     Raises:
         UserError: Unknown or refused flags (all of them at once), or invalid values.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    parser = build_parser()
+    return arguments_of(parse(build_parser(), sys.argv[1:] if argv is None else argv))
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+    """Parse a command line of a run, by the names of `MuxArguments`.
+
+    Args:
+        parser: That of `build_parser`; may have further flags.
+        argv: Words without the program's name.
+
+    Raises:
+        UserError: Unknown or refused flags (all of them at once), or invalid values.
+    """
     known = {option for action in parser._actions for option in action.option_strings}
     given = dict.fromkeys(word.partition("=")[0] for word in argv if word.startswith("--") and word != "--")
     unknown = [_refusal(flag, known) for flag in given if flag not in known]
     if unknown:
         raise UserError(*unknown)
-    parsed = vars(parser.parse_args(argv))
+    return vars(parser.parse_args(argv))
+
+
+def arguments_of(parsed: Mapping[str, Any]) -> MuxArguments:
+    """Check what `parse` returns.
+
+    Raises:
+        UserError: Flags contradict each other or the file system.
+    """
     shape = {flag: parsed[destination(flag)] for flag in SHAPE_FLAGS}
     arguments = MuxArguments(
         shape={flag: value for flag, value in shape.items() if value is not None and value is not False},

@@ -8,6 +8,8 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_mux.errors import UserError
+from megatron_mux.hub_cache import find_model
 from megatron_mux.memory.sizes import parse_size
 
 
@@ -26,6 +28,14 @@ def path(text: str) -> Path:
     if not text.strip() or "\0" in text:
         raise argparse.ArgumentTypeError(f"must be a path, got {text!r}")
     return Path(text)
+
+
+def model(text: str) -> Path:
+    """The directory of a model, or `org/name` of one in the Hugging Face cache."""
+    try:
+        return find_model(path(text))
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def named_path(text: str) -> tuple[str, Path]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_mux.errors import UserError
 from megatron_mux.files import read_json
+from megatron_mux.hub_cache import hint_to_download
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -120,7 +121,11 @@ class Checkpoint:
         )
         if not files:
             others = sorted(f.name for f in self.path.glob("*.bin"))
-            hint = f" It has {others[0]}: save the model again as safetensors." if others else ""
+            hint = (
+                f" It has {others[0]}: save the model again as safetensors."
+                if others
+                else hint_to_download(self.path)
+            )
             raise UserError(f"{self.path} holds no *.safetensors.{hint}")
         return files
 
@@ -134,7 +139,8 @@ class Checkpoint:
                 entries = json.loads(stream.read(length))
             self._add(file, entries, 8 + length, size)
         except OSError as error:
-            raise UserError(f"{file} cannot be read: {error.strerror or error}.") from None
+            hint = hint_to_download(self.path)
+            raise UserError(f"{file} cannot be read: {error.strerror or error}.{hint}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{file} is not a complete safetensors file: {error}.") from None
 

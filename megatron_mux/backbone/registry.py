@@ -15,6 +15,7 @@ from megatron_mux.backbone.checkpoint import Checkpoint, refuse_megatron
 from megatron_mux.backbone.config import Family
 from megatron_mux.errors import UserError
 from megatron_mux.files import read_json
+from megatron_mux.hub_cache import find_model
 from megatron_mux.quantised.config import read_quantisation
 from megatron_mux.quantised.scheme import Method, agree
 from megatron_mux.shape import BackboneShape
@@ -95,13 +96,14 @@ def read_shape(path: str | Path, quantise: Method | None = None) -> BackboneShap
     """The shape alone, from config.json.
 
     Args:
-        path: A backbone's directory, or a config.json by itself, whatever it is called.
+        path: A backbone's directory, a config.json by itself, whatever it is called, or the name of a model in the
+            Hugging Face cache.
         quantise: How to quantise weights on load, if the checkpoint does not store them so.
 
     Raises:
         UserError: The config is missing, of an unknown family, or asks for something unsupported.
     """
-    path = Path(path)
+    path = find_model(path)
     return _read_file(path, quantise) if path.is_file() else _read_config(path, quantise)
 
 
@@ -114,7 +116,7 @@ def stored_dtype(path: str | Path) -> str | None:
     Raises:
         UserError: The config is missing or unreadable.
     """
-    config = read_json(Path(path) / "config.json")
+    config = read_json(find_model(path) / "config.json")
     found = config.get("dtype") or config.get("torch_dtype")  # the latter before transformers 5
     return found.removeprefix("torch.") if isinstance(found, str) else None
 
@@ -131,7 +133,7 @@ def read_backbone_info(path: str | Path, quantise: Method | None = None) -> Back
     Raises:
         UserError: As `read_shape`; or tensors are missing, unreadable, superfluous, or contradict the config.
     """
-    path = Path(path)
+    path = find_model(path)
     shape = _read_config(path, quantise)
     with Checkpoint(path) as checkpoint:
         stored = resolve.resolve(shape, checkpoint)
@@ -160,7 +162,7 @@ def info_without_weights(path: str | Path, quantise: Method | None = None) -> Ba
     Raises:
         UserError: As `read_shape`.
     """
-    path = Path(path)
+    path = find_model(path)
     shape = _read_config(path, quantise)
     return BackboneInfo(path, shape, "", {name: name for name in resolve.expected(shape)})
 

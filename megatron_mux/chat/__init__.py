@@ -1,1 +1,1 @@
-"""Conversations with several adapters side by side on one backbone: `tools/chat.py`."""
+"""Conversations with several adapters side by side on one backbone: `megatron-mux chat`."""

@@ -18,8 +18,9 @@ class ExpertFiles:
     """Files of a tool's command line.
 
     Attributes:
-        placement: Of `--mux-expert-placement`, as tools/place_experts.py writes it; None: experts are divided evenly.
-        profile: Of `--expert-profile`, as tools/profile_experts.py writes it; None: rows select all equally often.
+        placement: Of `--mux-expert-placement`, as megatron-mux place-experts writes it; None: experts are divided
+            evenly.
+        profile: Of `--expert-profile`, as megatron-mux profile-experts writes it; None: rows select all equally often.
     """
 
     placement: Path | None = None

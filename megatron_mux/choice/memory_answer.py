@@ -1,4 +1,4 @@
-"""The answer of `tools/estimate_memory.py`: a ranking of methods, a traced step or both; JSON, table, picture."""
+"""The answer of `megatron-mux estimate`: a ranking of methods, a traced step or both; JSON, table, picture."""
 
 from __future__ import annotations
 

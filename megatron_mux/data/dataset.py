@@ -74,7 +74,7 @@ class TaskDataset:
         max_length: int,
         progress: Progress | None = None,
         tokenised: TokenisedFile | Sequence[TokenisedFile] | None = None,
-        cache: Path | None = None,
+        cache: str | Path | None = None,
         truncation_side: str = "right",
         mixing: Mixing | None = None,
     ) -> None:
@@ -245,7 +245,7 @@ class DataFiles:
 
     tokenizer: Any
     say: Callable[[str], None]
-    cache: Path | None = None
+    cache: str | Path | None = None
     tokenised: Mapping[str, TokenisedFile | UserError] = field(default_factory=dict)
 
     def open(

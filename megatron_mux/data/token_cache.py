@@ -44,7 +44,7 @@ _UNUSED_SECONDS = 30 * 86400.0
 _ABANDONED_SECONDS = 2 * 86400.0
 
 
-def token_cache_directory(given: Path | None = None) -> Path:
+def token_cache_directory(given: str | Path | None = None) -> Path:
     """Where tokenised files are kept.
 
     Args:
@@ -52,7 +52,7 @@ def token_cache_directory(given: Path | None = None) -> Path:
             where the former cannot be written.
     """
     if given is not None:
-        return given
+        return Path(given)
     usual = cache_directory("tokens")
     with suppress(OSError):
         usual.mkdir(parents=True, exist_ok=True)

@@ -69,7 +69,7 @@ class Reading(NamedTuple):
 def tokenise_file(
     source: str | os.PathLike[str] | DataSource,
     tokenizer: PreTrainedTokenizerBase,
-    cache: Path | None = None,
+    cache: str | Path | None = None,
     progress: Progress | None = None,
     loss: str = "sft",
 ) -> TokenisedFile:

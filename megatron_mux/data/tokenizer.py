@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_mux.errors import UserError
+from megatron_mux.hub_cache import find_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +32,7 @@ def load_tokenizer(backbone: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """The tokenizer in a Hugging Face directory; nothing is downloaded and no code of the directory is run.
 
     Args:
-        backbone: The directory.
+        backbone: The directory, or the name of a model in the Hugging Face cache.
 
     Returns:
         The tokenizer.
@@ -39,7 +40,7 @@ def load_tokenizer(backbone: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     Raises:
         UserError: There is none, it cannot be read, or it has no end-of-sequence token.
     """
-    directory = Path(backbone)
+    directory = find_model(backbone)
     if not os.path.isdir(directory):
         raise UserError(f"{directory}: no such directory")
     if not any((directory / name).is_file() for name in _FILES):

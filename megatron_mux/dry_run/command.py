@@ -1,4 +1,4 @@
-"""`tools/estimate_memory.py --method dry-run`: runs it and prints its result."""
+"""`megatron-mux estimate --method dry-run`: runs it and prints its result."""
 
 from __future__ import annotations
 

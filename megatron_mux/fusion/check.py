@@ -18,17 +18,17 @@ _MOST_UNITS = 100_000
 """Chunks of a step: many more than any real step has."""
 
 ALSO_PRINTED = ("alternatives", "padding", "planning_s", "mesh", "flags")
-"""Entries that `tools/plan.py --json` prints beside the plan; a file with them is still a plan."""
+"""Entries that `megatron-mux plan --json` prints beside the plan; a file with them is still a plan."""
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: str | Path) -> Plan:
     """A plan file.
 
     Raises:
         UserError: The file cannot be read or is not a plan; every wrong entry is named by its place.
     """
     try:
-        value: Any = json.loads(path.read_text())
+        value: Any = json.loads(Path(path).read_text())
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:

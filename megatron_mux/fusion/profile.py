@@ -133,7 +133,7 @@ class Profile:
         if self.source == "measured":
             busy = self.about.get("busy", 1)
             return f"profile {self.key} measured on {device}{f', {busy} processes busy' * (busy > 1)}"
-        return f"roofline of {device} (no profile: tools/profile_backbone.py measures one)"
+        return f"roofline of {device} (no profile: megatron-mux profile measures one)"
 
 
 def key_of(about: Mapping[str, Any]) -> str:

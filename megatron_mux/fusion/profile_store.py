@@ -123,7 +123,7 @@ def find_profile(
         if found is not None and count != wanted and say is not None:
             say(
                 f"no profile was measured with {wanted} process(es) busy: using the one with {count} "
-                f"(torchrun --nproc-per-node {wanted} tools/profile_backbone.py measures it)"
+                f"(megatron-mux profile --processes {wanted} measures it)"
             )
         if found is not None:
             return found

@@ -1,4 +1,4 @@
-"""Chooses whether layers are recomputed where no flag says: the rule of a run and of `tools/plan.py`."""
+"""Chooses whether layers are recomputed where no flag says: the rule of a run and of `megatron-mux plan`."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ class StageCosts:
         if not known:
             raise UserError(
                 f"the {self.profile.description} has no cost of {curve.name} adapters at {op}: measure it with "
-                "tools/profile_backbone.py --force"
+                "megatron-mux profile --force"
             )
         if len(known) == 1:
             return self._curves[f"{curve.name}:{op}:{known[0]}"].at(rows)

@@ -1,4 +1,4 @@
-"""Which flags of `tools/estimate_memory.py` go with which method; the others are refused."""
+"""Which flags of `megatron-mux estimate` go with which method; the others are refused."""
 
 from __future__ import annotations
 

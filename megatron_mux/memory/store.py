@@ -1,6 +1,6 @@
 """Keeps texts between runs, under a key that names everything they depend on; versions are part of every key.
 
-There are three kinds: sizes of models, traced steps, and answers of `tools/estimate_memory.py`. A file has a line that
+There are three kinds: sizes of models, traced steps, and answers of `megatron-mux estimate`. A file has a line that
 describes its content, with a digest, and then the content. A file that is damaged counts as missing.
 """
 

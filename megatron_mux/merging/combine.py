@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_mux.adapters.peft_format import CONFIG, WEIGHTS
 from megatron_mux.errors import UserError
 from megatron_mux.files import new_directory, write
+from megatron_mux.hub_cache import find_model
 from megatron_mux.merging.hf_directory import write_json
 from megatron_mux.merging.low_rank import lora_scale, refuse_variants
 from megatron_mux.merging.provenance import Provenance
@@ -119,7 +120,7 @@ class _Member:
             if config.get(part):
                 raise UserError(
                     f"{directory} has {part}, which peft's add_weighted_adapter does not combine: merge the adapter "
-                    "into its backbone instead (tools/merge_adapter.py)."
+                    "into its backbone instead (megatron-mux merge)."
                 )
         modules = {path: end for end in _ENDS for path in stored.paths(end)}
         known = {PREFIX + path + side for path, end in modules.items() for side in (end, _ENDS[end])}
@@ -153,11 +154,11 @@ class _Result:
 
 
 def combine(
-    adapters: Mapping[str, Path],
+    adapters: Mapping[str, str | Path],
     weights: Sequence[float],
     recipe: Recipe,
-    output: Path,
-    backbone: Path | None = None,
+    output: str | Path,
+    backbone: str | Path | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Combined:
     """Write the combination of several adapters.
@@ -174,14 +175,18 @@ def combine(
         UserError: The adapters cannot be combined so, or the output exists.
     """
     began = time.monotonic()
+    output = Path(output)
     members = [
-        _Member.read(name, path, weight)
+        _Member.read(name, Path(path), weight)
         for (name, path), weight in zip(adapters.items(), weights, strict=True)
     ]
     # As in peft: whatever the method, one adapter is only scaled.
     method = "linear" if len(members) == 1 else recipe.method
     rank = _rank(members, recipe, method)
-    paths = _in_order({path for member in members for path in member.modules}, backbone)
+    paths = _in_order(
+        {path for member in members for path in member.modules},
+        None if backbone is None else find_model(backbone),
+    )
     result = _Result()
     with new_directory("--output", output) as directory, torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
@@ -200,7 +205,12 @@ def combine(
         header = trained.pop().header if len(trained) == 1 else {}
         write_tensors(directory / WEIGHTS, result.tensors, header)
         parents = [(Parent(m.name, m.stored.fingerprint()), m.weight, m.stored.directory) for m in members]
-        card = combined_card(base_model_name(config), parents, {**recipe.settings, "method": method}, rank)
+        card = combined_card(
+            base_model_name(config.get("base_model_name_or_path")),
+            parents,
+            {**recipe.settings, "method": method},
+            rank,
+        )
         write(directory / "README.md", card.encode())
     size = sum(tensor.nbytes for tensor in result.tensors.values())
     return Combined(max(result.ranks.values()), len(paths), size, time.monotonic() - began)

@@ -75,7 +75,7 @@ class _Pair:
 
 
 def export_gguf(
-    backbone: Path, adapter: Path, output: Path, outtype: Literal["f32", "f16"] = "f32"
+    backbone: str | Path, adapter: str | Path, output: str | Path, outtype: Literal["f32", "f16"] = "f32"
 ) -> Exported:
     """Write an adapter as a GGUF file.
 
@@ -90,6 +90,7 @@ def export_gguf(
             `gguf` is missing.
     """
     began = time.monotonic()
+    adapter, output = Path(adapter), Path(output)
     try:
         import gguf
     except ImportError:
@@ -145,13 +146,13 @@ class _Naming:
         if shape.tied and path in (shape.names.head, shape.names.embedding):
             raise UserError(
                 f"{path}: the backbone's output layer is its embedding, which llama.cpp holds once: it cannot adapt "
-                "one of the two. Merge the adapter instead (tools/merge_adapter.py)."
+                "one of the two. Merge the adapter instead (megatron-mux merge)."
             )
         found: str | None = self._map.get_name(path)
         if found is None or (shape.latent is not None and path in self._latent):
             raise UserError(
                 f"{path} cannot be adapted in llama.cpp ({self.architecture}): merge the adapter instead "
-                "(tools/merge_adapter.py)."
+                "(megatron-mux merge)."
             )
         return f"{found}.weight"
 
@@ -233,7 +234,7 @@ def _reordered(b: Tensor, path: str, info: BackboneInfo) -> Tensor:
 def _unsupported(adapter: StoredAdapter, what: str) -> UserError:
     return UserError(
         f"{adapter.directory}: llama.cpp applies low-rank products only, not {what}: merge the adapter instead "
-        "(tools/merge_adapter.py), and convert the merged model."
+        "(megatron-mux merge), and convert the merged model."
     )
 
 

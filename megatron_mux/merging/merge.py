@@ -15,6 +15,7 @@ from megatron_mux.backbone.checkpoint import Checkpoint
 from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.errors import UserError
 from megatron_mux.files import new_directory, read_json, write
+from megatron_mux.hub_cache import find_model, model_id
 from megatron_mux.merging.backbone_source import BackboneSource
 from megatron_mux.merging.hf_directory import copy_companions, write_json, write_shards
 from megatron_mux.merging.kinds import merge_kind
@@ -22,7 +23,7 @@ from megatron_mux.merging.provenance import check_backbone
 from megatron_mux.merging.stored_adapter import PREFIX, StoredAdapter
 from megatron_mux.merging.weights import Change, Changes
 from megatron_mux.merging.whole_rows import replace_modules, replace_rows
-from megatron_mux.model_card import Parent, merged_card
+from megatron_mux.model_card import Parent, base_model_name, merged_card
 from megatron_mux.quantised.scheme import Method
 from megatron_mux.tensor_file import TensorInfo
 
@@ -68,9 +69,9 @@ class _Written:
 
 
 def merge(
-    backbone: Path,
-    adapter: Path,
-    output: Path,
+    backbone: str | Path,
+    adapter: str | Path,
+    output: str | Path,
     dtype: torch.dtype | None = None,
     largest: int = 5_000_000_000,
     progress: Progress = lambda name, done, total: None,
@@ -83,7 +84,7 @@ def merge(
     are dequantised first, and the result is not quantised.
 
     Args:
-        backbone: Hugging Face directory.
+        backbone: Hugging Face directory, or `org/name` in the Hugging Face cache.
         adapter: Directory in peft's format.
         output: Directory to make.
         dtype: Of the weights; None: as they are stored, or as config.json says of quantised ones.
@@ -96,6 +97,7 @@ def merge(
         UserError: The adapter is of a kind that cannot be merged, or of another backbone; or the output exists.
     """
     began = time.monotonic()
+    backbone, adapter, output = find_model(backbone), Path(adapter), Path(output)
     info, stored = read_backbone_info(backbone, quantise), StoredAdapter(adapter)
     info.check_parallel(1, 1)
     trained = check_backbone(adapter, info, warn)
@@ -115,7 +117,10 @@ def merge(
         files = write_shards(directory, {name: each.info for name, each in written.items()}, value, largest)
         write_json(directory / "config.json", _config(backbone, changes, dtype))
         copy_companions(backbone, directory)
-        parents = Parent(backbone.resolve().name, info.fingerprint), Parent(stored.name, stored.fingerprint())
+        parents = (
+            Parent(base_model_name(model_id(backbone)), info.fingerprint),
+            Parent(stored.name, stored.fingerprint()),
+        )
         quantised = str(info.shape.quantisation or "")
         write(directory / "README.md", merged_card(*parents, stored.config, adapter, quantised).encode())
     changed = sum(bool(each.changes) for each in written.values())

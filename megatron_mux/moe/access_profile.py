@@ -194,10 +194,10 @@ def _check_probabilities(name: str, rows: Floats, shape: tuple[int, int], top_k:
         )
 
 
-def read_profile(path: Path) -> AccessProfile:
+def read_profile(path: str | Path) -> AccessProfile:
     """Read an access profile.
 
     Raises:
         UserError: The file cannot be read, or an entry is wrong: names file and entry.
     """
-    return read_model(path, AccessProfile, "an access profile, as tools/profile_experts.py writes it")
+    return read_model(path, AccessProfile, "an access profile, as megatron-mux profile-experts writes it")

@@ -67,7 +67,7 @@ def _check_entries(value: Any, name: str, axis: int, lengths: list[int | None], 
         raise ValueError(f"{name}{index(i)}: must be a number of at least 0, got {shown(entry)}")
 
 
-def read_model(path: Path, kind: type[Model], what: str) -> Model:
+def read_model(path: str | Path, kind: type[Model], what: str) -> Model:
     """Read a JSON file into a pydantic model.
 
     Args:
@@ -78,7 +78,7 @@ def read_model(path: Path, kind: type[Model], what: str) -> Model:
     Raises:
         UserError: The file cannot be read, or an entry is wrong; names the file and each such entry.
     """
-    content = read_json(path)
+    content = read_json(Path(path))
     try:
         return kind.model_validate(content)
     except ValidationError as error:

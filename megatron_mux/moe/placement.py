@@ -150,7 +150,7 @@ def check_placement(
 
 
 def read_placement(
-    path: Path,
+    path: str | Path,
     model: ModelIdentity | None = None,
     workers: int | None = None,
     capacities: Ints | None = None,
@@ -169,7 +169,7 @@ def read_placement(
     Raises:
         UserError: The file cannot be read, is for another model, or the placement is wrong: names file and entry.
     """
-    content = read_model(path, PlacementFile, "a placement, as tools/place_experts.py writes it")
+    content = read_model(path, PlacementFile, "a placement, as megatron-mux place-experts writes it")
     if model is not None:
         differences = content.model.differences(model)
         if differences:

@@ -237,7 +237,7 @@ class Topology(BaseModel):
         return self.model_copy(update={"workers": workers, "capacity_unit": "experts", "expert_bytes": None})
 
 
-def read_topology(path: Path) -> Topology:
+def read_topology(path: str | Path) -> Topology:
     """Read a topology.
 
     Raises:

@@ -287,10 +287,10 @@ def _read_ca(directory: Path) -> Identity:
     return Identity(certificate, key)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(program: str = "python -m megatron_mux.split.certificates") -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser = Parser(
-        prog="python -m megatron_mux.split.certificates",
+        prog=program,
         description=(__doc__ or "").splitlines()[0],
         allow_abbrev=False,
     )
@@ -311,7 +311,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     """Run the tool.
 
     Args:
@@ -322,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
 
     def work() -> None:
-        options = build_parser().parse_args(argv)
+        options = (build_parser(program) if program else build_parser()).parse_args(argv)
         if options.revoke:
             count = revoke_certificates(options.directory, options.revoke)
             print(
@@ -336,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in made:
             print(f"{options.directory / name}.pem, {name}.key")
 
-    return exit_status(work, "certificates")
+    return exit_status(work, program or "certificates")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_mux.arguments.parser import Parser
-from megatron_mux.arguments.values import at_least, path
+from megatron_mux.arguments.parser import BACKBONE, Parser
+from megatron_mux.arguments.values import at_least, model, path
 from megatron_mux.errors import UserError, tell
 from megatron_mux.gpus import set_allocator_options
 from megatron_mux.library_log import LibraryLog
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 PROGRAM = "megatron_mux.split.client"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(program: str = "python -m megatron_mux.split.client") -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser(
-        prog=f"python -m {PROGRAM}",
+        prog=program,
         description=(__doc__ or "").partition("\n")[0],
         epilog="Batch size, learning rate, steps and data are the task's own: see tasks.yaml.",
         allow_abbrev=False,
@@ -42,10 +42,10 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("backbone").add_argument
     add(
         "--backbone",
-        type=path,
+        type=model,
         required=True,
         metavar="DIR",
-        help="Hugging Face directory, or what megatron_mux.split.export_client made of one",
+        help=f"{BACKBONE}, or what `megatron-mux split-export` made of one",
     )
     add(
         "--cut-front",
@@ -223,21 +223,21 @@ def train(arguments: argparse.Namespace) -> None:
     ).train()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     """Parse the command line and train.
 
     Returns:
         Exit status: 0; 2 if the input is wrong or the server does not serve; 130 after an interrupt before training.
     """
     try:
-        arguments = build_parser().parse_args(argv)
+        arguments = (build_parser(program) if program else build_parser()).parse_args(argv)
         with LibraryLog(wanted=not arguments.no_progress):
             train(arguments)
     except UserError as error:
-        tell(error, PROGRAM)
+        tell(error, program or PROGRAM)
         return 2
     except KeyboardInterrupt:  # while the task trains, the loop takes signals: it saves first
-        print(f"{PROGRAM}: interrupted: the task was not training", file=sys.stderr)
+        print(f"{program or PROGRAM}: interrupted: the task was not training", file=sys.stderr)
         return 130
     return 0
 

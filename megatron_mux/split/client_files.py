@@ -14,6 +14,7 @@ from megatron_mux.backbone.resolve import resolve
 from megatron_mux.backbone.weights import Part, plan
 from megatron_mux.errors import UserError
 from megatron_mux.files import read_json
+from megatron_mux.hub_cache import find_model
 from megatron_mux.shape import BackboneShape
 
 EXPORT = "split.json"
@@ -76,7 +77,7 @@ def read_client_info(path: str | Path, cut_front: int, cut_back: int) -> Backbon
         UserError: As `read_backbone_info`; or the cuts are refused; or the export does not hold these layers, or was
             changed.
     """
-    path = Path(path)
+    path = find_model(path)
     shape = read_shape(path)
     shape.refuse("Split fine-tuning", "quantisation")
     check_cuts(shape, cut_front, cut_back)

@@ -112,7 +112,7 @@ class ClientRun:
         if spec.eval is not None and spec.eval.generates:
             raise UserError(
                 "eval: generate, exact_match and rouge are not done in split fine-tuning: leave them out, and generate "
-                "with tools/chat.py from the adapter"
+                "with megatron-mux chat from the adapter"
             )
         entry = _entry(manifest)
         saved = {} if entry is None else entry.spec["training"]
@@ -241,7 +241,7 @@ class ClientRun:
         remote = RemoteBody(link, trained, self.front.device, self.privacy)
         engine = SplitEngine(SplitBackbone(self.front, self.back, remote), self._kept)
         arguments = MuxArguments.with_defaults(
-            backbone=Path(options.backbone),
+            backbone=self.info.path,
             save=options.save,
             load=load,
             save_interval=interval,

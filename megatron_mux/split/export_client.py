@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_mux.arguments.parser import Parser
-from megatron_mux.arguments.values import at_least, path
+from megatron_mux.arguments.parser import BACKBONE, Parser
+from megatron_mux.arguments.values import at_least, model, path
 from megatron_mux.errors import UserError, exit_status
 
 if TYPE_CHECKING:
@@ -87,18 +87,18 @@ def _fill(directory: Path, info: BackboneInfo, cut_front: int, cut_back: int) ->
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(program: str = "python -m megatron_mux.split.export_client") -> argparse.ArgumentParser:
     """The command line."""
-    parser = Parser(prog=f"python -m {PROGRAM}", description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(prog=program, description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--backbone", type=path, required=True, metavar="DIR", help="Hugging Face directory")
+    add("--backbone", type=model, required=True, metavar="DIR", help=BACKBONE)
     add("--cut-front", type=at_least(0), default=1, metavar="N", help="first layers of the client (1)")
     add("--cut-back", type=at_least(0), default=1, metavar="N", help="last layers of the client (1)")
     add("--out", type=path, required=True, metavar="DIR", help="directory to make")
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     """Parse the command line and export.
 
     Returns:
@@ -106,13 +106,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
 
     def work() -> None:
-        arguments = build_parser().parse_args(argv)
+        arguments = (build_parser(program) if program else build_parser()).parse_args(argv)
         size = export_client(arguments.backbone, arguments.cut_front, arguments.cut_back, arguments.out)
         from megatron_mux.memory.sizes import show_size
 
         print(f"{arguments.out}: {show_size(size)} of weights")
 
-    return exit_status(work, PROGRAM)
+    return exit_status(work, program or PROGRAM)
 
 
 if __name__ == "__main__":

@@ -14,20 +14,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from megatron_mux.arguments.values import at_least, size
+from megatron_mux.arguments.parser import BACKBONE
+from megatron_mux.arguments.values import at_least, model, size
 from megatron_mux.errors import UserError, tell
 
 PROGRAM = "megatron_mux.split.server"
 POLICIES = ("on-demand", "auto", "preserve", "reforward-with-gradients", "vanilla")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(program: str = "python -m megatron_mux.split.server") -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {PROGRAM}", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
+        prog=program, description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
     )
     add = parser.add_argument_group("backbone").add_argument
-    add("--backbone", type=Path, required=True, help="Hugging Face directory", metavar="DIR")
+    add("--backbone", type=model, required=True, help=BACKBONE, metavar="DIR")
     add(
         "--bf16",
         action="store_true",
@@ -126,13 +127,13 @@ def _count(least: int, text: str) -> dict[str, Any]:
     return {"type": at_least(least), "metavar": "N", "help": text}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     """Parse the command line and serve until SIGTERM or SIGINT.
 
     Returns:
         Exit status: 0; 2 if the input is wrong.
     """
-    arguments = build_parser().parse_args(argv)
+    arguments = (build_parser(program) if program else build_parser()).parse_args(argv)
     with ExitStack() as cleanup:
         try:
             _check_files(arguments)
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             cleanup.callback(shutdown)
             run(arguments)
         except UserError as error:
-            tell(error, PROGRAM)  # before the groups are left: see `tell`
+            tell(error, program or PROGRAM)  # before the groups are left: see `tell`
             return 2
     return 0
 
@@ -160,9 +161,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
             path, flag = home / file, "--tls-dir"
             setattr(arguments, name, path)
         if not path.is_file():
-            raise UserError(
-                f"{flag} {path}: no such file: python -m megatron_mux.split.certificates makes them"
-            )
+            raise UserError(f"{flag} {path}: no such file: `megatron-mux split-certificates` makes them")
 
 
 if __name__ == "__main__":

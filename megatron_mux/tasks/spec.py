@@ -17,7 +17,12 @@ from megatron_mux.tasks.evaluation import EvalSpec
 from megatron_mux.tasks.training import TrainingSpec
 
 # Names become directories in --save DIR, where the run keeps these of its own.
-_RESERVED = frozenset({"manifests", "plan.json", "schedule.json", "schedule.svg", "warnings.log"})
+_RESERVED = frozenset(
+    {
+        *("manifests", "plan.json", "run.json", "run.lock", "warnings.log"),
+        *("schedule.json", "schedule.svg", "schedule.trace.json", "subgraphs.svg"),
+    }
+)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 LONGEST_NAME = 100
 """Maximum length of a task's name."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_mux.checkpoint import TaskToSave
-from megatron_mux.model_card import Parent, TaskCard, TrainingRecord
+from megatron_mux.model_card import Parent, TaskCard, TrainingRecord, base_model_name
 from megatron_mux.runtime import Parallel
 
 
@@ -72,7 +72,7 @@ class CardWriter:
         entry = state.entry
         followed = self._tasks.setdefault(entry.name, _Followed())
         followed.follow(self.directory / entry.name / "metrics.jsonl", entry.step)
-        name = Path(str(state.config.get("base_model_name_or_path", "unknown"))).name
+        name = base_model_name(state.config.get("base_model_name_or_path"))
         return TaskCard(
             entry.name,
             Parent(name, self.backbone),

@@ -18,6 +18,7 @@ from megatron_mux.engine import Engine, Planning, StepResult
 from megatron_mux.engine.agreement import everyones, raise_on_every_rank
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import Plan
+from megatron_mux.hub_cache import model_id
 from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel
 from megatron_mux.training.best import Judge
@@ -323,7 +324,7 @@ class Loop:
                     state.records = len(task.data)
                     if task.evaluation is not None:
                         state.held_out = len(task.evaluation), task.evaluation.fingerprint
-                    state.config["base_model_name_or_path"] = str(self.arguments.backbone.resolve())
+                    state.config["base_model_name_or_path"] = model_id(self.arguments.backbone)
                 training = self.engine.task(name).spec.training
                 state.limit = training.save_total_limit
                 if training.keeps_best and self._judge.is_best(name, entry.step):

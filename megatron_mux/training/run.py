@@ -48,10 +48,14 @@ from megatron_mux.training.signals import stop_on_signals
 from megatron_mux.training.task_setup import merge_saved, open_tasks
 
 
-def run(arguments: MuxArguments) -> None:
+def run(arguments: MuxArguments, program: str = "pretrain_mux.py") -> None:
     """Fine-tune the tasks that `arguments` name.
 
     It joins the world of processes; leaving it (`runtime.shutdown`) is for the caller, who first tells what was wrong.
+
+    Args:
+        arguments: The command line.
+        program: Printed before the message that ends all ranks when one of them is lost.
 
     Raises:
         UserError: The input is wrong: everything that can be checked is, before a weight is read.
@@ -59,13 +63,13 @@ def run(arguments: MuxArguments) -> None:
     arguments.check_device("cuda" if torch.cuda.is_available() else "cpu")
     save = arguments.save
     if save is None or os.environ.get("RANK", "0") != "0":
-        _run(arguments)
+        _run(arguments, program)
         return
     with DirectoryLock(save, break_lock=arguments.break_lock, say=partial(print, flush=True)) as lock:
-        _run(arguments, lock)
+        _run(arguments, program, lock)
 
 
-def _run(arguments: MuxArguments, lock: DirectoryLock | None = None) -> None:
+def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = None) -> None:
     """`run`, with the lock on `--save` where this rank writes there."""
     began = time.monotonic()
     leader = os.environ.get("RANK", "0") == "0"
@@ -108,7 +112,7 @@ def _run(arguments: MuxArguments, lock: DirectoryLock | None = None) -> None:
         if save is None:
             reporter.say("no --save: the adapters will be lost when the run ends")
         arguments, parallel = _join_world(arguments, info.shape, reporter)
-        with _monitored(parallel, arguments, reporter.release) as parallel:
+        with _monitored(parallel, arguments, reporter.release, program) as parallel:
             planning = make_planning(arguments, info, tasks, parallel, manifest, reporter.say)
             problem = reporter.prepare_tracking(specs)
             if lock is not None:
@@ -247,7 +251,7 @@ def _make_exchange(arguments: MuxArguments, parallel: Parallel, reporter: Report
 
 @contextmanager
 def _monitored(
-    parallel: Parallel, arguments: MuxArguments, farewell: Callable[[], None]
+    parallel: Parallel, arguments: MuxArguments, farewell: Callable[[], None], program: str
 ) -> Iterator[Parallel]:
     """End all ranks together when one of them dies or stalls.
 
@@ -255,6 +259,7 @@ def _monitored(
         parallel: This rank's place; the one that is yielded reports what this rank is doing.
         arguments: The command line.
         farewell: Called before the process ends.
+        program: Printed before messages.
 
     Raises:
         UserError: Rank 0 cannot be reached.
@@ -267,7 +272,7 @@ def _monitored(
         advice = f"Continue from the last save with --load {arguments.save}."
     timeout = arguments.distributed_timeout_minutes * 60
     name = _name(parallel)
-    with Liveness(parallel.rank, parallel.world_size, name, timeout, advice, farewell) as liveness:
+    with Liveness(parallel.rank, parallel.world_size, name, timeout, advice, farewell, program) as liveness:
         yield replace(parallel, heartbeat=liveness)
 
 

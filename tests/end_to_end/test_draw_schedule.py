@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_mux.base_ops import BASE_OPS
+from megatron_mux.cli import draw as draw_command
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, dumps, plan_for
 from megatron_mux.fusion.subgraphs import LayerSubgraphs
 from megatron_mux.pipeline.action import TimedAction
@@ -80,7 +81,7 @@ def plan_file(tmp_path: Path) -> Path:
 
 def slower(tool: ModuleType, factor: float, steps: int = 1) -> list[TimedAction]:
     """What a run of the plan might measure: a part of a bucket here and there, in another order."""
-    simulated = tool.simulated(PLAN, Path("plan.json"), steps)
+    simulated = draw_command.simulated(PLAN, Path("plan.json"), steps)
     renamed = [
         replace(t, start=t.start * factor, stop=t.stop * factor, label="c" if t.action.chunk else t.label)
         for t in simulated

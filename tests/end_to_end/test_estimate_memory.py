@@ -17,6 +17,7 @@ import pytest
 
 from megatron_mux.arguments import parse_args
 from megatron_mux.choice.fit import SEQUENCES
+from megatron_mux.cli import estimate as estimate_command
 from megatron_mux.engine.planning import Planning
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.step import Lengths, step_grid
@@ -150,7 +151,7 @@ def test_the_choice_for_a_task_file(estimate: Call, tasks: str) -> None:
     assert one["adapters"] == 6 * (lora + prefix), "in fp32, and copies in bf16"
     assert one["gradients"] == 4 * (lora + prefix) and one["optimizer"] == 8 * lora
     output = estimate(OURS, "--tasks", tasks)[1]
-    assert "run it with: torchrun --nproc-per-node 4 pretrain_mux.py --backbone" in output
+    assert "run it with: megatron-mux train" in output and "--gpus 4 --save SAVE_DIR" in output
 
 
 MIXTRAL = {
@@ -546,7 +547,7 @@ def test_whether_a_step_is_accumulated_is_said(estimate: Call, capsys: pytest.Ca
     (one, *_) = json.loads(estimate(OPT, *flags, "--batch-size", "2", "--json")[1])["methods"]
     assert (one["batch_size"], one["micro_batches"]) == (2, 1)
     with pytest.raises(SystemExit):
-        tool("estimate_memory").parse(["--help"])
+        estimate_command.parse(["--help"])
     assert f"a step of at least {SEQUENCES})" in " ".join(capsys.readouterr().out.split())
 
 

@@ -138,7 +138,7 @@ def test_layers_are_recomputed_on_a_gpu_where_a_run_would(plan: Call) -> None:
     given = ("--memory-limit", f"{least}KiB")
     status, output, errors = plan("--device", "H100", *given)
     assert status == 0 and "layers are recomputed (--recompute-granularity full)" in errors
-    assert "pretrain_mux.py --recompute-granularity full --backbone" in output
+    assert "--recompute-granularity full --save" in output
     for more in (["--json"], ["--gpus", "1", "--json"]):
         assert json.loads(plan("--device", "H100", *given, *more)[1])["flags"].startswith("--recompute")
     assert "--recompute" not in plan("--device", "H100", "--memory-limit", "1GiB")[1]

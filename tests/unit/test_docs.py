@@ -14,9 +14,11 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+import megatron_mux
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.arguments.parser import build_parser
+from megatron_mux.cli.main import COMMANDS
 from megatron_mux.tasks import TrainingSpec, load_task_file
 from megatron_mux.tasks.preference import PreferenceFields
 from tests.end_to_end.workplace import TASKS, furnish
@@ -32,13 +34,15 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Scripts of this project that bash blocks run, with their words; without what is left out as `...`."""
+    """Commands of this project that bash blocks run, with their words; without what is left out as `...`."""
     found = []
     for _, text in blocks("bash"):
         for line in text.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             for i, word in enumerate(words):
-                if word == "pretrain_mux.py" or word.startswith("tools/"):
+                if word == "megatron-mux" or (word == "megatron_mux.cli" and "..." not in words):
+                    found.append((words[i + 1], words[i + 2 :]))
+                elif word == "pretrain_mux.py":
                     found.append((word, words[i + 1 :]))
     return found
 
@@ -58,11 +62,10 @@ def test_task_files_are_valid(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("script", "words"), commands(), ids=lambda value: str(value)[:60])
 def test_commands_are_parsed(script: str, words: list[str]) -> None:
-    if script != "pretrain_mux.py":
-        tool = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-        tool.build_parser().parse_args(words)
-    else:
+    if script == "pretrain_mux.py":
         build_parser().parse_args(words)
+    else:
+        importlib.import_module(COMMANDS[script].module).build_parser().parse_args(words)
 
 
 def test_python_is_python_and_runs_where_it_stands_alone() -> None:
@@ -90,6 +93,29 @@ def test_the_engine_trains_from_python(
     assert found["engine"].tasks == ()
     assert found["config"]["peft_type"] == "PREFIX_TUNING"
     assert all(tensor.isfinite().all() for tensor in found["tensors"].values())
+
+
+def test_ten_lines_of_python_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: object) -> None:
+    ((page, text),) = [found for found in blocks("python") if "megatron_mux.train(" in found[1]]
+    assert len(text.splitlines()) <= 10
+    workplace = furnish(tmp_path)
+    workplace.backbone.rename(tmp_path / "DIR")
+    (tmp_path / "pairs.jsonl").rename(tmp_path / "sentiment.jsonl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(
+        "megatron_mux.runtime.shutdown", lambda: None
+    )  # the world is that of other tests, too
+    found: dict[str, Any] = {}
+    exec(compile(text, page, "exec"), found)
+    (result,) = found["results"].values()
+    assert (result.name, result.status, result.step) == ("sentiment", "finished", 4)
+    assert result.loss == result.history[-1]["loss"] and len(result.history) == 4
+    assert (tmp_path / result.adapter / "adapter_model.safetensors").is_file()
+    with pytest.raises(megatron_mux.UserError, match=r"task 'sentiment': adapter.r: "):
+        megatron_mux.train(
+            backbone="DIR", tasks=[{**found["sentiment"], "adapter": {"peft_type": "LORA", "r": 0}}], save="x"
+        )
 
 
 def test_the_table_of_floors_has_the_rooms_of_the_contract() -> None:
@@ -128,7 +154,9 @@ def test_nothing_is_said_to_be_in_a_package_index_that_is_not() -> None:
     assert not [file for file in files if re.search(r"pip install\W+megatron-mux", file.read_text())]
 
 
-def test_every_tool_has_its_flags_documented() -> None:
+def test_every_command_has_its_flags_documented() -> None:
     flags = (ROOT / "docs/flags.md").read_text()
-    tools = {path.stem for path in (ROOT / "tools").glob("*.py")} - {"setup_venv"}
-    assert tools == set(re.findall(r":module: tools\.(\w+)", flags))
+    documented = dict(
+        re.findall(r":module: (\S+)\n   :func: build_parser\n   :prog: megatron-mux (\S+)", flags)
+    )
+    assert documented == {command.module: name for name, command in COMMANDS.items()}

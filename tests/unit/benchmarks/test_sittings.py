@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_mux.cli import profile
 from megatron_mux.gpus import Gpu
-from tools import profile_backbone
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -185,7 +185,7 @@ def test_what_runs_in_a_sitting_can_be_parsed_and_fits(tmp_path: Path, tiny: boo
             if script in ("benchmarks/gpu_table.py", "benchmarks/gpu_cases.py", "benchmarks/policies.py"):
                 importlib.import_module(Path(script).stem).parse(case.words[1:])
             elif script == "tools/profile_backbone.py":
-                profile_backbone.build_parser().parse_args(case.words[1:])
+                profile.build_parser().parse_args(case.words[1:])
 
 
 def test_a_sitting_has_all_tests_for_a_gpu_and_the_first_row_of_the_table() -> None:

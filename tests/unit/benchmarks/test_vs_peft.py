@@ -237,7 +237,7 @@ def test_many_tasks_are_compared_with_as_many_processes() -> None:
     [
         ("vs_peft", ["--backbone-shape", "tiny"]),
         ("policies", []),
-        ("tools.profile_backbone", ["--backbone", "model"]),
+        ("megatron_mux.cli.profile", ["--backbone", "model"]),
     ],
 )
 def test_what_measures_on_gpus_sets_the_allocator_first(

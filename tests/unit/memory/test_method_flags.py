@@ -6,17 +6,15 @@ from argparse import Namespace
 
 import pytest
 
+from megatron_mux.cli.estimate import parse
 from megatron_mux.errors import UserError
-from tests.end_to_end.test_plans import tool
 
 TASKS = ["--tasks", "tasks.yaml"]
 
 
 def parsed(*words: str) -> Namespace:
     usual = ["--model", "m", "--gpus", "2", "--gpu-memory", "16GiB"]
-    found = tool("estimate_memory").parse([*usual, *words])
-    assert isinstance(found, Namespace)
-    return found
+    return parse([*usual, *words])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,188 @@
+"""Starts the processes of a command on this machine, as `torchrun --standalone` does, and ends as they end."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from megatron_mux.arguments.values import at_least
+from megatron_mux.errors import UserError
+from megatron_mux.gpus import set_allocator_options
+
+_SECONDS_TO_LEAVE = 15
+"""After one process has failed, the others have so long to report it and end by themselves."""
+_SECONDS_TO_END = 30
+"""After SIGTERM, before SIGKILL."""
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def is_launched() -> bool:
+    """Whether torchrun, a scheduler or `run_processes` has started this process as one of several."""
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+
+
+def add_process_flags(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add `--gpus` and `--processes`.
+
+    Args:
+        parser: Of a command that may run on several processes.
+        default: How many there are without either flag, for `--help`.
+    """
+    group = parser.add_argument_group("processes on this machine").add_mutually_exclusive_group()
+    group.add_argument(
+        "--gpus", type=at_least(1), metavar="N", help=f"start N processes, one on each GPU ({default})"
+    )
+    group.add_argument(
+        "--processes", type=at_least(1), metavar="N", help="start N processes, on the CPU if there is no GPU"
+    )
+
+
+def process_count(arguments: argparse.Namespace, default: int = 1) -> int:
+    """The number of processes that the flags ask for.
+
+    Args:
+        arguments: With the flags of `add_process_flags`.
+        default: Used without either flag.
+
+    Raises:
+        UserError: The machine has fewer GPUs; or a launcher has started another number of processes.
+    """
+    flag, count = "--gpus", arguments.gpus
+    if count is None:
+        flag, count = "--processes", arguments.processes
+    if is_launched():
+        started = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1")
+        if count not in (None, started):
+            raise UserError(f"{flag} {count}: the launcher has started {started} here: leave the flag to it")
+        return started
+    if arguments.gpus is not None:
+        set_allocator_options()
+        import torch
+
+        found = torch.cuda.device_count()
+        if count > found:
+            advice = (
+                "over several machines, start it with torchrun (docs/running.md)"
+                if found
+                else f"use --processes {count} to train on the CPU"
+            )
+            raise UserError(f"--gpus {count}: this machine has {found} GPU(s): {advice}")
+    return default if count is None else int(count)
+
+
+def processes_needed(arguments: Any) -> int:
+    """The fewest processes that parallel sizes can divide.
+
+    Args:
+        arguments: With the names of `MuxArguments`; a command may lack the pipeline size.
+    """
+    tensor, expert = arguments.tensor_model_parallel_size, arguments.expert_model_parallel_size
+    each = arguments.expert_tensor_parallel_size or (tensor if expert > 1 else 1)
+    stages: int = getattr(arguments, "pipeline_model_parallel_size", 1)
+    return stages * math.lcm(tensor, expert * each)
+
+
+def run_processes(words: Sequence[str], count: int, program: str) -> int:
+    """Run `megatron-mux WORDS` as so many ranks on this machine, and wait for them.
+
+    SIGINT, SIGTERM and SIGHUP are passed on to all ranks; nothing else ends them early, so that they can save. If a
+    rank fails, the others are ended once they have had time to report it.
+
+    Args:
+        words: The command and its flags.
+        count: Ranks.
+        program: Printed before a message.
+
+    Returns:
+        Exit status of the first rank that failed (128 plus the signal, if one killed it); else 0.
+    """
+    # Ranks start at once, and connect to this socket once torch is imported here.
+    listening = socket.create_server(("127.0.0.1", 0))
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(listening.getsockname()[1]),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    if "OMP_NUM_THREADS" not in os.environ:
+        shared["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
+    ranks: list[subprocess.Popen[bytes]] = []
+    received: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        for rank in ranks:
+            rank.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    try:
+        for rank in range(count):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "megatron_mux.cli", *words],
+                    env={**os.environ, **shared, **own},
+                    start_new_session=True,  # Ctrl-C of the terminal reaches them once, through `forward`
+                )
+            )
+        store = _store(listening, count)  # until the ranks have ended
+        failed = _wait(ranks)
+        del store
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if failed is None:
+        return 0
+    status = ranks[failed].returncode
+    if status < 0 and -status not in received:
+        name = signal.Signals(-status).name
+        cause = " (was the machine out of memory?)" if name == "SIGKILL" else ""
+        print(f"{program}: rank {failed} was ended by {name}{cause}", file=sys.stderr)
+    return status if status > 0 else 128 - status
+
+
+def _store(listening: socket.socket, count: int) -> object:
+    """torchrun's key-value store, at a socket that listens already."""
+    import torch.distributed as dist
+
+    port = listening.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Wait until all ranks have ended; returns the first that failed."""
+    failed: int | None = None
+    deadline, ending = float("inf"), False
+    while None in [rank.poll() for rank in ranks]:
+        if failed is None:
+            failed = next((i for i, rank in enumerate(ranks) if rank.returncode), None)
+            deadline = time.monotonic() + _SECONDS_TO_LEAVE if failed is not None else deadline
+        if time.monotonic() > deadline:
+            for rank in ranks:
+                rank.kill() if ending else rank.terminate()
+            deadline, ending = time.monotonic() + _SECONDS_TO_END, True
+        time.sleep(0.05)
+    return (
+        failed if failed is not None else next((i for i, rank in enumerate(ranks) if rank.returncode), None)
+    )
