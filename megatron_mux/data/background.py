@@ -56,7 +56,7 @@ class BackgroundTokenising:
         self,
         backbone: Path,
         readings: Sequence[Reading],
-        cache: Path | None,
+        cache: str | Path | None,
         niceness: int = 19,
     ) -> None:
         self.readings = tuple({reading.key: reading for reading in readings}.values())

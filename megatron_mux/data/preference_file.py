@@ -60,7 +60,7 @@ class PreferenceDataset:
         tokenizer: Any,
         max_length: int,
         loss: str,
-        cache: Path | None = None,
+        cache: str | Path | None = None,
         tokenised: TokenisedFile | None = None,
     ) -> None:
         given = as_source(source)

@@ -201,7 +201,7 @@ def combine(
         result.tensors |= _embeddings(members)
         config = _config(members, result.ranks, rank)
         write_json(directory / CONFIG, config)
-        trained = {Provenance.read(path) for path in adapters.values()}
+        trained = {Provenance.read(Path(path)) for path in adapters.values()}
         header = trained.pop().header if len(trained) == 1 else {}
         write_tensors(directory / WEIGHTS, result.tensors, header)
         parents = [(Parent(m.name, m.stored.fingerprint()), m.weight, m.stored.directory) for m in members]

@@ -95,7 +95,7 @@ def test_the_engine_trains_from_python(
     assert all(tensor.isfinite().all() for tensor in found["tensors"].values())
 
 
-def test_ten_lines_of_python_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: object) -> None:
+def test_ten_lines_of_python_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ((page, text),) = [found for found in blocks("python") if "megatron_mux.train(" in found[1]]
     assert len(text.splitlines()) <= 10
     workplace = furnish(tmp_path)
@@ -112,7 +112,7 @@ def test_ten_lines_of_python_train(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (result.name, result.status, result.step) == ("sentiment", "finished", 4)
     assert result.loss == result.history[-1]["loss"] and len(result.history) == 4
     assert (tmp_path / result.adapter / "adapter_model.safetensors").is_file()
-    with pytest.raises(megatron_mux.UserError, match=r"task 'sentiment': adapter.r: "):
+    with pytest.raises(megatron_mux.UserError, match=r"task 'sentiment': adapter\.r: "):
         megatron_mux.train(
             backbone="DIR", tasks=[{**found["sentiment"], "adapter": {"peft_type": "LORA", "r": 0}}], save="x"
         )
