@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
 def run(arguments: argparse.Namespace) -> None:
     """Simulate, draw and print, with a parsed command line."""
     directory = arguments.run or Path()
-    picture = "subgraphs.svg" if arguments.subgraphs else "schedule.svg"
+    picture = "subgraphs.svg" if arguments.subgraphs and arguments.run else "schedule.svg"
     arguments.output = arguments.output or directory / picture
     arguments.trace = arguments.trace or directory / "schedule.trace.json"
     if arguments.subgraphs:

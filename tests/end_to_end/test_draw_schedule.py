@@ -170,7 +170,10 @@ def test_a_run_is_drawn_with_the_plan_of_its_timed_steps(
         (["--run", "."], "schedule.json: cannot be read"),
         (["--plan", "text.json"], "text.json: is no JSON"),
         (["--plan", "list.json"], "list.json: is no plan"),
-        (["--plan", "spatial.json"], "has no predicted costs for bucket 0: make a plan with tools/plan.py"),
+        (
+            ["--plan", "spatial.json"],
+            "has no predicted costs for bucket 0: make a plan with megatron-mux plan",
+        ),
         (["--plan", "empty.json"], "has no buckets"),
         (["--plan", "uneven.json"], "uneven.json: buckets[1].forward: has 1 entries, 2 are needed"),
         (["--plan", "plan.json", "--measured", "nowhere.json"], "nowhere.json: cannot be read"),
