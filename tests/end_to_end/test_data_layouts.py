@@ -45,7 +45,7 @@ def words(start: int, count: int) -> str:
 PAIRS = [{"prompt": words(i, 3 + i % 4), "completion": " " + words(i + 3, 1 + i % 5)} for i in range(12)]
 TEXTS = [{"text": words(i, 2 + i * 12)} for i in range(8)]
 TOOL = {"type": "function", "function": {"name": "test", "parameters": {"type": "object", "properties": {}}}}
-CALL = {"id": "1", "type": "function", "function": {"name": "test", "arguments": '{"a": "b"}'}}
+CALL = {"id": "1", "type": "function", "function": {"name": "test", "arguments": {"a": "b"}}}
 
 
 def ask(i: int) -> dict[str, str]:
