@@ -112,7 +112,7 @@ def _begin(arguments: argparse.Namespace) -> Conversation:
     speakers = speakers_of(
         info, arguments.adapter, arguments.run, arguments.tasks, arguments.with_backbone, _warn
     )
-    tokenizer = load_tokenizer(arguments.backbone)
+    tokenizer = load_tokenizer(info.tokenizer)
     parallel = initialize()
     on_gpu = parallel.device.type == "cuda"
     name = arguments.dtype or (stored_dtype(arguments.backbone) if on_gpu else None)

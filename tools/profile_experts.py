@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> None:
         if file is not None and not file.parent.is_dir():
             raise UserError(f"{flag} {file}: there is no directory {file.parent}: create it first")
     specs = load_task_file(arguments.tasks, data_later=True)
-    tasks = open_tasks(specs, info, DataFiles(load_tokenizer(arguments.backbone), _say), _say)
+    tasks = open_tasks(specs, info, DataFiles(load_tokenizer(info.tokenizer), _say), _say)
     parallel = initialize()
     backbone = Backbone.load(
         arguments.backbone, parallel, torch.bfloat16 if arguments.bf16 else torch.float32

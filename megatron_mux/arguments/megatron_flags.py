@@ -41,7 +41,7 @@ rotary-scaling-factor rotary-seq-len-interpolation-factor softmax-type squared-r
 use-rotary-position-embeddings window-attn-skip-freq window-size
 """
 _TOKENIZER = """
-merge-file tokenizer-metadata tokenizer-model tokenizer-type vocab-file chat-template tiktoken-pattern
+merge-file tokenizer-metadata tokenizer-type vocab-file chat-template tiktoken-pattern
 trust-remote-code
 """
 _UNTRAINED = "init-method-std init-method-xavier-uniform embedding-init-method-std data-parallel-random-init"
@@ -52,7 +52,10 @@ REASONS: Mapping[str, str] = {
         f"--{flag}": "describes the model, which --backbone defines: remove it"
         for flag in _FROM_BACKBONE.split()
     },
-    **{f"--{flag}": "the tokenizer is the one in --backbone: remove it" for flag in _TOKENIZER.split()},
+    **{
+        f"--{flag}": "the tokenizer is the one in --backbone, or in --tokenizer-model: remove it"
+        for flag in _TOKENIZER.split()
+    },
     **{
         f"--{flag}": "the backbone's weights are loaded, not initialized: remove it"
         for flag in _UNTRAINED.split()

@@ -39,7 +39,18 @@ class MuxArguments(ExpertFlags):
     """
 
     backbone: Path = flag(
-        "backbone", "Hugging Face directory: config.json, safetensors files, tokenizer", **DIRECTORY
+        "backbone",
+        "Hugging Face directory (config.json, safetensors files, tokenizer), or a Megatron checkpoint (torch_dist)",
+        **DIRECTORY,
+    )
+    tokenizer_model: Path | None = flag(
+        "backbone", "Hugging Face directory of the tokenizer (default: the one in --backbone)", **DIRECTORY
+    )
+    use_checkpoint_args: bool = flag(
+        "backbone",
+        "accepted, as in Megatron: the model's shape always comes from --backbone",
+        False,
+        action="store_true",
     )
     bf16: bool = flag(
         "backbone",

@@ -29,7 +29,6 @@ _QUANTISED_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 _READABLE = _DTYPES | _QUANTISED_DTYPES
-_MEGATRON_SIGNS = ("latest_checkpointed_iteration.txt", "metadata.json", ".metadata", "common.pt")
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _LARGEST_HEADER = 100_000_000
 
@@ -42,27 +41,6 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     start: int
-
-
-def refuse_megatron(path: Path) -> None:
-    """Refuse a Megatron distributed checkpoint, recognised by its files.
-
-    To support it, another source of tensors would stand beside `Checkpoint`: the plan of `weights.py` says which
-    rows and columns of which Hugging Face tensor a rank needs.
-
-    Raises:
-        UserError: It is one.
-    """
-    if (path / "config.json").is_file() or not path.is_dir():
-        return
-    children = {child.name for child in path.iterdir()}
-    if children & set(_MEGATRON_SIGNS) or any(
-        name.startswith("iter_") or name.endswith(".distcp") for name in children
-    ):
-        raise UserError(
-            f"{path} looks like a Megatron distributed checkpoint: as a backbone, Hugging Face directories are "
-            "supported (config.json with *.safetensors). Convert it first."
-        )
 
 
 class Checkpoint:
@@ -80,13 +58,11 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.files = self._files()
         self.tensors: dict[str, Stored] = {}
         self._digest = hashlib.sha256()
         self._open: dict[Path, int] = {}
         self._stack = ExitStack()
-        for file in self.files:
-            self._read_header(file)
+        self._read_headers()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -96,6 +72,11 @@ class Checkpoint:
     ) -> None:
         self._stack.close()
         self._open.clear()
+
+    def _read_headers(self) -> None:
+        """Fill `tensors` and `_digest`."""
+        for file in self._files():
+            self._read_header(file)
 
     def _files(self) -> list[Path]:
         index = self.path / _INDEX
@@ -183,7 +164,9 @@ class Checkpoint:
             rows: Along its first dimension.
             columns: Along its second, where it has one.
         """
-        stored = self.tensors[name]
+        return self._read(self.tensors[name], rows, columns)
+
+    def _read(self, stored: Stored, rows: slice, columns: slice | None) -> Tensor:
         dtype = _READABLE[stored.dtype]
         first, last, _ = rows.indices(stored.shape[0])
         count = max(0, last - first)

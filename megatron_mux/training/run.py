@@ -64,7 +64,7 @@ def run(arguments: MuxArguments) -> None:
         arguments.pipeline_model_parallel_size,
         *arguments.expert_sizes(info.shape),
     )
-    tokenizer = load_tokenizer(arguments.backbone)
+    tokenizer = load_tokenizer(arguments.tokenizer_model or info.tokenizer)
     reporter = Reporter(
         save,
         arguments.tensorboard_dir,
