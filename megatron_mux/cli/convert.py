@@ -23,8 +23,20 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser = Parser(prog=program, description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--input", type=path, required=True, metavar="DIR", help="Hugging Face directory, or Megatron's --save")
-    add("--output", type=path, required=True, metavar="DIR", help="new directory for the model in the other format")
+    add(
+        "--input",
+        type=path,
+        required=True,
+        metavar="DIR",
+        help="Hugging Face directory, or Megatron's --save",
+    )
+    add(
+        "--output",
+        type=path,
+        required=True,
+        metavar="DIR",
+        help="new directory for the model in the other format",
+    )
     add(
         "--tokenizer-model",
         type=path,

@@ -87,7 +87,9 @@ def write_torch_dist(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
-        dcp.save({}, storage_writer=dcp.FileSystemWriter(iteration), planner=_Planner(items, make), no_dist=True)
+        dcp.save(
+            {}, storage_writer=dcp.FileSystemWriter(iteration), planner=_Planner(items, make), no_dist=True
+        )
     common = {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 0}
     content = io.BytesIO()
     torch.save(common, content)
@@ -123,7 +125,9 @@ def _items(
         dtypes = {tensors[name].dtype for parts in of_key.values() for name, _ in parts}
         if len(dtypes) > 1:
             several = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-            raise UserError(f"Megatron keeps {key} in one dtype, but here it has {several}: convert to one dtype first.")
+            raise UserError(
+                f"Megatron keeps {key} in one dtype, but here it has {several}: convert to one dtype first."
+            )
         properties = TensorProperties(dtype=dtypes.pop())
         parts = next(iter(of_key.values()))
         size = _size(*parts[0], tensors)
@@ -142,9 +146,7 @@ def _size(name: str, place: Place, tensors: Mapping[str, TensorInfo]) -> tuple[i
     return (place.rows, *(shape[:1] if place.transposed else shape[1:]))
 
 
-def _matrix(
-    parts: list[_Part], tensors: Mapping[str, TensorInfo], read: Callable[[str], Tensor]
-) -> Tensor:
+def _matrix(parts: list[_Part], tensors: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> Tensor:
     """One of Megatron's tensors, without layers and experts, from the Hugging Face tensors in it."""
     value = torch.empty(_size(*parts[0], tensors), dtype=tensors[parts[0][0]].dtype)
     for name, place in parts:
