@@ -206,10 +206,6 @@ def _of_existing_scripts(arguments: MuxArguments) -> list[str]:
             "a resumed task has all that was saved; to start from its adapter alone use adapter_name_or_path"
         )
         problems += [f"{flag}: {advice}" for flag in arguments.without_effect if flag in _NOT_WITH_LOAD]
-    tokenizer = arguments.tokenizer_model
-    places = () if tokenizer is None else (tokenizer, tokenizer.parent)
-    if arguments.backbone is not None and places and not any(_same(it, arguments.backbone) for it in places):
-        problems.append(f"--tokenizer-model {tokenizer}: the tokenizer is the one in --backbone: remove it")
     return problems
 
 

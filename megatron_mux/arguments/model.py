@@ -42,11 +42,18 @@ class MuxArguments(ExpertFlags):
 
     backbone: Path = flag(
         "backbone",
-        "Hugging Face directory (config.json, safetensors files, tokenizer), or org/name in the Hugging Face cache",
+        "Hugging Face directory (config.json, safetensors files, tokenizer), org/name in the Hugging Face cache, or a "
+        "Megatron checkpoint (torch_dist)",
         **MODEL,
     )
     tokenizer_model: Path | None = flag(
-        "backbone", "the tokenizer is --backbone's: accepted if it is that directory or in it", **FILE
+        "backbone", "directory of the tokenizer, or a file in it (default: the one in --backbone)", **MODEL
+    )
+    use_checkpoint_args: bool = flag(
+        "backbone",
+        "accepted, as in Megatron: the model's shape always comes from --backbone",
+        False,
+        action="store_true",
     )
     bf16: bool = flag(
         "backbone",

@@ -31,7 +31,6 @@ _QUANTISED_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 _READABLE = _DTYPES | _QUANTISED_DTYPES
-_MEGATRON_SIGNS = ("latest_checkpointed_iteration.txt", "metadata.json", ".metadata", "common.pt")
 _SAMPLES, _SAMPLE_BYTES = 512, 4096
 _LARGEST_HEADER = 100_000_000
 
@@ -44,27 +43,6 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     start: int
-
-
-def refuse_megatron(path: Path) -> None:
-    """Refuse a Megatron distributed checkpoint, recognised by its files.
-
-    To support it, another source of tensors would stand beside `Checkpoint`: the plan of `weights.py` says which
-    rows and columns of which Hugging Face tensor a rank needs.
-
-    Raises:
-        UserError: It is one.
-    """
-    if (path / "config.json").is_file() or not path.is_dir():
-        return
-    children = {child.name for child in path.iterdir()}
-    if children & set(_MEGATRON_SIGNS) or any(
-        name.startswith("iter_") or name.endswith(".distcp") for name in children
-    ):
-        raise UserError(
-            f"{path} looks like a Megatron distributed checkpoint: as a backbone, Hugging Face directories are "
-            "supported (config.json with *.safetensors). Convert it first."
-        )
 
 
 class Checkpoint:
@@ -82,12 +60,10 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.files = self._files()
         self.tensors: dict[str, Stored] = {}
         self._open: dict[Path, int] = {}
         self._stack = ExitStack()
-        for file in self.files:
-            self._read_header(file)
+        self._read_headers()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -97,6 +73,11 @@ class Checkpoint:
     ) -> None:
         self._stack.close()
         self._open.clear()
+
+    def _read_headers(self) -> None:
+        """Fill `tensors`."""
+        for file in self._files():
+            self._read_header(file)
 
     def _files(self) -> list[Path]:
         """The files that `transformers` reads: a single one comes before an index, which may be of an older model."""
@@ -169,17 +150,23 @@ class Checkpoint:
             names: For a name of each tensor, by which they are ordered, that under which it is stored.
         """
         found, ends = hashlib.sha256(), [0]
-        tensors = [self.tensors[names[name]] for name in sorted(names)]
-        for name, stored in zip(sorted(names), tensors, strict=True):
+        ordered = sorted(names)
+        for name in ordered:
+            stored = self.tensors[names[name]]
             found.update(json.dumps([name, stored.dtype, stored.shape]).encode())
             ends.append(ends[-1] + math.prod(stored.shape) * _READABLE[stored.dtype].itemsize)
         # Bytes are sampled as if the tensors lay end to end.
         for place in range(0, ends[-1], max(1, ends[-1] // _SAMPLES)):
             number = bisect_right(ends, place) - 1
-            sample = bytearray(min(_SAMPLE_BYTES, ends[number + 1] - place))
-            self._read_into(tensors[number].file, sample, tensors[number].start + place - ends[number])
-            found.update(sample)
+            size = min(_SAMPLE_BYTES, ends[number + 1] - place)
+            found.update(self._bytes(names[ordered[number]], place - ends[number], size))
         return found.hexdigest()
+
+    def _bytes(self, name: str, start: int, size: int) -> bytes | bytearray:
+        """Bytes of a tensor's content, from `start` on."""
+        sample, stored = bytearray(size), self.tensors[name]
+        self._read_into(stored.file, sample, stored.start + start)
+        return sample
 
     def dtype(self, name: str) -> torch.dtype:
         """A tensor's dtype, which `check_dtype` accepts."""
@@ -207,7 +194,9 @@ class Checkpoint:
             rows: Along its first dimension.
             columns: Along its second, where it has one.
         """
-        stored = self.tensors[name]
+        return self._read(self.tensors[name], rows, columns)
+
+    def _read(self, stored: Stored, rows: slice, columns: slice | None) -> Tensor:
         dtype = _READABLE[stored.dtype]
         first, last, _ = rows.indices(stored.shape[0])
         count = max(0, last - first)

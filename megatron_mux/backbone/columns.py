@@ -15,6 +15,23 @@ from megatron_mux.base_ops import COLUMN_PARALLEL, LATENT_OPS, REPLICATED, BaseO
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tensor_names import Linear
 
+MODULE_PATHS: dict[BaseOpName, str] = {
+    "linear_qkv": "self_attention.linear_qkv",
+    "linear_q": "self_attention.linear_q",
+    "linear_q_down": "self_attention.linear_q_down",
+    "linear_q_up": "self_attention.linear_q_up",
+    "linear_kv_down": "self_attention.linear_kv_down",
+    "linear_kv_up": "self_attention.linear_kv_up",
+    "linear_proj": "self_attention.linear_proj",
+    "linear_fc1": "mlp.linear_fc1",
+    "linear_fc2": "mlp.linear_fc2",
+    "shared_fc1": "mlp.shared_experts.linear_fc1",
+    "shared_fc2": "mlp.shared_experts.linear_fc2",
+    "experts_fc1": "mlp.experts_fc1",
+    "experts_fc2": "mlp.experts_fc2",
+}
+"""Where a layer of ours keeps its BaseOps."""
+
 
 def roles(shape: BackboneShape, op: BaseOpName, rank: int, size: int) -> dict[str, ModuleColumns]:
     """The columns of each role in a BaseOp's output on tensor rank `rank` of `size`; there may be none.

@@ -24,6 +24,7 @@ from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.moving import move_experts
 from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.backbone.layer import compute_layer
+from megatron_mux.backbone.model_directory import open_checkpoint
 from megatron_mux.backbone.module_weights import ModuleWeights
 from megatron_mux.backbone.pieces import Yields
 from megatron_mux.backbone.registry import BackboneInfo, info_without_weights, read_backbone_info
@@ -134,7 +135,7 @@ class Backbone:
         """Build this rank's share of a stage and fill it, reading nothing else of the checkpoint.
 
         Args:
-            path: A Hugging Face directory.
+            path: A Hugging Face directory, or one of a Megatron checkpoint.
             parallel: Ranks, groups and device of this process.
             dtype: Of weights and hidden states.
             recompute: What to compute again in the backward: nothing, whole layers (`full`), or core attention.
@@ -157,7 +158,7 @@ class Backbone:
         layers = stage_layers(split or even_split(info.shape.layers, parallel.pp_size))[
             parallel.pp_rank if stage is None else stage
         ]
-        source = NoWeights() if config_only else Checkpoint(info.path)
+        source = NoWeights() if config_only else open_checkpoint(info.path, info.shape)
         return cls(info, parallel, layers, dtype, recompute, residence, source, placement, ends)
 
     # ---- computing --------------------------------------------------------------------------------------------------
@@ -281,7 +282,7 @@ class Backbone:
                     BaseOpInfo(
                         layer=index,
                         name=op,
-                        module=layer.get_submodule(weights.MODULE_PATHS[op]),
+                        module=layer.get_submodule(columns.MODULE_PATHS[op]),
                         inputs=columns.inputs(self.shape, op, *part.of_op(op)),
                         parts=columns.parts(self.shape, op, *part.of_op(op)),
                         hf_prefix=self.shape.names.layer.format(index),

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mux.backbone import config, resolve
-from megatron_mux.backbone.checkpoint import Checkpoint, refuse_megatron
 from megatron_mux.backbone.config import Family
+from megatron_mux.backbone.model_directory import open_checkpoint, read_config, tokenizer_directory
 from megatron_mux.errors import UserError
 from megatron_mux.files import read_json
 from megatron_mux.hub_cache import find_model
@@ -75,6 +75,15 @@ class BackboneInfo:
     fingerprint: str
     stored: dict[str, str]
 
+    @property
+    def tokenizer(self) -> Path:
+        """Directory of its tokenizer.
+
+        Raises:
+            UserError: A Megatron checkpoint has none.
+        """
+        return tokenizer_directory(self.path)
+
     def check_parallel(
         self,
         tensor_parallel: int,
@@ -104,11 +113,11 @@ def read_shape(path: str | Path, quantise: Method | None = None) -> BackboneShap
         UserError: The config is missing, of an unknown family, or asks for something unsupported.
     """
     path = find_model(path)
-    return _read_file(path, quantise) if path.is_file() else _read_config(path, quantise)
+    return shape_of(read_json(path) if path.is_file() else read_config(path), path, quantise)
 
 
 def stored_dtype(path: str | Path) -> str | None:
-    """The dtype of a backbone's weights, as config.json names it; None if it does not.
+    """The dtype of a backbone's weights, as its config names it; None if it does not.
 
     Args:
         path: A backbone's directory.
@@ -116,13 +125,13 @@ def stored_dtype(path: str | Path) -> str | None:
     Raises:
         UserError: The config is missing or unreadable.
     """
-    config = read_json(find_model(path) / "config.json")
-    found = config.get("dtype") or config.get("torch_dtype")  # the latter before transformers 5
+    raw = read_config(find_model(path))
+    found = raw.get("dtype") or raw.get("torch_dtype")  # the latter before transformers 5
     return found.removeprefix("torch.") if isinstance(found, str) else None
 
 
 def read_backbone_info(path: str | Path, quantise: Method | None = None) -> BackboneInfo:
-    """Read config.json and the headers of the safetensors: milliseconds, whatever the size.
+    """Read the config and the headers of the weights: milliseconds, whatever the size.
 
     (Seconds for a checkpoint that stores an output layer though its config ties it: the two are compared.)
 
@@ -134,10 +143,10 @@ def read_backbone_info(path: str | Path, quantise: Method | None = None) -> Back
         UserError: As `read_shape`; or tensors are missing, unreadable, superfluous, or contradict the config.
     """
     path = find_model(path)
-    shape = _read_config(path, quantise)
-    with Checkpoint(path) as checkpoint:
+    shape = shape_of(read_config(path), path, quantise)
+    with open_checkpoint(path, shape) as checkpoint:
         stored = resolve.resolve(shape, checkpoint)
-        # config.json and the files may be written anew, with other words and other shards: they are the same backbone.
+        # Config and files may be written anew, with other words and other shards: they are the same backbone.
         about = _plain(replace(shape, config={})), checkpoint.digest(stored)
     return BackboneInfo(path, shape, hashlib.sha256(json.dumps(about).encode()).hexdigest(), stored)
 
@@ -163,23 +172,22 @@ def info_without_weights(path: str | Path, quantise: Method | None = None) -> Ba
         UserError: As `read_shape`.
     """
     path = find_model(path)
-    shape = _read_config(path, quantise)
+    shape = shape_of(read_config(path), path, quantise)
     return BackboneInfo(path, shape, "", {name: name for name in resolve.expected(shape)})
 
 
-def _read_config(path: Path, quantise: Method | None) -> BackboneShape:
-    if not path.is_dir():
-        raise UserError(f"The backbone {path} is not a directory.")
-    refuse_megatron(path)
-    if not (path / "config.json").is_file():
-        raise UserError(
-            f"The backbone {path} holds no config.json: give the directory of a Hugging Face model."
-        )
-    return _read_file(path / "config.json", quantise)
+def shape_of(raw: Mapping[str, Any], path: Path, quantise: Method | None = None) -> BackboneShape:
+    """The shape that a config describes.
 
+    Args:
+        raw: The config.
+        path: Its file, or the backbone's directory, for messages.
+        quantise: See `read_shape`.
 
-def _read_file(path: Path, quantise: Method | None) -> BackboneShape:
-    raw = read_json(path)
+    Raises:
+        UserError: It is of an unknown family, or asks for something unsupported.
+    """
+    place = path if path.is_file() else path / "config.json"
     found = family(raw.get("model_type", ""))
-    quantisation = agree(read_quantisation(raw), quantise, str(path))
-    return replace(found.shape(config.complete(found, raw, path)), quantisation=quantisation)
+    quantisation = agree(read_quantisation(raw), quantise, str(place))
+    return replace(found.shape(config.complete(found, raw, place)), quantisation=quantisation)

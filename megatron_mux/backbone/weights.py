@@ -26,22 +26,6 @@ from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 
 _CHUNK_BYTES = 1 << 20
-MODULE_PATHS: dict[BaseOpName, str] = {
-    "linear_qkv": "self_attention.linear_qkv",
-    "linear_q": "self_attention.linear_q",
-    "linear_q_down": "self_attention.linear_q_down",
-    "linear_q_up": "self_attention.linear_q_up",
-    "linear_kv_down": "self_attention.linear_kv_down",
-    "linear_kv_up": "self_attention.linear_kv_up",
-    "linear_proj": "self_attention.linear_proj",
-    "linear_fc1": "mlp.linear_fc1",
-    "linear_fc2": "mlp.linear_fc2",
-    "shared_fc1": "mlp.shared_experts.linear_fc1",
-    "shared_fc2": "mlp.shared_experts.linear_fc2",
-    "experts_fc1": "mlp.experts_fc1",
-    "experts_fc2": "mlp.experts_fc2",
-}
-"""Where a layer of ours keeps its BaseOps."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +124,9 @@ def plan(shape: BackboneShape, layers: range, part: Part) -> Plan:
     if part.experts_only:
         for here, layer in enumerate(layers):
             for op in part.ops(shape, layer):
-                filled[f"decoder.layers.{here}.{MODULE_PATHS[op]}.weight"] = _experts(shape, op, part, layer)
+                filled[f"decoder.layers.{here}.{columns.MODULE_PATHS[op]}.weight"] = _experts(
+                    shape, op, part, layer
+                )
         return filled
     if first:
         filled["embedding.word_embeddings.weight"] = _vocabulary(shape, names.embedding, rank, size)
@@ -184,7 +170,7 @@ def _layer(shape: BackboneShape, part: Part, layer: int, target: str) -> Iterato
         yield f"{target}.{module}.weight", [stored]
     for op in shape.ops(layer):
         if op in EXPERT_OPS:
-            yield f"{target}.{MODULE_PATHS[op]}.weight", _experts(shape, op, part, layer)
+            yield f"{target}.{columns.MODULE_PATHS[op]}.weight", _experts(shape, op, part, layer)
             continue
         inputs = columns.inputs(shape, op, *part.of_op(op))
         weight, bias = [], []
@@ -192,9 +178,9 @@ def _layer(shape: BackboneShape, part: Part, layer: int, target: str) -> Iterato
             for row, start, length in columns.runs(place.columns, place.features):
                 weight.append(Piece(row, f"{source}.{path}.weight", start, length, inputs, names.transposed))
                 bias.append(Piece(row, f"{source}.{path}.bias", start, length))
-        yield f"{target}.{MODULE_PATHS[op]}.weight", weight
+        yield f"{target}.{columns.MODULE_PATHS[op]}.weight", weight
         if shape.biases[op]:
-            yield f"{target}.{MODULE_PATHS[op]}.bias", bias
+            yield f"{target}.{columns.MODULE_PATHS[op]}.bias", bias
     if shape.experts is not None and shape.has_experts(layer):
         stored_as, count, routing = shape.experts.names, shape.experts.count, shape.experts.routing
         router, wide = f"{source}.{stored_as.stored_router}", routing.fp32_product

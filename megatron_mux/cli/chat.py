@@ -116,7 +116,7 @@ def _begin(arguments: argparse.Namespace, program: str) -> Conversation:
         arguments.with_backbone,
         warn=lambda text: to_stderr(f"{program}: warning: {text}"),
     )
-    tokenizer = load_tokenizer(arguments.backbone)
+    tokenizer = load_tokenizer(info.tokenizer)
     parallel = initialize()
     on_gpu = parallel.device.type == "cuda"
     name = arguments.dtype or (stored_dtype(arguments.backbone) if on_gpu else None)

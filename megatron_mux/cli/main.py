@@ -24,6 +24,7 @@ COMMANDS: Mapping[str, Command] = {
     "estimate": Command("megatron_mux.cli.estimate", "predict peak memory, and which parallel method fits"),
     "profile": Command("megatron_mux.cli.profile", "measure a backbone's operators, for plans"),
     "draw": Command("megatron_mux.cli.draw", "draw a run's schedule, predicted above measured"),
+    "convert": Command("megatron_mux.cli.convert", "convert a model from or to a Megatron checkpoint"),
     "chat": Command("megatron_mux.cli.chat", "talk to several adapters side by side"),
     "merge": Command("megatron_mux.cli.merge", "merge an adapter into its backbone"),
     "combine": Command("megatron_mux.cli.combine", "combine several LoRA adapters into one"),

@@ -179,7 +179,7 @@ def run(arguments: argparse.Namespace) -> None:
     info = read_backbone_info(arguments.backbone, arguments.backbone_dtype)
     if arguments.subgraphs:
         info.shape.refuse("--subgraphs", "latent", "experts")
-    tasks = open_tasks(specs, info, DataFiles(load_tokenizer(arguments.backbone), to_stderr), _say_nothing)
+    tasks = open_tasks(specs, info, DataFiles(load_tokenizer(info.tokenizer), to_stderr), _say_nothing)
     loads = {t.spec.name: TaskLoad.of(t.spec, t.data.lengths, t.data.label_counts, info.shape) for t in tasks}
     if arguments.gpus is None:
         meshes = [_mesh(arguments, info, loads)]

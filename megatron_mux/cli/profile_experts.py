@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
         if file is not None and not file.parent.is_dir():
             raise UserError(f"{flag} {file}: there is no directory {file.parent}: create it first")
     specs = load_task_file(arguments.tasks, data_later=True)
-    tasks = open_tasks(specs, info, DataFiles(load_tokenizer(arguments.backbone), to_stderr), to_stderr)
+    tasks = open_tasks(specs, info, DataFiles(load_tokenizer(info.tokenizer), to_stderr), to_stderr)
     parallel = initialize()
     backbone = Backbone.load(
         arguments.backbone, parallel, torch.bfloat16 if arguments.bf16 else torch.float32

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_mux.backbone.checkpoint import Checkpoint
+from megatron_mux.backbone.model_directory import open_checkpoint
 from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info
 from megatron_mux.base_ops import LATENT_OPS
 from megatron_mux.errors import UserError
@@ -199,7 +199,7 @@ def _is_of_backbone(adapter: StoredAdapter, key: str, info: BackboneInfo) -> boo
     name = key.removeprefix(PREFIX).replace(".base_layer.", ".")
     if name not in info.stored:
         return False
-    with Checkpoint(info.path) as checkpoint:
+    with open_checkpoint(info.path, info.shape) as checkpoint:
         size = checkpoint.tensors[info.stored[name]].shape
         if adapter.shapes[key] != size:
             return False

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mux.backbone.checkpoint import Checkpoint
+from megatron_mux.backbone.model_directory import open_checkpoint, read_config
 from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.errors import UserError
-from megatron_mux.files import new_directory, read_json, write
+from megatron_mux.files import new_directory, write
 from megatron_mux.hub_cache import find_model, model_id
 from megatron_mux.merging.backbone_source import BackboneSource
 from megatron_mux.merging.hf_directory import copy_companions, write_json, write_shards
@@ -84,7 +84,7 @@ def merge(
     are dequantised first, and the result is not quantised.
 
     Args:
-        backbone: Hugging Face directory, or `org/name` in the Hugging Face cache.
+        backbone: Directory of the backbone, or `org/name` in the Hugging Face cache.
         adapter: Directory in peft's format.
         output: Directory to make.
         dtype: Of the weights; None: as they are stored, or as config.json says of quantised ones.
@@ -100,8 +100,9 @@ def merge(
     backbone, adapter, output = find_model(backbone), Path(adapter), Path(output)
     info, stored = read_backbone_info(backbone, quantise), StoredAdapter(adapter)
     info.check_parallel(1, 1)
+    companions = info.tokenizer
     trained = check_backbone(adapter, info, warn)
-    with Checkpoint(backbone) as checkpoint, new_directory("--output", output) as directory:
+    with open_checkpoint(backbone, info.shape) as checkpoint, new_directory("--output", output) as directory:
         changes = plan_changes(stored, Changes.of_backbone(info))
         source = BackboneSource(info, checkpoint, trained.rounded_to, trained.device == "cuda")
         written = _plan(changes, source, dtype)
@@ -116,7 +117,7 @@ def merge(
 
         files = write_shards(directory, {name: each.info for name, each in written.items()}, value, largest)
         write_json(directory / "config.json", _config(backbone, changes, dtype))
-        copy_companions(backbone, directory)
+        copy_companions(companions, directory)
         parents = (
             Parent(base_model_name(model_id(backbone)), info.fingerprint),
             Parent(stored.name, stored.fingerprint()),
@@ -150,7 +151,7 @@ def plan_changes(adapter: StoredAdapter, changes: Changes) -> Changes:
 
 def _config(backbone: Path, changes: Changes, dtype: torch.dtype | None) -> dict[str, Any]:
     """Content of the merged model's config.json."""
-    config = read_json(backbone / "config.json")
+    config = read_config(backbone)
     for name in ("quantization_config", "compression_config"):
         config.pop(name, None)
     if dtype is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_mux.backbone.checkpoint import Checkpoint
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.backbone.model_directory import open_checkpoint
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.base_ops import BaseOpInfo
 from megatron_mux.kernels.preference_loss import RowScale
@@ -33,7 +33,7 @@ def load_ends(
     Raises:
         UserError: A file cannot be read, or the layers of this family need Megatron-Core.
     """
-    source, layers = Checkpoint(info.path), info.shape.layers
+    source, layers = open_checkpoint(info.path, info.shape), info.shape.layers
     front = Backbone(info, parallel, range(cut_front), dtype, "none", "resident", source)
     embedding = front.model.get_parameter("embedding.word_embeddings.weight")
     last = range(layers - cut_back, layers)

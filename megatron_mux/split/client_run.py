@@ -104,7 +104,7 @@ class ClientRun:
                 f"task {spec.name!r}: adapter.modules_to_save and adapter.trainable_token_indices are not supported "
                 "with a split server: leave them out, or train it with pretrain_mux.py"
             )
-        files = DataFiles(load_tokenizer(options.backbone), say)
+        files = DataFiles(load_tokenizer(info.tokenizer), say)
         source, manifest = _newest(options, info, spec.name, say)
         if options.load is not None and source is None:
             say(f"--load {options.load}: no checkpoint there yet, starting anew")

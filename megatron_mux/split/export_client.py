@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,20 +63,22 @@ def export_client(backbone: Path, cut_front: int, cut_back: int, out: Path) -> i
 def _fill(directory: Path, info: BackboneInfo, cut_front: int, cut_back: int) -> int:
     """Write the files of an export; returns the bytes of its weights."""
     from megatron_mux.backbone.checkpoint import Checkpoint
+    from megatron_mux.backbone.model_directory import open_checkpoint, read_config
     from megatron_mux.files import write
     from megatron_mux.split.client_files import EXPORT, ExportedLayers, client_tensors, digest_of
     from megatron_mux.tensor_file import write_tensors
 
-    backbone = info.path
-    copied = sorted({file for pattern in _TOKENIZER for file in backbone.glob(pattern) if file.is_file()})
+    tokenizer = info.tokenizer
+    copied = sorted({file for pattern in _TOKENIZER for file in tokenizer.glob(pattern) if file.is_file()})
     if not copied:
         raise UserError(
-            f"{backbone}: holds no tokenizer (tokenizer.json): put the backbone's tokenizer beside it"
+            f"{tokenizer}: holds no tokenizer (tokenizer.json): put the backbone's tokenizer beside it"
         )
-    for file in (backbone / "config.json", *copied):
+    write(directory / "config.json", json.dumps(read_config(info.path), indent=2).encode())
+    for file in copied:
         write(directory / file.name, file.read_bytes())
     names = [info.stored[name] for name in sorted(client_tensors(info.shape, cut_front, cut_back))]
-    with Checkpoint(backbone) as checkpoint:
+    with open_checkpoint(info.path, info.shape) as checkpoint:
         tensors = {name: checkpoint.read(name, slice(None)) for name in names}
     write_tensors(directory / _WEIGHTS, tensors, {})
     with Checkpoint(directory) as checkpoint:

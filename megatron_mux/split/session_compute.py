@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_mux.backbone.checkpoint import Checkpoint
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.backbone.model_directory import open_checkpoint
 from megatron_mux.errors import UserError, failed_allocation
 from megatron_mux.split.agreement import Proposal
 from megatron_mux.split.body import Body, Kept, Rows
@@ -135,7 +135,7 @@ class Bodies:
         """Attach a session's adapter; see `Body.add`."""
         if self.copies and name not in self._own:
             own, parallel = self.shared.backbone, self.shared.parallel
-            source = Checkpoint(own.info.path)
+            source = open_checkpoint(own.info.path, own.info.shape)
             copy = Backbone(own.info, parallel, own.layers, own.dtype, "none", "resident", source, ends=False)
             self._own[name] = Body(copy, parallel)
         body = self.of(name)

@@ -84,7 +84,7 @@ def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = Non
         arguments.pipeline_model_parallel_size,
         *arguments.expert_sizes(info.shape),
     )
-    tokenizer = load_tokenizer(arguments.backbone)
+    tokenizer = load_tokenizer(_tokenizer_directory(arguments, info))
     reporter = Reporter(
         save,
         arguments.tensorboard_dir,
@@ -134,6 +134,12 @@ def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = Non
         reporter.close()
     finally:
         reporter.release()
+
+
+def _tokenizer_directory(arguments: MuxArguments, info: BackboneInfo) -> Path:
+    """Where the tokenizer is: Megatron's scripts may also name a file of it."""
+    given = arguments.tokenizer_model
+    return info.tokenizer if given is None else given.parent if given.is_file() else given
 
 
 def _check_experts(

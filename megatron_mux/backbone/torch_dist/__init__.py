@@ -1,0 +1,1 @@
+"""Megatron's distributed checkpoints (`torch_dist`): where they are, what they hold, and writing one."""

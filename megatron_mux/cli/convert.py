@@ -1,0 +1,87 @@
+"""Convert a model between a Hugging Face directory and a Megatron checkpoint (torch_dist), values unchanged.
+
+    megatron-mux convert --input DIR --output DIR [--tokenizer-model DIR]
+
+The input's format is recognised, and the other one is written. One tensor is read and written after the other, so this
+takes about the memory of the largest of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megatron_mux.arguments.parser import Parser
+from megatron_mux.arguments.values import model, path, size
+from megatron_mux.errors import exit_status
+
+PROGRAM = "megatron-mux convert"
+
+
+def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
+    """Make the parser of the command line."""
+    parser = Parser(prog=program, description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    add(
+        "--input",
+        type=model,
+        required=True,
+        metavar="DIR",
+        help="Hugging Face directory, org/name in the Hugging Face cache, or Megatron's --save",
+    )
+    add(
+        "--output",
+        type=path,
+        required=True,
+        metavar="DIR",
+        help="new directory for the model in the other format",
+    )
+    add(
+        "--tokenizer-model",
+        type=path,
+        metavar="DIR",
+        help="Hugging Face directory of the tokenizer to copy (default: the input's)",
+    )
+    add(
+        "--max-shard-size",
+        type=size,
+        default=5_000_000_000,
+        metavar="SIZE",
+        help="most bytes of a safetensors file (5GB)",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
+    """Convert and print what was written; returns 2 if the input is wrong."""
+    return exit_status(lambda: run(build_parser(program).parse_args(argv)), program)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Convert and print what was written, with a parsed command line."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from megatron_mux.console import print_result
+    from megatron_mux.merging.convert import convert
+
+    columns = (TextColumn("converting"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    bar = Progress(
+        *columns,
+        TextColumn("{task.fields[name]}"),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("converting", total=None, name="")
+        made = convert(
+            arguments.input,
+            arguments.output,
+            arguments.tokenizer_model,
+            arguments.max_shard_size,
+            lambda name, done, total: bar.update(task, completed=done, total=total, name=name),
+        )
+    cells = {"tensors": str(made.tensors), "GB": f"{made.size / 1e9:.3f}", "seconds": f"{made.seconds:.1f}"}
+    print_result(f"converted to {made.to}", cells, f"model: {arguments.output}")

@@ -1,0 +1,226 @@
+"""Checkpoints that Megatron itself saved at 2 x 2, read as backbones at 1 x 1 and 2 x 2: Megatron's own logits.
+
+Megatron-Core 0.19 saves the first with `save_checkpoint` of `megatron.training`; where that is missing (0.16), and for
+the others, `dist_checkpointing` saves. Transformer Engine is not installed: its `_extra_state` is emulated as its
+modules write it, and the names that its spec gives norms are those that Megatron's local spec saves too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.backbone.registry import read_backbone_info
+from megatron_mux.megatron_on_cpu import FLAGS
+from megatron_mux.runtime import Parallel
+from tests.distributed.small_gpt import on_cpu
+from tests.distributed.test_logits import batch_of, sequences
+from tests.logits import all_logits
+
+pytestmark = pytest.mark.versions
+
+HAS_LOOP = importlib.util.find_spec("megatron.training") is not None
+LAYERS, HIDDEN, ROWS = 4, 32, 104
+COMMON = {
+    "num_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+LLAMA = {
+    **COMMON,
+    "ffn_hidden_size": 56,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "rotary_base": 1000,
+    "untie_embeddings_and_output_weights": True,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gpt2": {**COMMON, "ffn_hidden_size": 48, "bias_gelu_fusion": False, "vocab_size": 97},
+    "qwen3_moe": {
+        **LLAMA,
+        "qk_layernorm": True,
+        "kv_channels": 12,
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 20,
+        "moe_router_topk": 2,
+        "moe_layer_freq": [0, 1, 1, 1],
+    },
+}
+SAVED_BY_LOOP = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64 --seq-length 64 "
+    "--ffn-hidden-size 56 --group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --position-embedding-type rope --rotary-base 1000 --untie-embeddings-and-output-weights "
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1 --lr 1e-3 --train-iters 1 "
+    f"--tokenizer-type NullTokenizer --vocab-size {ROWS} --ckpt-format torch_dist --no-save-optim --no-save-rng"
+).split()
+
+
+def build(arguments: dict[str, Any], parallel: Parallel) -> Any:
+    """Megatron's GPT with random weights, norms and biases too."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer import TransformerConfig
+
+    get, gated = arguments.get, bool(arguments.get("swiglu"))
+    config = TransformerConfig(
+        **{name: arguments[name] for name in ("num_layers", "hidden_size", "num_attention_heads")},
+        ffn_hidden_size=arguments["ffn_hidden_size"],
+        num_query_groups=get("num_query_groups", 4),
+        kv_channels=get("kv_channels"),
+        normalization=get("normalization", "LayerNorm"),
+        qk_layernorm=get("qk_layernorm", False),
+        gated_linear_unit=gated,
+        activation_func=F.silu if gated else F.gelu,
+        add_bias_linear=get("add_bias_linear", True),
+        num_moe_experts=get("num_experts"),
+        moe_ffn_hidden_size=get("moe_ffn_hidden_size"),
+        moe_router_topk=get("moe_router_topk", 2),
+        moe_layer_freq=get("moe_layer_freq", 1),
+        moe_token_dispatcher_type="alltoall",
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        params_dtype=torch.float64,
+        pipeline_dtype=torch.float64,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization
+    )
+    torch.manual_seed(3)
+    model = GPTModel(
+        config,
+        spec,
+        ROWS,
+        64,
+        pre_process=parallel.is_first_stage,
+        post_process=parallel.is_last_stage,
+        parallel_output=False,
+        share_embeddings_and_output_weights=not get("untie_embeddings_and_output_weights", False),
+        position_embedding_type=get("position_embedding_type", "learned_absolute"),
+        rotary_base=get("rotary_base", 10000),
+    )
+    generator = torch.Generator().manual_seed(10 + parallel.pp_rank)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 and "linear" not in name:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+        elif parameter.dim() == 1:
+            parameter.data += 0.1 * (1 + parallel.tp_rank * ("fc1" in name or "qkv" in name))
+    return model.double().eval()  # or rounding alone would be as large as the tolerance
+
+
+@torch.no_grad()
+def megatrons_logits(model: Any, parallel: Parallel, vocabulary: int) -> Tensor | None:
+    """Logits of the sequences of `batch_of`, one after the other, on the last stage."""
+    found = []
+    for tokens in sequences(vocabulary):
+        if not parallel.is_first_stage:
+            hidden = torch.empty(len(tokens), 1, HIDDEN, dtype=torch.float64)
+            dist.recv(hidden, group=parallel.pp_group, group_src=parallel.pp_rank - 1)
+            model.set_input_tensor(hidden)
+        output = model(tokens[None], torch.arange(len(tokens))[None], None)
+        if parallel.is_last_stage:
+            found.append(output[0])
+        else:
+            dist.send(output, group=parallel.pp_group, group_dst=parallel.pp_rank + 1)
+    return torch.cat(found) if found else None
+
+
+def save(path: Path, model: Any, arguments: dict[str, Any], apart: bool) -> None:
+    """Save as a user of `dist_checkpointing` does; `apart`: layer by layer, norms by the names of the modules."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    if apart:
+        for layer in model.decoder.layers:
+            layer.submodules_config.sharded_state_dict_keys_map = {}
+    state: dict[str, Any] = model.sharded_state_dict(metadata={"non_homogeneous_layers": apart})
+    extra = [value for key, value in state.items() if key.endswith("_extra_state")]
+    assert extra  # empty without Transformer Engine, which keeps scales of fp8 there
+    for each in extra:
+        assert isinstance(each, ShardedObject)
+        each.data = io.BytesIO(b"scales of fp8")
+    state |= {"args": Namespace(**arguments), "iteration": 7, "checkpoint_version": 3.0}
+    dist_checkpointing.save(state, str(path))
+
+
+def save_by_loop(path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`save_checkpoint` of Megatron's training loop, its arguments from its own parser."""
+    from megatron.training import checkpointing, global_vars
+    from megatron.training.arguments import parse_args, validate_args
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "argv", ["pretrain_gpt.py", *FLAGS, *SAVED_BY_LOOP, "--save", str(path)])
+        arguments = parse_args()
+        validate_args(arguments)
+        arguments.padded_vocab_size = ROWS
+        patched.setattr(global_vars, "_GLOBAL_ARGS", arguments)
+        checkpointing.save_checkpoint(7, [model], None, None, 0)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_megatrons_logits(
+    name: str,
+    joined: Callable[..., Parallel],
+    shared_dir: Path,
+    stages: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parallel = joined(2, 2)
+    arguments, path = MODELS[name], shared_dir / f"megatron-{name}"
+    by_loop = HAS_LOOP and name == "llama"
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)  # which layers with experts make
+    with on_cpu():
+        model = build(arguments, parallel)
+        expected = megatrons_logits(model, parallel, arguments.get("vocab_size", ROWS))
+        if dist.get_rank() == 0:
+            path.mkdir()
+        dist.barrier()
+        if by_loop:
+            save_by_loop(path, model, monkeypatch)
+        else:
+            save(path, model, arguments, apart=name != "llama")
+    dist.barrier()
+    saved = path / "iter_0000007" if by_loop else path
+    assert (saved / ".metadata").is_file()
+    info = read_backbone_info(path)
+    assert info.shape.family == name
+    assert info.fingerprint == read_backbone_info(saved).fingerprint
+
+    divided = [] if info.shape.experts else [(2, 2)]  # which need sequence parallelism
+    for split in ((1, 1), *divided):
+        parallel = joined(*split)
+        backbone = Backbone.load(path, parallel, torch.float64)
+        batch = batch_of(backbone, parallel)
+        with torch.no_grad():
+            hidden = stages(backbone, batch).forward()
+        if parallel.is_last_stage and expected is not None:
+            found = all_logits(backbone, batch, hidden)
+            wanted = expected[:, : info.shape.vocab]
+            assert wanted.std() > 0.02
+            assert (found[: wanted.shape[0]] - wanted).abs().max() <= 1e-6
