@@ -386,11 +386,9 @@ def refuse_used(directory: Path, owner: str = "") -> None:
             f"--save {directory}: holds checkpoints of {owner or 'a run'} already: continue it with "
             f"--load {directory}, or choose another directory."
         )
-    # Both kinds of runs name checkpoints alike.
-    if owner and manifests(directory):
-        raise UserError(f"--save {directory}: holds a run of several tasks: choose another directory.")
-    if not owner and next(directory.glob(f"*/{MANIFESTS}/manifest-*.json"), None) is not None:
-        raise UserError(f"--save {directory}: holds runs of split clients: choose another directory.")
+    # Runs of the other kind name checkpoints alike.
+    if manifests(directory) if owner else any(directory.glob(f"*/{MANIFESTS}/manifest-*.json")):
+        raise UserError(f"--save {directory}: holds runs of other tasks: choose another directory.")
 
 
 def prepare(directory: Path, asked: str = "--save") -> str:

@@ -177,10 +177,7 @@ def test_everything_given() -> None:
         ("--exit-duration-in-mins 0", "--exit-duration-in-mins: must be a number of minutes"),
         ("--exp-avg-dtype bf16", "--exp-avg-dtype: only fp32 is supported, got 'bf16': adapters and their"),
         ("--finetune --load out", "--finetune: a resumed task has all that was saved"),
-        (
-            "--tokenizer-model gpt2",
-            "--tokenizer-model gpt2: the tokenizer is the one in --backbone: remove it",
-        ),
+        ("--tokenizer-model org/gpt2", "--tokenizer-model: org/gpt2: no such directory, and no model of that name in"),
         ("--manual-gc=3", "--manual-gc: ignored explicit argument '3'"),
         ("--mux-backbone-weights away", "--mux-backbone-weights: invalid choice: 'away'"),
         ("--tokenizer-type X", "got 'X': the tokenizer is the one in --backbone"),
@@ -536,10 +533,11 @@ def test_flags_without_effect_are_taken_with_their_values_and_named() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.usefixtures("place")
-def test_the_tokenizer_of_the_backbone_is_taken() -> None:
+def test_a_tokenizer_is_a_directory_or_a_file_in_it(place: Path) -> None:
+    (place / "model" / "tokenizer.json").touch()
     for path in ("model", "./model/", "model/tokenizer.json"):
-        assert parse("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", path).tokenizer_model
+        parsed = parse("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", path)
+        assert parsed.tokenizer_model == Path(path)
 
 
 words = st.sampled_from(sorted(MEGATRON_FLAGS)) | st.sampled_from(REQUIRED) | st.text(max_size=8)

@@ -205,11 +205,18 @@ def test_no_directory_no_config_broken_config(copied: Made, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "sign", ["latest_checkpointed_iteration.txt", "metadata.json", "iter_0000010", "__0_0.distcp"]
+    ("sign", "problem"),
+    [
+        ("latest_checkpointed_iteration.txt", "which does not exist"),
+        ("metadata.json", "JSON"),
+        ("iter_0000010/common.pt", "holds no complete checkpoint"),
+        ("__0_0.distcp", "holds no complete checkpoint"),
+    ],
 )
-def test_a_megatron_checkpoint_is_told_apart(sign: str, tmp_path: Path) -> None:
+def test_a_cut_megatron_checkpoint_is_told_apart(sign: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / sign).parent.mkdir(exist_ok=True)
     (tmp_path / sign).touch()
-    refused(tmp_path, "Megatron distributed checkpoint", "Hugging Face")
+    refused(tmp_path, str(tmp_path), problem)
 
 
 def test_no_safetensors(copied: Made) -> None:
