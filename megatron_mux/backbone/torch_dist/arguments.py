@@ -167,7 +167,7 @@ def _llama_like(arguments: Mapping[str, Any], layers: int) -> dict[str, Any]:
                 raise _refusal(name, value, f"False with {feature}")
     if window and qk_norm:
         raise _refusal("window_size", window, "none with qk_layernorm")
-    sliding = {"sliding_window": int(next(iter(window))) + 1} if window else {}
+    sliding: dict[str, int | None] = {"sliding_window": int(next(iter(window))) + 1} if window else {}
     if experts:
         return _experts(arguments, layers, qk_norm) | (
             sliding or ({} if qk_norm else {"sliding_window": None})

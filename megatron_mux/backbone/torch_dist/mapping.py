@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from megatron_mux.backbone import columns
-from megatron_mux.base_ops import EXPERT_OPS, BaseOpName
+from megatron_mux.base_ops import EXPERT_OPS, BaseOpName, ModuleColumns
 from megatron_mux.shape import BackboneShape
 
 Runs = tuple[tuple[int, int, int], ...]
@@ -106,7 +106,7 @@ def _runs(shape: BackboneShape, op: BaseOpName) -> dict[str, Runs]:
     return {path: _of(part) for path, part in columns.parts(shape, op, 0, 1).items()}
 
 
-def _of(part: columns.ModuleColumns) -> Runs:
+def _of(part: ModuleColumns) -> Runs:
     return tuple(columns.runs(part.columns, part.features))
 
 
