@@ -94,7 +94,7 @@ def build(arguments: dict[str, Any], parallel: Parallel) -> Any:
         moe_ffn_hidden_size=get("moe_ffn_hidden_size"),
         moe_router_topk=get("moe_router_topk", 2),
         moe_layer_freq=get("moe_layer_freq", 1),
-        moe_token_dispatcher_type="alltoall",
+        moe_token_dispatcher_type="allgather",
         tensor_model_parallel_size=2,
         pipeline_model_parallel_size=2,
         params_dtype=torch.float64,
@@ -194,7 +194,11 @@ def test_megatrons_logits(
     parallel = joined(2, 2)
     arguments, path = MODELS[name], shared_dir / f"megatron-{name}"
     by_loop = HAS_LOOP and name == "llama"
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)  # which layers with experts make
+    from megatron.core.transformer.moe import moe_utils
+
+    # Layers with experts make a stream, and look for Transformer Engine's product without which it has no name in 0.16.
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
     with on_cpu():
         model = build(arguments, parallel)
         expected = megatrons_logits(model, parallel, arguments.get("vocab_size", ROWS))

@@ -177,7 +177,10 @@ def test_everything_given() -> None:
         ("--exit-duration-in-mins 0", "--exit-duration-in-mins: must be a number of minutes"),
         ("--exp-avg-dtype bf16", "--exp-avg-dtype: only fp32 is supported, got 'bf16': adapters and their"),
         ("--finetune --load out", "--finetune: a resumed task has all that was saved"),
-        ("--tokenizer-model org/gpt2", "--tokenizer-model: org/gpt2: no such directory, and no model of that name in"),
+        (
+            "--tokenizer-model org/gpt2",
+            "--tokenizer-model: org/gpt2: no such directory, and no model of that name in",
+        ),
         ("--manual-gc=3", "--manual-gc: ignored explicit argument '3'"),
         ("--mux-backbone-weights away", "--mux-backbone-weights: invalid choice: 'away'"),
         ("--tokenizer-type X", "got 'X': the tokenizer is the one in --backbone"),

@@ -28,7 +28,7 @@ class _Source(NamedTuple):
     place: Place
     key: str
     tensor: GlobalTensor
-    indices: tuple[int, ...]
+    leading: tuple[int, ...]
 
 
 class TorchDistCheckpoint(Checkpoint):
@@ -87,11 +87,11 @@ class TorchDistCheckpoint(Checkpoint):
         """Refuse a tensor of another shape than the model's."""
         place = source.place
         wanted = (place.rows, *(shape[:1] if place.transposed else shape[1:]))
-        held = source.tensor.shape[len(source.indices) :]
+        held = source.tensor.shape[len(source.leading) :]
         if len(held) == len(wanted) and place.names[0] in _VOCABULARY and held[0] >= wanted[0]:
             held = (wanted[0], *held[1:])
-        if held != wanted or any(i >= n for i, n in zip(source.indices, source.tensor.shape, strict=False)):
-            lead = tuple(source.tensor.shape[: len(source.indices)])
+        if held != wanted or any(i >= n for i, n in zip(source.leading, source.tensor.shape, strict=False)):
+            lead = tuple(source.tensor.shape[: len(source.leading)])
             raise UserError(
                 f"{self._directory} holds {source.key} of shape {list(source.tensor.shape)}, but the model's arguments "
                 f"ask for {[*lead, *wanted]}."
@@ -123,12 +123,12 @@ class TorchDistCheckpoint(Checkpoint):
 
     def _fill(self, target: Tensor, source: _Source, row: int, column: int) -> int:
         """Copy rows and columns of one of Megatron's tensors, from these first ones on; returns how many values."""
-        leading, filled = len(source.indices), 0
+        leading, filled = len(source.leading), 0
         key = source.key, leading
         if key not in self._chunks:
             self._chunks[key] = source.tensor.by_index(leading)
-        for chunk in self._chunks[key].get(source.indices, []):
-            stored = self._matrix(chunk, source.tensor.dtype, source.indices)
+        for chunk in self._chunks[key].get(source.leading, []):
+            stored = self._matrix(chunk, source.tensor.dtype, source.leading)
             offsets = (*chunk.offsets[leading:], 0)[:2]
             top, left = max(row, offsets[0]), max(column, offsets[1])
             bottom = min(row + target.shape[0], offsets[0] + stored.shape[0])

@@ -22,7 +22,8 @@ def is_megatron(path: Path) -> bool:
     if any(name.endswith(".safetensors") for name in names):
         return False
     return bool(names & {TRACKER, ".metadata", "metadata.json", "common.pt"}) or any(
-        _ITERATION.fullmatch(name) or name.startswith("mp_rank_") or name.endswith(".distcp") for name in names
+        _ITERATION.fullmatch(name) or name.startswith("mp_rank_") or name.endswith(".distcp")
+        for name in names
     )
 
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_mux.backbone.torch_dist.locate import TRACKER
 from megatron_mux.backbone.torch_dist.mapping import Place, places
@@ -88,9 +88,7 @@ def write_torch_dist(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
-        save_distributed(
-            {}, storage_writer=FileSystemWriter(iteration), planner=_Planner(items, make), no_dist=True
-        )
+        save({}, storage_writer=FileSystemWriter(iteration), planner=_Planner(items, make), no_dist=True)
     common = {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 0}
     content = io.BytesIO()
     torch.save(common, content)
