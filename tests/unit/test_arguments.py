@@ -52,6 +52,8 @@ def test_defaults() -> None:
     arguments = parse()
     assert arguments == MuxArguments(
         backbone=Path("model"),
+        tokenizer_model=None,
+        use_checkpoint_args=False,
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
         decoder_first_pipeline_num_layers=None,

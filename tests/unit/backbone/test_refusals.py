@@ -204,14 +204,6 @@ def test_no_directory_no_config_broken_config(copied: Made, tmp_path: Path) -> N
     refused(path, "config.json", "object")
 
 
-@pytest.mark.parametrize(
-    "sign", ["latest_checkpointed_iteration.txt", "metadata.json", "iter_0000010", "__0_0.distcp"]
-)
-def test_a_megatron_checkpoint_is_told_apart(sign: str, tmp_path: Path) -> None:
-    (tmp_path / sign).touch()
-    refused(tmp_path, "Megatron distributed checkpoint", "Hugging Face")
-
-
 def test_no_safetensors(copied: Made) -> None:
     path = copied("llama")
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
