@@ -6,6 +6,7 @@ family can be divided among 2 tensor ranks and 2 stages, and so that nothing is 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +223,15 @@ def make(directory: Path, name: str, sharded: bool = False, seed: int = 0, **cha
     model = build(name, seed, **changes)
     model.save_pretrained(path, safe_serialization=True, max_shard_size="20KB" if sharded else "1GB")
     return path
+
+
+def words(directory: Path) -> Path:
+    """Put a tokenizer of three tokens into a directory, made if missing, and return it."""
+    from tokenizers import Tokenizer, models
+
+    directory.mkdir(exist_ok=True)
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    Tokenizer(models.WordLevel(vocabulary, "<unk>")).save(str(directory / "tokenizer.json"))
+    special = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(special))
+    return directory

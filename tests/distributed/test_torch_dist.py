@@ -13,6 +13,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +25,12 @@ from torch import Tensor
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.megatron_on_cpu import FLAGS
+from megatron_mux.merging.convert import convert
 from megatron_mux.runtime import Parallel
 from tests.distributed.small_gpt import on_cpu
 from tests.distributed.test_logits import batch_of, sequences
 from tests.logits import all_logits
+from tests.tiny_models import words
 
 pytestmark = pytest.mark.versions
 
@@ -69,8 +72,16 @@ SAVED_BY_LOOP = (
     "--ffn-hidden-size 56 --group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu "
     "--disable-bias-linear --position-embedding-type rope --rotary-base 1000 --untie-embeddings-and-output-weights "
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1 --lr 1e-3 --train-iters 1 "
-    f"--tokenizer-type NullTokenizer --vocab-size {ROWS} --ckpt-format torch_dist --no-save-optim --no-save-rng"
+    f"--tokenizer-type NullTokenizer --vocab-size {ROWS} --ckpt-format torch_dist --save-interval 1 --no-save-optim "
+    "--no-save-rng"
 ).split()
+
+ON_CPU: dict[str, Callable[..., Any]] = {
+    "get_device_properties": lambda device=None: SimpleNamespace(major=10),
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "current_device": lambda: torch.device("cpu"),
+    "device_count": lambda: 1,
+}
 
 
 def build(arguments: dict[str, Any], parallel: Parallel) -> Any:
@@ -171,11 +182,16 @@ def save(path: Path, model: Any, arguments: dict[str, Any], apart: bool) -> None
 
 def save_by_loop(path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`save_checkpoint` of Megatron's training loop, its arguments from its own parser."""
+    from megatron.core import tensor_parallel
     from megatron.training import checkpointing, global_vars
     from megatron.training.arguments import parse_args, validate_args
 
     with monkeypatch.context() as patched:
         patched.setattr(sys, "argv", ["pretrain_gpt.py", *FLAGS, *SAVED_BY_LOOP, "--save", str(path)])
+        for name, value in ON_CPU.items():
+            patched.setattr(torch.cuda, name, value)
+        tracker = SimpleNamespace(get_states=dict)
+        patched.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda *_, **__: tracker)
         arguments = parse_args()
         validate_args(arguments)
         arguments.padded_vocab_size = ROWS
@@ -228,3 +244,34 @@ def test_megatrons_logits(
             wanted = expected[:, : info.shape.vocab]
             assert wanted.std() > 0.02
             assert (found[: wanted.shape[0]] - wanted).abs().max() <= 1e-6
+
+    parallel = joined(2, 2)
+    if dist.get_rank() == 0:
+        tokenizer = words(shared_dir / f"tokenizer-{name}")
+        for source, output in ((path, "hugging-face"), (shared_dir / f"hugging-face-{name}", "back")):
+            convert(source, shared_dir / f"{output}-{name}", tokenizer, 1 << 30, lambda *_: None)
+    dist.barrier()
+    with on_cpu():
+        megatron_reads(
+            shared_dir / f"back-{name}" / "release", model, build(arguments, parallel), info.shape.vocab
+        )
+
+
+def megatron_reads(path: Path, was: Any, now: Any, vocabulary: int) -> None:
+    """Megatron loads what was converted there and back, and every value is what it was, to the bit."""
+    from megatron.core import dist_checkpointing
+
+    with torch.no_grad():
+        for parameter in now.parameters():
+            parameter.fill_(9.0)
+    # Without the extra states, in which Transformer Engine keeps scales of fp8.
+    wanted = {"model": now.sharded_state_dict(metadata={})}
+    state = dist_checkpointing.load(wanted, str(path), strict="log_all")
+    left = now.load_state_dict(state["model"], strict=False)
+    assert not [name for name in (*left.missing_keys, *left.unexpected_keys) if "_extra_state" not in name]
+    tensor_rank = dist.get_rank() % 2
+    for (name, before), after in zip(was.named_parameters(), now.parameters(), strict=True):
+        kept = before.shape[0]
+        if "word_embeddings" in name or "output_layer" in name:
+            kept = min(kept, vocabulary - tensor_rank * kept)  # padding is cut
+        assert torch.equal(before[:kept], after[:kept]), name

@@ -51,6 +51,8 @@ def test_defaults() -> None:
     arguments = parse()
     assert arguments == MuxArguments(
         backbone=Path("model"),
+        tokenizer_model=None,
+        use_checkpoint_args=False,
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
         decoder_first_pipeline_num_layers=None,
@@ -68,8 +70,6 @@ def test_defaults() -> None:
         sequence_parallel=False,
         distributed_backend=None,
         distributed_timeout_minutes=10,
-        tokenizer_model=None,
-        use_checkpoint_args=False,
         bf16=False,
         mux_fp32=False,
         mux_tf32=False,

@@ -68,7 +68,7 @@ class TorchDistCheckpoint(Checkpoint):
         for name, source in self._sources.items():
             self._check(source, shapes[name])
             self.tensors[name] = Stored(self._directory, source.tensor.dtype, shapes[name], 0)
-        used = {source.key for source in self._sources.values()}
+        used = {key for source in self._sources.values() for key, _ in source.place.keys}
         for key in contents.tensors.keys() - used:
             if not key.endswith("inv_freq"):
                 self.tensors[key] = Stored(

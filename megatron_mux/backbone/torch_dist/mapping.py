@@ -7,7 +7,7 @@ rank, whatever the number of ranks that saved them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from megatron_mux.backbone import columns
@@ -23,12 +23,13 @@ class Place:
     """Where a Hugging Face tensor is.
 
     Attributes:
-        names: What Megatron may call the tensor, in a layer relative to it; the first is for writing.
+        names: What Megatron may call the tensor, in a layer relative to it.
         rows: All rows of it, those of other Hugging Face tensors included.
         runs: Those of this one.
         layer: Index of the layer, if it is in one.
         expert: Index of the expert, likewise.
         transposed: Whether Hugging Face stores it `[in, out]`.
+        written: How many of the names are written: two where Megatron's kinds of layers look for different ones.
     """
 
     names: tuple[str, ...]
@@ -37,6 +38,7 @@ class Place:
     layer: int | None = None
     expert: int | None = None
     transposed: bool = False
+    written: int = 1
 
     @property
     def keys(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -91,10 +93,9 @@ def _norms(shape: BackboneShape, layer: int) -> Iterator[tuple[str, Place]]:
     fused = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
     for module, path in shape.names.layer_norms.items():
         for leaf in shape.norm_leaves:
-            alternatives = [f"{fused[module]}.layer_norm_{leaf}", f"{module}.{leaf}"]
-            if module == "pre_mlp_layernorm" and shape.has_experts(layer):
-                alternatives.reverse()
-            yield f"{path}.{leaf}", _whole(alternatives[0], shape.hidden, layer, alternatives[1])
+            place = _whole(f"{fused[module]}.layer_norm_{leaf}", shape.hidden, layer, f"{module}.{leaf}")
+            apart = module == "pre_mlp_layernorm" and shape.has_experts(layer)
+            yield f"{path}.{leaf}", replace(place, written=2) if apart else place
     for module, (path, width) in shape.inner_norms.items():
         yield f"{path}.weight", _whole(f"{module}.weight", width, layer)
 

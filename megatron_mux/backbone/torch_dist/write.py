@@ -109,9 +109,10 @@ def _chunks(
     stacked = shape.experts is None or not shape.experts.dense
     found: dict[str, dict[tuple[int, ...], list[_Part]]] = {}
     for name, place in places(shape).items():
-        key, index = place.key(place.names[0], stacked)
-        offset = (*index, *(0 for _ in tensors[name].shape))
-        found.setdefault(key, {}).setdefault(offset, []).append((name, place))
+        for written in place.names[: place.written]:
+            key, index = place.key(written, stacked)
+            offset = (*index, *(0 for _ in tensors[name].shape))
+            found.setdefault(key, {}).setdefault(offset, []).append((name, place))
     return found
 
 

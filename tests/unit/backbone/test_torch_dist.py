@@ -23,18 +23,9 @@ from megatron_mux.backbone.torch_dist.unpickle import Record, unpickle
 from megatron_mux.cli import convert
 from megatron_mux.errors import UserError
 from tests import tiny_models
+from tests.tiny_models import words
 
 BOTH_WAYS = ("llama-tied", "mistral", "qwen3", "gpt2", "mixtral", "qwen3_moe")
-
-
-def words(path: Path) -> Path:
-    """Put a tokenizer into a directory."""
-    from tokenizers import Tokenizer, models
-
-    Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, "<unk>")).save(str(path / "tokenizer.json"))
-    special = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (path / "tokenizer_config.json").write_text(json.dumps(special))
-    return path
 
 
 def converted(source: Path, output: Path) -> Path:
