@@ -10,7 +10,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 
 from megatron_mux.cli import convert
 
-build_parser = partial(convert.build_parser, "convert_checkpoint.py")
 main = partial(convert.main, program="convert_checkpoint.py")
 
 if __name__ == "__main__":

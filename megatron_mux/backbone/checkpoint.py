@@ -160,6 +160,9 @@ class Checkpoint:
             number = bisect_right(ends, place) - 1
             size = min(_SAMPLE_BYTES, ends[number + 1] - place)
             found.update(self._bytes(names[ordered[number]], place - ends[number], size))
+        for number, name in enumerate(ordered):  # norms and biases may lie between two samples
+            if (size := ends[number + 1] - ends[number]) <= 4 * _SAMPLE_BYTES:
+                found.update(self._bytes(names[name], 0, size))
         return found.hexdigest()
 
     def _bytes(self, name: str, start: int, size: int) -> bytes | bytearray:

@@ -48,13 +48,11 @@ class JoiningFiles:
     All ranks have the same files.
 
     Attributes:
-        files: Opens data; `files.tokenizer` is the one of `backbone`.
-        backbone: Directory of the tokenizer.
+        files: Opens data.
         parallel: Where this rank stands.
     """
 
     files: DataFiles
-    backbone: Path
     parallel: Parallel
     _queue: deque[JoiningFile] = field(default_factory=deque)
 
@@ -120,7 +118,8 @@ class JoiningFiles:
         """Start the process of the first file."""
         if self._queue and self._queue[0].process is None and is_local_leader():
             first = self._queue[0]
-            first.process = BackgroundTokenising(self.backbone, first.data, self.files.cache)
+            directory = Path(self.files.tokenizer.name_or_path)
+            first.process = BackgroundTokenising(directory, first.data, self.files.cache)
 
 
 @dataclass(frozen=True)

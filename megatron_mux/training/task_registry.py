@@ -59,7 +59,7 @@ class TaskRegistry:
 
     def __post_init__(self) -> None:
         self._admission = Admission(self.engine, self.parallel)
-        self._joining = JoiningFiles(self.files, Path(self.files.tokenizer.name_or_path), self.parallel)
+        self._joining = JoiningFiles(self.files, self.parallel)
 
     def continue_from(self, manifest: Manifest, directory: Path, save: Path | None) -> None:
         """Take over the entries of the run that this one continues.

@@ -195,7 +195,7 @@ FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "a wrong type": (["--save-interval", "often"], ["--save-interval", "often"]),
     "per task": (["--lr", "1e-4"], ["--lr", "tasks.yaml"]),
     "per task, too": (["--micro-batch-size", "2"], ["--micro-batch-size", "tasks.yaml"]),
-    "Megatron's, not supported": (["--use-distributed-optimizer"], ["--use-distributed-optimizer"]),
+    "Megatron's, not supported": (["--fp8-format", "hybrid"], ["--fp8-format"]),
     "a contradicting shape": (["--num-layers", "7"], ["--num-layers", "7", "4"]),
     "more tensor ranks than processes": (["--tensor-model-parallel-size", "2"], ["2"]),
     "tensor ranks that do not divide anything": (["--tensor-model-parallel-size", "3"], ["3"]),

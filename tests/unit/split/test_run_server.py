@@ -36,7 +36,7 @@ def test_a_directory_of_certificates_stands_for_their_files(tmp_path: Path) -> N
     with pytest.raises(UserError, match="--tls-cert: is missing: give --tls-dir DIR"):
         _check_files(build_parser().parse_args(words))
     words += ["--tls-dir", str(tmp_path)]
-    with pytest.raises(UserError, match=r"server.pem: no such file: .*certificates makes them"):
+    with pytest.raises(UserError, match=r"server.pem: no such file: .*split-certificates` makes them"):
         _check_files(build_parser().parse_args(words))
     for name in ("server.pem", "server.key", "ca.pem", "mine.pem"):
         (tmp_path / name).touch()

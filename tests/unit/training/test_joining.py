@@ -53,7 +53,8 @@ def files(monkeypatch: pytest.MonkeyPatch) -> JoiningFiles:
     monkeypatch.setattr(joining, "BackgroundTokenising", Process)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     alone: Any = SimpleNamespace(world_size=1, rank=0)
-    return JoiningFiles(DataFiles(None, print), Path("backbone"), alone)
+    tokenizer: Any = SimpleNamespace(name_or_path="backbone")
+    return JoiningFiles(DataFiles(tokenizer, print), alone)
 
 
 def test_one_file_at_a_time(files: JoiningFiles) -> None:
