@@ -38,6 +38,7 @@ PATIENCE_SECONDS = 45.0
 """Without a heartbeat for so long, a holder on another host is dead: several missed beats, and less than a minute."""
 _POLL_SECONDS = 1.0
 _BEAT_DIGITS = 12
+_ENDED = -1
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,21 @@ class Writer:
         return self.machine == _machine()
 
     @property
+    def is_dead(self) -> bool:
+        """Whether the process of a local writer has ended; False also if that cannot be seen."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:  # another user's
+            pass
+        now = _start_ticks(self.pid)
+        return now == _ENDED or (now > 0 and now != self.started)
+
+    @property
     def is_alive(self) -> bool:
-        """Whether the process of a local writer still runs."""
-        return self.started == _start_ticks(self.pid) != 0
+        """Whether the process of a local writer still runs, for sure (`/proc` may hide other users' processes)."""
+        return 0 < self.started == _start_ticks(self.pid)
 
 
 class DirectoryLock:
@@ -139,6 +152,7 @@ class DirectoryLock:
             while not self._create():
                 self._remove_if_dead()
         except OSError as error:
+            self._remove_made()
             raise UserError(
                 f"{self._name}: cannot be written: {error.strerror or error}: choose another directory"
             ) from None
@@ -156,8 +170,7 @@ class DirectoryLock:
         with suppress(OSError):
             if _read(self._path)[0] == self.writer:
                 self._path.unlink()
-            for path in self._made:
-                path.rmdir()
+        self._remove_made()
 
     def record(self, **about: object) -> None:
         """Note in `run.json` who writes here now.
@@ -177,6 +190,12 @@ class DirectoryLock:
         if self._problem:
             raise UserError(self._problem)
 
+    def _remove_made(self) -> None:
+        """Remove the directories that this lock made, if they are empty."""
+        with suppress(OSError):
+            for path in self._made:
+                path.rmdir()
+
     # -- taking it
 
     def _create(self) -> bool:
@@ -185,7 +204,12 @@ class DirectoryLock:
             self._file = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
         except FileExistsError:
             return False
-        self._beat()
+        try:
+            self._beat()
+        except OSError:  # the disk is full
+            os.close(self._file)
+            self._path.unlink()
+            raise
         sync_directory(self.directory)
         return True
 
@@ -194,9 +218,9 @@ class DirectoryLock:
         holder, beat = _read(self._path)
         if self._break:
             self._say(f"{self._name}: taking the lock of {_name(holder)}, as --break-lock says")
-        elif holder is not None and holder.is_local:
-            if holder.is_alive:
-                self._refuse(holder)
+        elif holder is not None and holder.is_local and holder.is_alive:
+            self._refuse(holder)
+        elif holder is not None and holder.is_local and holder.is_dead:
             self._say(f"{self._name}: its last writer died ({holder})")
         else:
             self._say(
@@ -236,7 +260,7 @@ class DirectoryLock:
             return
         moved, _ = _read(aside)
         if moved == holder or self._path.exists():
-            aside.unlink()  # of a holder that is moved by mistake, `check` says that another took its place
+            aside.unlink()  # if it was the lock of a living process, that finds out by `check`
         else:
             os.rename(aside, self._path)
 
@@ -264,7 +288,13 @@ class DirectoryLock:
         """
         with self._looking:
             holder, _ = _read(self._path)
-            if holder == self.writer or self._problem or self._left.is_set():
+            if self._problem or self._left.is_set():
+                return
+            if holder == self.writer and os.path.samestat(os.fstat(self._file), self._path.stat()):
+                return
+            if holder == self.writer:  # moved and put back by a start that took it for another one's
+                os.close(self._file)
+                self._file = os.open(self._path, os.O_RDWR)
                 return
             if holder is None and not self._path.exists() and not self._succeeded():
                 before = self._file
@@ -310,13 +340,13 @@ def _machine() -> str:
 
 
 def _start_ticks(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if there is none, or only its exit status is left."""
+    """When a process started, in clock ticks since boot; `_ENDED` if only its exit status is left, 0 if unknown."""
     try:
         # The name of the program stands in parentheses and may hold any character.
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
         return 0
-    return 0 if state in "ZX" else int(rest[18])
+    return _ENDED if state in "ZX" else int(rest[18])
 
 
 def _user() -> str:

@@ -123,8 +123,11 @@ class LibraryLog:
             sys.stdout = self._stdout
             if self._path is None:
                 self._copy_to(sys.stderr.buffer)
-            elif not self._path.stat().st_size:
-                self._path.unlink()
+            else:
+                with suppress(OSError):  # somebody removed it
+                    held = os.fstat(self._file.fileno())
+                    if not held.st_size and os.path.samestat(held, self._path.stat()):
+                        self._path.unlink()
             self._file.close()
 
     def _redirect_to(self, file: IO[bytes]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -22,6 +25,7 @@ _SECONDS_TO_LEAVE = 15
 """After one process has failed, the others have so long to report it and end by themselves."""
 _SECONDS_TO_END = 30
 """After SIGTERM, before SIGKILL."""
+_PR_SET_PDEATHSIG = 1
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -94,8 +98,9 @@ def processes_needed(arguments: Any) -> int:
 def run_processes(words: Sequence[str], count: int, program: str) -> int:
     """Run `megatron-mux WORDS` as so many ranks on this machine, and wait for them.
 
-    SIGINT, SIGTERM and SIGHUP are passed on to all ranks; nothing else ends them early, so that they can save. If a
-    rank fails, the others are ended once they have had time to report it.
+    SIGINT, SIGTERM and SIGHUP (unless it is ignored, as by `nohup`) are passed on to all ranks; nothing else ends them
+    early, so that they can save. If a rank fails, the others are ended once they have had time to report it. Ranks get
+    SIGTERM if this process is killed.
 
     Args:
         words: The command and its flags.
@@ -126,7 +131,12 @@ def run_processes(words: Sequence[str], count: int, program: str) -> int:
         for rank in ranks:
             rank.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [number for number in _FORWARDED if not (ignored and number == signal.SIGHUP)]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # Python leaves signals to the main thread
+    before = {number: signal.signal(number, forward) for number in numbers}
+    prctl = ctypes.CDLL(None).prctl
     try:
         for rank in range(count):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -135,6 +145,7 @@ def run_processes(words: Sequence[str], count: int, program: str) -> int:
                     [sys.executable, "-m", "megatron_mux.cli", *words],
                     env={**os.environ, **shared, **own},
                     start_new_session=True,  # Ctrl-C of the terminal reaches them once, through `forward`
+                    preexec_fn=partial(prctl, _PR_SET_PDEATHSIG, int(signal.SIGTERM)),  # noqa: PLW1509 (one C call)
                 )
             )
         store = _store(listening, count)  # until the ranks have ended

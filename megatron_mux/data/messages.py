@@ -147,7 +147,6 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if isinstance(message, dict) and "from" in message and "value" in message and "role" not in message:
         rest = {name: value for name, value in message.items() if name not in ("from", "value")}
         message = {"role": message["from"], "content": message["value"], **rest}
-    # Tables give a null for what a message lacks.
     calls = isinstance(message, dict) and message.get("tool_calls")
     if not isinstance(message, dict) or "role" not in message or not (calls or "content" in message):
         raise BadRecordError(f'{where} must be an object with "role" and "content"')
@@ -160,7 +159,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise BadRecordError(f'"tool_calls" of {where} must be a list of objects')
     if message.get("function_call") or message["role"] == "function_call":
         raise BadRecordError(f'{where} has a "function_call": write it as "tool_calls" of the assistant')
-    found = {name: value for name, value in message.items() if value is not None}
+    # Tables have a null or an empty list for what a message lacks.
+    found = {name: value for name, value in message.items() if value is not None and value != []}
     found |= {"role": _role(message["role"], where)}
     if content is not None:
         found["content"] = content

@@ -104,13 +104,12 @@ class Loop:
             self.began,
             self.manifest.steps if self.manifest is not None else 0,
         )
-        directory = self.arguments.load
-        if directory is None:
-            return
-        if directory == self.arguments.save and self.parallel.rank == 0:
-            # Not before the tasks are accepted: a refused run leaves everything as it is.
-            self.registry.accepted = partial(self.reporter.continue_metrics, directory, self.manifest)
-        if self.manifest is None:
+        directory, save = self.arguments.load, self.arguments.save
+        if save is not None and self.parallel.rank == 0 and (directory == save or self.manifest is None):
+            # A run that died before its first save leaves lines, too. Not before the tasks are accepted: a refused run
+            # leaves everything as it is.
+            self.registry.accepted = partial(self.reporter.continue_metrics, save, self.manifest)
+        if self.manifest is None or directory is None:
             return
         self.registry.continue_from(self.manifest, directory, self.arguments.save)
         self.reporter.say(f"continuing from {directory} (save {self.manifest.number})")
