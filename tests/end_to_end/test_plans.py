@@ -75,7 +75,7 @@ def test_what_people_read(plan: Call) -> None:
         "share of padding",
         "of 1.00 GiB",
         "roofline",
-        "torchrun",
+        "megatron-mux train",
     ):
         assert word in output, word
 
