@@ -14,6 +14,7 @@ rounded to e4m3 with a scale for each row. Gradients go through the rounding unc
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
@@ -39,8 +40,8 @@ _TESTED_AT_ONCE = 64
 _EXAMPLE = tuple["Tensor", "Tensor"]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
+def build_parser() -> argparse.ArgumentParser:
+    """Make the parser of the command line."""
     parser = command_line(__doc__)
     parser.add_argument(
         "--records", type=int, default=4000, help="reviews to test each seed's adapter on (4000)"
@@ -59,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many, to be continued")
     add_machine(parser, device=False)
     add_output(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    parser = build_parser()
     arguments = parser.parse_args(argv)
     import torch
     from engine_bench import environment

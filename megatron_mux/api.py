@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,11 +157,16 @@ def _task_file(tasks: Sequence[Mapping[str, Any] | TaskSpec], folder: Path) -> P
 
     specs, problems = [], []
     for number, task in enumerate(tasks, 1):
+        if not isinstance(task, (Mapping, TaskSpec)):
+            problems.append(f"task {number}: must be a mapping or a TaskSpec, got {task!r}")
+            continue
         try:
             specs.append(read_task(task.plain() if isinstance(task, TaskSpec) else task, Path.cwd()))
         except UserError as error:
             name = task.name if isinstance(task, TaskSpec) else task.get("name", number)
             problems += [f"task {name!r}: {text.removeprefix('task: ')}" for text in error.problems]
+    repeated = [name for name, count in Counter(spec.name for spec in specs).items() if count > 1]
+    problems += [f"task {name!r}: several tasks have this name" for name in repeated]
     if problems:
         raise UserError(*problems)
     path = folder / "tasks.yaml"

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -373,29 +372,3 @@ def load_task(directory: Path, entry: SavedTask) -> Snapshot:
         else:
             moments.setdefault(key, {})[kind] = tensor
     return Snapshot(entry.step, adapter, moments, extra)
-
-
-def refuse_used(directory: Path, owner: str = "") -> None:
-    """Refuse to save into a run's directory that is not being continued; `owner` as for `save`.
-
-    Raises:
-        UserError: `directory` holds checkpoints already.
-    """
-    if manifests(directory / owner):
-        raise UserError(
-            f"--save {directory}: holds checkpoints of {owner or 'a run'} already: continue it with "
-            f"--load {directory}, or choose another directory."
-        )
-    # Runs of the other kind name checkpoints alike.
-    if manifests(directory) if owner else any(directory.glob(f"*/{MANIFESTS}/manifest-*.json")):
-        raise UserError(f"--save {directory}: holds runs of other tasks: choose another directory.")
-
-
-def prepare(directory: Path, asked: str = "--save") -> str:
-    """Make a directory that `asked` names and try to write there; returns the problem, if any."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            return ""
-    except OSError as error:
-        return f"{asked} {directory}: cannot be written: {error.strerror or error}: choose another directory"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -109,6 +110,16 @@ def new_directory(flag: str, output: Path) -> Iterator[Path]:
         raise UserError(f"{flag} {output}: cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def prepare_directory(directory: Path, asked: str = "--save") -> str:
+    """Make a directory that `asked` names and try to write there; returns the problem, if any."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return ""
+    except OSError as error:
+        return f"{asked} {directory}: cannot be written: {error.strerror or error}: choose another directory"
 
 
 class Pace:

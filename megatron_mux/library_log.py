@@ -69,6 +69,7 @@ class LibraryLog:
         self._stdout = sys.stdout
         sys.stdout = open(os.dup(self._saved[_OUTPUT]), "w", buffering=1, encoding=self._stdout.encoding)
         faulthandler.enable(sys.stdout)
+        self._hooks = sys.excepthook, threading.excepthook
         threading.excepthook = _print_failed_thread
         if self._rank != "0":
             _is_below_display, sys.excepthook = True, _print_failure
@@ -106,7 +107,7 @@ class LibraryLog:
         return path
 
     def release(self) -> None:
-        """Give the terminal back, and remove a file that nothing was written to. Harmless when done again."""
+        """Give the terminal back, and remove a file that nothing was written to; a second call does nothing."""
         global _current
         with self._lock:
             if not self._saved:
@@ -116,7 +117,8 @@ class LibraryLog:
                 os.dup2(saved, fd)
                 os.close(saved)
             self._saved = {}
-            _current, threading.excepthook = None, threading.__excepthook__
+            _current = None
+            sys.excepthook, threading.excepthook = self._hooks
             faulthandler.disable()
             if self._had_faulthandler:
                 faulthandler.enable()

@@ -12,12 +12,12 @@ from typing import IO, Any
 
 from rich.live import Live
 
-from megatron_mux.checkpoint import Manifest, prepare
+from megatron_mux.checkpoint import Manifest
 from megatron_mux.console import make_console
 from megatron_mux.engine import EvalResult, StepResult
 from megatron_mux.engine.eval_lines import eval_lines
 from megatron_mux.errors import UserError
-from megatron_mux.files import write_atomically
+from megatron_mux.files import prepare_directory, write_atomically
 from megatron_mux.library_log import set_display
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.draw import to_svg
@@ -114,7 +114,7 @@ class Reporter:
             directory = _own_directory(spec, None)
             if directory is None or not spec.training.report_to or self.silent:
                 continue
-            if problem := prepare(directory, f"task {spec.name!r}: training.logging_dir"):
+            if problem := prepare_directory(directory, f"task {spec.name!r}: training.logging_dir"):
                 return problem
         return ""
 

@@ -93,6 +93,22 @@ def _newest_of_task(directory: Path) -> Path | None:
     return next((steps[step] for step in named if step in steps), None)
 
 
+def refuse_used(directory: Path, owner: str = "") -> None:
+    """Refuse to save into a run's directory that is not being continued; `owner` as for `checkpoint.save`.
+
+    Raises:
+        UserError: `directory` holds checkpoints already.
+    """
+    if manifests(directory / owner):
+        raise UserError(
+            f"--save {directory}: holds checkpoints of {owner or 'a run'} already: continue it with "
+            f"--load {directory}, or choose another directory."
+        )
+    # Runs of the other kind name checkpoints alike.
+    if manifests(directory) if owner else any(directory.glob(f"*/{MANIFESTS}/manifest-*.json")):
+        raise UserError(f"--save {directory}: holds runs of other tasks: choose another directory.")
+
+
 def drop_after(directory: Path, number: int, owner: str = "") -> None:
     """Forget the saves after a number: what was done after it will be done again. Their checkpoints stay."""
     for found, path in manifests(directory / owner):

@@ -61,6 +61,7 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--model",
+        "--backbone",
         type=model,
         required=True,
         metavar="CONFIG_OR_DIR",

@@ -12,13 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import FrameType
 from typing import Any
 
 from megatron_mux.arguments.values import at_least
-from megatron_mux.errors import UserError
+from megatron_mux.errors import UserError, tell, told_elsewhere
 from megatron_mux.gpus import set_allocator_options
 
 _SECONDS_TO_LEAVE = 15
@@ -26,7 +27,6 @@ _SECONDS_TO_LEAVE = 15
 _SECONDS_TO_END = 30
 """After SIGTERM, before SIGKILL."""
 _PR_SET_PDEATHSIG = 1
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def is_launched() -> bool:
@@ -95,6 +95,69 @@ def processes_needed(arguments: Any) -> int:
     return stages * math.lcm(tensor, expert * each)
 
 
+def run_command(
+    name: str,
+    words: Sequence[str],
+    parser: argparse.ArgumentParser,
+    work: Callable[[argparse.Namespace], None],
+    program: str,
+    needed: Callable[[argparse.Namespace], int] = lambda arguments: 1,
+) -> int:
+    """Run a command on as many processes as its flags ask for.
+
+    Args:
+        name: The command's.
+        words: Its flags.
+        parser: Of the flags, among them those of `add_process_flags`.
+        work: What each process does.
+        program: Printed before messages.
+        needed: Processes that the flags need.
+
+    Returns:
+        Exit status.
+    """
+    try:
+        arguments = parser.parse_args(words)
+        count = process_count(arguments, needed(arguments))
+    except UserError as error:
+        tell(error, program)
+        return 2
+    if count > 1 and not is_launched():
+        return run_processes([name, *words], count, program)
+    return run_here(lambda: work(arguments), program)
+
+
+def run_here(work: Callable[[], None], program: str) -> int:
+    """Run `work` in this process, and leave the world of processes that it may have joined.
+
+    Args:
+        work: Raises `UserError` for wrong input.
+        program: Printed before messages.
+
+    Returns:
+        Exit status: 0; 2 if the input was wrong (one process prints the error, the others exit silently).
+    """
+    with ExitStack() as cleanup:
+        cleanup.callback(_leave_world)
+        try:
+            set_allocator_options()  # before torch is imported
+            work()
+        except UserError as error:
+            tell(error, program)
+            return 2
+        except RuntimeError as error:
+            if told_elsewhere(error):
+                return 2
+            raise
+    return 0
+
+
+def _leave_world() -> None:
+    runtime = sys.modules.get("megatron_mux.runtime")
+    if runtime is not None:
+        runtime.shutdown()
+
+
 def run_processes(words: Sequence[str], count: int, program: str) -> int:
     """Run `megatron-mux WORDS` as so many ranks on this machine, and wait for them.
 
@@ -112,17 +175,7 @@ def run_processes(words: Sequence[str], count: int, program: str) -> int:
     """
     # Ranks start at once, and connect to this socket once torch is imported here.
     listening = socket.create_server(("127.0.0.1", 0))
-    shared = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(listening.getsockname()[1]),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
-    if "OMP_NUM_THREADS" not in os.environ:
-        shared["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
+    shared = _environment(count, listening.getsockname()[1])
     ranks: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
 
@@ -131,23 +184,11 @@ def run_processes(words: Sequence[str], count: int, program: str) -> int:
         for rank in ranks:
             rank.send_signal(number)
 
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    numbers = [number for number in _FORWARDED if not (ignored and number == signal.SIGHUP)]
-    if threading.current_thread() is not threading.main_thread():
-        numbers = []  # Python leaves signals to the main thread
-    before = {number: signal.signal(number, forward) for number in numbers}
-    prctl = ctypes.CDLL(None).prctl
+    before = {number: signal.signal(number, forward) for number in _forwarded()}
     try:
-        for rank in range(count):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "megatron_mux.cli", *words],
-                    env={**os.environ, **shared, **own},
-                    start_new_session=True,  # Ctrl-C of the terminal reaches them once, through `forward`
-                    preexec_fn=partial(prctl, _PR_SET_PDEATHSIG, int(signal.SIGTERM)),  # noqa: PLW1509 (one C call)
-                )
-            )
+        ranks += [
+            _start(words, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(count)
+        ]
         store = _store(listening, count)  # until the ranks have ended
         failed = _wait(ranks)
         del store
@@ -165,6 +206,41 @@ def run_processes(words: Sequence[str], count: int, program: str) -> int:
         cause = " (was the machine out of memory?)" if name == "SIGKILL" else ""
         print(f"{program}: rank {failed} was ended by {name}{cause}", file=sys.stderr)
     return status if status > 0 else 128 - status
+
+
+def _environment(count: int, port: int) -> dict[str, str]:
+    """What torchrun would set for so many ranks that find its store at `port`, but for their numbers."""
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    if "OMP_NUM_THREADS" not in os.environ:
+        shared["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
+    return shared
+
+
+def _forwarded() -> list[signal.Signals]:
+    """Signals that are passed on to ranks: none outside the main thread, which alone gets them in Python."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
+
+
+def _start(words: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a rank."""
+    prctl = ctypes.CDLL(None).prctl
+    return subprocess.Popen(
+        [sys.executable, "-m", "megatron_mux.cli", *words],
+        env={**os.environ, **environment},
+        start_new_session=True,  # Ctrl-C of the terminal reaches it once, passed on
+        preexec_fn=partial(prctl, _PR_SET_PDEATHSIG, int(signal.SIGTERM)),  # noqa: PLW1509 (one C call)
+    )
 
 
 def _store(listening: socket.socket, count: int) -> object:

@@ -16,14 +16,12 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from megatron_mux.arguments.parser import Parser
 from megatron_mux.arguments.values import at_least, path
-from megatron_mux.cli.launch import add_process_flags, is_launched, process_count, run_processes
-from megatron_mux.errors import SharedError, UserError, tell, told_elsewhere
-from megatron_mux.gpus import set_allocator_options
+from megatron_mux.cli.launch import add_process_flags, run_command
+from megatron_mux.errors import SharedError
 
 if TYPE_CHECKING:
     from megatron_mux.moe.measure_links import MeasuredLinks
@@ -68,25 +66,8 @@ def _capacities(text: str) -> list[int]:
 
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Measure, write and print; returns 2 if the input is wrong."""
-    with ExitStack() as cleanup:
-        try:
-            words = list(sys.argv[1:] if argv is None else argv)
-            arguments = build_parser(program).parse_args(words)
-            if (count := process_count(arguments)) > 1 and not is_launched():
-                return run_processes(["measure-topology", *words], count, program)
-            set_allocator_options()  # before torch is imported
-            from megatron_mux.runtime import shutdown
-
-            cleanup.callback(shutdown)
-            run(arguments)
-        except UserError as error:
-            tell(error, program)
-            return 2
-        except RuntimeError as error:
-            if told_elsewhere(error):
-                return 2
-            raise
-    return 0
+    words = list(sys.argv[1:] if argv is None else argv)
+    return run_command("measure-topology", words, build_parser(program), run, program)
 
 
 def run(arguments: argparse.Namespace) -> None:

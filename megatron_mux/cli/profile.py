@@ -17,22 +17,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
 from megatron_mux.arguments.model import check_tf32, in_bf16
 from megatron_mux.arguments.parser import BACKBONE, Parser
 from megatron_mux.arguments.values import at_least, model, path
-from megatron_mux.cli.launch import (
-    add_process_flags,
-    is_launched,
-    process_count,
-    processes_needed,
-    run_processes,
-)
-from megatron_mux.errors import UserError, tell
-from megatron_mux.gpus import set_allocator_options
+from megatron_mux.cli.launch import add_process_flags, processes_needed, run_command
 
 PROGRAM = "megatron-mux profile"
 
@@ -93,22 +84,8 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Measure, save and print; returns 2 if the input is wrong."""
-    with ExitStack() as cleanup:
-        try:
-            words = list(sys.argv[1:] if argv is None else argv)
-            arguments = build_parser(program).parse_args(words)
-            count = process_count(arguments, processes_needed(arguments))
-            if count > 1 and not is_launched():
-                return run_processes(["profile", *words], count, program)
-            set_allocator_options()  # before torch is imported
-            from megatron_mux.runtime import shutdown
-
-            cleanup.callback(shutdown)
-            run(arguments)
-        except UserError as error:
-            tell(error, program)
-            return 2
-    return 0
+    words = list(sys.argv[1:] if argv is None else argv)
+    return run_command("profile", words, build_parser(program), run, program, processes_needed)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -16,12 +16,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from megatron_mux.arguments.parser import BACKBONE, Parser
 from megatron_mux.arguments.values import at_least, flag_of, model, path
-from megatron_mux.errors import UserError, tell, to_stderr
+from megatron_mux.cli.launch import run_here
+from megatron_mux.errors import UserError, to_stderr
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -55,17 +55,7 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Count and write; returns 2 if the input is wrong."""
-    with ExitStack() as cleanup:
-        try:
-            arguments = build_parser(program).parse_args(argv)
-            from megatron_mux.runtime import shutdown
-
-            cleanup.callback(shutdown)
-            run(arguments)
-        except UserError as error:
-            tell(error, program)
-            return 2
-    return 0
+    return run_here(lambda: run(build_parser(program).parse_args(argv)), program)
 
 
 def run(arguments: argparse.Namespace) -> None:

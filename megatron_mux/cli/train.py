@@ -14,7 +14,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_mux.arguments import MuxArguments
@@ -26,10 +25,10 @@ from megatron_mux.cli.launch import (
     is_launched,
     process_count,
     processes_needed,
+    run_here,
     run_processes,
 )
-from megatron_mux.errors import UserError, tell, told_elsewhere
-from megatron_mux.gpus import set_allocator_options
+from megatron_mux.errors import UserError, tell
 from megatron_mux.library_log import LibraryLog
 
 PROGRAM = "megatron-mux train"
@@ -72,28 +71,20 @@ def train_here(make_arguments: Callable[[], MuxArguments], program: str) -> int:
         Exit status: 0; 2 if the input is wrong (one process prints the error, the others exit silently); 130 after an
         interrupt while no task was training.
     """
-    with ExitStack() as cleanup:
-        try:
-            arguments = make_arguments()
-            set_allocator_options()
-            with LibraryLog(wanted=not arguments.mux_no_progress):
-                from megatron_mux.runtime import shutdown  # imports torch: seconds
-                from megatron_mux.training.run import run
 
-                cleanup.callback(shutdown)
-                run(arguments, program)
-        except UserError as error:
-            tell(error, program)
-            return 2
-        except RuntimeError as error:
-            if told_elsewhere(error):
-                return 2
-            raise
-        except KeyboardInterrupt:  # while tasks train, the loop takes signals: it saves first
-            if os.environ.get("RANK", "0") == "0":
-                print(f"{program}: interrupted: no task was training", file=sys.stderr)
-            return 130
-    return 0
+    def work() -> None:
+        arguments = make_arguments()
+        with LibraryLog(wanted=not arguments.mux_no_progress):
+            from megatron_mux.training.run import run  # imports torch: seconds
+
+            run(arguments, program)
+
+    try:
+        return run_here(work, program)
+    except KeyboardInterrupt:  # while tasks train, the loop takes signals: it saves first
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{program}: interrupted: no task was training", file=sys.stderr)
+        return 130
 
 
 def plan_run(words: Sequence[str], program: str) -> tuple[MuxArguments, int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -40,6 +41,10 @@ def common_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many tokens, or characters, two sequences begin with alike."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+_TRIES = 16
+"""Records that have a key and render alike without it, before the template is taken not to use it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,8 @@ class ChatTemplate:
     """
 
     tokenizer: Any
-    _is_used: dict[str, bool] = field(default_factory=dict, init=False)
+    _used: set[str] = field(default_factory=set, init=False)
+    _unused: Counter[str] = field(default_factory=Counter, init=False)
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
@@ -80,7 +86,7 @@ class ChatTemplate:
     @property
     def notes(self) -> list[str]:
         """Lines for people about what records hold and the template does not render."""
-        unused = [key for key, used in self._is_used.items() if not used]
+        unused = [key for key in self._unused if key not in self._used]
         return [f"not used by the chat template, and left out: {', '.join(unused)}"] if unused else []
 
     def render(self, record: Messages) -> Chat:
@@ -251,13 +257,13 @@ class ChatTemplate:
         Raises:
             UnusableRecordError: These are the calls of a turn, which would be learned.
         """
-        source = str(self.tokenizer.chat_template)
         for key, name, part in _parts(record):
-            if name not in self._is_used:
-                self._is_used[name] = bool(re.search(rf"\b{re.escape(key)}\b", source)) or (
-                    self.apply(record, record.messages) != self.apply(part, part.messages)
-                )
-            if key == "tool_calls" and not self._is_used[name]:
+            if name not in self._used and self._unused[name] < _TRIES:
+                if self.apply(record, record.messages) != self.apply(part, part.messages):
+                    self._used.add(name)
+                else:
+                    self._unused[name] += 1
+            if key == "tool_calls" and name not in self._used:
                 raise UnusableRecordError('has "tool_calls", and the chat template does not render them')
 
     def apply(

@@ -36,6 +36,15 @@ _CHAT_ROLES = {"human": "user", "gpt": "assistant"}
 _ROLES = ("system", "user", "assistant", "tool", *_CHAT_ROLES)
 # Keys of a message that tell a trainer whether to learn it, in the formats of OpenAI, axolotl, verl and torchtune.
 _LEARNED = {"weight": True, "train": True, "training": True, "loss": True, "trainable": True, "masked": False}
+_UNCLEAR = ("loss_mask", "train_on_turn", "train_on_input")
+"""Keys that say the same in words that trainers do not share."""
+_OF_ROWS = {
+    "system_prompt": 'call it "system"',
+    "weight": "write it into the messages that it is about",
+    "loss_mask": 'write "weight" into the messages that it is about',
+    "enable_thinking": 'write it into "chat_template_kwargs"',
+}
+"""Keys of rows that tell trainers or templates something, and what to write instead."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -85,6 +94,9 @@ def conversation_of(
     Raises:
         BadRecordError: What stands beside the messages is no such thing, or is not supported.
     """
+    for key, advice in _OF_ROWS.items():
+        if row.get(key) not in (None, "") and not (key == "weight" and row[key] == 1):
+            raise BadRecordError(f'"{key}" beside messages is not supported: {advice}')
     for key in REFUSED_KEYS:
         if row.get(key):
             raise BadRecordError(f'"{key}" beside messages is not supported')
@@ -193,6 +205,11 @@ def _joined(content: Any, where: str) -> Any:
 def _pop_learned(message: dict[str, Any], where: str) -> bool | None:
     """Take out what a message says of its being learned; None if it says nothing."""
     said = set()
+    for key in _UNCLEAR:
+        if message.get(key) is not None:
+            raise BadRecordError(
+                f'"{key}" of {where} is not supported: write "weight": 1 to learn it, 0 not to'
+            )
     for key, affirmed in _LEARNED.items():
         value = message.pop(key, None)
         if value is None:

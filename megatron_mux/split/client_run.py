@@ -25,17 +25,15 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.data.dataset import DataFiles
-from megatron_mux.data.section import DataSource
-from megatron_mux.data.sources.locate import files_of
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Task
 from megatron_mux.errors import UserError
+from megatron_mux.files import prepare_directory
 from megatron_mux.library_log import keep_library_log
 from megatron_mux.report import Reporter, cut_metrics
 from megatron_mux.runtime import Parallel
 from megatron_mux.section import shown
 from megatron_mux.shape import BackboneShape
-from megatron_mux.split.accountant import Releases
 from megatron_mux.split.affinity import choose_server
 from megatron_mux.split.agreement import NAMING_MODULES, NARROWING, Proposal, problem_of_training
 from megatron_mux.split.backbone import SplitBackbone, load_ends
@@ -43,10 +41,9 @@ from megatron_mux.split.body_share import body_share
 from megatron_mux.split.client_files import read_client_info
 from megatron_mux.split.engine import SplitEngine
 from megatron_mux.split.link import LOST, Link
-from megatron_mux.split.noise import Noise, read_secret
-from megatron_mux.split.noise import Privacy as PrivacySection
 from megatron_mux.split.remote import Privacy, RemoteBody
-from megatron_mux.split.request_sizes import choices_scored, request_sizes
+from megatron_mux.split.request_sizes import request_sizes
+from megatron_mux.split.run_privacy import privacy_of_run
 from megatron_mux.split.run_record import name_run, note_run
 from megatron_mux.split.wire import Limits, RefusedError
 from megatron_mux.tasks import TaskSpec
@@ -129,12 +126,12 @@ class ClientRun:
         front, back = load_ends(info, alone, options.cut_front, options.cut_back, options.dtype)
         if options.save is None:
             say("no --save: the adapter will be lost when the run ends")
-        elif problem := checkpoint.prepare(options.save):
+        elif problem := prepare_directory(options.save):
             raise UserError(problem)
         run = cls(options, info, task, files, front, back, _propose(options, info, task, source))
         if interval := run._saves()[0]:
             say(f"saving to {options.save} every {interval} steps; --load {options.save} goes on from there")
-        return replace(run, privacy=_privacy(options, task, say))
+        return replace(run, privacy=privacy_of_run(options, task, say))
 
     @property
     def name(self) -> str:
@@ -315,49 +312,6 @@ def _step(manifest: Manifest | None) -> int:
     """Steps that a save has done of the task."""
     entry = _entry(manifest)
     return entry.step if entry is not None and entry.checkpoint else 0
-
-
-def _privacy(options: SplitTrainer, task: Task, say: Say) -> Privacy | None:
-    """What protects what is sent, from a section of clipping norms and noise.
-
-    The secret that noise is made from stays beside the client's saves, so that a run that is continued sends the same.
-    """
-    if options.privacy is None or not isinstance(options.privacy, PrivacySection):
-        return options.privacy
-    spec, secret = task.spec, secrets.token_bytes(32)
-    if options.save is not None:
-        folder = options.save / spec.name
-        folder.mkdir(parents=True, exist_ok=True)
-        secret = read_secret(folder / "noise.secret")
-    steps = spec.total_steps(len(task.data))
-    evaluated = _evaluations(task, steps)
-    same = spec.eval is not None and _share_a_file(spec.eval, *spec.data.sources)
-    planned = Releases.of_training(
-        len(task.data), spec.sequences_per_step, steps, evaluated.activations if same else 0
-    )
-    noise = Noise(options.privacy, secret, planned)
-    others = f", {noise.spent(evaluated):.3g} for an evaluated one's, {evaluated.total} times"
-    say(
-        f"{spec.name}: noise of {noise.noise_multiplier:.3g} times the clipping norms: epsilon "
-        f"{noise.spent(planned):.3g} at delta {options.privacy.delta:g} for a record's own rows, which leave "
-        f"{planned.total} times{others if evaluated.total and not same else ''} (docs/split-privacy.md says what that "
-        "does not cover)"
-    )
-    return noise
-
-
-def _share_a_file(held_out: DataSource, *sources: DataSource) -> bool:
-    """Whether records may be both learned and held out."""
-    theirs = files_of(held_out)
-    return any(file.samefile(other) for source in sources for file in files_of(source) for other in theirs)
-
-
-def _evaluations(task: Task, steps: int) -> Releases:
-    """How often evaluations release one of their records: each time, with every completion that is scored."""
-    if task.evaluation is None or task.spec.eval is None:
-        return Releases(0, 0)
-    rounds = 2 + (steps - 1) // task.spec.eval.eval_steps  # before the first step and at the end, too
-    return Releases(rounds * len(choices_scored(task) or "1"), 0)
 
 
 def _adapter_of(spec: TaskSpec, shape: BackboneShape) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -54,11 +54,11 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.save, break_lock=arguments.break_lock, say=partial(print, flush=True)
     ) as lock:
         lock.record(backbone=str(arguments.backbone.resolve()))
-        _run(arguments)
+        _run(arguments, lock.check)
 
 
-def _run(arguments: argparse.Namespace) -> None:
-    """`run`; rank 0 holds the lock on `--save`."""
+def _run(arguments: argparse.Namespace, check: Callable[[], None] = lambda: None) -> None:
+    """`run`; `check` raises if rank 0 has lost the lock on `--save`."""
     info = read_backbone_info(arguments.backbone)
     info.shape.refuse("The split server", "quantisation")
     front, back = arguments.least_cut_front, arguments.least_cut_back
@@ -94,7 +94,7 @@ def _run(arguments: argparse.Namespace) -> None:
                 signal.signal(number, signal.SIG_IGN)  # rank 0 says when to stop
             follow(body)
         else:
-            store = SessionStore(arguments.save, arguments.max_runs_each)
+            store = SessionStore(arguments.save, arguments.max_runs_each, check)
             capacity = _capacity(arguments.memory_limit, parallel, weights)
             together = measure_co_batching(body, layers) if arguments.co_batching and not vanilla else 0
             parallel.heartbeat.at("serving", long=True)

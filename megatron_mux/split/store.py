@@ -7,10 +7,11 @@ so that both ends can always go back to the same step. What finished sessions le
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,13 +30,17 @@ class SessionStore:
     Args:
         directory: Where to; made if it is not there.
         most_each: Runs, and states of finished ones, that are kept of an identity.
+        check: Raises a `UserError` once another server writes there; called before anything is written or removed.
 
     Raises:
         UserError: It cannot be written.
     """
 
-    def __init__(self, directory: Path, most_each: int = 256) -> None:
+    def __init__(
+        self, directory: Path, most_each: int = 256, check: Callable[[], None] = lambda: None
+    ) -> None:
         self.directory = directory
+        self._check = check
         self._most_each = most_each
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -51,8 +56,15 @@ class SessionStore:
             RefusedError: Its client has too many.
             OSError: It cannot be written.
         """
+        self._check_ours()
         self._check_count(session)
         self._folder(session).mkdir(parents=True, exist_ok=True)
+
+    def _check_ours(self) -> None:
+        try:
+            self._check()
+        except UserError as error:
+            raise PermissionError(errno.EACCES, str(error)) from None
 
     def tidy(self, session: str) -> None:
         """Remove the directory of a run that has no saves."""
@@ -128,12 +140,14 @@ class SessionStore:
 
     def forget(self, session: str) -> None:
         """Remove the saves of a run that starts anew."""
+        self._check_ours()
         for step in self.steps(session):
             self._path(session, step).unlink(missing_ok=True)
 
     def _write(self, path: Path, pieces: Sequence[Piece]) -> None:
         from safetensors.torch import save
 
+        self._check_ours()
         index, tensors = to_wire(pieces)
         content = save({name: t.contiguous() for name, t in tensors.items()}, {"pieces": json.dumps(index)})
         path.parent.mkdir(parents=True, exist_ok=True)

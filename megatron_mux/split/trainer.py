@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from megatron_mux import checkpoint
 from megatron_mux.directory_lock import DirectoryLock
 from megatron_mux.errors import UserError
 from megatron_mux.report import Reporter
+from megatron_mux.saved_files import refuse_used
 from megatron_mux.split.affinity import identity_of
 from megatron_mux.split.agreement import WireDtype
 from megatron_mux.split.client_run import ClientRun
@@ -115,7 +115,7 @@ class SplitTrainer:
                 self.lock = held.enter_context(DirectoryLock(own, break_lock=self.break_lock, say=print))
             self._refuse_other_clients(spec.name)
             if self.save is not None and self.save != self.load:
-                checkpoint.refuse_used(self.save, spec.name)
+                refuse_used(self.save, spec.name)
             return self._train(spec)
 
     def _refuse_other_clients(self, task: str) -> None:

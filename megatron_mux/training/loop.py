@@ -199,8 +199,7 @@ class Loop:
     def _report(self, steps: Sequence[Mapping[str, StepResult]]) -> dict[str, StepResult]:
         """Report the steps of a burst; returns each task's last result."""
         self.parallel.heartbeat.at("reporting")
-        if self.lock is not None:
-            self.lock.check()  # before lines are added to files that another run may be writing
+        self._check_lock()
         self._plan = self.engine.last_plan or self._plan
         if self._step_loop.has_timed:
             self._timed_plan = self._plan
@@ -215,6 +214,11 @@ class Loop:
                 self.reporter.step(name, result, self._step_loop.seconds)
             last |= results
         return last
+
+    def _check_lock(self) -> None:
+        """Raise a `UserError` if another run took the directory over, before lines are added to its files."""
+        if self.lock is not None:
+            self.lock.check()
 
     def _due(self) -> Iterator[Due]:
         """When each task's next evaluation and save are due, the next look at the experts, and the exit."""
@@ -282,7 +286,9 @@ class Loop:
         if not names:
             return
         self.parallel.heartbeat.at(f"evaluating {', '.join(names)}")
-        for name, result in self.engine.evaluate_together(names).items():
+        results = self.engine.evaluate_together(names)
+        self._check_lock()
+        for name, result in results.items():
             if isinstance(result, UserError):  # on every rank
                 self.reporter.say(f"{name} could not be evaluated: {result}")
             else:
@@ -346,6 +352,7 @@ class Loop:
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         title = f"{self.engine.planning.policy}, {self.engine.planning.stages} stage(s): {steps} as measured"
         plan = None if self._timed_plan is None else self._timed_plan.to_json()
+        self._check_lock()
         self.reporter.schedule(everything, title, self.parallel.pp_size, plan)
 
     def _agreed_to_stop(self) -> str:

@@ -47,6 +47,8 @@ def continue_task(task: Task, entry: SavedTask) -> Iterator[str]:
         UserError: The task cannot go on from there.
     """
     if is_over(task, entry):
+        if (steps := task.spec.total_steps(len(task.data))) < entry.step:
+            yield f"{task.spec.name}: {entry.step} steps are done, more than the {steps} it is to have now"
         return
     if entry.data != task.data.fingerprint:
         raise UserError(

@@ -20,21 +20,24 @@ from megatron_mux.backbone.communication import CTAS, make_exchange
 from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info, stored_dtype
+from megatron_mux.checkpoint import Manifest
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.directory_lock import DirectoryLock
 from megatron_mux.engine import Engine, Planning
-from megatron_mux.engine.agreement import raise_on_every_rank
+from megatron_mux.engine.agreement import everyones, raise_on_every_rank
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
+from megatron_mux.files import prepare_directory
 from megatron_mux.kernels.low_rank_choice import notice_of_loops
 from megatron_mux.launcher import local_leader_first
-from megatron_mux.library_log import keep_library_log
+from megatron_mux.library_log import keep_library_log, release_terminal
 from megatron_mux.liveness import Liveness
 from megatron_mux.moe.entries import Ints
 from megatron_mux.moe.topology import Topology
 from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel, has_bf16, initialize, use_tf32
+from megatron_mux.saved_files import refuse_used
 from megatron_mux.shape import BackboneShape
 from megatron_mux.task_table import LOADING
 from megatron_mux.tasks import load_task_file
@@ -73,9 +76,9 @@ def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = Non
     """`run`, with the lock on `--save` where this rank writes there."""
     began = time.monotonic()
     leader = os.environ.get("RANK", "0") == "0"
-    save, resume = arguments.save, arguments.load
-    if save is not None and save != resume:
-        checkpoint.refuse_used(save)
+    save = arguments.save
+    if save is not None and save != arguments.load:
+        refuse_used(save)
     specs = load_task_file(arguments.mux_tasks, data_later=True) if arguments.mux_tasks is not None else []
     info = read_backbone_info(arguments.backbone, arguments.mux_backbone_dtype)
     arguments.check_shape(info.shape)
@@ -93,11 +96,7 @@ def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = Non
         silent=not leader,
     )
     try:
-        manifest = checkpoint.load(resume, info.fingerprint, reporter.say) if resume is not None else None
-        if resume is not None and manifest is None:
-            if arguments.exit_on_missing_checkpoint:
-                raise UserError(f"--load {resume}: no checkpoint there (--exit-on-missing-checkpoint)")
-            reporter.say(f"--load {resume}: no checkpoint there yet, starting anew")
+        manifest = _manifest(arguments, info, reporter)
         if arguments.without_effect:
             reporter.say(f"accepted without effect here: {', '.join(arguments.without_effect)}")
         experts = _place_experts(arguments, info, manifest is not None, reporter)
@@ -112,11 +111,12 @@ def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = Non
         if save is None:
             reporter.say("no --save: the adapters will be lost when the run ends")
         arguments, parallel = _join_world(arguments, info.shape, reporter)
-        with _monitored(parallel, arguments, reporter.release, program) as parallel:
+        with _monitored(parallel, arguments, partial(_release, reporter), program) as parallel:
             planning = make_planning(arguments, info, tasks, parallel, manifest, reporter.say)
+            _check_same_save(manifest, parallel)
             problem = reporter.prepare_tracking(specs)
             if lock is not None:
-                problem = problem or checkpoint.prepare(lock.directory)
+                problem = problem or prepare_directory(lock.directory)
             raise_on_every_rank(problem, parallel)
             if lock is not None:
                 lock.record(backbone=str(arguments.backbone.resolve()), tasks=[spec.name for spec in specs])
@@ -134,6 +134,32 @@ def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = Non
         reporter.close()
     finally:
         reporter.release()
+
+
+def _release(reporter: Reporter) -> None:
+    """Close files and give the terminal back: what libraries wrote before a run's directory had a log is shown."""
+    reporter.release()
+    release_terminal()
+
+
+def _manifest(arguments: MuxArguments, info: BackboneInfo, reporter: Reporter) -> Manifest | None:
+    """The save that `--load` continues, if there is one."""
+    directory = arguments.load
+    if directory is None:
+        return None
+    manifest = checkpoint.load(directory, info.fingerprint, reporter.say)
+    if manifest is None:
+        if arguments.exit_on_missing_checkpoint:
+            raise UserError(f"--load {directory}: no checkpoint there (--exit-on-missing-checkpoint)")
+        reporter.say(f"--load {directory}: no checkpoint there yet, starting anew")
+    return manifest
+
+
+def _check_same_save(manifest: Manifest | None, parallel: Parallel) -> None:
+    """Refuse to continue from other saves on some ranks: rank 0 may have waited while another run saved and left."""
+    numbers = set(everyones(0 if manifest is None else manifest.number, parallel))
+    if len(numbers) > 1:
+        raise UserError("--load: another run saved there while this one started: start again")
 
 
 def _tokenizer_directory(arguments: MuxArguments, info: BackboneInfo) -> Path:

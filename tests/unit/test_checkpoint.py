@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux import checkpoint, files, tensor_file
+from megatron_mux import checkpoint, files, saved_files, tensor_file
 from megatron_mux.checkpoint import SavedTask, TaskToSave
 from megatron_mux.engine import Planning, Snapshot
 from megatron_mux.errors import UserError
@@ -185,7 +185,7 @@ def test_a_file_of_another_name_is_no_manifest(name: str, tmp_path: Path) -> Non
     odd = tmp_path / "manifests" / f"manifest{name}.json"
     odd.parent.mkdir()
     odd.write_text("{")
-    checkpoint.refuse_used(tmp_path)
+    saved_files.refuse_used(tmp_path)
     for step in (1, 2):
         assert checkpoint.save(tmp_path, [_state(step)], PLAN, "backbone", keep=1).number == step
     said: list[str] = []
@@ -209,11 +209,11 @@ def test_another_backbone_is_refused(tmp_path: Path) -> None:
 
 
 def test_saving_onto_a_run_is_refused_and_an_empty_directory_is_not(tmp_path: Path) -> None:
-    checkpoint.refuse_used(tmp_path / "missing")
-    checkpoint.refuse_used(tmp_path)
+    saved_files.refuse_used(tmp_path / "missing")
+    saved_files.refuse_used(tmp_path)
     checkpoint.save(tmp_path, [_state(1)], PLAN, "backbone")
     with pytest.raises(UserError, match="holds checkpoints of a run already"):
-        checkpoint.refuse_used(tmp_path)
+        saved_files.refuse_used(tmp_path)
 
 
 def test_keeping_few_prunes_old_checkpoints_but_not_named_ones(tmp_path: Path) -> None:

@@ -227,9 +227,9 @@ def to_arguments(shape: BackboneShape, dtype: str) -> dict[str, Any]:
     Returns:
         What `--use-checkpoint-args` and checks of Megatron read.
     """
-    rope, window, experts = shape.ropes[0], shape.windows[0], shape.experts
-    kind = None if rope is None else rope.rope_type
+    window, experts = shape.windows[0], shape.experts
     arguments: dict[str, Any] = {
+        **_positions(shape),
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
         "ffn_hidden_size": shape.ffn,
@@ -239,15 +239,6 @@ def to_arguments(shape: BackboneShape, dtype: str) -> dict[str, Any]:
         "kv_channels": shape.head_dim,
         "seq_length": shape.max_positions,
         "max_position_embeddings": shape.max_positions,
-        "position_embedding_type": "learned_absolute" if rope is None else "rope",
-        "add_position_embedding": rope is None,
-        "use_rotary_position_embeddings": rope is not None,
-        "rotary_base": 10000 if rope is None else _whole(rope.rope_theta),
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
-        "rotary_seq_len_interpolation_factor": rope.factor if rope and kind == "linear" else None,
-        "use_rope_scaling": kind == "llama3",
-        "rope_scaling_factor": rope.factor if rope and kind == "llama3" else 8.0,
         "normalization": shape.norm,
         "norm_epsilon": shape.norm_eps,
         "apply_layernorm_1p": False,
@@ -284,6 +275,23 @@ def to_arguments(shape: BackboneShape, dtype: str) -> dict[str, Any]:
             "moe_grouped_gemm": False,
         }
     return arguments
+
+
+def _positions(shape: BackboneShape) -> dict[str, Any]:
+    """The arguments that say how positions enter attention."""
+    rope = shape.ropes[0]
+    kind = None if rope is None else rope.rope_type
+    return {
+        "position_embedding_type": "learned_absolute" if rope is None else "rope",
+        "add_position_embedding": rope is None,
+        "use_rotary_position_embeddings": rope is not None,
+        "rotary_base": 10000 if rope is None else _whole(rope.rope_theta),
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "rotary_seq_len_interpolation_factor": rope.factor if rope and kind == "linear" else None,
+        "use_rope_scaling": kind == "llama3",
+        "rope_scaling_factor": rope.factor if rope and kind == "llama3" else 8.0,
+    }
 
 
 def _whole(value: float) -> float | int:
