@@ -50,3 +50,15 @@ def test_a_stopped_holder_keeps_the_directory_until_the_lock_is_broken(
     late = server.wait(first)
     assert late.status == 2 and "taken over by" in late.errors, late.errors
     assert [path for path, content in finished.items() if path.read_bytes() != content] == []
+
+
+def test_a_run_that_died_before_its_first_save_is_begun_anew(workplace: Workplace, server: Server) -> None:
+    """Its lines of metrics go: each step stands there once."""
+    directory = workplace.root / "no-save-yet"
+    arguments = workplace.arguments("--save", directory)
+    server.run(arguments, Fault("megatron_mux.engine.optimize:TaskOptimizer.step", 16, "kill before"))
+    assert metrics(directory, "lora") and not (directory / "manifests").exists()
+    again = server.run(arguments)
+    assert again.status == 0, again.errors
+    steps = [line["step"] for line in metrics(directory, "lora") if "loss" in line]
+    assert steps == list(range(1, TASKS["lora"]["training"]["max_steps"] + 1))

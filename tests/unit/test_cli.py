@@ -7,8 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -168,6 +171,13 @@ if word == "stop":
     time.sleep(1)
     if rank == "0":
         os.kill(os.getppid(), signal.SIGINT)
+if word == "hang up":
+    signal.signal(signal.SIGHUP, lambda number, frame: sys.exit(0))
+    time.sleep(1)
+    if rank == "0":
+        os.kill(os.getppid(), signal.SIGHUP)
+if word == "wait":
+    open(f"{{__file__}}-{{rank}}", "w").write(str(os.getpid()))
 time.sleep(0.2 if word == "quick" else 60)
 sys.exit(5)
 """
@@ -190,6 +200,7 @@ def ranks(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     ("status", 2, ""),
     ("kill", 137, "megatron-mux train: rank 1 was ended by SIGKILL (was the machine out of memory?)\n"),
     ("stop", 0, ""),
+    ("hang up", 0, ""),
     ("quick", 5, ""),
 ])  # fmt: skip
 def test_ranks_end_together_with_the_status_of_the_first_that_failed(
@@ -202,6 +213,37 @@ def test_ranks_end_together_with_the_status_of_the_first_that_failed(
 ) -> None:
     assert ranks(word, tmp_path, monkeypatch) == status
     assert capfd.readouterr().err == said
+
+
+def test_a_launcher_leaves_ignored_hangups_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert launch._forwarded() == [signal.SIGINT, signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "python"
+    script.write_text(RANK.format(python=os.environ.get("COLD_PYTHON", sys.executable)))
+    script.chmod(0o755)
+    code = f"import sys; from megatron_mux.cli import launch; sys.executable = {str(script)!r}\n"
+    code += "launch.run_processes(['wait'], 2, 'megatron-mux train')"
+    launcher = subprocess.Popen([os.environ.get("COLD_PYTHON", sys.executable), "-c", code])
+    files = [tmp_path / f"python-{rank}" for rank in (0, 1)]
+    pids = [int(wait_for(lambda file=file: file.exists() and file.read_text())) for file in files]
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """The first value of a condition that holds; half a minute at most."""
+    until = time.monotonic() + 30
+    while not (value := condition()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return value
 
 
 def test_without_save_a_new_directory_is_named_after_the_task_file(

@@ -17,6 +17,7 @@ from megatron_mux import directory_lock
 from megatron_mux.directory_lock import LOCK, RECORD, DirectoryLock, Writer
 from megatron_mux.errors import UserError
 
+LONGEST_WAIT = directory_lock.PATIENCE_SECONDS + 2 * directory_lock.HEARTBEAT_SECONDS
 FAR = Writer("far", "another machine", 7, 1, "someone", "pretrain_mux.py --save x", "2026-01-01", "abc")
 
 
@@ -121,6 +122,32 @@ def test_a_silent_holder_on_another_host_is_waited_for_then_replaced(tmp_path: P
 def test_a_living_holder_on_another_host_is_respected(tmp_path: Path) -> None:
     with beating(tmp_path, FAR), pytest.raises(UserError, match="process 7 of someone on far"):
         DirectoryLock(tmp_path).__enter__()
+
+
+def test_a_start_waits_for_less_than_a_minute() -> None:
+    assert LONGEST_WAIT < 60
+
+
+def test_a_process_that_proc_hides_is_taken_for_one_of_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = replace(Writer.this_process(), pid=os.getppid(), started=1, nonce="hidden")
+    monkeypatch.setattr(directory_lock, "_start_ticks", lambda pid: 0)
+    with beating(tmp_path, hidden), pytest.raises(UserError, match="is being written by"):
+        DirectoryLock(tmp_path).__enter__()
+    with DirectoryLock(tmp_path) as lock:  # its heartbeats have ended
+        lock.check()
+
+
+def test_a_full_disk_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, os.strerror(28))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(UserError, match="No space left"):
+            DirectoryLock(tmp_path / "run").__enter__()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"heartbeat": "1"}'])

@@ -112,6 +112,10 @@ def test_ten_lines_of_python_train(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (result.name, result.status, result.step) == ("sentiment", "finished", 4)
     assert result.loss == result.history[-1]["loss"] and len(result.history) == 4
     assert (tmp_path / result.adapter / "adapter_model.safetensors").is_file()
+    with pytest.raises(megatron_mux.UserError, match="task 1: must be a mapping"):
+        megatron_mux.train(backbone="DIR", tasks=["tasks.yaml"], save="x")  # type: ignore[list-item]
+    with pytest.raises(megatron_mux.UserError, match="several tasks have this name"):
+        megatron_mux.train(backbone="DIR", tasks=[found["sentiment"]] * 2, save="x")
     with pytest.raises(megatron_mux.UserError, match=r"task 'sentiment': adapter\.r: "):
         megatron_mux.train(
             backbone="DIR", tasks=[{**found["sentiment"], "adapter": {"peft_type": "LORA", "r": 0}}], save="x"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from megatron_mux.data.bad_record import BadRecordError
+from megatron_mux.data.chat import ChatTemplate
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.preference import PreferenceTokeniser, parse_preference
 from megatron_mux.data.records import record_of
@@ -214,6 +215,13 @@ def test_what_the_template_does_not_use_is_said(tmp_path: Path, tokenizer: PreTr
         ({"messages": [USER, ANSWER], "history": [["a", "b"]]}, '"history" beside messages is not supported'),
         ({"messages": [USER, ANSWER], "images": ["a.png"]}, '"images" beside messages is not supported'),
         ({"messages": [SYSTEM, USER, ANSWER], "system": "Else."}, "first message of the role system"),
+        ({"messages": [USER, {**ANSWER, "loss_mask": 0}]}, 'write "weight": 1 to learn it, 0 not to'),
+        (
+            {"messages": [USER, ANSWER], "weight": 0},
+            '"weight" beside messages is not supported: write it into',
+        ),
+        ({"messages": [USER, ANSWER], "system_prompt": "Be kind."}, 'call it "system"'),
+        ({"messages": [USER, ANSWER], "enable_thinking": False}, 'write it into "chat_template_kwargs"'),
         ({"instruction": "a", "output": "b", "history": [["a", "b"]]}, '"history" has no place'),
         ({"prompt": "a", "completion": "b", "system": "c"}, '"system" has no place'),
         ({"messages": [USER, {**ANSWER, "role": "Assistant"}]}, 'must be "assistant", got "Assistant"'),
@@ -223,6 +231,13 @@ def test_instructions_that_are_not_supported_are_refused_by_name(row: dict[str, 
     with pytest.raises(BadRecordError) as caught:
         record_of(row)
     assert said in str(caught.value)
+
+
+def test_an_empty_list_of_calls_is_none(tokenizer: Any) -> None:
+    empty, without = (ChatTemplate(tokenizer).render(record_of({"messages": [USER, answer]})) for answer in (
+        {**ANSWER, "tool_calls": []}, ANSWER,
+    ))  # fmt: skip
+    assert empty == without
 
 
 def test_nothing_to_learn_is_not_blamed_on_the_length(
