@@ -183,9 +183,10 @@ def save(
         entries = [state.entry for state in states]
         manifest = Manifest(number, backbone, entries, plan.to_json(), precision=precision, steps=steps)
         text = json.dumps(asdict(manifest), indent=1)
+        write_atomically(directory / owner / MANIFESTS / manifest_name(number), text, check=check)
+        plan_text = json.dumps(plan.to_json(), indent=2) + "\n"
+        write_atomically(directory / owner / "plan.json", plan_text, check=check)
         check()
-        write_atomically(directory / owner / MANIFESTS / manifest_name(number), text)
-        write_atomically(directory / owner / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
         write_best(
             directory, {entry.name: entry.best.checkpoint for entry in entries if entry.best.checkpoint}
         )

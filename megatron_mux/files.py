@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,13 +49,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
+def write_atomically(
+    path: Path, text: str, mode: int = 0o666, check: Callable[[], None] = lambda: None
+) -> None:
     """Write to a temporary file, flush to disk, rename: a reader sees either the old file or the new one.
 
     Args:
         path: The file.
         text: Its content.
         mode: Its permissions, from the first moment on, less the process's umask.
+        check: Raises if the file must not be replaced after all; called right before it is.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".partial-{path.name}")
@@ -63,6 +66,7 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
         partial.unlink(missing_ok=True)
         partial.touch(mode)
         write(partial, text.encode())
+        check()
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
