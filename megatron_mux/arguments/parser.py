@@ -13,7 +13,7 @@ from megatron_mux.arguments.checks import contradictions
 from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS, flags_by
 from megatron_mux.arguments.model import MuxArguments, add_flags
 from megatron_mux.arguments.shape_flags import SHAPE_FLAGS
-from megatron_mux.arguments.values import destination, model, only, path
+from megatron_mux.arguments.values import destination, model, only, path, size
 from megatron_mux.errors import UserError
 
 BACKBONE = "Hugging Face directory, or org/name in the Hugging Face cache"
@@ -63,6 +63,17 @@ def adapter_parser(program: str, description: str) -> tuple[Parser, Callable[...
     add("--adapter", type=path, required=True, metavar="DIR", help=f"adapter, {ADAPTER}")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     return parser, add
+
+
+def add_shard_size(add: Callable[..., argparse.Action]) -> None:
+    """Add the flag of commands that write a Hugging Face directory; `add` is a parser's `add_argument`."""
+    add(
+        "--max-shard-size",
+        type=size,
+        default=5_000_000_000,
+        metavar="SIZE",
+        help="most bytes of a safetensors file (5GB)",
+    )
 
 
 def parse_args(argv: Sequence[str] | None = None) -> MuxArguments:

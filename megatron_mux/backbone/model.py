@@ -155,9 +155,8 @@ class Backbone:
         ranks = 1 if parallel.experts.broker else parallel.experts.size
         info.check_parallel(parallel.tp_size, parallel.pp_size, ranks, parallel.experts.tensor_size)
         check_experts(info.shape, parallel, residence)
-        layers = stage_layers(split or even_split(info.shape.layers, parallel.pp_size))[
-            parallel.pp_rank if stage is None else stage
-        ]
+        number = parallel.pp_rank if stage is None else stage
+        layers = stage_layers(split or even_split(info.shape.layers, parallel.pp_size))[number]
         source = NoWeights() if config_only else open_checkpoint(info.path, info.shape)
         return cls(info, parallel, layers, dtype, recompute, residence, source, placement, ends)
 

@@ -12,8 +12,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_mux.arguments.parser import Parser
-from megatron_mux.arguments.values import model, path, size
+from megatron_mux.arguments.parser import Parser, add_shard_size
+from megatron_mux.arguments.values import model, path
 from megatron_mux.errors import exit_status
 
 PROGRAM = "megatron-mux convert"
@@ -43,13 +43,7 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         metavar="DIR",
         help="Hugging Face directory of the tokenizer to copy (default: the input's)",
     )
-    add(
-        "--max-shard-size",
-        type=size,
-        default=5_000_000_000,
-        metavar="SIZE",
-        help="most bytes of a safetensors file (5GB)",
-    )
+    add_shard_size(add)
     return parser
 
 

@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_mux.arguments.parser import adapter_parser
-from megatron_mux.arguments.values import path, size
+from megatron_mux.arguments.parser import adapter_parser, add_shard_size
+from megatron_mux.arguments.values import path
 from megatron_mux.errors import exit_status, to_stderr
 
 if TYPE_CHECKING:
@@ -38,13 +38,7 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     )
     add("--output", type=path, required=True, metavar="DIR", help="new directory for the merged model")
     add("--dtype", choices=_DTYPES, help="dtype of the merged weights (as the backbone stores them)")
-    add(
-        "--max-shard-size",
-        type=size,
-        default=5_000_000_000,
-        metavar="SIZE",
-        help="most bytes of a safetensors file (5GB)",
-    )
+    add_shard_size(add)
     return parser
 
 

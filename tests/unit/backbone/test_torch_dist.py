@@ -118,7 +118,7 @@ class Hostile:
 def spoil(directory: Path, place: str, value: Any) -> None:
     """Put an object into one of the pickles of a checkpoint."""
     if place == ".metadata":
-        metadata = pickle.loads((directory / ".metadata").read_bytes())
+        metadata = pickle.loads((directory / ".metadata").read_bytes())  # that this test has written
         metadata.planner_data = value
         (directory / ".metadata").write_bytes(pickle.dumps(metadata))
     elif place == "common.pt":
