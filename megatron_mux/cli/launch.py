@@ -186,9 +186,10 @@ def run_processes(words: Sequence[str], count: int, program: str) -> int:
 
     before = {number: signal.signal(number, forward) for number in _forwarded()}
     try:
-        ranks += [
-            _start(words, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(count)
-        ]
+        for number in range(count):
+            ranks.append(_start(words, {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}))
+            for missed in received:  # by this one
+                ranks[-1].send_signal(missed)
         store = _store(listening, count)  # until the ranks have ended
         failed = _wait(ranks)
         del store

@@ -11,7 +11,6 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -190,8 +189,11 @@ def ranks(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.setattr(launch, "_SECONDS_TO_LEAVE", 0.2)
-    before = signal.getsignal(signal.SIGINT)
-    status = launch.run_processes([word], 2, "megatron-mux train")
+    before, hang_up = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        status = launch.run_processes([word], 2, "megatron-mux train")
+    finally:
+        signal.signal(signal.SIGHUP, hang_up)
     assert signal.getsignal(signal.SIGINT) == before
     return status
 
@@ -231,19 +233,18 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     code += "launch.run_processes(['wait'], 2, 'megatron-mux train')"
     launcher = subprocess.Popen([os.environ.get("COLD_PYTHON", sys.executable), "-c", code])
     files = [tmp_path / f"python-{rank}" for rank in (0, 1)]
-    pids = [int(wait_for(lambda file=file: file.exists() and file.read_text())) for file in files]
+    wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+    pids = [int(file.read_text()) for file in files]
     launcher.kill()
     launcher.wait()
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
-def wait_for(condition: Callable[[], Any]) -> Any:
-    """The first value of a condition that holds; half a minute at most."""
+def wait_for(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + 30
-    while not (value := condition()):
+    while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)
-    return value
 
 
 def test_without_save_a_new_directory_is_named_after_the_task_file(
