@@ -88,7 +88,8 @@ def test_the_answer_for_a_task_file_and_at_once_when_it_is_known(
     for word in (
         "2DP",
         "upper bound: the data of a, b",
-        "run it with: torchrun --nproc-per-node 2",
+        "run it with: megatron-mux train",
+        "--gpus 2",
         *found["flags"],
     ):
         assert word in again.stdout, word

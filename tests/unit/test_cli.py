@@ -214,7 +214,9 @@ def test_ranks_end_together_with_the_status_of_the_first_that_failed(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert ranks(word, tmp_path, monkeypatch) == status
-    assert capfd.readouterr().err == said
+    # If another test has started gRPC in this process, each fork makes it write a line.
+    lines = [line for line in capfd.readouterr().err.splitlines(True) if "fork_posix.cc" not in line]
+    assert "".join(lines) == said
 
 
 def test_a_launcher_leaves_ignored_hangups_alone(monkeypatch: pytest.MonkeyPatch) -> None:

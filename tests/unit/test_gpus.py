@@ -56,11 +56,10 @@ def test_a_run_sets_the_allocator_before_torch_unless_the_user_has(given: dict[s
     code = (
         "import os, sys, pretrain_mux\n"
         f"print([os.environ.get(name) for name in {ALLOCATOR_VARIABLES}])\n"
-        "sys.modules['megatron_mux.runtime'] = None  # stands where torch would be imported\n"
+        "sys.modules['torch'] = None  # its import fails\n"
         "try: pretrain_mux.main(['--backbone', '.', '--mux-tasks', 'setup.py'])\n"
         "except ImportError: pass\n"
         f"print([os.environ.get(name) for name in {ALLOCATOR_VARIABLES}])\n"
-        "assert 'torch' not in sys.modules"
     )
     clean = {name: value for name, value in os.environ.items() if name not in ALLOCATOR_VARIABLES}
     done = subprocess.run(

@@ -233,15 +233,15 @@ def test_many_tasks_are_compared_with_as_many_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "words"),
+    ("module", "place", "words"),
     [
-        ("vs_peft", ["--backbone-shape", "tiny"]),
-        ("policies", []),
-        ("megatron_mux.cli.profile", ["--backbone", "model"]),
+        ("vs_peft", "vs_peft", ["--backbone-shape", "tiny"]),
+        ("policies", "policies", []),
+        ("megatron_mux.cli.profile", "megatron_mux.cli.launch", ["--backbone", "model"]),
     ],
 )
 def test_what_measures_on_gpus_sets_the_allocator_first(
-    module: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+    module: str, place: str, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a run does, and before torch is imported."""
     script = importlib.import_module(module)
@@ -249,7 +249,7 @@ def test_what_measures_on_gpus_sets_the_allocator_first(
     def stop() -> None:
         raise InterruptedError
 
-    monkeypatch.setattr(script, "set_allocator_options", stop)
+    monkeypatch.setattr(importlib.import_module(place), "set_allocator_options", stop)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(InterruptedError):
         script.main(words)
