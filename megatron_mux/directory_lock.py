@@ -74,7 +74,7 @@ class Writer:
             pid=os.getpid(),
             started=_start_ticks(os.getpid()),
             user=_user(),
-            command=shlex.join(sys.argv)[:2000],
+            command=_command_line(),
             since=time.strftime("%Y-%m-%d %H:%M:%S%z"),
             nonce=secrets.token_hex(8),
         )
@@ -103,6 +103,21 @@ class Writer:
     def is_alive(self) -> bool:
         """Whether the process of a local writer still runs, for sure (`/proc` may hide other users' processes)."""
         return 0 < self.started == _start_ticks(self.pid)
+
+
+def refuse_if_held(directory: Path, flag: str = "--save") -> None:
+    """Refuse a directory that a living process of this machine writes into; a look only, before slow imports.
+
+    Args:
+        directory: Need not exist.
+        flag: That names it, for messages.
+
+    Raises:
+        UserError: Another process holds its lock.
+    """
+    holder, _ = _read(directory / LOCK)
+    if holder is not None and holder.is_local and holder.is_alive:
+        _refuse(f"{flag} {directory}", holder)
 
 
 class DirectoryLock:
@@ -219,7 +234,7 @@ class DirectoryLock:
         if self._break:
             self._say(f"{self._name}: taking the lock of {_name(holder)}, as --break-lock says")
         elif holder is not None and holder.is_local and holder.is_alive:
-            self._refuse(holder)
+            _refuse(self._name, holder)
         elif holder is not None and holder.is_local and holder.is_dead:
             self._say(f"{self._name}: its last writer died ({holder})")
         else:
@@ -231,7 +246,7 @@ class DirectoryLock:
             if now_held_by != holder:
                 return  # to look again
             if newer_beat != beat:
-                self._refuse(holder)
+                _refuse(self._name, holder)
             self._say(f"{self._name}: no heartbeat: its last writer died")
         self._remove(holder)
 
@@ -243,13 +258,6 @@ class DirectoryLock:
                 break
             time.sleep(_POLL_SECONDS)
         return now
-
-    def _refuse(self, holder: Writer | None) -> NoReturn:
-        command = "" if holder is None else f" ({holder.command})"
-        raise UserError(
-            f"{self._name}: is being written by {_name(holder)}{command}: wait for it, stop it, or choose another "
-            "directory; if it cannot be running any more, --break-lock takes the directory over"
-        )
 
     def _remove(self, holder: Writer | None) -> None:
         """Remove the lock of `holder`, but not one that another process took meanwhile."""
@@ -326,6 +334,22 @@ def _read(path: Path) -> tuple[Writer | None, str]:
             break
         time.sleep(0.1)  # it may just be written
     return None, ""
+
+
+def _refuse(name: str, holder: Writer | None) -> NoReturn:
+    command = "" if holder is None else f" ({holder.command})"
+    raise UserError(
+        f"{name}: is being written by {_name(holder)}{command}: wait for it, stop it, or choose another "
+        "directory; if it cannot be running any more, --break-lock takes the directory over"
+    )
+
+
+def _command_line() -> str:
+    """Of this process, as a user would type it."""
+    program, *words = sys.argv
+    if Path(program).parts[-3:] == ("megatron_mux", "cli", "__main__.py"):
+        program = "megatron-mux"
+    return shlex.join([program, *words])[:2000]
 
 
 def _name(holder: Writer | None) -> str:

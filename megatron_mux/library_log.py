@@ -96,7 +96,7 @@ class LibraryLog:
                 path, file = Path(name), os.fdopen(handle, "ab+")
             else:
                 directory.mkdir(parents=True, exist_ok=True)
-                path = directory / (LOG_NAME if self._rank == "0" else f"rank-{self._rank}-{LOG_NAME}")
+                path = log_file(directory, self._rank)
                 file = open(path, "ab+")  # noqa: SIM115 (open until `release`)
             with self._lock:
                 self._copy_to(file)
@@ -144,6 +144,11 @@ class LibraryLog:
         self._file.seek(0)
         shutil.copyfileobj(self._file, file)
         file.flush()
+
+
+def log_file(directory: Path, rank: str) -> Path:
+    """The log of a rank in its run's directory."""
+    return directory / (LOG_NAME if rank == "0" else f"rank-{rank}-{LOG_NAME}")
 
 
 def set_display(display: Display) -> None:

@@ -57,9 +57,11 @@ def find_adapter(directory: str | Path, say: Callable[[str], None]) -> Path:
         say: Told which checkpoint is taken.
 
     Raises:
-        UserError: The run has several tasks.
+        UserError: The run has several tasks, or there is no such directory.
     """
     directory = Path(directory)
+    if not directory.exists():
+        raise UserError(f"{directory}: no such directory: give that of an adapter, a task or a run")
     if (directory / ADAPTER_CONFIG).is_file():
         return directory
     newest = _newest_of_task(directory)

@@ -2,7 +2,7 @@
 
     megatron-mux draw --plan plan.json
     megatron-mux draw --plan plan.json --measured DIR/schedule.json --output both.svg --trace both.json
-    megatron-mux draw --run DIR
+    megatron-mux draw DIR    # of a run, or of one of its tasks
     megatron-mux draw --subgraphs --backbone DIR --tensor-parallel 2
     megatron-mux draw --subgraphs --plan plan.json    # of megatron-mux plan --subgraphs
 
@@ -41,6 +41,7 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser = Parser(prog=program, description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
+    add("directory", nargs="?", type=path, metavar="DIR", help="a run's, as --run")
     add("--plan", type=path, metavar="FILE", help="plan.json, with predicted costs")
     add("--measured", type=path, metavar="FILE", help="a run's schedule.json")
     add("--run", type=path, metavar="DIR", help="take both from a run's --save DIR")
@@ -72,6 +73,18 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     """Simulate, draw and print, with a parsed command line."""
+    if arguments.directory is not None:
+        if arguments.run is not None:
+            raise UserError(f"--run {arguments.run}: {arguments.directory} is the run already")
+        arguments.run = arguments.directory
+    run = arguments.run
+    if (
+        run is not None
+        and run.is_dir()
+        and not (run / "plan.json").exists()
+        and (run.parent / "plan.json").exists()
+    ):
+        arguments.run = run.parent  # a task's was given
     directory = arguments.run or Path()
     picture = "subgraphs.svg" if arguments.subgraphs and arguments.run else "schedule.svg"
     arguments.output = arguments.output or directory / picture

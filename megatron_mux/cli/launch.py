@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from megatron_mux.arguments.values import at_least
 from megatron_mux.errors import UserError, tell, told_elsewhere
 from megatron_mux.gpus import set_allocator_options
+from megatron_mux.library_log import log_file
 
 _SECONDS_TO_LEAVE = 15
 """After one process has failed, the others have so long to report it and end by themselves."""
@@ -158,7 +160,7 @@ def _leave_world() -> None:
         runtime.shutdown()
 
 
-def run_processes(words: Sequence[str], count: int, program: str) -> int:
+def run_processes(words: Sequence[str], count: int, program: str, directory: Path | None = None) -> int:
     """Run `megatron-mux WORDS` as so many ranks on this machine, and wait for them.
 
     SIGINT, SIGTERM and SIGHUP (unless it is ignored, as by `nohup`) are passed on to all ranks; nothing else ends them
@@ -169,6 +171,7 @@ def run_processes(words: Sequence[str], count: int, program: str) -> int:
         words: The command and its flags.
         count: Ranks.
         program: Printed before a message.
+        directory: Of the run, which may hold what ranks' libraries wrote.
 
     Returns:
         Exit status of the first rank that failed (128 plus the signal, if one killed it); else 0.
@@ -206,6 +209,10 @@ def run_processes(words: Sequence[str], count: int, program: str) -> int:
         name = signal.Signals(-status).name
         cause = " (was the machine out of memory?)" if name == "SIGKILL" else ""
         print(f"{program}: rank {failed} was ended by {name}{cause}", file=sys.stderr)
+    if status not in (0, 2) and directory is not None:
+        log = log_file(directory, str(failed))
+        if log.is_file():
+            print(f"{program}: what libraries of rank {failed} wrote is in {log}", file=sys.stderr)
     return status if status > 0 else 128 - status
 
 

@@ -28,6 +28,7 @@ from megatron_mux.cli.launch import (
     run_here,
     run_processes,
 )
+from megatron_mux.directory_lock import refuse_if_held
 from megatron_mux.errors import UserError, tell
 from megatron_mux.library_log import LibraryLog
 
@@ -50,10 +51,12 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         return train_here(lambda: plan_run(words, program)[0], program)
     try:
         arguments, count = plan_run(words, program)
+        if arguments.save is not None and not arguments.break_lock:
+            refuse_if_held(arguments.save)
         if count > 1:
-            if arguments.save is not None:
+            if arguments.save is not None and not any(word.partition("=")[0] == "--save" for word in words):
                 words += ["--save", str(arguments.save)]
-            return run_processes(["train", *words], count, program)
+            return run_processes(["train", *words], count, program, arguments.save)
     except UserError as error:
         tell(error, program)
         return 2
@@ -112,7 +115,13 @@ def plan_run(words: Sequence[str], program: str) -> tuple[MuxArguments, int]:
     )  # processes of a launcher would not agree on a new one
     if chosen:
         parsed["save"] = new_run_directory(parsed["mux_tasks"] or parsed["mux_watch"])
-    arguments = arguments_of(parsed)
+    try:
+        arguments = arguments_of(parsed)
+    except UserError as error:  # names the task file as it was given
+        given = f"--mux-tasks {parsed['tasks']}:"
+        raise UserError(
+            *(problem.replace(given, f"{parsed['tasks']}:") for problem in error.problems)
+        ) from None
     needed = 1 + arguments.expert_managers if arguments.expert_managers else processes_needed(arguments)
     count = process_count(argparse.Namespace(**parsed), needed)
     if count > 1 and not is_launched():

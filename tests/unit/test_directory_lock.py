@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_mux import directory_lock
-from megatron_mux.directory_lock import LOCK, RECORD, DirectoryLock, Writer
+from megatron_mux.directory_lock import LOCK, RECORD, DirectoryLock, Writer, refuse_if_held
 from megatron_mux.errors import UserError
 
 LONGEST_WAIT = directory_lock.PATIENCE_SECONDS + 2 * directory_lock.HEARTBEAT_SECONDS
@@ -74,6 +74,24 @@ def test_a_second_writer_is_refused_by_the_name_of_the_first(tmp_path: Path) -> 
         DirectoryLock(tmp_path / "run").__enter__()
     message = str(refused.value)
     assert first.writer.host in message and f"process {os.getpid()}" in message and "--break-lock" in message
+
+
+def test_a_look_before_slow_imports_refuses_only_a_living_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"{tmp_path}/megatron_mux/cli/__main__.py"
+    monkeypatch.setattr("sys.argv", [module, "train", "a b.yaml", "--save", "runs/first"])
+    refuse_if_held(tmp_path / "run")
+    with DirectoryLock(tmp_path / "run"):
+        said = r"process [0-9]+ of .*\(megatron-mux train 'a b.yaml' --save runs/first\)"
+        with pytest.raises(UserError, match=said):
+            refuse_if_held(tmp_path / "run")
+        lock = tmp_path / "run" / LOCK
+        held = json.loads(lock.read_text())
+        dead = tmp_path / "dead"
+        dead.mkdir()
+        (dead / LOCK).write_text(json.dumps({**held, "started": 1}))
+        refuse_if_held(dead)
 
 
 def test_what_was_made_goes_if_nothing_was_written(tmp_path: Path) -> None:

@@ -113,7 +113,8 @@ def read_contents(path: Path) -> Contents:
     try:
         return _read(path, (path / ".metadata").stat().st_mtime_ns)
     except OSError as error:
-        raise UserError(f"{path / '.metadata'} cannot be read: {error.strerror or error}.") from None
+        file = error.filename or path / ".metadata"
+        raise UserError(f"{file} cannot be read: {error.strerror or error}.") from None
 
 
 @lru_cache(maxsize=4)

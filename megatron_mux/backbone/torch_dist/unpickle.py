@@ -10,7 +10,7 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -52,9 +52,27 @@ def _nothing(*_: Any) -> Record:
     return Record()
 
 
-_BUILT = {("torch._utils", "_rebuild_tensor_v2"): _tensor, ("collections", "OrderedDict"): OrderedDict}
+def _empty() -> OrderedDict[Any, Any]:
+    return OrderedDict()
+
+
+def _set(values: Sequence[Any] = ()) -> set[Any]:
+    _check_keys(values)
+    return set(values)
+
+
+def _check_keys(keys: Sequence[Any]) -> None:
+    """Refuse what Megatron has no use for: to hash deeply nested tuples would end the process."""
+    for key in keys:
+        if isinstance(key, tuple | frozenset):
+            raise ValueError(f"a {type(key).__name__} is a key")
+
+
+_BUILT: dict[tuple[str, str], Any] = {("torch._utils", "_rebuild_tensor_v2"): _tensor}
+_BUILT |= {("collections", "OrderedDict"): _empty, ("builtins", "dict"): _empty}
 _BUILT |= {("torch._utils", "_rebuild_parameter"): lambda data, *_: data, ("torch", "Size"): tuple}
-_BUILT |= {("builtins", kind.__name__): kind for kind in (dict, list, tuple, set, int, float, bool, str)}
+_BUILT |= {("builtins", kind.__name__): kind for kind in (list, tuple, int, float, bool, str)}
+_BUILT |= {("builtins", "set"): _set}
 _BUILT |= {("torch.serialization", "_get_layout"): _nothing}
 
 # Classes whose objects have attributes, or are told apart by what they are made of (enums, paths, arrays).
@@ -92,7 +110,11 @@ _STORAGES = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """The one in Python: the faster one makes room for as many objects as a file says it has."""
+
+    dispatch = dict(pickle._Unpickler.dispatch)
+
     def __init__(self, file: BinaryIO, where: str) -> None:
         super().__init__(file)
         self._where = where
@@ -116,6 +138,24 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> tuple[str, torch.dtype | None]:
         """A storage of an archive: `("storage", type, key, device, count)`."""
         return str(pid[2]), _STORAGES.get(pid[1])
+
+
+def _checked(opcode: bytes, keys: Callable[[list[Any]], Sequence[Any]]) -> None:
+    """Let `opcode`, which makes keys of what it finds on the stack, look at them first."""
+    load = _Unpickler.dispatch[opcode[0]]
+
+    def checked(unpickler: Any) -> None:
+        _check_keys(keys(unpickler.stack))
+        load(unpickler)
+
+    _Unpickler.dispatch[opcode[0]] = checked
+
+
+_checked(pickle.SETITEM, lambda stack: stack[-2:-1])
+for _opcode in (pickle.SETITEMS, pickle.DICT):
+    _checked(_opcode, lambda stack: stack[::2])
+for _opcode in (pickle.ADDITEMS, pickle.FROZENSET):
+    _checked(_opcode, lambda stack: stack)
 
 
 def unpickle(file: BinaryIO, where: str) -> Any:

@@ -144,6 +144,45 @@ def test_a_hostile_pickle_runs_nothing(place: str, checkpoint: Path, tmp_path: P
     assert not made.exists()
 
 
+def nested(depth: int) -> bytes:
+    return pickle.NONE + depth * pickle.TUPLE1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pickle.EMPTY_DICT + nested(10**6) + pickle.NONE + pickle.SETITEM,
+        pickle.EMPTY_DICT
+        + pickle.MARK
+        + pickle.NONE
+        + pickle.NONE
+        + nested(10**6)
+        + pickle.NONE
+        + pickle.SETITEMS,
+        pickle.MARK + nested(10**6) + pickle.NONE + pickle.DICT,
+        pickle.EMPTY_SET + pickle.MARK + nested(10**6) + pickle.ADDITEMS,
+        pickle.MARK + nested(10**6) + pickle.FROZENSET,
+        b"cbuiltins\nset\n"
+        + pickle.MARK
+        + pickle.MARK
+        + nested(10**6)
+        + pickle.LIST
+        + pickle.TUPLE
+        + pickle.REDUCE,
+        b"ccollections\nOrderedDict\n" + pickle.EMPTY_LIST + pickle.TUPLE1 + pickle.REDUCE,
+    ],
+    ids=["item", "items", "dict", "set", "frozenset", "set of list", "dict of list"],
+)
+def test_a_pickle_whose_keys_would_end_the_process(code: bytes) -> None:
+    with pytest.raises(UserError, match=r"common\.pt cannot be read: "):
+        unpickle(io.BytesIO(code + pickle.STOP), "common.pt")
+
+
+def test_a_pickle_that_says_it_has_many_objects_takes_no_memory() -> None:
+    code = pickle.EMPTY_LIST + pickle.LONG_BINPUT + b"\xff\xff\xff\xff" + pickle.STOP
+    assert unpickle(io.BytesIO(code), "common.pt") == []
+
+
 def test_objects_of_megatron_are_inert(checkpoint: Path) -> None:
     """An enum of a class that cannot be imported here is read, its code is not needed."""
     unknown = b"cmegatron.core.transformer.enums\nAttnBackend\n(I5\ntR."
