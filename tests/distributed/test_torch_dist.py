@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron itself saved at 2 x 2, read as backbones at 1 x 1 and 2 x 2: Megatron's own logits.
+"""Checkpoints that Megatron itself saved on four ranks, read as backbones at 1 x 1 and 2 x 2: Megatron's own logits.
 
 Megatron-Core 0.19 saves the first with `save_checkpoint` of `megatron.training`; where that is missing (0.16), and for
 the others, `dist_checkpointing` saves. Transformer Engine is not installed: its `_extra_state` is emulated as its
@@ -12,9 +12,10 @@ import io
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -67,6 +68,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_layer_freq": [0, 1, 1, 1],
     },
 }
+
+
+class Division(NamedTuple):
+    """How Megatron divides a model among four ranks, two of them stages.
+
+    Attributes:
+        model: Of `MODELS`.
+        tensor: Ranks that share a layer.
+        expert: Ranks that share the experts.
+        virtual: Pieces of a stage.
+    """
+
+    model: str
+    tensor: int = 2
+    expert: int = 1
+    virtual: int = 1
+
+
+DIVISIONS = {name: Division(name) for name in MODELS} | {
+    "llama, virtual pipelines": Division("llama", virtual=2),
+    "qwen3_moe, expert parallel": Division("qwen3_moe", tensor=1, expert=2),
+}
 SAVED_BY_LOOP = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64 --seq-length 64 "
     "--ffn-hidden-size 56 --group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu "
@@ -84,12 +107,13 @@ ON_CPU: dict[str, Callable[..., Any]] = {
 }
 
 
-def build(arguments: dict[str, Any], parallel: Parallel) -> Any:
-    """Megatron's GPT with random weights, norms and biases too."""
+def build(division: Division, parallel: Parallel) -> list[Any]:
+    """The pieces of this rank of Megatron's GPT, with random weights, norms and biases too."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import TransformerConfig
 
+    arguments = MODELS[division.model]
     get, gated = arguments.get, bool(arguments.get("swiglu"))
     config = TransformerConfig(
         **{name: arguments[name] for name in ("num_layers", "hidden_size", "num_attention_heads")},
@@ -106,8 +130,10 @@ def build(arguments: dict[str, Any], parallel: Parallel) -> Any:
         moe_router_topk=get("moe_router_topk", 2),
         moe_layer_freq=get("moe_layer_freq", 1),
         moe_token_dispatcher_type="allgather",
-        tensor_model_parallel_size=2,
+        tensor_model_parallel_size=division.tensor,
+        expert_model_parallel_size=division.expert,
         pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=division.virtual if division.virtual > 1 else None,
         params_dtype=torch.float64,
         pipeline_dtype=torch.float64,
         use_cpu_initialization=True,
@@ -120,58 +146,73 @@ def build(arguments: dict[str, Any], parallel: Parallel) -> Any:
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
     )
-    spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization
-    )
     torch.manual_seed(3)
-    model = GPTModel(
-        config,
-        spec,
-        ROWS,
-        64,
-        pre_process=parallel.is_first_stage,
-        post_process=parallel.is_last_stage,
-        parallel_output=False,
-        share_embeddings_and_output_weights=not get("untie_embeddings_and_output_weights", False),
-        position_embedding_type=get("position_embedding_type", "learned_absolute"),
-        rotary_base=get("rotary_base", 10000),
-    )
     generator = torch.Generator().manual_seed(10 + parallel.pp_rank)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 1 and "linear" not in name:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
-        elif parameter.dim() == 1:
-            parameter.data += 0.1 * (1 + parallel.tp_rank * ("fc1" in name or "qkv" in name))
-    return model.double().eval()  # or rounding alone would be as large as the tolerance
+    pieces = []
+    for piece in range(division.virtual):
+        virtual = piece if division.virtual > 1 else None
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=config.normalization, vp_stage=virtual
+        )
+        model = GPTModel(
+            config,
+            spec,
+            ROWS,
+            64,
+            pre_process=parallel.is_first_stage and piece == 0,
+            post_process=parallel.is_last_stage and piece == division.virtual - 1,
+            parallel_output=False,
+            share_embeddings_and_output_weights=not get("untie_embeddings_and_output_weights", False),
+            position_embedding_type=get("position_embedding_type", "learned_absolute"),
+            rotary_base=get("rotary_base", 10000),
+            vp_stage=virtual,
+        )
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 and "linear" not in name:
+                parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+            elif parameter.dim() == 1:
+                parameter.data += 0.1 * (1 + parallel.tp_rank * ("fc1" in name or "qkv" in name))
+            elif ".experts." in name and division.expert > 1:  # every rank draws the same ones
+                parameter.data *= 1 + 0.3 * parallel.dp_rank
+        pieces.append(model.double().eval())  # or rounding alone would be as large as the tolerance
+    return pieces
 
 
 @torch.no_grad()
-def megatrons_logits(model: Any, parallel: Parallel, vocabulary: int) -> Tensor | None:
+def megatrons_logits(pieces: list[Any], parallel: Parallel, vocabulary: int) -> Tensor | None:
     """Logits of the sequences of `batch_of`, one after the other, on the last stage."""
     found = []
     for tokens in sequences(vocabulary):
-        if not parallel.is_first_stage:
-            hidden = torch.empty(len(tokens), 1, HIDDEN, dtype=torch.float64)
-            dist.recv(hidden, group=parallel.pp_group, group_src=parallel.pp_rank - 1)
-            model.set_input_tensor(hidden)
-        output = model(tokens[None], torch.arange(len(tokens))[None], None)
-        if parallel.is_last_stage:
-            found.append(output[0])
-        else:
-            dist.send(output, group=parallel.pp_group, group_dst=parallel.pp_rank + 1)
+        for number, model in enumerate(pieces):
+            if not (parallel.is_first_stage and number == 0):
+                hidden = torch.empty(len(tokens), 1, HIDDEN, dtype=torch.float64)
+                dist.recv(hidden, group=parallel.pp_group, group_src=1 - parallel.pp_rank)
+                model.set_input_tensor(hidden)
+            output = model(tokens[None], torch.arange(len(tokens))[None], None)
+            if parallel.is_last_stage and number == len(pieces) - 1:
+                found.append(output[0])
+            else:
+                dist.send(output, group=parallel.pp_group, group_dst=1 - parallel.pp_rank)
     return torch.cat(found) if found else None
 
 
-def save(path: Path, model: Any, arguments: dict[str, Any], apart: bool) -> None:
+def sharded_state(pieces: list[Any], metadata: dict[str, Any]) -> dict[str, Any]:
+    """As Megatron's own `save_checkpoint` names the pieces."""
+    if len(pieces) == 1:
+        return {"model": pieces[0].sharded_state_dict(metadata=metadata)}
+    return {f"model{i}": piece.sharded_state_dict(metadata=metadata) for i, piece in enumerate(pieces)}
+
+
+def save(path: Path, pieces: list[Any], arguments: dict[str, Any], apart: bool) -> None:
     """Save as a user of `dist_checkpointing` does; `apart`: layer by layer, norms by the names of the modules."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     if apart:
-        for layer in model.decoder.layers:
+        for layer in (layer for model in pieces for layer in model.decoder.layers):
             layer.submodules_config.sharded_state_dict_keys_map = {}
-    state: dict[str, Any] = model.sharded_state_dict(metadata={"non_homogeneous_layers": apart})
-    extra = [value for key, value in state.items() if key.endswith("_extra_state")]
+    state = sharded_state(pieces, {"non_homogeneous_layers": apart})
+    extra = [value for each in state.values() for key, value in each.items() if key.endswith("_extra_state")]
     assert extra  # empty without Transformer Engine, which keeps scales of fp8 there
     for each in extra:
         assert isinstance(each, ShardedObject)
@@ -199,7 +240,7 @@ def save_by_loop(path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         checkpointing.save_checkpoint(7, [model], None, None, 0)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", list(DIVISIONS))
 def test_megatrons_logits(
     name: str,
     joined: Callable[..., Parallel],
@@ -207,8 +248,10 @@ def test_megatrons_logits(
     stages: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    parallel = joined(2, 2)
-    arguments, path = MODELS[name], shared_dir / f"megatron-{name}"
+    division = DIVISIONS[name]
+    joined_as_saved = partial(joined, division.tensor, 2, expert=division.expert)
+    parallel = joined_as_saved()
+    arguments, path = MODELS[division.model], shared_dir / f"megatron-{name}"
     by_loop = HAS_LOOP and name == "llama"
     from megatron.core.transformer.moe import moe_utils
 
@@ -216,20 +259,20 @@ def test_megatrons_logits(
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
     with on_cpu():
-        model = build(arguments, parallel)
-        expected = megatrons_logits(model, parallel, arguments.get("vocab_size", ROWS))
+        pieces = build(division, parallel)
+        expected = megatrons_logits(pieces, parallel, arguments.get("vocab_size", ROWS))
         if dist.get_rank() == 0:
             path.mkdir()
         dist.barrier()
         if by_loop:
-            save_by_loop(path, model, monkeypatch)
+            save_by_loop(path, pieces[0], monkeypatch)
         else:
-            save(path, model, arguments, apart=name != "llama")
+            save(path, pieces, arguments, apart=division.model != "llama")
     dist.barrier()
     saved = path / "iter_0000007" if by_loop else path
     assert (saved / ".metadata").is_file()
     info = read_backbone_info(path)
-    assert info.shape.family == name
+    assert info.shape.family == division.model
     assert info.fingerprint == read_backbone_info(saved).fingerprint
 
     divided = [] if info.shape.experts else [(2, 2)]  # which need sequence parallelism
@@ -245,7 +288,7 @@ def test_megatrons_logits(
             assert wanted.std() > 0.02
             assert (found[: wanted.shape[0]] - wanted).abs().max() <= 1e-6
 
-    parallel = joined(2, 2)
+    parallel = joined_as_saved()
     if dist.get_rank() == 0:
         tokenizer = words(shared_dir / f"tokenizer-{name}")
         for source, output in ((path, "hugging-face"), (shared_dir / f"hugging-face-{name}", "back")):
@@ -253,25 +296,32 @@ def test_megatrons_logits(
     dist.barrier()
     with on_cpu():
         megatron_reads(
-            shared_dir / f"back-{name}" / "release", model, build(arguments, parallel), info.shape.vocab
+            shared_dir / f"back-{name}" / "release",
+            pieces,
+            build(division, parallel),
+            info.shape.vocab,
+            parallel.tp_rank,
         )
 
 
-def megatron_reads(path: Path, was: Any, now: Any, vocabulary: int) -> None:
+def megatron_reads(path: Path, was: list[Any], now: list[Any], vocabulary: int, tensor_rank: int) -> None:
     """Megatron loads what was converted there and back, and every value is what it was, to the bit."""
     from megatron.core import dist_checkpointing
 
     with torch.no_grad():
-        for parameter in now.parameters():
+        for parameter in (parameter for piece in now for parameter in piece.parameters()):
             parameter.fill_(9.0)
     # Without the extra states, in which Transformer Engine keeps scales of fp8.
-    wanted = {"model": now.sharded_state_dict(metadata={})}
-    state = dist_checkpointing.load(wanted, str(path), strict="log_all")
-    left = now.load_state_dict(state["model"], strict=False)
-    assert not [name for name in (*left.missing_keys, *left.unexpected_keys) if "_extra_state" not in name]
-    tensor_rank = dist.get_rank() % 2
-    for (name, before), after in zip(was.named_parameters(), now.parameters(), strict=True):
-        kept = before.shape[0]
-        if "word_embeddings" in name or "output_layer" in name:
-            kept = min(kept, vocabulary - tensor_rank * kept)  # padding is cut
-        assert torch.equal(before[:kept], after[:kept]), name
+    state = dist_checkpointing.load(sharded_state(now, {}), str(path), strict="log_all")
+    for old, new, values in zip(
+        was, now, (value for key, value in state.items() if "model" in key), strict=True
+    ):
+        left = new.load_state_dict(values, strict=False)
+        assert not [
+            name for name in (*left.missing_keys, *left.unexpected_keys) if "_extra_state" not in name
+        ]
+        for (name, before), after in zip(old.named_parameters(), new.parameters(), strict=True):
+            kept = before.shape[0]
+            if "word_embeddings" in name or "output_layer" in name:
+                kept = min(kept, vocabulary - tensor_rank * kept)  # padding is cut
+            assert torch.equal(before[:kept], after[:kept]), name
