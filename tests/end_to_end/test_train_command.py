@@ -10,8 +10,10 @@ from pathlib import Path
 
 from megatron_mux import read_run
 from tests.end_to_end.forked import ROOT, Server
+from tests.end_to_end.outcome import assert_same_outcome
 from tests.end_to_end.workplace import TASKS, Workplace, furnish
 
+TWO_STAGES = ("--pipeline-model-parallel-size", "2", "--no-mux-rolling")
 TRAINING = {"per_device_train_batch_size": 2, "max_steps": 2}
 FROM_PYTHON = """
 import megatron_mux
@@ -90,3 +92,24 @@ def test_a_signal_is_passed_on_and_a_mistake_told_once(server: Server, tmp_path:
     (result,) = read_run(tmp_path / "runs" / "long").values()
     assert result.status == "running" and result.adapter is not None and result.adapter.is_dir()
     assert result.step == result.history[-1]["step"]
+
+
+def test_ranks_exit_together_at_an_interval_or_after_minutes(server: Server, tmp_path: Path) -> None:
+    place = furnish(tmp_path)
+    command = ("-m", "megatron_mux.cli", "train", *place.arguments("--processes", "2", *TWO_STAGES))
+    parts = place.root / "parts"
+    for directory, flags, said in (
+        (place.root / "whole", (), ""),
+        (parts, ("--exit-interval", "3"), "stopped after 3 steps (--exit-interval 3)"),
+        (
+            parts,
+            ("--exit-duration-in-mins", "0.001"),
+            "stopped after 0.001 minutes (--exit-duration-in-mins)",
+        ),
+        (parts, (), ""),
+    ):
+        run = start(server, place, *command, "--save", str(directory), "--load", str(directory), *flags)
+        output, errors = run.communicate(timeout=200)
+        assert run.returncode == 0, errors
+        assert said in output and output.count("stopped after") == bool(said)
+    assert_same_outcome(parts, place.root / "whole")
