@@ -63,7 +63,7 @@ class TaskResult:
 def train(
     *,
     backbone: str | os.PathLike[str],
-    tasks: str | os.PathLike[str] | Sequence[Mapping[str, Any] | TaskSpec],
+    tasks: str | os.PathLike[str] | Mapping[str, Any] | TaskSpec | Sequence[Mapping[str, Any] | TaskSpec],
     save: str | os.PathLike[str],
     gpus: int | None = None,
     processes: int | None = None,
@@ -73,8 +73,8 @@ def train(
 
     Args:
         backbone: A Hugging Face directory, or `org/name` in the Hugging Face cache.
-        tasks: Path of a task file; or a list of tasks, each a `TaskSpec` or a mapping as in a task file, whose relative
-            paths start at the working directory.
+        tasks: Path of a task file; or one task or a list, each a `TaskSpec` or a mapping as in a task file, whose
+            relative paths start at the working directory.
         save: Directory for adapters, metrics, plan and schedule.
         gpus, processes: As the flags of `megatron-mux train`; by default as many processes as parallel sizes need. One
             trains in this process, several are started.
@@ -87,8 +87,11 @@ def train(
     from megatron_mux.cli.launch import is_launched, run_processes
     from megatron_mux.cli.train import PROGRAM, build_parser, plan_run
     from megatron_mux.gpus import set_allocator_options
+    from megatron_mux.tasks import TaskSpec
 
     with tempfile.TemporaryDirectory(prefix="megatron-mux-") as folder:
+        if isinstance(tasks, (Mapping, TaskSpec)):
+            tasks = [tasks]
         file = Path(tasks) if isinstance(tasks, (str, os.PathLike)) else _task_file(tasks, Path(folder))
         given = {
             "backbone": backbone,

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -68,6 +69,7 @@ class Reporter:
         self.history = self._table.tasks
         self.problem = ""
         self._files: dict[str, IO[str]] = {}
+        self._earlier: dict[str, tuple[list[float], list[EvalResult]]] = {}
         self._trackers: dict[str, Trackers] = {}
         self._events = None if tensorboard is None or silent else EventFile(tensorboard)
         self._live: Live | None = None
@@ -83,10 +85,24 @@ class Reporter:
         """Go on with the metrics of the run in `directory`, cut to `manifest`; `wall_s` goes on from the last one."""
         if seconds := cut_metrics(directory, manifest, self.owner):
             self._started = time.monotonic() - seconds
+        for entry in manifest.tasks if manifest is not None and not self.silent else ():
+            self._earlier[entry.name] = _losses(directory / entry.name / "metrics.jsonl")
+            if entry.name in self.history:
+                self._recall(entry.name)
+
+    def _recall(self, name: str) -> None:
+        """Give a task's row the figures of before the run was resumed."""
+        task, (losses, evaluations) = self.history[name], self._earlier.pop(name)
+        if losses and task.first_loss is None:
+            task.first_loss, task.loss = losses[0], losses[-1]
+        if evaluations and task.before is None:
+            task.before, task.after = evaluations[0], evaluations[-1]
 
     def add(self, spec: TaskSpec, status: str, step: int = 0, total_steps: int | None = None) -> None:
         """Add a task's row to the table, or bring it up to date."""
         self._table.add(spec, status, step, total_steps)
+        if spec.name in self._earlier:
+            self._recall(spec.name)
 
     def track(self, spec: TaskSpec, step: int) -> None:
         """Report a task's figures to the trackers that it names, from `step` on."""
@@ -286,6 +302,19 @@ class Reporter:
             self._live.transient = all(task.status == LOADING for task in self.history.values())
             self._live.stop()
             self._live = None
+
+
+def _losses(path: Path) -> tuple[list[float], list[EvalResult]]:
+    """Training losses and evaluations in a metrics file."""
+    losses, evaluations = list[float](), list[EvalResult]()
+    with suppress(OSError, ValueError):
+        for line in map(json.loads, path.read_text().splitlines()):
+            if "loss" in line:
+                losses.append(line["loss"])
+            elif "eval_loss" in line:
+                values = {key.removeprefix("eval_"): value for key, value in line.items() if key != "step"}
+                evaluations.append(EvalResult(values, 0))
+    return losses, evaluations
 
 
 def cut_metrics(directory: Path, manifest: Manifest | None, owner: str = "") -> float:

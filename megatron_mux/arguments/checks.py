@@ -221,6 +221,10 @@ def _not_a_run(directory: Path) -> list[str]:
         return []  # missing: the run starts anew there
     if _MANIFESTS in names:
         return []
+    if os.path.isdir(directory.absolute().parent / _MANIFESTS) and any(
+        name == "metrics.jsonl" or name.startswith("checkpoint-") for name in names
+    ):
+        return [f"--load {directory}: is a task's directory: give its run's, {directory.absolute().parent}"]
     if "adapter_config.json" in names:
         return [f"--load {directory}: is a PEFT adapter: start from it by adapter_name_or_path in tasks.yaml"]
     megatron = any(_MEGATRON_CHECKPOINT.fullmatch(name) for name in names)

@@ -47,6 +47,30 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "))
 
 
+def add_task_file(parser: Parser, text: str, required: bool = False) -> None:
+    """Add the task file, as `--tasks FILE` or by itself: it is `tasks`.
+
+    Args:
+        parser: Of a command.
+        text: For `--help`.
+        required: Whether there must be one.
+    """
+    files = parser.add_mutually_exclusive_group(required=required)
+    files.add_argument("tasks_alone", nargs="?", action=_Tasks, type=path, metavar="TASKS", help=text)
+    files.add_argument("--tasks", type=path, metavar="FILE", help="the same")
+
+
+class _Tasks(argparse.Action):
+    """Keeps what is given by itself where the flag keeps its value."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        """See `argparse.Action`."""
+        if values is not None:
+            namespace.tasks = values
+
+
 def adapter_parser(program: str, description: str) -> tuple[Parser, Callable[..., argparse.Action]]:
     """Make the parser of a tool that makes something of an adapter and its backbone.
 

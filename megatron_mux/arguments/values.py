@@ -39,8 +39,11 @@ def model(text: str) -> Path:
 
 
 def named_path(text: str) -> tuple[str, Path]:
-    """Convert to a name and a path: NAME=DIR."""
-    name, _, directory = text.partition("=")
+    """Convert to a name and a path: NAME=DIR, or DIR alone, whose task's name counts."""
+    name, separator, directory = text.partition("=")
+    if not separator:
+        of = path(text).absolute()
+        return (of.parent if of.name.startswith("checkpoint-") else of).name, path(text)
     if not (name and directory):
         raise argparse.ArgumentTypeError(f"must be NAME=DIR, got {text!r}")
     return name, path(directory)

@@ -36,11 +36,20 @@ def read_config(path: Path) -> dict[str, Any]:
         beside = next((place / _CONFIG for place in places if (place / _CONFIG).is_file()), None)
         return read_json(beside) if beside is not None else _from_arguments(places[0])
     if not (path / _CONFIG).is_file():
+        refuse_adapter(path)
         raise UserError(
             f"The backbone {path} holds no config.json: give the directory of a Hugging Face model, or of a Megatron "
             "checkpoint."
         )
     return read_json(path / _CONFIG)
+
+
+def refuse_adapter(path: Path) -> None:
+    """Refuse the directory of an adapter where a model is asked for."""
+    config = path / "adapter_config.json"
+    if config.is_file():
+        base = read_json(config).get("base_model_name_or_path")
+        raise UserError(f"The backbone {path} is a PEFT adapter: give the model that it is for ({base}).")
 
 
 def _from_arguments(iteration: Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         type=named_path,
         action="append",
         default=[],
-        metavar="NAME=DIR",
+        metavar="[NAME=]DIR",
         help=f"an adapter, {ADAPTER}; may be given several times",
     )
     add("--run", type=path, metavar="DIR", help="directory of a run: its tasks' newest adapters")

@@ -31,7 +31,7 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         type=named_path,
         required=True,
         nargs="+",
-        metavar="NAME=DIR",
+        metavar="[NAME=]DIR",
         help=f"adapters, {ADAPTER}",
     )
     add(

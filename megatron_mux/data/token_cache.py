@@ -89,9 +89,11 @@ class Cut:
         if self.longer:
             share = f"{self.lost:,} of {self.labels:,} tokens to learn" if self.lost else "no token to learn"
             emptied = f", {self.emptied:,} records all of theirs: these were dropped" if self.emptied else ""
+            warning = "warning: " if 2 * self.lost > self.labels or 2 * self.emptied > self.records else ""
+            advice = ": raise max_length" if warning else ""
             found.append(
-                f"{self.longer:,} of {self.records:,} records are longer than {max_length} tokens; cutting them loses "
-                f"{share}{emptied}"
+                f"{warning}{self.longer:,} of {self.records:,} records are longer than {max_length} tokens; cutting "
+                f"them loses {share}{emptied}{advice}"
             )
         if self.empty:
             found.append(

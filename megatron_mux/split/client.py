@@ -158,9 +158,12 @@ def privacy_of(arguments: argparse.Namespace) -> Privacy | None:
     try:
         return Privacy.model_validate(given)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = "".join(f"--{str(part).replace('_', '-')}: " for part in first["loc"])
-        raise UserError(f"{where or 'privacy: '}{first['msg']}") from None
+        problems = []
+        for each in error.errors():
+            where = "".join(f"--{str(part).replace('_', '-')}: " for part in each["loc"])
+            missing = "is missing: noise needs it" if each["type"] == "missing" else each["msg"]
+            problems.append(f"{where or 'privacy: '}{missing}")
+        raise UserError(*problems) from None
 
 
 def tls_of(arguments: argparse.Namespace) -> ClientTls:

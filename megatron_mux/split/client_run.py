@@ -161,8 +161,19 @@ class ClientRun:
                 layers = self.proposal.body(self.info.shape)
                 link.upload(body_share(self.task, self.info, layers, options.dtype))
             self._train(link, source or options.load, manifest, reporter)
+        except RefusedError as error:
+            if error.code == LOST:
+                raise
+            raise RefusedError(error.code, f"{error}{self._advice()}") from None
+        except UserError as error:
+            raise UserError(f"{error}{self._advice()}") from None
         finally:
             link.close()
+
+    def _advice(self) -> str:
+        """How to go on after an error that ends the run."""
+        steps = self._kept()
+        return f" Step {max(steps)} is saved: --load {self.options.save} goes on from there." if steps else ""
 
     def go_back(self) -> int:
         """Cut the metrics to the newest save; returns its step, 0 if there is none."""
@@ -249,6 +260,7 @@ class ClientRun:
         loop = Loop(
             arguments, engine, engine.parallel, reporter, self.info, self.files, manifest, lock=options.lock
         )
+        link.give_up_if(lambda: loop.stopping)
         with closing(loop):
             try:
                 loop.registry.register([replace(self.task, resume=None)])

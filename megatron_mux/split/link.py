@@ -42,6 +42,7 @@ class ClientTransport(Protocol):
 
     limits: Limits
     on_reconnect: Callable[[Exchange], None] | None
+    gives_up: Callable[[], bool] | None
 
     def call(self, message: Message, deadline_s: float) -> Message:
         """Send a request and wait for its reply."""
@@ -267,6 +268,10 @@ class Link:
     def leave(self, finished: bool) -> None:
         """Leave the server; `finished`: the task is done, and will not be continued."""
         self.request(Kind.LEAVE, {"finished": finished})
+
+    def give_up_if(self, gives_up: Callable[[], bool]) -> None:
+        """While there is no server, ask `gives_up` whether to stop waiting for it."""
+        self._transport.gives_up = gives_up
 
     def close(self) -> None:
         """Close the connection."""

@@ -90,7 +90,12 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     add("--ageing", type=float, default=0.0, metavar="X",
         help="with --weights: tokens of others that a second of waiting outweighs (0: shares alone)")  # fmt: skip
     add("--weights", type=Path, metavar="FILE", help='JSON of each client\'s share: {"NAME": 2.0, ...}')
-    add("--rate-limit", type=float, metavar="N", help="most tokens a second of each client (none)")
+    add(
+        "--rate-limit",
+        type=float,
+        metavar="N",
+        help="most rows a second that are computed for each client, forward and backward passes each counted (none)",
+    )
     add("--co-batching", action=argparse.BooleanOptionalAction, default=True,
         help="compute requests of several clients as one micro-batch where that is faster (default)")  # fmt: skip
 

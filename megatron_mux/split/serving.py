@@ -153,8 +153,12 @@ class SplitServer:
             raise RefusedError("replaced", "the client has joined on another stream") from None
         except RefusedError as error:
             self.metrics.refused.labels(error.code).inc()
-            self._log.warning(
-                "refused", extra={"fields": {"client": identity, "code": error.code, "why": str(error)}}
+            # A client that is behind the server's saves goes back: nothing is wrong.
+            level = logging.INFO if error.code == "no_state" else logging.WARNING
+            self._log.log(
+                level,
+                "refused",
+                extra={"fields": {"client": identity, "code": error.code, "why": str(error)}},
             )
             raise
         finally:
@@ -208,7 +212,9 @@ class SplitServer:
         known = self.metrics.sessions  # those that are joining included
         most_each = self.options.most_sessions_each
         if len(known) >= self.options.most_sessions:
-            raise RefusedError("full", f"{len(known)} sessions are the most at once", retry=True)
+            raise RefusedError(
+                "full", f"--max-sessions {len(known)} are at work: a place is free when one ends", retry=True
+            )
         if sum(other.startswith(f"{identity}/") for other in known) >= most_each:
             raise RefusedError("too_many", f"a client may have {most_each} sessions at once", retry=True)
         known[name] = SessionFigures(proposal.total_steps, proposal.step)

@@ -43,7 +43,7 @@ class SessionStore:
         self._check = check
         self._most_each = most_each
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # clients' adapters are nobody else's
             write(directory / ".writable", b"")
             (directory / ".writable").unlink()
         except OSError as error:

@@ -30,12 +30,14 @@ class Transport:
         tls: Files of the client; None (tests only): no encryption.
         limits: What the server may send before the client has joined.
         retry_seconds: How long to try to reach a server.
+        restart_seconds: The same for one that said it would stop: it may be started again.
         say: Shows a line to the user.
 
     Attributes:
         limits: What the server may send from now on; set it when sizes are agreed.
         on_reconnect: Called with the `Exchange` of each new stream, before anything else is sent on it: it sends HELLO.
             None until the client has joined.
+        gives_up: Asked while there is no server: whether to stop waiting.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Transport:
         tls: ClientTls | None,
         limits: Limits,
         retry_seconds: float = 60,
+        restart_seconds: float = 600,
         say: Callable[[str], None] = print,
     ) -> None:
         self.limits = limits
@@ -51,6 +54,9 @@ class Transport:
         self._address = address
         self._tls = tls
         self._retry_seconds = retry_seconds
+        self._restart_seconds = restart_seconds
+        self.gives_up: Callable[[], bool] | None = None
+        self._stops = False  # whether the server said so
         self._say = say
         self._stream: ClientStream | None = None
 
@@ -78,6 +84,8 @@ class Transport:
                 if not _is_worth_another_try(error):
                     raise
                 failure = error if str(error) or failure is None else failure
+                if isinstance(error, RefusedError) and error.code == "draining":
+                    self._stops, until = True, time.monotonic() + self._restart_seconds
             left = until - time.monotonic()
             if left <= 0:
                 break
@@ -90,11 +98,17 @@ class Transport:
 
     def _connect(self, until: float, failure: BaseException | None) -> ClientStream:
         """Make a stream, on which the client has joined again if it had joined."""
-        if isinstance(failure, RefusedError):
+        if self._stops:
+            minutes = self._restart_seconds / 60
+            self._say(
+                f"{self._address} stops; waiting up to {minutes:.0f} minutes for it to be started again"
+            )
+        elif isinstance(failure, RefusedError):
             self._say(f"{self._address} refuses for now: {failure}; trying again")
         elif failure is not None:
             self._say(f"lost the connection to {self._address} ({failure}); connecting again")
-        waited = self._wait_for_server(until, told=failure is not None)
+        waited = self._wait_for_server(until, failure is not None)
+        self._stops = False
         stream = self._stream = ClientStream(self._address, self._tls, lambda: self.limits)
         if self.on_reconnect is not None:
             self.on_reconnect(lambda message: stream.exchange(message, until))
@@ -105,7 +119,7 @@ class Transport:
     def _wait_for_server(self, until: float, told: bool) -> bool:
         """Try until a server is there; returns whether the first attempt failed."""
         began = time.monotonic()
-        give_up = min(began + self._retry_seconds, until)
+        give_up = until if self._stops else min(began + self._retry_seconds, until)
         for attempt, pause in enumerate(_pauses()):
             try:
                 probe(self._address, self._tls)
@@ -113,7 +127,7 @@ class Transport:
             except OSError as error:
                 reason = error.strerror or str(error)
             now = time.monotonic()
-            if now + pause > give_up:
+            if now + pause > give_up or (self.gives_up is not None and self.gives_up()):
                 raise UserError(
                     f"The server at {self._address} could not be reached for {now - began:.0f} s ({reason}). Start it, "
                     "or check the address."

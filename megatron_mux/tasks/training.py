@@ -33,16 +33,16 @@ def _elsewhere(advice: str, *names: str) -> dict[str, Refused]:
 
 
 _REFUSED: Mapping[str, Refused] = {
-    **_elsewhere("is of the whole run: use --bf16 of pretrain_mux.py", "bf16", "bf16_full_eval"),
-    **_elsewhere("fp16 is not supported: use --bf16 of pretrain_mux.py", "fp16", "fp16_full_eval", "fp16_opt_level"),
-    **_elsewhere("is of the whole run: use --save DIR of pretrain_mux.py", "output_dir", "overwrite_output_dir"),
-    **_elsewhere("is of the whole run: use --load DIR of pretrain_mux.py", "resume_from_checkpoint"),
+    **_elsewhere("is of the whole run: give it --bf16", "bf16", "bf16_full_eval"),
+    **_elsewhere("fp16 is not supported: use --bf16", "fp16", "fp16_full_eval", "fp16_opt_level"),
+    **_elsewhere("is of the whole run: give it --save DIR", "output_dir", "overwrite_output_dir"),
+    **_elsewhere("is of the whole run: give it --load DIR", "resume_from_checkpoint"),
     **_elsewhere(
-        "is of the whole run: use --log-interval of pretrain_mux.py",
+        "is of the whole run: give it --log-interval",
         "logging_steps", "logging_strategy", "logging_first_step",
     ),
     **_elsewhere(
-        "is of the whole run: use --recompute-granularity of pretrain_mux.py",
+        "is of the whole run: give it --recompute-granularity",
         "gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing",
         "activation_checkpointing_kwargs",
     ),

@@ -33,6 +33,18 @@ _OF_PEFT = frozenset(
 _MOST_KEYS = 24
 """Keys of a section that a message lists."""
 
+_ALSO_CALLED: Mapping[str, str] = {
+    "rank": "r",
+    "lora_r": "r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "lr": "learning_rate",
+    "batch_size": "per_device_train_batch_size",
+    "epochs": "num_train_epochs",
+    "steps": "max_steps",
+}
+"""What people write for fields of peft and transformers, which their spelling is far from."""
+
 _SECTIONS: Mapping[str, type[Section]] = {"data": DataSpec, "training": TrainingSpec, "eval": EvalSpec}
 
 
@@ -127,6 +139,9 @@ def _unknown(key: str, model: type[BaseModel]) -> str:
     refused = model.refused.get(key) if issubclass(model, Section) else None
     if refused is not None:
         return refused.advice
+    usual = _ALSO_CALLED.get(key.lower())
+    if usual in model.model_fields:
+        return f"unknown key; did you mean {usual!r}?"
     near = did_you_mean(key, model.model_fields)
     if not near:
         elsewhere = {
@@ -145,6 +160,9 @@ def _peft_type(task: Mapping[str, Any]) -> str:
     given = adapter["peft_type"]
     if isinstance(given, str) and given in _OF_PEFT:
         return f"adapter.peft_type: {given} is a method of peft that megatron-mux does not support: use one of {known}"
+    if isinstance(given, str) and given.upper() in ("DORA", "RSLORA"):
+        flag = f"use_{given.lower()}"
+        return f"adapter.peft_type: {given} is LORA with {flag}: true: write peft_type: LORA, {flag}: true"
     near = did_you_mean(given, KINDS) if isinstance(given, str) else ""
     return f"adapter.peft_type: must be one of {known}, got {shown(given)}{near}"
 

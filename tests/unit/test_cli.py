@@ -166,16 +166,14 @@ if word == "status" and rank == "1":
     sys.exit(2)
 if word == "kill" and rank == "1":
     os.kill(os.getpid(), signal.SIGKILL)
-if word == "stop":
-    signal.signal(signal.SIGINT, lambda number, frame: sys.exit(0))
-    time.sleep(1)
+if word in ("stop", "hang up"):
+    number = signal.SIGINT if word == "stop" else signal.SIGHUP
+    signal.signal(number, lambda number, frame: sys.exit(0))
+    open(f"{{__file__}}-takes-{{rank}}", "w").close()
+    while rank == "0" and not os.path.exists(f"{{__file__}}-takes-1"):
+        time.sleep(0.01)
     if rank == "0":
-        os.kill(os.getppid(), signal.SIGINT)
-if word == "hang up":
-    signal.signal(signal.SIGHUP, lambda number, frame: sys.exit(0))
-    time.sleep(1)
-    if rank == "0":
-        os.kill(os.getppid(), signal.SIGHUP)
+        os.kill(os.getppid(), number)
 if word == "wait":
     open(f"{{__file__}}-{{rank}}", "w").write(str(os.getpid()))
 time.sleep(0.2 if word == "quick" else 60)

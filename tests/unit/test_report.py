@@ -138,6 +138,23 @@ def test_metrics_beyond_the_save_are_cut(tmp_path: Path) -> None:
     assert 200 <= written[-1]["wall_s"] < 210, "the clock goes on from the last line that stayed"
 
 
+def test_a_resumed_task_shows_its_figures_of_before(tmp_path: Path) -> None:
+    manifest = Manifest(1, "backbone", [SavedTask("a", 2, "finished", "", "a/checkpoint-2", {}, "data")], {})
+    (tmp_path / "a").mkdir()
+    lines = [{"step": 0, "eval_loss": 9.0}, {"step": 1, "loss": 5.0}, {"step": 2, "loss": 4.0}]
+    lines.append({"step": 2, "eval_loss": 3.0})
+    (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    reporter = reporter_of(tmp_path)
+    reporter.continue_metrics(tmp_path, manifest)
+    task = reporter.history["a"]
+    assert (task.first_loss, task.loss) == (5.0, 4.0)
+    assert task.before is not None and task.after is not None
+    assert (task.before.loss, task.after.loss) == (9.0, 3.0)
+    reporter.step("a", StepResult(3, 4, 2.5, 1.5, 0.25, 8, "running"), 0.5)
+    assert (task.first_loss, task.loss) == (5.0, 2.5)
+    reporter.close()
+
+
 def test_a_step_of_many_tasks_does_not_draw_the_live_table(monkeypatch: pytest.MonkeyPatch) -> None:
     draws: list[float] = []
     draw = TaskTable.__rich_console__

@@ -158,7 +158,11 @@ def test_an_adapter_to_start_from_brings_its_config(folder: Path) -> None:
         ({"new_in_peft_2": 3}, {}, "has new_in_peft_2 3, which is not supported yet"),
         ({"peft_type": "NONE_OF_OURS"}, {}, "has peft_type 'NONE_OF_OURS', which is not supported"),
         ({"weights": False}, {}, "holds no adapter_model.safetensors"),
-        ({}, {"adapter_name_or_path": "nowhere"}, "adapter.adapter_name_or_path: no such directory"),
+        (
+            {},
+            {"adapter_name_or_path": "nowhere"},
+            "nowhere: no such directory: give that of an adapter, a task or a run",
+        ),
         ({}, {"adapter_name_or_path": "data"}, "holds no adapter_config.json"),
         ({}, {"adapter_name_or_path": 3}, "adapter.adapter_name_or_path: must be a path, got 3"),
     ],
@@ -168,6 +172,17 @@ def test_adapters_that_cannot_be_started_from(
 ) -> None:
     stored(folder, **config)
     assert any(said in problem for problem in problems_of(folder, from_stored(**adapter)))
+
+
+def test_the_newest_checkpoint_of_a_task_can_be_started_from(folder: Path) -> None:
+    peft = pytest.importorskip("peft")
+    for step in (4, 12):
+        checkpoint = folder / "run" / "a" / f"checkpoint-{step}"
+        peft.LoraConfig(r=step, target_modules=["q_proj"]).save_pretrained(str(checkpoint))
+        (checkpoint / "adapter_model.safetensors").write_bytes(b"")
+    (spec,) = load(folder, task(adapter={"peft_type": "LORA", "adapter_name_or_path": "run/a"}))
+    assert spec.adapter.adapter_name_or_path == folder / "run" / "a" / "checkpoint-12"
+    assert spec.plain()["adapter"]["r"] == 12
 
 
 def test_every_method_of_peft_brings_its_own_config(folder: Path) -> None:

@@ -233,7 +233,8 @@ def test_what_a_cut_loses_is_counted(path: Path, tokenizer: Tokenizer, side: str
     assert (data.cut.longer, data.cut.emptied, data.dropped) == (3, emptied, 1 + emptied)
     assert data.cut.labels == uncut.label_counts.sum()
     assert data.cut.lost == uncut.label_counts.sum() - data.label_counts.sum()
-    said = f"3 of 5 records are longer than 9 tokens; cutting them loses {data.cut.lost} of {data.cut.labels} tokens"
+    said = "warning: 3 of 5 records are longer than 9 tokens; cutting them loses "
+    said += f"{data.cut.lost} of {data.cut.labels} tokens"
     assert data.cut.lines(9)[0].startswith(said)
     for i in range(len(data)):
         example, whole = data[i], uncut[i + emptied]

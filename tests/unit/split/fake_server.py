@@ -173,6 +173,7 @@ class FakeTransport:
     server: FakeServer
     limits: Limits = field(default_factory=Limits)
     on_reconnect: Callable[[Callable[[Message], Message]], None] | None = None
+    gives_up: Callable[[], bool] | None = None
     closed: bool = False
 
     def call(self, message: Message, deadline_s: float) -> Message:

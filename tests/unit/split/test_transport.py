@@ -77,6 +77,21 @@ def test_a_server_that_does_not_come(files: Files) -> None:
             transport_module.Transport("localhost", None, REPLIED).call(forward(), 1)
 
 
+def test_a_server_that_says_it_stops_is_waited_for(files: Files) -> None:
+    with transport(free_port(), files.client(), retry_seconds=0.1, restart_seconds=2) as client:
+        client._stops = True  # as a refusal by `draining` leaves it
+        began = time.monotonic()
+        with pytest.raises(UserError, match="could not be reached"):
+            client._connect(began + 2, RefusedError("draining", "the server is about to stop", retry=True))
+        assert time.monotonic() - began > 0.5
+        assert "stops; waiting up to" in client.said[0]  # type: ignore[attr-defined]
+        client.gives_up = lambda: True  # a person's Ctrl-C
+        began = time.monotonic()
+        with pytest.raises(UserError, match="could not be reached"):
+            client._connect(began + 60, None)
+        assert time.monotonic() - began < 1
+
+
 def test_a_server_that_comes_back(loop: Loop, files: Files) -> None:
     port, handler = free_port(), ToyHandler()
     with transport(port, files.client()) as client:
