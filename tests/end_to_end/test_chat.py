@@ -144,10 +144,10 @@ def chat_module() -> Any:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--adapter", "broken"], "must be NAME=DIR"),
+        (["--adapter", "=broken"], "must be NAME=DIR"),
         (
             ["--adapter", "a=no-such-directory", "--prompt", "w1"],
-            "adapter 'a': no-such-directory holds no adapter_config.json",
+            "no-such-directory: no such directory: give that of an adapter, a task or a run",
         ),
         (["--run", "no-such-run", "--prompt", "w1"], "--run no-such-run: no run was saved there"),
         (["--json"], "--json: needs --prompt TEXT"),
