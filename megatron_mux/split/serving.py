@@ -264,6 +264,7 @@ class SplitServer:
 
     async def leave(self, session: Session, finished: bool) -> None:
         """End a session; what a finished one has learned stays under a name of its own unless its client has it."""
+        fields: dict[str, Any] = {"session": session.name, "step": session.step}
         if finished and not self.options.returns_body:
             pieces = await self.requests.on_thread(
                 session, lambda: self.bodies.of(session.name).state(session.name)
@@ -272,8 +273,9 @@ class SplitServer:
                 path = await asyncio.to_thread(self.store.finish, session.name, pieces)
             except OSError as error:
                 raise RefusedError("disk", f"the server could not save: {error.strerror or error}") from None
-            self._log.info("finished", extra={"fields": {"session": session.name, "kept": path.name}})
+            fields["kept"] = path.name
         await self._drop(session)
+        self._log.info("finished" if finished else "left", extra={"fields": fields})
 
     async def check_draining(self, session: Session) -> None:
         """Ask a client to come again later, at the beginning of a step, if the server is about to stop."""
@@ -289,6 +291,7 @@ class SplitServer:
             session.give_up_graph()
         if session.name in self.sessions:
             self.metrics.sessions[session.name].state = "away"
+            self._log.info("away", extra={"fields": {"session": session.name, "step": session.step}})
             self._expire_later(session)
 
     def _expire_later(self, session: Session) -> None:

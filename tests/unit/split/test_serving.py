@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -286,6 +287,24 @@ def test_memory_is_free_when_a_session_has_left(server: RunningServer) -> None:
     assert server.server.dispatcher.scheduler.free == server.capacity
     assert not server.server.sessions
     assert not list(server.store.directory.glob("local/one/final-*"))  # its client has it
+
+
+def test_what_became_of_a_session_is_logged(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "split server in a test")
+    caller = Caller(server, incarnation="00" * 8)
+    caller.join()
+    caller.transport.close()
+    until = time.monotonic() + 10
+    while "away" not in caplog.messages and time.monotonic() < until:
+        time.sleep(0.02)
+    for number, finished in ((1, False), (2, True)):
+        caller = Caller(server, incarnation=f"{number}0" * 8)
+        caller.join()
+        caller.train_step()
+        caller.call(caller.message(Kind.LEAVE, {"finished": finished}))
+    steps = {record.message: getattr(record, "fields", {}).get("step") for record in caplog.records}
+    assert list(steps) == ["joined", "away", "left", "finished"]
+    assert steps["away"] == 0 and steps["left"] == steps["finished"] == 1
 
 
 def test_a_body_that_clients_do_not_get_stays_when_they_have_finished(
