@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import logging
 import os
 import shutil
 import sys
@@ -62,6 +63,7 @@ class LibraryLog:
     def __enter__(self) -> LibraryLog:
         """Replace the file descriptors."""
         global _current, _is_below_display
+        quiet_imports()
         if not self._wanted:
             return self
         self._saved = {fd: os.dup(fd) for fd in (_OUTPUT, _ERRORS) if os.isatty(fd)}
@@ -144,6 +146,12 @@ class LibraryLog:
         self._file.seek(0)
         shutil.copyfileobj(self._file, file)
         file.flush()
+
+
+def quiet_imports() -> None:
+    """Drop what libraries log while they are imported and that concerns no run: kernels that they cannot load."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def log_file(directory: Path, rank: str) -> Path:

@@ -10,11 +10,10 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_mux.adapters.peft_format import CONFIG as ADAPTER_CONFIG
-from megatron_mux.adapters.peft_format import WEIGHTS as ADAPTER_WEIGHTS
 from megatron_mux.errors import UserError
 from megatron_mux.files import sync_directory, write
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TRAINING_STATE = "training_state.safetensors"
 BEST = "best"
 """The directory of a task's best adapter, beside its checkpoints."""

@@ -13,10 +13,10 @@ from torch import Tensor
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.per_expert import fused_config, fused_tensors
 from megatron_mux.errors import UserError
+from megatron_mux.saved_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from megatron_mux.shape import BackboneShape
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 
 def read_adapter(directory: Path | str, spec: AdapterSpec, shape: BackboneShape) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from typing import Any
 from megatron_mux.arguments.values import at_least
 from megatron_mux.errors import UserError, tell, told_elsewhere
 from megatron_mux.gpus import set_allocator_options
-from megatron_mux.library_log import log_file
+from megatron_mux.library_log import log_file, quiet_imports
 
 _SECONDS_TO_LEAVE = 15
 """After one process has failed, the others have so long to report it and end by themselves."""
@@ -143,6 +143,7 @@ def run_here(work: Callable[[], None], program: str) -> int:
         cleanup.callback(_leave_world)
         try:
             set_allocator_options()  # before torch is imported
+            quiet_imports()
             work()
         except UserError as error:
             tell(error, program)

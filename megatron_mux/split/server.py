@@ -17,6 +17,7 @@ from typing import Any
 from megatron_mux.arguments.parser import BACKBONE
 from megatron_mux.arguments.values import at_least, model, size
 from megatron_mux.errors import UserError, tell
+from megatron_mux.library_log import quiet_imports
 
 PROGRAM = "megatron_mux.split.server"
 POLICIES = ("on-demand", "auto", "preserve", "reforward-with-gradients", "vanilla")
@@ -139,6 +140,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         Exit status: 0; 2 if the input is wrong.
     """
     arguments = (build_parser(program) if program else build_parser()).parse_args(argv)
+    quiet_imports()
     with ExitStack() as cleanup:
         try:
             _check_files(arguments)
