@@ -201,7 +201,9 @@ class Archive:
                     raise ValueError("its pickle is too large")
                 self._entries = entries
                 self.content = unpickle(io.BytesIO(archive.read(entries["data.pkl"])), where)
-        except (zipfile.BadZipFile, KeyError, ValueError, OSError) as error:
+        except zipfile.BadZipFile:
+            raise UserError(f"{where} is cut or damaged: the checkpoint is incomplete.") from None
+        except (KeyError, ValueError, OSError) as error:
             raise UserError(f"{where} cannot be read: {error}.") from None
 
     def position(self, key: str) -> tuple[int, int]:
