@@ -63,7 +63,6 @@ class LibraryLog:
     def __enter__(self) -> LibraryLog:
         """Replace the file descriptors."""
         global _current, _is_below_display
-        quiet_imports()
         if not self._wanted:
             return self
         self._saved = {fd: os.dup(fd) for fd in (_OUTPUT, _ERRORS) if os.isatty(fd)}

@@ -30,6 +30,13 @@ def manifests(directory: Path) -> list[tuple[int, Path]]:
     return found
 
 
+def run_of_task(directory: Path) -> Path | None:
+    """The run that a task's directory belongs to; None if it is not a task's."""
+    run = directory.absolute().parent
+    is_written = (directory / "metrics.jsonl").exists() or any(directory.glob("checkpoint-*"))
+    return run if is_written and manifests(run) else None
+
+
 def manifest_name(number: int) -> str:
     """The file name of a manifest."""
     return f"manifest-{number:08d}.json"

@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron_mux.arguments.model import MuxArguments, changed_flags
 from megatron_mux.arguments.values import destination
+from megatron_mux.saved_files import MANIFESTS, run_of_task
 
 # What a run's directory always holds, and what a Megatron checkpoint may hold.
-_MANIFESTS = "manifests"
 _MEGATRON_CHECKPOINT = re.compile(
     r"latest_checkpointed_iteration\.txt|\.metadata|metadata\.json|iter_\d{7}|mp_rank_\d\d.*"
 )
@@ -47,7 +47,8 @@ def contradictions(arguments: MuxArguments, parsed: Mapping[str, Any]) -> list[s
     if arguments.mux_tasks is None and arguments.mux_watch is None:
         problems.append("--mux-tasks: is missing: give a task file, or a directory to watch with --mux-watch")
     if arguments.mux_tasks is not None and not os.path.isfile(arguments.mux_tasks):
-        problems.append(f"--mux-tasks {arguments.mux_tasks}: {_no_file(arguments.mux_tasks)}")
+        flag = "" if parsed.get("tasks") else "--mux-tasks "  # as it was given
+        problems.append(f"{flag}{arguments.mux_tasks}: {_no_file(arguments.mux_tasks)}")
     if arguments.bf16 and arguments.mux_fp32:
         problems.append("--mux-fp32: contradicts --bf16: remove one of them")
     problems += _stages(arguments)
@@ -219,12 +220,10 @@ def _not_a_run(directory: Path) -> list[str]:
         names = os.listdir(directory)
     except OSError:
         return []  # missing: the run starts anew there
-    if _MANIFESTS in names:
+    if MANIFESTS in names:
         return []
-    if os.path.isdir(directory.absolute().parent / _MANIFESTS) and any(
-        name == "metrics.jsonl" or name.startswith("checkpoint-") for name in names
-    ):
-        return [f"--load {directory}: is a task's directory: give its run's, {directory.absolute().parent}"]
+    if run := run_of_task(directory):
+        return [f"--load {directory}: is a task's directory: give its run's, {run}"]
     if "adapter_config.json" in names:
         return [f"--load {directory}: is a PEFT adapter: start from it by adapter_name_or_path in tasks.yaml"]
     megatron = any(_MEGATRON_CHECKPOINT.fullmatch(name) for name in names)

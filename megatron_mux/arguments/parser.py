@@ -47,20 +47,24 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "))
 
 
-def add_task_file(parser: Parser, text: str, required: bool = False) -> None:
-    """Add the task file, as `--tasks FILE` or by itself: it is `tasks`.
+def add_path(parser: Parser, flag: str, metavar: str, text: str, required: bool = False) -> None:
+    """Add a path that may be given by itself or after its flag.
 
     Args:
         parser: Of a command.
+        flag: Such as `--tasks`; names the result, too.
+        metavar: For `--help`.
         text: For `--help`.
-        required: Whether there must be one.
+        required: Whether it must be given.
     """
-    files = parser.add_mutually_exclusive_group(required=required)
-    files.add_argument("tasks_alone", nargs="?", action=_Tasks, type=path, metavar="TASKS", help=text)
-    files.add_argument("--tasks", type=path, metavar="FILE", help="the same")
+    either = parser.add_mutually_exclusive_group(required=required)
+    of_flag = either.add_argument(flag, type=path, metavar=metavar, help=text)
+    either.add_argument(
+        f"{of_flag.dest}_alone", nargs="?", action=_Alone, type=path, metavar=metavar, help=f"as {flag}"
+    )
 
 
-class _Tasks(argparse.Action):
+class _Alone(argparse.Action):
     """Keeps what is given by itself where the flag keeps its value."""
 
     def __call__(
@@ -68,7 +72,7 @@ class _Tasks(argparse.Action):
     ) -> None:
         """See `argparse.Action`."""
         if values is not None:
-            namespace.tasks = values
+            setattr(namespace, self.dest.removesuffix("_alone"), values)
 
 
 def adapter_parser(program: str, description: str) -> tuple[Parser, Callable[..., argparse.Action]]:

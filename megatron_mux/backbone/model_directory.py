@@ -36,7 +36,7 @@ def read_config(path: Path) -> dict[str, Any]:
         beside = next((place / _CONFIG for place in places if (place / _CONFIG).is_file()), None)
         return read_json(beside) if beside is not None else _from_arguments(places[0])
     if not (path / _CONFIG).is_file():
-        refuse_adapter(path)
+        _refuse_adapter(path)
         raise UserError(
             f"The backbone {path} holds no config.json: give the directory of a Hugging Face model, or of a Megatron "
             "checkpoint."
@@ -44,7 +44,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_json(path / _CONFIG)
 
 
-def refuse_adapter(path: Path) -> None:
+def _refuse_adapter(path: Path) -> None:
     """Refuse the directory of an adapter where a model is asked for."""
     config = path / "adapter_config.json"
     if config.is_file():

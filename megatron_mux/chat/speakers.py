@@ -15,7 +15,7 @@ from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.errors import UserError
 from megatron_mux.merging.provenance import Provenance, check_backbone
 from megatron_mux.quantised.scheme import Method
-from megatron_mux.saved_files import manifests
+from megatron_mux.saved_files import run_of_task
 from megatron_mux.tasks import TaskSpec, read_task
 
 BACKBONE = "backbone"
@@ -97,8 +97,10 @@ def _of_run(run: Path, info: BackboneInfo, tasks: Collection[str] | None) -> lis
     except UserError as error:
         raise UserError(*(text.replace("--load", "--run") for text in error.problems)) from None
     if manifest is None:
-        of_task = any(manifests(run.absolute().parent))
-        advice = f"its run's is {run.absolute().parent}" if of_task else "give a run's --save"
+        whole = run_of_task(run)
+        advice = (
+            "give a run's --save" if whole is None else f"it is a task's directory: give its run's, {whole}"
+        )
         raise UserError(f"--run {run}: no run was saved there: {advice}")
     saved = {task.name: run / task.checkpoint for task in manifest.tasks if task.checkpoint}
     missing = [name for name in tasks or () if name not in saved]

@@ -20,9 +20,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_mux.arguments.parser import BACKBONE, Parser
+from megatron_mux.arguments.parser import BACKBONE, Parser, add_path
 from megatron_mux.arguments.values import at_least, model, path
 from megatron_mux.errors import UserError, exit_status
+from megatron_mux.saved_files import run_of_task
 
 if TYPE_CHECKING:
     from megatron_mux.fusion.plan import Plan
@@ -41,10 +42,9 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser = Parser(prog=program, description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("directory", nargs="?", type=path, metavar="DIR", help="a run's, as --run")
     add("--plan", type=path, metavar="FILE", help="plan.json, with predicted costs")
     add("--measured", type=path, metavar="FILE", help="a run's schedule.json")
-    add("--run", type=path, metavar="DIR", help="take both from a run's --save DIR")
+    add_path(parser, "--run", "DIR", "take both from a run's --save DIR")
     add("--output", type=path, metavar="FILE", help="the picture (schedule.svg, in the run's DIR with --run)")
     add("--trace", type=path, metavar="FILE", help="for Perfetto (schedule.trace.json, likewise)")
     add("--json", action="store_true", help="print JSON instead of a table")
@@ -73,18 +73,8 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     """Simulate, draw and print, with a parsed command line."""
-    if arguments.directory is not None:
-        if arguments.run is not None:
-            raise UserError(f"--run {arguments.run}: {arguments.directory} is the run already")
-        arguments.run = arguments.directory
-    run = arguments.run
-    if (
-        run is not None
-        and run.is_dir()
-        and not (run / "plan.json").exists()
-        and (run.parent / "plan.json").exists()
-    ):
-        arguments.run = run.parent  # a task's was given
+    if arguments.run is not None:
+        arguments.run = run_of_task(arguments.run) or arguments.run
     directory = arguments.run or Path()
     picture = "subgraphs.svg" if arguments.subgraphs and arguments.run else "schedule.svg"
     arguments.output = arguments.output or directory / picture

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from megatron_mux.arguments.parser import Parser, add_task_file
+from megatron_mux.arguments.parser import Parser, add_path
 from megatron_mux.arguments.values import at_least, model, path, size
 from megatron_mux.errors import UserError, exit_status, to_stderr
 from megatron_mux.hub_cache import shown_model
@@ -93,10 +93,8 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"how to predict: {', '.join(METHODS)} (all)",
     )
-    add_task_file(
-        parser,
-        "tasks.yaml: train these tasks, with their own batches and lengths (default: full fine-tuning)",
-    )
+    tasks = "tasks.yaml: train these tasks, with their own batches and lengths (default: full fine-tuning)"
+    add_path(parser, "--tasks", "FILE", tasks)
     _add_recipe(parser)
     _add_backbone(parser)
     _add_dry_run(parser)

@@ -21,7 +21,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from megatron_mux.arguments.model import in_bf16
-from megatron_mux.arguments.parser import BACKBONE, Parser, add_task_file
+from megatron_mux.arguments.parser import BACKBONE, Parser, add_path
 from megatron_mux.arguments.values import at_least, auto_or_none, model, path, size
 from megatron_mux.errors import UserError, exit_status, to_stderr
 from megatron_mux.hub_cache import shown_model
@@ -52,7 +52,7 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     parser = Parser(prog=program, description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add("--backbone", type=model, required=True, metavar="DIR", help=BACKBONE)
-    add_task_file(parser, "tasks.yaml", required=True)
+    add_path(parser, "--tasks", "FILE", "tasks.yaml", required=True)
     add("--stages", type=at_least(1), metavar="S", help="pipeline stages (1)")
     add("--virtual-stages", type=at_least(1), default=1, metavar="V", help="pipeline stages per rank (1)")
     add("--tensor-parallel", type=at_least(1), metavar="N", help="ranks that share each layer (1)")

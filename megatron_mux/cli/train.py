@@ -115,13 +115,7 @@ def plan_run(words: Sequence[str], program: str) -> tuple[MuxArguments, int]:
     )  # processes of a launcher would not agree on a new one
     if chosen:
         parsed["save"] = new_run_directory(parsed["mux_tasks"] or parsed["mux_watch"])
-    try:
-        arguments = arguments_of(parsed)
-    except UserError as error:  # names the task file as it was given
-        given = f"--mux-tasks {parsed['tasks']}:"
-        raise UserError(
-            *(problem.replace(given, f"{parsed['tasks']}:") for problem in error.problems)
-        ) from None
+    arguments = arguments_of(parsed)
     needed = 1 + arguments.expert_managers if arguments.expert_managers else processes_needed(arguments)
     count = process_count(argparse.Namespace(**parsed), needed)
     if count > 1 and not is_launched():

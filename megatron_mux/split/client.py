@@ -18,7 +18,7 @@ from megatron_mux.arguments.parser import BACKBONE, Parser
 from megatron_mux.arguments.values import at_least, model, path
 from megatron_mux.errors import UserError, tell
 from megatron_mux.gpus import set_allocator_options
-from megatron_mux.library_log import LibraryLog
+from megatron_mux.library_log import LibraryLog, quiet_imports
 
 if TYPE_CHECKING:
     from megatron_mux.split.noise import Privacy
@@ -197,6 +197,7 @@ def train(arguments: argparse.Namespace) -> None:
     task, tls = choose_task(arguments.tasks, arguments.task), tls_of(arguments)
     privacy = privacy_of(arguments)
     set_allocator_options()
+    quiet_imports()
     import torch
 
     from megatron_mux.split.tls import split_address

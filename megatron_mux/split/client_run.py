@@ -164,16 +164,18 @@ class ClientRun:
         except RefusedError as error:
             if error.code == LOST:
                 raise
-            raise RefusedError(error.code, f"{error}{self._advice()}") from None
+            raise RefusedError(error.code, self._with_advice(error)) from None
         except UserError as error:
-            raise UserError(f"{error}{self._advice()}") from None
+            raise UserError(self._with_advice(error)) from None
         finally:
             link.close()
 
-    def _advice(self) -> str:
-        """How to go on after an error that ends the run."""
-        steps = self._kept()
-        return f" Step {max(steps)} is saved: --load {self.options.save} goes on from there." if steps else ""
+    def _with_advice(self, error: UserError) -> str:
+        """An error that ends the run, and how to go on after it."""
+        steps, save = self._kept(), self.options.save
+        if save is None or not steps:
+            return str(error)
+        return f"{str(error).rstrip('.')}. Step {max(steps)} is saved: --load {save} goes on from there."
 
     def go_back(self) -> int:
         """Cut the metrics to the newest save; returns its step, 0 if there is none."""

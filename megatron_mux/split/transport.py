@@ -78,14 +78,17 @@ class Transport:
         for pause in _pauses():
             try:
                 stream = self._stream or self._connect(until, failure)
-                return stream.exchange(message, until)
+                reply = stream.exchange(message, until)
+                self._stops = False
+                return reply
             except BaseException as error:
                 self._drop()
                 if not _is_worth_another_try(error):
                     raise
                 failure = error if str(error) or failure is None else failure
                 if isinstance(error, RefusedError) and error.code == "draining":
-                    self._stops, until = True, time.monotonic() + self._restart_seconds
+                    until = time.monotonic() + self._restart_seconds
+                    self._note_stop()
             left = until - time.monotonic()
             if left <= 0:
                 break
@@ -96,23 +99,25 @@ class Transport:
             f"The server at {self._address} did not answer {what} in {deadline_s:g} s{reason}."
         )
 
+    def _note_stop(self) -> None:
+        if not self._stops:
+            wait = f"waiting up to {self._restart_seconds / 60:.0f} minutes for it to be started again"
+            self._say(f"{self._address} stops; {wait}")
+        self._stops = True
+
     def _connect(self, until: float, failure: BaseException | None) -> ClientStream:
         """Make a stream, on which the client has joined again if it had joined."""
         if self._stops:
-            minutes = self._restart_seconds / 60
-            self._say(
-                f"{self._address} stops; waiting up to {minutes:.0f} minutes for it to be started again"
-            )
+            pass  # told already
         elif isinstance(failure, RefusedError):
             self._say(f"{self._address} refuses for now: {failure}; trying again")
         elif failure is not None:
             self._say(f"lost the connection to {self._address} ({failure}); connecting again")
         waited = self._wait_for_server(until, failure is not None)
-        self._stops = False
         stream = self._stream = ClientStream(self._address, self._tls, lambda: self.limits)
         if self.on_reconnect is not None:
             self.on_reconnect(lambda message: stream.exchange(message, until))
-        if waited or failure is not None:
+        if waited or (failure is not None and not self._stops):
             self._say(f"connected to {self._address}")
         return stream
 

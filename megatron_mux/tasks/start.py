@@ -11,7 +11,7 @@ from typing import Any
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.peft_format import CONFIG, WEIGHTS, with_fused_experts
 from megatron_mux.adapters.registry import KINDS
-from megatron_mux.errors import UserError, to_stderr
+from megatron_mux.errors import UserError
 from megatron_mux.saved_files import find_adapter
 from megatron_mux.section import plain, shown
 
@@ -31,11 +31,13 @@ def with_stored_config(adapter: Mapping[str, Any], base: Path) -> tuple[dict[str
     given = adapter.get("adapter_name_or_path")
     if not isinstance(given, str) or not given.strip() or "\0" in given:
         return dict(adapter), []
+    named = base / os.path.expanduser(given)
     try:
-        folder = find_adapter(os.path.normpath(base / os.path.expanduser(given)), to_stderr)
+        folder = find_adapter(named, lambda text: None)  # every rank comes here
     except UserError as error:
         return dict(adapter), [f"adapter_name_or_path: {error}"]
-    adapter = {**adapter, "adapter_name_or_path": os.path.abspath(folder)}
+    if folder != named:
+        adapter = {**adapter, "adapter_name_or_path": os.path.abspath(folder)}
     config = plain(str(folder / CONFIG))
     stored, problem = _read(folder)
     if problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,7 @@ from megatron_mux.runtime import Parallel, has_bf16, initialize, use_tf32
 from megatron_mux.saved_files import refuse_used
 from megatron_mux.shape import BackboneShape
 from megatron_mux.task_table import LOADING
-from megatron_mux.tasks import load_task_file
+from megatron_mux.tasks import TaskSpec, load_task_file
 from megatron_mux.training.best import check_best_is_saved
 from megatron_mux.training.expert_placement import expert_placement, kept_placement, placement_on_managers
 from megatron_mux.training.expert_topology import check_topology
@@ -114,12 +114,7 @@ def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = Non
         with _monitored(parallel, arguments, partial(_release, reporter), program) as parallel:
             planning = make_planning(arguments, info, tasks, parallel, manifest, reporter.say)
             _check_same_save(manifest, parallel)
-            problem = reporter.prepare_tracking(specs)
-            if lock is not None:
-                problem = problem or prepare_directory(lock.directory)
-            raise_on_every_rank(problem, parallel)
-            if lock is not None:
-                lock.record(backbone=str(arguments.backbone.resolve()), tasks=[spec.name for spec in specs])
+            _prepare_directories(arguments, specs, parallel, reporter, lock)
             if log := keep_library_log(save):
                 reporter.say(f"warnings of libraries go to {log}")
             exchange = _make_exchange(arguments, parallel, reporter)
@@ -134,6 +129,22 @@ def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = Non
         reporter.close()
     finally:
         reporter.release()
+
+
+def _prepare_directories(
+    arguments: MuxArguments,
+    specs: Sequence[TaskSpec],
+    parallel: Parallel,
+    reporter: Reporter,
+    lock: DirectoryLock | None,
+) -> None:
+    """Try to write where the run will write, and note there who does."""
+    problem = reporter.prepare_tracking(specs)
+    if lock is not None:
+        problem = problem or prepare_directory(lock.directory)
+    raise_on_every_rank(problem, parallel)
+    if lock is not None:
+        lock.record(backbone=str(arguments.backbone.resolve()), tasks=[spec.name for spec in specs])
 
 
 def _release(reporter: Reporter) -> None:

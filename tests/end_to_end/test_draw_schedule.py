@@ -155,7 +155,9 @@ def test_a_run_is_drawn_with_the_plan_of_its_timed_steps(
     last = replace(PLAN, buckets=PLAN.buckets[:1])
     (tmp_path / "plan.json").write_text(dumps(last))
     (tmp_path / "schedule.json").write_text(to_trace(slower(tool, 2.0), plan=PLAN.to_json()))
-    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "checkpoint-3").mkdir(parents=True)
+    (tmp_path / "manifests").mkdir()
+    (tmp_path / "manifests" / "manifest-00000001.json").touch()
     status, output, errors = draw(tmp_path / "task")
     assert status == 0 and not errors and "2.00x the predicted one" in output
     assert (tmp_path / "schedule.svg").is_file()

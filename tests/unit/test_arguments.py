@@ -266,6 +266,7 @@ def test_what_is_refused_and_how(words: str, said: str) -> None:
 @pytest.mark.usefixtures("place")
 def test_a_task_is_not_a_run(tmp_path: Path) -> None:
     (tmp_path / "run" / "manifests").mkdir(parents=True)
+    (tmp_path / "run" / "manifests" / "manifest-00000001.json").touch()
     (tmp_path / "run" / "a" / "checkpoint-3").mkdir(parents=True)
     (problem,) = problems_of(*REQUIRED, "--load", str(tmp_path / "run" / "a"))
     assert problem.endswith(f"/a: is a task's directory: give its run's, {tmp_path / 'run'}")

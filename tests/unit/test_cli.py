@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_mux.arguments.values import model
-from megatron_mux.cli import launch, train
+from megatron_mux.cli import draw, launch, plan, train
 from megatron_mux.cli.main import COMMANDS, main
 from megatron_mux.errors import UserError
 from megatron_mux.hub_cache import find_model, model_id, shown_model
@@ -260,6 +260,18 @@ def test_without_save_a_new_directory_is_named_after_the_task_file(
     assert train.new_run_directory(Path("x/tasks.yaml")) == Path("runs/tasks"), "no run has saved there"
     Path("runs/tasks/a").mkdir()
     assert train.new_run_directory(Path("x/tasks.yaml")) == Path("runs/tasks-2")
+
+
+def test_a_path_is_taken_alone_or_after_its_flag() -> None:
+    for words in (["x.yaml"], ["--tasks", "x.yaml"]):
+        for around in (["--backbone", ".", *words], [*words, "--backbone", "."]):
+            assert plan.build_parser().parse_args(around).tasks == Path("x.yaml")
+    with pytest.raises(UserError, match="--tasks"):
+        plan.build_parser().parse_args(["--backbone", "."])
+    with pytest.raises(UserError, match="not allowed with"):
+        plan.build_parser().parse_args(["--backbone", ".", "--tasks", "x.yaml", "y.yaml"])
+    runs = [draw.build_parser().parse_args(words).run for words in (["a"], ["--run", "a"], [])]
+    assert runs == [Path("a"), Path("a"), None]
 
 
 def test_the_task_file_is_named_once(tmp_path: Path) -> None:

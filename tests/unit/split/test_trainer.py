@@ -20,7 +20,7 @@ from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine
 from megatron_mux.errors import UserError
-from megatron_mux.split.wire import Kind, Message
+from megatron_mux.split.wire import Kind, Message, RefusedError
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.training.task_setup import open_tasks
 from tests.end_to_end.harness import adapter, assert_close
@@ -220,6 +220,19 @@ def test_a_real_server_that_is_restarted(
     same(save, undisturbed[0])
     assert "one: going back to step 2, since" in capsys.readouterr().out
     assert one.tally.requests > 30 and 0 < one.tally.computed_s < one.tally.seconds
+
+
+def test_an_error_that_ends_a_run_says_what_is_saved(
+    whole_backbone: Path, data: Path, tmp_path: Path
+) -> None:
+    def revokes(message: Message) -> bool:
+        if message.step == 5:
+            raise RefusedError("revoked", "the certificate was revoked.")
+        return False
+
+    said = r"^the certificate was revoked\. Step [1-4] is saved: --load .* goes on from there\.$"
+    with pytest.raises(RefusedError, match=said):
+        trainer(FakeServer(whole_backbone, dies=revokes), task_of(data), tmp_path).train()
 
 
 def test_a_server_that_loses_everything_again_and_again_ends_the_run(

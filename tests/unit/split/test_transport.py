@@ -77,19 +77,31 @@ def test_a_server_that_does_not_come(files: Files) -> None:
             transport_module.Transport("localhost", None, REPLIED).call(forward(), 1)
 
 
-def test_a_server_that_says_it_stops_is_waited_for(files: Files) -> None:
-    with transport(free_port(), files.client(), retry_seconds=0.1, restart_seconds=2) as client:
-        client._stops = True  # as a refusal by `draining` leaves it
+def test_a_server_that_says_it_stops_is_waited_for(loop: Loop, files: Files) -> None:
+    port, handler = free_port(), ToyHandler()
+    handler.refusals = [RefusedError("draining", "the server is about to stop", retry=True)] * 3
+    with transport(port, files.client(), retry_seconds=0.2, restart_seconds=20) as client:
+        request = forward(do="busy")
+        replies: list[Message] = []
+        calling = threading.Thread(target=lambda: replies.append(client.call(request, 10)))
+        with loop.service(files.server(), handler, port):
+            calling.start()
+            handler.wait(lambda: not handler.refusals)
+        time.sleep(1)  # longer than for a server that says nothing
+        with loop.service(files.server(), handler, port):
+            calling.join(10)
+        assert_answers(replies[0], request)
+        said = client.said  # type: ignore[attr-defined]
+        assert ["stops; waiting up to" in said[0], "connected to" in said[-1], len(said)] == [True, True, 2]
+
+
+def test_a_person_ends_the_wait_for_a_server(files: Files) -> None:
+    with transport(free_port(), files.client()) as client:
+        client.gives_up = lambda: True
         began = time.monotonic()
         with pytest.raises(UserError, match="could not be reached"):
-            client._connect(began + 2, RefusedError("draining", "the server is about to stop", retry=True))
-        assert time.monotonic() - began > 0.5
-        assert "stops; waiting up to" in client.said[0]  # type: ignore[attr-defined]
-        client.gives_up = lambda: True  # a person's Ctrl-C
-        began = time.monotonic()
-        with pytest.raises(UserError, match="could not be reached"):
-            client._connect(began + 60, None)
-        assert time.monotonic() - began < 1
+            client.call(forward(), 60)
+        assert time.monotonic() - began < 5
 
 
 def test_a_server_that_comes_back(loop: Loop, files: Files) -> None:
