@@ -107,11 +107,9 @@ class Transport:
 
     def _connect(self, until: float, failure: BaseException | None) -> ClientStream:
         """Make a stream, on which the client has joined again if it had joined."""
-        if self._stops:
-            pass  # told already
-        elif isinstance(failure, RefusedError):
+        if isinstance(failure, RefusedError) and not self._stops:
             self._say(f"{self._address} refuses for now: {failure}; trying again")
-        elif failure is not None:
+        elif failure is not None and not self._stops:
             self._say(f"lost the connection to {self._address} ({failure}); connecting again")
         waited = self._wait_for_server(until, failure is not None)
         stream = self._stream = ClientStream(self._address, self._tls, lambda: self.limits)

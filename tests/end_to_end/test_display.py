@@ -42,7 +42,7 @@ def step(self, *arguments, **more):
     global steps
     steps += 1
     if steps == 1:
-        logging.getLogger("transformers").warning("noise of a logger")
+        logging.getLogger("a_library").warning("noise of a logger")
         warnings.simplefilter("always")
         warnings.warn("noise of Python")
         os.write(2, b"noise of C++\\n")
