@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -27,6 +29,7 @@ _LOCAL = "local"
 
 _LONGEST_TEXT = 2000
 _MOST_STREAMS = 4096
+_MOST_ATTEMPTS = 8  # to find a port that is free at all addresses of a name
 SHARE = 4
 """One client may have one part in so many of the bytes in flight."""
 
@@ -136,20 +139,22 @@ class Service:
         )
         host, _ = split_address(self._address)
         try:
+            addresses = _free_addresses(self._address)
             if self._tls is not None:
                 ca, certificate, key = read_files(self._tls.client_ca, self._tls.certificate, self._tls.key)
                 crl = self._tls.client_crl or self._tls.client_ca.with_name(CRL)
                 self._revocations = Revocations(crl, self._tls.client_ca)
                 credentials = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
-                self.port = self._server.add_secure_port(self._address, credentials)
+                ports = [self._server.add_secure_port(address, credentials) for address in addresses]
             elif host in _LOOPBACK:
-                self.port = self._server.add_insecure_port(self._address)
+                ports = [self._server.add_insecure_port(address) for address in addresses]
             else:
                 raise UserError(f"--listen {self._address}: without TLS, a server listens on 127.0.0.1 only")
-        except RuntimeError:
+        except (OSError, RuntimeError):
             raise UserError(
                 f"--listen {self._address}: the port is taken, or the address is not this machine's"
             ) from None
+        self.port = ports[0]
         await self._server.start()
 
     async def stop(self, grace: float) -> None:
@@ -199,6 +204,34 @@ class Service:
         await self._revocations.wait_for(x509.load_pem_x509_certificate(certificate).serial_number)
         _log.warning("a stream of %s ends: its certificate was revoked", identity)
         raise RefusedError("revoked", "the client's certificate was revoked: ask for another one")
+
+
+def _free_addresses(address: str) -> list[str]:
+    """All addresses of a name, with one port that is free at each of them.
+
+    gRPC is content with one of a name's addresses, and its clients may then meet another process at the next.
+
+    Raises:
+        OSError: The port is taken at one of them, or they are not this machine's.
+    """
+    host, wanted = split_address(address)
+    for attempt in range(_MOST_ATTEMPTS):
+        port, found = wanted, list[str]()
+        with ExitStack() as held:
+            try:
+                for family, kind, *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+                    bound = held.enter_context(socket.socket(family, kind))
+                    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    bound.bind((place[0], port, *place[2:]))
+                    port = bound.getsockname()[1]
+                    found.append(
+                        f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}"
+                    )
+                return found
+            except OSError:
+                if wanted or attempt == _MOST_ATTEMPTS - 1:
+                    raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _identity(context: Any) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from random import Random
+from socket import AddressFamily
 from typing import Any
 
 import grpc
@@ -218,6 +220,26 @@ def test_clients_without_a_certificate(served: Served, files: Files) -> None:
         assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
         channel.close()
     assert not handler.received
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="one family of addresses")
+def test_a_name_is_listened_on_at_all_its_addresses_or_not_at_all(
+    loop: Loop, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else clients meet another process at the address that gRPC went without."""
+    both = [(AddressFamily.AF_INET6, "::1"), (AddressFamily.AF_INET, "127.0.0.1")]
+
+    def resolve(host: str, port: int, type: int) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        return [(family, type, 6, "", (ip, port)) for family, ip in both]
+
+    monkeypatch.setattr("megatron_mux.split.service.socket.getaddrinfo", resolve)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        with pytest.raises(UserError, match="the port is taken"):
+            loop.run(Service(ToyHandler(), f"localhost:{other.getsockname()[1]}", files.server()).start())
+        with loop.service(files.server(), host="localhost") as (service, _):
+            for family, ip in both:
+                with socket.socket(family) as client:
+                    client.connect((ip, service.port))
 
 
 def test_where_a_service_cannot_listen(loop: Loop, files: Files) -> None:

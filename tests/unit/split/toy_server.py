@@ -88,11 +88,16 @@ class Loop:
 
     @contextmanager
     def service(
-        self, tls: ServerTls | None, handler: ToyHandler | None = None, port: int = 0, most: int = 1 << 30
+        self,
+        tls: ServerTls | None,
+        handler: ToyHandler | None = None,
+        port: int = 0,
+        most: int = 1 << 30,
+        host: str = "127.0.0.1",
     ) -> Iterator[tuple[Service, ToyHandler]]:
         """A service that runs meanwhile."""
         handler = handler or ToyHandler()
-        service = Service(handler, f"127.0.0.1:{port}", tls, most)
+        service = Service(handler, f"{host}:{port}", tls, most)
         self.run(service.start())
         try:
             yield service, handler
