@@ -116,7 +116,7 @@ def _many(count: int) -> list[dict[str, Any]]:
             "r": (8, 16, 32)[i % 3],
             "target_modules": "all-linear" if i % 2 else TARGETS["llama"][0],
         }
-        task = _task(f"task-{i}", i, adapter, "pairs", per_device_train_batch_size=(4, 8, 16)[i % 3])
+        task = _task(f"task-{i}", i, adapter, "long", per_device_train_batch_size=(4, 8, 16)[i % 3])
         task["data"]["max_length"] = (128, 256, 512, 1024)[i % 4]
         tasks.append(task)
     return tasks
@@ -130,6 +130,7 @@ TASK_FILES = {
     "preferences": _preferences,
     "quantised": lambda: [task for task in _all_kinds("llama") if task["name"].startswith("lora")],
     "split": lambda: [_task("private", 1, {**LORA, "target_modules": ["q_proj", "v_proj"]}, "pairs")],
+    "few": lambda: _many(3),
     "many": lambda: _many(12),
 }
 """Makers of the tasks of each file."""
@@ -157,6 +158,7 @@ def _write_records(directory: Path) -> None:
         "pairs": [{"prompt": words(1, 12), "completion": words(1, 6)} for _ in range(20)],
         "texts": [{"text": words(2, 20)} for _ in range(20)],
         "held-out": [{"prompt": words(1, 12), "completion": words(1, 6)} for _ in range(7)],
+        "long": [{"text": words(20, 1100)} for _ in range(60)],
         "preferences": [
             {"prompt": words(1, 8), "chosen": words(1, 6), "rejected": words(1, 6)} for _ in range(20)
         ],
@@ -193,7 +195,9 @@ def _write_backbones(directory: Path) -> None:
         "num_key_value_heads": 2, "max_position_embeddings": 128, **ends,
     }  # fmt: skip
     wide = {**llama, "hidden_size": 64, "intermediate_size": 128}  # of whole blocks of 64 values, for NF4
+    planned = {**llama, "hidden_size": 512, "intermediate_size": 1408, "max_position_embeddings": 2048}
     configs: dict[str, PretrainedConfig] = {
+        "planned": LlamaConfig(**planned, num_hidden_layers=8, dtype="bfloat16"),
         "llama": LlamaConfig(**llama, num_hidden_layers=3),
         "wide": LlamaConfig(**wide, num_hidden_layers=2),
         "experts": MixtralConfig(**llama, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2),
@@ -202,5 +206,5 @@ def _write_backbones(directory: Path) -> None:
     for name, config in configs.items():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)
-        model.save_pretrained(directory / name)
+        model.to(config.dtype or torch.float32).save_pretrained(directory / name)
         fast.save_pretrained(directory / name)
