@@ -13,6 +13,7 @@ MEASURED = re.compile(r"planning_s|seconds|built|measured")
 _CHANGING = (
     (re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\+0000|Z)?"), "TIME"),
     (re.compile(r"process \d+"), "process N"),
+    (re.compile(r"\d+\.\d+ │"), "N │"),  # rates of a table on its way
     (re.compile(r"\b\d+(\.\d+)? (s|ms|seconds|tokens/s)\b"), "N s"),
 )
 
