@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from frozen.answered import apart, said
-from frozen.answers import ask, questions
+from frozen.answers import ask, questions, write_mistakes
 from frozen.checkouts import check_out
 from frozen.inputs import write_inputs
 from frozen.runs import train
@@ -85,6 +85,7 @@ def main() -> int:
         inputs = root / "inputs"
         inputs.mkdir()
         write_inputs(inputs)
+        write_mistakes(inputs)
 
         def answered(side: str) -> dict[str, dict[str, Any]]:
             return answers_of(getattr(arguments, side), root / side, inputs, arguments.only)

@@ -96,13 +96,19 @@ ASSUMED = "A100"
 TABLE_VARIABLE = "MEGATRON_MUX_GPUS"
 """Environment variable: the user's own table of GPUs, a TOML file (docs/planning.md)."""
 
-_UNITS = {"bf16_tflops": 1e12, "fp32_tflops": 1e12, "memory_gb_s": 1e9, "link_gb_s": 1e9, "network_gb_s": 1e9}
-_FIELDS = ("half", "single", "bandwidth", "link", "network")  # of `Known`, in the same order
+_FIELDS = {
+    "bf16_tflops": ("half", 1e12),
+    "fp32_tflops": ("single", 1e12),
+    "memory_gb_s": ("bandwidth", 1e9),
+    "link_gb_s": ("link", 1e9),
+    "network_gb_s": ("network", 1e9),
+}
+"""Keys of a user's table: the attribute of `Known`, and its unit."""
 _EXAMPLE = 'such as ["My GPU"] with like = "L40" and link_gb_s = 64'
 
 
 def table() -> Mapping[str, Known]:
-    """All GPUs by parts of their names: ours and the user's, which count before ours.
+    """All GPUs by parts of their names: ours and the user's, which replace ours of the same name.
 
     Raises:
         UserError: The user's file cannot be read.
@@ -132,11 +138,12 @@ def _known_of(name: str, fields: dict[str, object]) -> Known:
         raise ValueError(f"{name}: like: must be one of {', '.join(GPUS)}")
     changed: dict[str, Any] = {}
     for key, value in fields.items():
-        if key not in _UNITS:
-            raise ValueError(f"{name}: {key}: unknown key: choose from like, {', '.join(_UNITS)}")
+        if key not in _FIELDS:
+            raise ValueError(f"{name}: {key}: unknown key: choose from like, {', '.join(_FIELDS)}")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
             raise ValueError(f"{name}: {key}: must be a number above 0, got {value!r}")
-        changed[_FIELDS[list(_UNITS).index(key)]] = value * _UNITS[key]
+        attribute, unit = _FIELDS[key]
+        changed[attribute] = value * unit
     return like._replace(**changed)
 
 

@@ -142,17 +142,21 @@ for kind, name, words in json.load(open(sys.argv[1])):
 """
 
 
+def write_mistakes(inputs: Path) -> None:
+    """Write a task file for each of `EDITS`, beside the records that they name."""
+    for number, edit in enumerate(EDITS.values()):
+        tasks = TASK_FILES["llama"]()
+        edit(tasks)
+        (inputs / f"mistake-{number}.yaml").write_text(json.dumps({"tasks": tasks}))
+
+
 def questions(inputs: Path, results: Path, trained: Path) -> list[tuple[str, str, list[str]]]:
     """Who is asked, the answer's name, and the command line of each."""
     found = [("mux", name, line) for name, line in ANSWERS.items()]
     found += [("run", name, line) for name, line in MISTAKES.items()]
-    for number, (name, edit) in enumerate(EDITS.items()):
-        tasks = TASK_FILES["llama"]()
-        edit(tasks)
-        # beside the records, which paths in it are relative to
-        file = inputs / f"mistake-{number}.yaml"
-        file.write_text(json.dumps({"tasks": tasks}))
-        found.append(("run", name, f"--backbone {{inputs}}/llama --mux-tasks {file}"))
+    for number, name in enumerate(EDITS):
+        line = f"--backbone {{inputs}}/llama --mux-tasks {{inputs}}/mistake-{number}.yaml"
+        found.append(("run", name, line))
     found += [("count", name, line) for name, line in COUNTS.items()]
     places = {"inputs": inputs, "results": results, "trained": trained}
     return [(kind, name, [word.format(**places) for word in line.split()]) for kind, name, line in found]

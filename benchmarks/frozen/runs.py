@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,11 +102,21 @@ def train(code: Path, inputs: Path, results: Path, names: Sequence[str]) -> str:
                 )
                 for rank in range(ranks)
             ]
-            statuses = [process.wait() for process in processes]
+            failed = _any_fails(processes)
             output.seek(0)
-            if any(statuses):
+            if failed:
                 return output.read()[-6000:]
     return ""
+
+
+def _any_fails(processes: Sequence[subprocess.Popen[bytes]]) -> bool:
+    """Wait for all ranks; once one has failed, end those that may wait for it."""
+    while any(process.poll() is None for process in processes):
+        if any(process.returncode for process in processes):
+            for process in processes:
+                process.kill()
+        time.sleep(0.2)
+    return any(process.returncode for process in processes)
 
 
 def _place(rank: int, ranks: int) -> dict[str, str]:

@@ -9,9 +9,8 @@ from megatron_mux.gpus import assumed
 
 NODE = 8
 """GPUs of a node."""
-_REACHED = (
-    0.8  # of a link's bytes a second, by NCCL's large messages: 230 to 240 of 300 GB/s between eight A100s
-)
+_REACHED = 0.8
+"""Share of a link that large collectives reach: NCCL's protocol takes a fifth (NVIDIA/nccl-tests, issue 212)."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mux.files import cache_directory, write_atomically
-from megatron_mux.gpus import ALLOCATOR_VARIABLES
+from megatron_mux.gpus import ALLOCATOR_VARIABLES, table
 
 _LIBRARIES = ("torch", "transformers", "peft", "megatron-core")
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -92,6 +92,7 @@ class Answers:
         self._about = {
             "arguments": {name: _key(value) for name, value in sorted(vars(arguments).items())},
             "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
+            "gpus": repr(table()),
             "more": more,
         }
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -30,6 +31,7 @@ _LOCAL = "local"
 _LONGEST_TEXT = 2000
 _MOST_STREAMS = 4096
 _MOST_ATTEMPTS = 8  # to find a port that is free at all addresses of a name
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # such as ::1 of localhost where there is no IPv6
 SHARE = 4
 """One client may have one part in so many of the bytes in flight."""
 
@@ -212,26 +214,35 @@ def _free_addresses(address: str) -> list[str]:
     gRPC is content with one of a name's addresses, and its clients may then meet another process at the next.
 
     Raises:
-        OSError: The port is taken at one of them, or they are not this machine's.
+        OSError: The port is taken at one of them, or none of them is this machine's.
     """
-    host, wanted = split_address(address)
-    for attempt in range(_MOST_ATTEMPTS):
-        port, found = wanted, list[str]()
-        with ExitStack() as held:
+    host, port = split_address(address)
+    for _ in range(_MOST_ATTEMPTS if port == 0 else 0):
+        with suppress(OSError):  # another process has the port at another address
+            return _bindable(host, port)
+    return _bindable(host, port)
+
+
+def _bindable(host: str, port: int) -> list[str]:
+    """`ADDRESS:PORT` of a name's addresses that are this machine's; see `_free_addresses`."""
+    failure: OSError | None = None
+    found = dict[str, None]()
+    with ExitStack() as held:
+        for family, kind, *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             try:
-                for family, kind, *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-                    bound = held.enter_context(socket.socket(family, kind))
-                    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    bound.bind((place[0], port, *place[2:]))
-                    port = bound.getsockname()[1]
-                    found.append(
-                        f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}"
-                    )
-                return found
-            except OSError:
-                if wanted or attempt == _MOST_ATTEMPTS - 1:
+                bound = held.enter_context(socket.socket(family, kind))
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                bound.bind((place[0], port, *place[2:]))
+            except OSError as error:
+                if error.errno not in _NOT_HERE:
                     raise
-    raise AssertionError("the last attempt returns or raises")
+                failure = error
+                continue
+            port = bound.getsockname()[1]
+            found[f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}"] = None
+    if failure is not None and not found:
+        raise failure
+    return list(found)
 
 
 def _identity(context: Any) -> str | None:

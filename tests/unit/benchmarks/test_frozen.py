@@ -85,10 +85,10 @@ def test_a_change_of_an_answer_is_seen(old: Any, new: Any, within: float, seen: 
 def test_answers_lose_what_differs_from_run_to_run() -> None:
     answer = {
         "status": 2,
-        "out": "/tmp/x/plan: took 3.5 s\n",
+        "out": "/somewhere/plan: took 3.5 s\n",
         "err": "by process 17 at 2026-01-02 03:04:05\n",
     }
-    assert said(answer, {"/tmp/x": "HERE"}) == {
+    assert said(answer, {"/somewhere": "HERE"}) == {
         "status": 2,
         "out": ["HERE/plan: took N s"],
         "err": ["by process N at TIME"],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_mux.gpus import TABLE_VARIABLE
 from megatron_mux.memory import store as module
 from megatron_mux.memory.store import Answers, SavedOutput, Store
 
@@ -47,6 +48,15 @@ def test_a_file_that_changes_is_looked_at_again(
     ask().write(SAID)
     with (tmp_path / name).open("a") as file:
         file.write(" ")
+    assert ask().read() is None
+
+
+def test_a_users_table_of_gpus_counts(
+    ask: Callable[..., Answers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask().write(SAID)
+    (tmp_path / "gpus.toml").write_text('[A100]\nlike = "A100"\nlink_gb_s = 32\n')
+    monkeypatch.setenv(TABLE_VARIABLE, str(tmp_path / "gpus.toml"))
     assert ask().read() is None
 
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from random import Random
-from socket import AddressFamily
 from typing import Any
 
 import grpc
@@ -222,24 +221,26 @@ def test_clients_without_a_certificate(served: Served, files: Files) -> None:
     assert not handler.received
 
 
-@pytest.mark.skipif(not socket.has_ipv6, reason="one family of addresses")
 def test_a_name_is_listened_on_at_all_its_addresses_or_not_at_all(
     loop: Loop, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else clients meet another process at the address that gRPC went without."""
-    both = [(AddressFamily.AF_INET6, "::1"), (AddressFamily.AF_INET, "127.0.0.1")]
+    """Else clients meet another process at the address that gRPC went without; those of no machine are left out."""
+    addresses = ["127.0.0.1", "192.0.2.1", "127.0.0.2", "127.0.0.1"]
 
     def resolve(host: str, port: int, type: int) -> list[tuple[int, int, int, str, tuple[str, int]]]:
-        return [(family, type, 6, "", (ip, port)) for family, ip in both]
+        return [(socket.AF_INET, type, 6, "", (ip, port)) for ip in addresses]
 
     monkeypatch.setattr("megatron_mux.split.service.socket.getaddrinfo", resolve)
-    with socket.create_server(("127.0.0.1", 0)) as other:
+    with socket.create_server(("127.0.0.2", 0)) as other:
         with pytest.raises(UserError, match="the port is taken"):
             loop.run(Service(ToyHandler(), f"localhost:{other.getsockname()[1]}", files.server()).start())
         with loop.service(files.server(), host="localhost") as (service, _):
-            for family, ip in both:
-                with socket.socket(family) as client:
+            for ip in ("127.0.0.1", "127.0.0.2"):
+                with socket.socket() as client:
                     client.connect((ip, service.port))
+        addresses[:] = ["192.0.2.1"]
+        with pytest.raises(UserError, match="not this machine's"):
+            loop.run(Service(ToyHandler(), "elsewhere:0", files.server()).start())
 
 
 def test_where_a_service_cannot_listen(loop: Loop, files: Files) -> None:
