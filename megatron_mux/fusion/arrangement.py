@@ -176,8 +176,6 @@ class ArrangementEvaluator:
         """These buckets, entering in this order; None if they do not fit or take at least `below`."""
         buckets = [self._bucket(tuple(hybrids), micro_batches) for hybrids in grouped]
         limit = None if self.rank_limit is None else kept_limit(buckets, self.rank_limit)
-        if limit is None and self.rank_limit is not None:
-            return None
         sizes = sizes_of(buckets)
 
         def simulated(steps: int) -> float:

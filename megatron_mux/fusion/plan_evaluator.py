@@ -18,7 +18,6 @@ from megatron_mux.fusion.cost import (
     entry_orders,
     kept_limit,
     seconds_per_step,
-    works_with,
 )
 from megatron_mux.fusion.launch_order import LaunchOrder, Overlap, PassCost
 from megatron_mux.fusion.load import TaskLoad
@@ -27,7 +26,6 @@ from megatron_mux.fusion.planning_context import PlanningContext
 from megatron_mux.fusion.step import (
     Lengths,
     StepGrid,
-    bucket_costs,
     is_structured,
     lockstep,
     must_keep_step,
@@ -50,7 +48,7 @@ class Evaluation:
         plan: The plan, with the predicted costs of its buckets.
         latency: Seconds of a step, averaged over the steps between two flushes.
         memory: `[ranks]` bytes at each rank's peak.
-        fits: Whether that is within the limit, for the longest sequences too.
+        fits: Whether that is within the limit.
     """
 
     plan: Plan
@@ -211,9 +209,7 @@ class PlanEvaluator:
     def _evaluate(self, plan: Plan) -> Evaluation:
         priced = self._priced(plan)
         costs = [cost for cost, _ in priced]
-        # A micro-batch that does not fit alone has no template within the limit: it is evaluated without one.
-        works = [works_with(costs, rank, plan.ranks) for rank in range(plan.ranks)]
-        limit = None if self.limit is None else kept_limit(costs, self.limit)
+        limit = () if self.limit is None else kept_limit(costs, self.limit)
         plan = replace(
             plan,
             policy="auto",  # its costs are known now: whatever made it, its template is the structured one
@@ -221,10 +217,10 @@ class PlanEvaluator:
                 _with_costs(bucket, cost, sizes[0])
                 for bucket, (cost, sizes) in zip(plan.buckets, priced, strict=True)
             ),
-            activation_limit=tuple(limit or ()),
+            activation_limit=tuple(limit),
         )
-        runs = [_run(plan, [sizes[pipeline] for _, sizes in priced]) for pipeline in range(plan.data)]
-        peaks = [max(kept[rank] for _, kept in runs) + works[rank] for rank in range(plan.ranks)]
+        runs = [_run(plan, costs, [sizes[pipeline] for _, sizes in priced]) for pipeline in range(plan.data)]
+        peaks = [max(taken[rank] for _, taken in runs) for rank in range(plan.ranks)]
         fits = self.limit is None or all(
             peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, self.limit, strict=True)
         )
@@ -324,9 +320,8 @@ def _with_costs(bucket: Bucket, cost: BucketCost, chunks: Sizes) -> Bucket:
     )
 
 
-def _run(plan: Plan, sizes: list[Sizes]) -> tuple[float, list[float]]:
-    """Seconds of a step of a plan on one pipeline, and `[ranks]` the most bytes that it keeps between passes."""
-    costs = [bucket_costs(bucket) for bucket in plan.buckets]
+def _run(plan: Plan, costs: Sequence[BucketCost], sizes: list[Sizes]) -> tuple[float, list[float]]:
+    """Seconds of a step of a plan on one pipeline, and `[ranks]` the most bytes that its passes keep and take."""
     most = [0.0] * plan.ranks
 
     def simulated(steps: int) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NoReturn
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padding_of, paper_chunk
@@ -20,10 +20,6 @@ from megatron_mux.fusion.plan_evaluator import Evaluation, PlanEvaluator
 from megatron_mux.fusion.planning_context import PlanningContext
 from megatron_mux.fusion.search import DoesNotFitError, search
 from megatron_mux.memory.sizes import show_size
-
-_WORTH = 0.06
-"""How much faster than a plain policy another layout must be predicted to be: predictions of two layouts of the same
-tasks err differently by 2% in the median, and by up to 8% (the last line of `benchmarks/policies.py --stages 2`)."""
 
 _MAX_FORWARDS = 1_000
 """Forward passes of a step on all stages, added up while numbers of micro-batches and chunk sizes are compared: a fifth
@@ -93,6 +89,26 @@ class Planner:
         if evaluator.too_large:
             raise UserError(*_too_large(evaluator))
 
+    def fits(self, plan: Plan) -> bool:
+        """Whether a plan of this planner is predicted to keep to its limit."""
+        limit = self.memory_limit
+        return limit is None or max(plan.memory_bytes, default=0.0) <= limit * (1 + 1e-9)
+
+    def refuse(self, plan: Plan, tasks: Mapping[str, TaskLoad]) -> NoReturn:
+        """Refuse these tasks, because even this plan, which takes the least memory, takes too much.
+
+        Raises:
+            UserError: Says which task is too large, if one is.
+        """
+        evaluator = self._evaluator(tasks)
+        if evaluator.too_large:
+            raise UserError(*_too_large(evaluator))
+        raise UserError(
+            f"the memory limit of {show_size(self.memory_limit or 0)} is less than the "
+            f"{show_size(max(plan.memory_bytes))} that a rank needs for a record at a time with the schedule "
+            f"{self.context.schedule!r}: give more memory, or plan another schedule"
+        )
+
     def priced(self, plan: Plan, tasks: Mapping[str, TaskLoad]) -> Plan:
         """A plan with predictions for these tasks, its buckets in the best entry order tried."""
         context = replace(self.context, alignment=plan.alignment)
@@ -127,7 +143,7 @@ class Planner:
         return self._last
 
     def _best(self, evaluator: PlanEvaluator) -> Evaluation:
-        """The search's layout if it is worth it, else the best plain policy that fits."""
+        """The fastest of the search's layouts and the plain policies that fit; else one record at a time."""
         counts, ranks = self._counts(evaluator), self.context.mesh.pipeline
         plans = [evaluator.of_policy(policy) for policy in _PLAIN]
         # As `serial` fills a pipeline with each task, but without a flush between them.
@@ -151,14 +167,12 @@ class Planner:
             searched += [found for found in self._variants(evaluator, arrangement) if found.fits]
         except DoesNotFitError:
             pass  # at these numbers of micro-batches
-        if not searched and not plain:
-            return evaluator.evaluate(evaluator.smallest())
-        best = min(searched, key=lambda found: found.latency, default=None)
-        known = min(plain, key=lambda found: found.latency, default=None)
-        if best is None or (known is not None and known.latency <= best.latency * (1 + _WORTH)):
-            assert known is not None
-            return known
-        return best
+        found = [*plain, *searched]  # of equally fast plans, the plain one
+        if not found:
+            found = [evaluator.evaluate(evaluator.smallest())]
+            if not found[0].fits:
+                self.refuse(self._with_predictions(evaluator, found[0]), evaluator.raw)
+        return min(found, key=lambda one: one.latency)
 
     def _counts(self, evaluator: PlanEvaluator) -> list[int]:
         """Numbers of micro-batches to try: the smallest that users count on, doubled while that divides anything."""
