@@ -23,7 +23,8 @@ from megatron_mux.fusion.cost import (
     lower_bound,
     seconds_per_step,
 )
-from megatron_mux.fusion.grouping import Grouping, Partition, balanced, every_grouping
+from megatron_mux.fusion.grouping import Grouping, Partition, balanced, every_grouping, numbers
+from megatron_mux.fusion.launch_order import MOST_CHAINS
 from megatron_mux.pipeline.bucket import BucketCost, sizes_of
 from megatron_mux.pipeline.structured import StructuredRun
 
@@ -135,10 +136,14 @@ class ArrangementEvaluator:
             groupings = every_grouping(len(partition))
         else:
             latencies = [sum(cost.forward[:1]) for cost in costs]
-            counts = range(len(partition), 0, -1)
+            counts = (len(partition) + 1 - n for n in numbers(len(partition)))
             groupings = (balanced(latencies, count) for count in counts)
-        for grouping in groupings:
+        for i, grouping in enumerate(groupings):
+            if i and not few and self.is_exhausted:
+                return
             self.spent += len(partition) if few else len(partition) ** 2 // 4
+            if max(map(len, grouping)) > MOST_CHAINS:
+                continue
             grouped = [tuple(partition[i] for i in bucket) for bucket in grouping]
             bound = lower_bound([self._bucket(hybrids, micro_batches) for hybrids in grouped], self.steps)
             if bound < below:
@@ -165,6 +170,9 @@ class ArrangementEvaluator:
 
     def is_below(self, grouped: Sequence[Sequence[Hybrid]], micro_batches: int, below: float) -> bool:
         """Whether these buckets fit and might take less than `below`, whatever their order."""
+        self.spent += len(grouped)
+        if max(map(len, grouped)) > MOST_CHAINS:
+            return False
         buckets = [self._bucket(tuple(hybrids), micro_batches) for hybrids in grouped]
         return (
             all(fits(bucket, self.limit) for bucket in buckets) and lower_bound(buckets, self.steps) < below

@@ -17,6 +17,9 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_mux.fusion.cost import CostModel, Hybrid, fits, pipeline_latency
 
 Partition = tuple[Hybrid, ...]
@@ -26,10 +29,20 @@ Grouping = tuple[tuple[int, ...], ...]
 """Indices of the hybrid tasks of each bucket."""
 
 
+_MOST_RUNS = 1024
+"""Runs of neighbours that are priced, about: all of them up to 44 tasks; of more tasks fewer for each."""
+
+_EVERY_NUMBER = 16
+"""Up to so many hybrid tasks every number of them is looked at; beyond, each is an eighth more than the one before."""
+
+_EVEN_ENOUGH = 32
+"""Hybrid tasks beyond which buckets are not made more even: longest first leaves less than one part in as many."""
+
+
 def consecutive(
     model: CostModel, order: Sequence[int], micro_batches: int, memory_limit: Sequence[float] | None = None
 ) -> list[tuple[float, Partition]]:
-    """The best partitions into runs of neighbours in `order`, for each number of hybrid tasks (equation 6).
+    """The best partitions into runs of neighbours in `order`, by number of hybrid tasks (equation 6).
 
     Args:
         model: Costs.
@@ -38,52 +51,70 @@ def consecutive(
         memory_limit: `[S]` bytes; a hybrid task whose micro-batch does not fit is not built.
 
     Returns:
-        `(F, hybrid tasks)` by their number, those that do not fit left out.
+        `(F, hybrid tasks)` by their number, see `numbers`; those that do not fit left out.
     """
     count = len(order)
-    first, further = _tables(model, order, micro_batches, memory_limit)
-    best = [[math.inf] * (count + 1) for _ in range(count + 1)]  # best[n][m]
-    cut = [[0] * (count + 1) for _ in range(count + 1)]
-    best[1][1:] = first[1:]
-    for n in range(2, count + 1):
-        for m in range(n, count + 1):
-            for i in range(n - 1, m):
-                value = best[n - 1][i] + further[i][m]
-                if value < best[n][m]:
-                    best[n][m], cut[n][m] = value, i
+    starts, stops = runs(count)
+    costs = model.hybrids(
+        [tuple(sorted(order[i:m])) for i, m in zip(starts, stops, strict=True)], micro_batches
+    )
+    first, further = np.full(count + 1, math.inf), np.full(len(starts), math.inf)
+    for r, cost in enumerate(costs):
+        if fits(cost, memory_limit):
+            further[r] = cost.micro_batches * max(cost.alone())
+            if starts[r] == 0:
+                first[stops[r]] = pipeline_latency(cost)
+    # The runs that end at task m are those from begins[m - 1] on.
+    begins = np.searchsorted(stops, np.arange(1, count + 2))
+    best = [np.full(count + 1, math.inf), first]
+    for _ in range(2, count + 1):
+        values = np.minimum.reduceat(best[-1][starts] + further, begins[:-1])
+        best.append(np.concatenate([[math.inf], values]))
     found = []
-    for n in range(1, count + 1):
+    for n in numbers(count):
         if best[n][count] < math.inf:
-            found.append((best[n][count], _partition(order, cut, n)))
+            hybrids: list[Hybrid] = []
+            stop = count
+            for left in range(n, 0, -1):
+                ending = slice(begins[stop - 1], begins[stop])
+                start = 0
+                if left > 1:
+                    start = int(starts[ending][np.argmin(best[left - 1][starts[ending]] + further[ending])])
+                hybrids.append(tuple(sorted(order[start:stop])))
+                stop = start
+            found.append((float(best[n][count]), tuple(sorted(hybrids))))
     return found
 
 
-def _tables(
-    model: CostModel, order: Sequence[int], micro_batches: int, memory_limit: Sequence[float] | None
-) -> tuple[list[float], list[list[float]]]:
-    """Equation 4 of the first m tasks; what tasks i+1..m add to a running pipeline. Infinite: does not fit."""
-    count = len(order)
-    first = [math.inf] * (count + 1)
-    further = [[math.inf] * (count + 1) for _ in range(count + 1)]
-    runs = [(i, m) for i in range(count) for m in range(i + 1, count + 1)]
-    costs = model.hybrids([tuple(sorted(order[i:m])) for i, m in runs], micro_batches)
-    for (i, m), cost in zip(runs, costs, strict=True):
-        if memory_limit is not None and not fits(cost, memory_limit):
-            continue
-        further[i][m] = cost.micro_batches * max(cost.alone())
-        if i == 0:
-            first[m] = pipeline_latency(cost)
-    return first, further
+def runs(count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """First tasks of runs, and one past the last, sorted by the latter.
+
+    Of many tasks those of a band: runs of few begin anywhere, and with each doubling of their length half as many
+    begin and end somewhere, so that there are a few for each task, of any length.
+    """
+    every = count * (count + 1) // 2 <= _MOST_RUNS
+    band = count if every else max(1, _MOST_RUNS // (3 * count))
+    found = set()
+    step, shorter = 1, 0
+    while shorter < count:
+        longest = 2 * band * step
+        for start in range(0, count, step):
+            found |= {
+                (start + n, start) for n in range(shorter + step, longest + 1, step) if start + n < count
+            }
+            if shorter < count - start <= longest:
+                found.add((count, start))
+        step, shorter = 2 * step, longest
+    stops, starts = np.array(sorted(found)).T
+    return starts, stops
 
 
-def _partition(order: Sequence[int], cut: Sequence[Sequence[int]], number: int) -> Partition:
-    hybrids: list[Hybrid] = []
-    stop = len(order)
-    for n in range(number, 0, -1):
-        start = cut[n][stop] if n > 1 else 0
-        hybrids.append(tuple(sorted(order[start:stop])))
-        stop = start
-    return tuple(sorted(hybrids))
+def numbers(count: int) -> list[int]:
+    """Numbers of parts to look at, of so many at most: the next is an eighth more where there are many."""
+    found = [1]
+    while found[-1] < count:
+        found.append(min(count, found[-1] + max(1, found[-1] // 8 if found[-1] > _EVERY_NUMBER else 1)))
+    return found
 
 
 def balanced(latencies: Sequence[float], buckets: int) -> Grouping:
@@ -104,7 +135,8 @@ def balanced(latencies: Sequence[float], buckets: int) -> Grouping:
         total, bucket = heap[0]
         members[bucket].append(i)
         heapq.heapreplace(heap, (total + latencies[i], bucket))
-    _improve(latencies, members)
+    if len(latencies) <= _EVEN_ENOUGH:
+        _improve(latencies, members)
     return tuple(sorted(tuple(sorted(bucket)) for bucket in members))
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+
 from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.arrangement import Arrangement
 from megatron_mux.fusion.cost import (
@@ -35,6 +37,10 @@ from megatron_mux.fusion.step import (
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.simulate import simulate
 from megatron_mux.pipeline.structured import StructuredRun
+
+_MANY_PASSES = 10_000
+"""Passes of a step beyond which one entry order is tried: an order changes how the pipeline is filled, which then
+takes a hundredth of a step on eight stages, and that once in several steps."""
 
 Sizes = tuple[int, ...]
 """Chunks of each micro-batch of a bucket, on one pipeline."""
@@ -99,18 +105,16 @@ class PlanEvaluator:
         stages = memory.lasting.total.tolist()
         return [memory.overhead + sum(stages[rank::ranks]) for rank in range(ranks)]
 
-    @property
+    @cached_property
     def too_large(self) -> list[int]:
         """Tasks of which a single sequence does not fit beside the resident bytes."""
         limit = self.stage_limit
         if limit is None:
             return []
-        tight = any(r > (self.context.memory_limit or 0.0) for r in self.resident)
-        return [
-            task
-            for task in range(len(self.loads))
-            if tight or any(k > most for k, most in zip(self.costs.longest(task), limit, strict=True))
-        ]
+        everyone = range(len(self.loads))
+        if any(r > (self.context.memory_limit or 0.0) for r in self.resident):
+            return list(everyone)
+        return np.flatnonzero((self.costs.longest(everyone) > limit).any(axis=1)).tolist()
 
     def longest_that_fits(self, task: int) -> int:
         """Tokens of the longest sequence of a task that fits alone; 0 if none does."""
@@ -118,8 +122,7 @@ class PlanEvaluator:
         assert limit is not None
 
         def is_too_long(length: int) -> bool:
-            needed = self.costs.longest(task, length)
-            return any(k > most for k, most in zip(needed, limit, strict=True))
+            return bool((self.costs.longest([task], length) > limit).any())
 
         lengths = range(1, self.loads[task].longest_sequence + 1)
         return bisect_left(lengths, True, key=is_too_long)
@@ -184,18 +187,25 @@ class PlanEvaluator:
 
     # -- predictions
 
+    def alone(self) -> list[Evaluation]:
+        """Each task in a pipeline of its own."""
+        plans = [self.of_policy("spatial", [load]) for load in self.loads]
+        self._priced(replace(plans[0], buckets=tuple(plan.buckets[0] for plan in plans)))  # all at once
+        return [self.evaluate(plan) for plan in plans]
+
     def best_order(self, plan: Plan) -> Evaluation:
         """Evaluate a plan with its buckets in the entry order that makes its steps the shortest of those tried."""
         priced = self._priced(plan)
         costs = [cost for cost, _ in priced]
         work = max(busiest(costs, [sizes[p] for _, sizes in priced], plan.ranks) for p in range(plan.data))
+        passes = 2 * plan.stages * sum(sum(sizes[0]) for _, sizes in priced)
         overhead = self.costs.step_overhead([self._index[name] for name in plan.tasks])
         best: Evaluation | None = None
         for order in entry_orders(costs):
             found = self.evaluate(replace(plan, buckets=tuple(plan.buckets[i] for i in order)))
             if best is None or (not found.fits, found.latency) < (not best.fits, best.latency):
                 best = found
-            if best.latency <= overhead + work * BUSY_ENOUGH:
+            if passes > _MANY_PASSES or best.latency <= overhead + work * BUSY_ENOUGH:
                 break
         assert best is not None
         return best

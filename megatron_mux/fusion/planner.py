@@ -124,7 +124,7 @@ class Planner:
         """What the plan for these tasks is compared with."""
         evaluator = self._evaluator(tasks)
         found: dict[str, float | None] = {}
-        alone = [evaluator.evaluate(evaluator.of_policy("spatial", [load])) for load in evaluator.loads]
+        alone = evaluator.alone()
         found["serial"] = sum(a.latency for a in alone) if all(a.fits for a in alone) else None
         padded = PlanEvaluator(replace(self.context, alignment="longest").with_tasks(tasks))
         for name, by, policy in (*((p, evaluator, p) for p in _PLAIN), ("padded", padded, "spatial")):
@@ -146,8 +146,9 @@ class Planner:
         """The fastest of the search's layouts and the plain policies that fit; else one record at a time."""
         counts, ranks = self._counts(evaluator), self.context.mesh.pipeline
         plans = [evaluator.of_policy(policy) for policy in _PLAIN]
-        # As `serial` fills a pipeline with each task, but without a flush between them.
-        plans.append(evaluator.of_policy("temporal", micro_batches=max(2 * ranks, counts[0])))
+        if self.memory_limit is not None or not self._is_full(counts[0], evaluator):
+            # As `serial` fills a pipeline with each task, but without a flush between them.
+            plans.append(evaluator.of_policy("temporal", micro_batches=max(2 * ranks, counts[0])))
         plain = [found for plan in plans if (found := evaluator.best_order(plan)).fits]
         if evaluator.too_large:
             raise UserError(*_too_large(evaluator))
@@ -183,10 +184,15 @@ class Planner:
         most = max(least, sum(load.records for load in loads) // mesh.data)
         counts = [least]
         while counts[-1] < most and len(counts) < _MAX_COUNTS:
-            if self.memory_limit is None and counts[-1] * len(loads) >= _MANY * mesh.pipeline:
-                break  # the pipeline is full already
-            counts.append(counts[-1] * 2)
+            full = self._is_full(counts[-1], evaluator)
+            if full and self.memory_limit is None:
+                break
+            counts.append(counts[-1] * (4 if full else 2))  # of a full pipeline only memory asks for more
         return counts
+
+    def _is_full(self, micro_batches: int, evaluator: PlanEvaluator) -> bool:
+        """Whether so many micro-batches of each task fill the pipeline."""
+        return micro_batches * len(evaluator.loads) >= _MANY * self.context.mesh.pipeline
 
     def _variants(self, evaluator: PlanEvaluator, found: Arrangement) -> Iterator[Evaluation]:
         """The arrangement with other numbers of micro-batches and with chunks: pipelines like many short passes."""
@@ -253,7 +259,7 @@ def _too_large(evaluator: PlanEvaluator) -> list[str]:
     problems = []
     for task in evaluator.too_large:
         load, ranks = evaluator.loads[task], context.mesh.pipeline
-        kept = [sum(evaluator.costs.longest(task)[rank::ranks]) for rank in range(ranks)]
+        kept = evaluator.costs.longest([task])[0].reshape(-1, ranks).sum(axis=0).tolist()
         needed = max(r + k for r, k in zip(resident, kept, strict=True))
         length = evaluator.longest_that_fits(task)
         advice = f"lower its data.max_length to {length}, " if length >= 2 else ""

@@ -10,6 +10,7 @@ Shapes: S stages, K tasks; arrays `[2, ...]` hold forward and backward.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -35,6 +36,9 @@ from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.task_adapters import AdaptedOp
 
 Array = npt.NDArray[np.float64]
+
+_MOST_ENTRIES = 1 << 18
+"""Batches times tasks that are priced at once: 2 MiB of a table of numbers, of which there are some dozens."""
 
 
 class StageCosts:
@@ -97,6 +101,11 @@ class StageCosts:
             ]
         ).reshape(-1, 2)
         self._adapters_at = lru_cache(maxsize=None)(self._adapters_of)
+        self._adapter_sizes: dict[str, list[int]] = {}
+        for name in self._curves:
+            kind, _, measured = name.rpartition(":")
+            if kind.count(":") == 1 and measured.isdigit():
+                insort(self._adapter_sizes.setdefault(kind, []), int(measured))
         self._frozen = Frozen(profile, shape, self.stages)
         layout = Layout(method.tensor > 1, method.sequence_parallel, exchanges, self.recomputes)
         self._messages = Messages(self._frozen, shape, layout)
@@ -112,7 +121,15 @@ class StageCosts:
         return self.hybrids([tasks], micro_batches)[0]
 
     def hybrids(self, sets: Sequence[Hybrid], micro_batches: int) -> list[HybridCost]:
-        """The same of many hybrid tasks at once; see `CostModel`."""
+        """The same of many hybrid tasks, so many at a time that their tables stay small; see `CostModel`."""
+        most = max(1, _MOST_ENTRIES // len(self.loads))
+        return [
+            cost
+            for i in range(0, len(sets), most)
+            for cost in self._hybrids(sets[i : i + most], micro_batches)
+        ]
+
+    def _hybrids(self, sets: Sequence[Hybrid], micro_batches: int) -> list[HybridCost]:
         member = np.zeros((len(sets), len(self.loads)))
         for i, tasks in enumerate(sets):
             member[i, list(tasks)] = 1.0
@@ -144,20 +161,21 @@ class StageCosts:
                 kept[i] += load.virtual_tokens + piece.start + piece.tokens * (piece.stop < whole)
         return self._combine(rows, labels, attention, np.zeros(len(chunks)), kept, np.ones(len(chunks)))
 
-    def longest(self, task: int, length: float | None = None) -> tuple[float, ...]:
-        """`[S]` bytes of one sequence that a task may have (of a pair: both): kept, and taken besides.
+    def longest(self, tasks: Sequence[int], length: float | None = None) -> Array:
+        """`[T, S]` bytes of one sequence that a task may have (of a pair: both): kept, and taken besides.
 
         Args:
-            task: Which.
+            tasks: Which.
             length: Of the sequence; by default the longest there is.
         """
-        rows = np.zeros((1, len(self.loads)))
-        length = self._longest[task] if length is None else length
-        rows[0, task] = length * self._together[task]
-        virtual = self.loads[task].virtual_tokens
-        alone = Rows(rows, rows[0, [task]], rows[0, [task]], np.array([float(virtual)]))
-        found = self.memory.passes(alone, length=length)
-        return tuple((found.lasting + found.working)[0].tolist())
+        own = list(tasks)
+        lengths = self._longest[own] if length is None else np.full(len(own), float(length))
+        rows = np.zeros((len(own), len(self.loads)))
+        most = lengths * self._together[own]
+        rows[np.arange(len(own)), own] = most
+        virtual = np.array([float(self.loads[task].virtual_tokens) for task in own])
+        found = self.memory.passes(Rows(rows, most, most, virtual), length=lengths)
+        return found.lasting + found.working
 
     def _combine(
         self,
@@ -233,11 +251,9 @@ class StageCosts:
         """`[B, 2, S, ops]` seconds of the adapters: at each BaseOp `max(sum of u_a t_a, max of t_a)`."""
         shape = (len(rows), 2, len(self.stages), len(ORDER))
         fused, longest = np.zeros(shape), np.zeros(shape)
-        for task in range(len(self.loads)):
+        for task in np.flatnonzero(rows.any(axis=0)).tolist():
             present = np.nonzero(rows[:, task])[0]
             sizes, which = np.unique(np.round(rows[present, task], 3), return_inverse=True)
-            if not len(sizes):
-                continue
             known = np.stack([self._adapters_at(task, size) for size in sizes.tolist()])[which]
             fused[present] += known[:, 1]
             longest[present] = np.maximum(longest[present], known[:, 0])
@@ -261,7 +277,7 @@ class StageCosts:
         Raises:
             UserError: The profile has none of its kind.
         """
-        known = sorted(int(n.rpartition(":")[2]) for n in self._curves if n.startswith(f"{curve.name}:{op}:"))
+        known = self._adapter_sizes.get(f"{curve.name}:{op}", [])
         if not known:
             raise UserError(
                 f"the {self.profile.description} has no cost of {curve.name} adapters at {op}: measure it with "

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mux.fusion.grouping import balanced, every_grouping
+from megatron_mux.fusion.grouping import balanced, every_grouping, numbers, runs
 from tests.unit.fusion.exhaustive import imbalance
 
 latencies = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=7)
@@ -57,3 +57,15 @@ def test_ten_hybrid_tasks_are_spread_nearly_as_evenly_as_can_be(seed: int) -> No
 
 def test_there_are_as_many_groupings_as_bell_says() -> None:
     assert [sum(1 for _ in every_grouping(n)) for n in range(7)] == [1, 1, 2, 5, 15, 52, 203]
+
+
+@given(st.integers(1, 3000))
+def test_runs_are_of_any_length_and_few_for_each_task(count: int) -> None:
+    starts, stops = runs(count)
+    assert len(starts) <= max(1100, 4 * count) and len(set(zip(starts, stops, strict=True))) == len(starts)
+    assert (
+        set(stops) == set(range(1, count + 1)) and min(stops - starts) >= 1 and max(stops - starts) == count
+    )
+    assert numbers(count)[-1] == count and len(numbers(count)) <= 16 + 8 * math.log2(count)
+    if count <= 44:
+        assert len(starts) == count * (count + 1) // 2
