@@ -23,19 +23,19 @@ from script import add_output, command_line, publish, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
-from megatron_mux.fusion.balance import balanced_split
-from megatron_mux.fusion.cost import bucket_cost
 from megatron_mux.fusion.device import cpu_name
-from megatron_mux.fusion.grouping import balanced, every_grouping
 from megatron_mux.fusion.mesh import Mesh
-from megatron_mux.fusion.planner import Planner
-from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
-from megatron_mux.fusion.search import DoesNotFitError, search
+from megatron_mux.fusion.planner.balance import balanced_split
+from megatron_mux.fusion.planner.cost import bucket_cost
+from megatron_mux.fusion.planner.grouping import balanced, every_grouping
+from megatron_mux.fusion.planner.planner import Planner
+from megatron_mux.fusion.planner.planning_context import ROLLING_STEPS, PlanningContext
+from megatron_mux.fusion.planner.search import DoesNotFitError, search
 from megatron_mux.pipeline.bucket import sizes_of
 from megatron_mux.pipeline.structured import StructuredRun
 from tests.unit.fusion import backbone
-from tests.unit.fusion.exhaustive import exhaustive, imbalance, plain_equation_6
-from tests.unit.fusion.synthetic import Synthetic, synthetic
+from tests.unit.fusion.planner.exhaustive import exhaustive, imbalance, plain_equation_6
+from tests.unit.fusion.planner.synthetic import Synthetic, synthetic
 
 COUNTS = (1, 2, 4, 8)
 TOLERANCE = 1e-3

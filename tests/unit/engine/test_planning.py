@@ -11,10 +11,10 @@ import pytest
 
 from megatron_mux.engine.planning import Planning
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
-from megatron_mux.fusion.planner import Planner
-from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.planner.planner import Planner
+from megatron_mux.fusion.planner.planning_context import PlanningContext
 from tests.unit.fusion import backbone
 
 STEP = 0.3

@@ -13,8 +13,8 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import ALSO_PRINTED, check_plan, read_plan
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import dumps
-from megatron_mux.fusion.planner import Planner
-from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.planner.planner import Planner
+from megatron_mux.fusion.planner.planning_context import PlanningContext
 from tests.unit.fusion import backbone
 
 MESH = Mesh(1, 2, 1)

@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_mux.fusion.cost import (
+from megatron_mux.fusion.launch_order import MOST_CHAINS
+from megatron_mux.fusion.planner.cost import (
     BUSY_ENOUGH,
     CostModel,
     Hybrid,
@@ -23,8 +24,14 @@ from megatron_mux.fusion.cost import (
     lower_bound,
     seconds_per_step,
 )
-from megatron_mux.fusion.grouping import Grouping, Partition, balanced, every_grouping, numbers
-from megatron_mux.fusion.launch_order import MOST_CHAINS
+from megatron_mux.fusion.planner.grouping import (
+    EVEN_ENOUGH,
+    Grouping,
+    Partition,
+    balanced,
+    every_grouping,
+    numbers,
+)
 from megatron_mux.pipeline.bucket import BucketCost, sizes_of
 from megatron_mux.pipeline.structured import StructuredRun
 
@@ -141,7 +148,8 @@ class ArrangementEvaluator:
         for i, grouping in enumerate(groupings):
             if i and not few and self.is_exhausted:
                 return
-            self.spent += len(partition) if few else len(partition) ** 2 // 4
+            evened = not few and len(partition) <= EVEN_ENOUGH
+            self.spent += len(partition) ** 2 // 4 if evened else len(partition)
             if max(map(len, grouping)) > MOST_CHAINS:
                 continue
             grouped = [tuple(partition[i] for i in bucket) for bucket in grouping]

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.fusion.cost import CostModel, Hybrid, fits, pipeline_latency
+from megatron_mux.fusion.planner.cost import CostModel, Hybrid, fits, pipeline_latency
 
 Partition = tuple[Hybrid, ...]
 """Hybrid tasks that cover every task once."""
@@ -35,7 +35,7 @@ _MOST_RUNS = 1024
 _EVERY_NUMBER = 16
 """Up to so many hybrid tasks every number of them is looked at; beyond, each is an eighth more than the one before."""
 
-_EVEN_ENOUGH = 32
+EVEN_ENOUGH = 32
 """Hybrid tasks beyond which buckets are not made more even: longest first leaves less than one part in as many."""
 
 
@@ -135,7 +135,7 @@ def balanced(latencies: Sequence[float], buckets: int) -> Grouping:
         total, bucket = heap[0]
         members[bucket].append(i)
         heapq.heapreplace(heap, (total + latencies[i], bucket))
-    if len(latencies) <= _EVEN_ENOUGH:
+    if len(latencies) <= EVEN_ENOUGH:
         _improve(latencies, members)
     return tuple(sorted(tuple(sorted(bucket)) for bucket in members))
 

@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, islice, permutations, product
 
-from megatron_mux.fusion.arrangement import Arrangement, ArrangementEvaluator
-from megatron_mux.fusion.cost import CostModel, Hybrid
-from megatron_mux.fusion.grouping import Partition, consecutive
+from megatron_mux.fusion.planner.arrangement import Arrangement, ArrangementEvaluator
+from megatron_mux.fusion.planner.cost import CostModel, Hybrid
+from megatron_mux.fusion.planner.grouping import Partition, consecutive
 
 _BUDGET = 60_000
 """Effort of finding a start, and of refining it: passes simulated or hybrid tasks compared; a tenth of a second."""

@@ -9,12 +9,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.cost import bucket_cost, kept_limit
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.plan_evaluator import PlanEvaluator
-from megatron_mux.fusion.planner import Planner
-from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
+from megatron_mux.fusion.planner.cost import bucket_cost, kept_limit
+from megatron_mux.fusion.planner.plan_evaluator import PlanEvaluator
+from megatron_mux.fusion.planner.planner import Planner
+from megatron_mux.fusion.planner.planning_context import ROLLING_STEPS, PlanningContext
 from megatron_mux.fusion.step import step_grid, step_template
 from megatron_mux.pipeline.action import Unit
 from megatron_mux.pipeline.bucket import BucketCost
@@ -69,7 +69,9 @@ def test_a_plan_under_a_limit_has_one_and_keeps_to_it(seed: int, mesh: Mesh, sha
         with pytest.raises(UserError):
             limited.check(loads)
         return
-    assert limited.fits(plan) and len(plan.activation_limit) == plan.ranks
+    assert (
+        limited.memory_limit is not None and limited.fits(plan) and len(plan.activation_limit) == plan.ranks
+    )
     assert most_bytes(plan, context) <= limited.memory_limit * (1 + 1e-6)
 
 

@@ -11,8 +11,10 @@ from typing import Literal
 import numpy as np
 
 from megatron_mux.fusion.alignment import padded_lengths
-from megatron_mux.fusion.arrangement import Arrangement
-from megatron_mux.fusion.cost import (
+from megatron_mux.fusion.launch_order import LaunchOrder, Overlap, PassCost
+from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, StageTurns, plan_for
+from megatron_mux.fusion.planner.arrangement import Arrangement
+from megatron_mux.fusion.planner.cost import (
     BUSY_ENOUGH,
     HybridCost,
     bucket_cost,
@@ -21,10 +23,8 @@ from megatron_mux.fusion.cost import (
     kept_limit,
     seconds_per_step,
 )
-from megatron_mux.fusion.launch_order import LaunchOrder, Overlap, PassCost
-from megatron_mux.fusion.load import TaskLoad
-from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, StageTurns, plan_for
-from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.step import (
     Lengths,
     StepGrid,

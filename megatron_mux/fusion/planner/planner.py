@@ -7,18 +7,18 @@ lengths, and the best is taken: a plan is never predicted to be slower than one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padding_of, paper_chunk
-from megatron_mux.fusion.arrangement import Arrangement
-from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.plan_evaluator import Evaluation, PlanEvaluator
-from megatron_mux.fusion.planning_context import PlanningContext
-from megatron_mux.fusion.search import DoesNotFitError, search
+from megatron_mux.fusion.planner.arrangement import Arrangement
+from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.planner.plan_evaluator import Evaluation, PlanEvaluator
+from megatron_mux.fusion.planner.planning_context import PlanningContext
+from megatron_mux.fusion.planner.search import DoesNotFitError, search
 from megatron_mux.memory.sizes import show_size
 
 _MAX_FORWARDS = 1_000
@@ -168,12 +168,12 @@ class Planner:
             searched += [found for found in self._variants(evaluator, arrangement) if found.fits]
         except DoesNotFitError:
             pass  # at these numbers of micro-batches
-        found = [*plain, *searched]  # of equally fast plans, the plain one
-        if not found:
-            found = [evaluator.evaluate(evaluator.smallest())]
-            if not found[0].fits:
-                self.refuse(self._with_predictions(evaluator, found[0]), evaluator.raw)
-        return min(found, key=lambda one: one.latency)
+        if fitting := [*plain, *searched]:
+            return min(fitting, key=lambda found: found.latency)  # of equally fast ones a plain one
+        smallest = evaluator.evaluate(evaluator.smallest())
+        if not smallest.fits:
+            self.refuse(self._with_predictions(evaluator, smallest), evaluator.raw)
+        return smallest
 
     def _counts(self, evaluator: PlanEvaluator) -> list[int]:
         """Numbers of micro-batches to try: the smallest that users count on, doubled while that divides anything."""
@@ -245,6 +245,40 @@ class Planner:
             pointwise=self.context.pointwise,
             memory_limit_bytes=self.memory_limit,
         )
+
+
+def choose_recompute(
+    context: PlanningContext,
+    device: str,
+    asked: str | None,
+    divide: Callable[[PlanningContext], PlanningContext],
+    say: Callable[[str], None],
+) -> PlanningContext:
+    """Divide the layers; on a GPU, recompute them if some task does not fit into memory otherwise.
+
+    Attention alone is never chosen: it keeps no scores, so at most its output is saved.
+
+    Args:
+        context: With the recomputation that the flag asks for.
+        device: `cpu`, `cuda` or the name of a GPU.
+        asked: The value of `--recompute-granularity`; None: it was not given, and more may be chosen.
+        divide: Divides the context's layers into stages.
+        say: Told of the choice.
+
+    Returns:
+        The divided context.
+    """
+    found = divide(context)
+    if asked is not None or device == "cpu":
+        return found
+    try:
+        Planner(found).check(found.tasks)
+    except UserError:
+        say(
+            "some task does not fit into memory otherwise: layers are recomputed (--recompute-granularity full)"
+        )
+        return divide(replace(context, recompute="full"))
+    return found
 
 
 def _too_large(evaluator: PlanEvaluator) -> list[str]:
