@@ -25,7 +25,6 @@ from megatron_mux.fusion.planner.cost import (
     seconds_per_step,
 )
 from megatron_mux.fusion.planner.grouping import (
-    EVEN_ENOUGH,
     Grouping,
     Partition,
     balanced,
@@ -148,8 +147,7 @@ class ArrangementEvaluator:
         for i, grouping in enumerate(groupings):
             if i and not few and self.is_exhausted:
                 return
-            evened = not few and len(partition) <= EVEN_ENOUGH
-            self.spent += len(partition) ** 2 // 4 if evened else len(partition)
+            self.spent += len(partition)
             if max(map(len, grouping)) > MOST_CHAINS:
                 continue
             grouped = [tuple(partition[i] for i in bucket) for bucket in grouping]

@@ -35,9 +35,6 @@ _MOST_RUNS = 1024
 _EVERY_NUMBER = 16
 """Up to so many hybrid tasks every number of them is looked at; beyond, each is an eighth more than the one before."""
 
-EVEN_ENOUGH = 32
-"""Hybrid tasks beyond which buckets are not made more even: longest first leaves less than one part in as many."""
-
 
 def consecutive(
     model: CostModel, order: Sequence[int], micro_batches: int, memory_limit: Sequence[float] | None = None
@@ -120,8 +117,8 @@ def numbers(count: int) -> list[int]:
 def balanced(latencies: Sequence[float], buckets: int) -> Grouping:
     """A grouping into exactly `buckets` buckets whose first-stage latencies hardly differ (equation 7).
 
-    Longest first, each to the bucket with the least so far; then single moves and swaps for as long as one of them
-    lowers equation 7's sum. Deterministic.
+    Longest first, each to the bucket with the least so far; the search moves hybrid tasks on, by the whole plan's
+    latency. Deterministic.
 
     Args:
         latencies: First-stage seconds of each hybrid task.
@@ -135,50 +132,7 @@ def balanced(latencies: Sequence[float], buckets: int) -> Grouping:
         total, bucket = heap[0]
         members[bucket].append(i)
         heapq.heapreplace(heap, (total + latencies[i], bucket))
-    if len(latencies) <= EVEN_ENOUGH:
-        _improve(latencies, members)
     return tuple(sorted(tuple(sorted(bucket)) for bucket in members))
-
-
-def _improve(latencies: Sequence[float], members: list[list[int]]) -> None:
-    sums = [sum(latencies[i] for i in bucket) for bucket in members]
-    tolerance = 1e-12 * max(sum(sums), 1e-300) ** 2
-    while True:
-        best, change = -tolerance, None
-        for a in range(len(members)):
-            for b in range(len(members)):
-                if a == b:
-                    continue
-                for gain, give, take in _changes(latencies, members[a], members[b], sums[a] - sums[b]):
-                    if gain < best:
-                        best, change = gain, (a, b, give, take)
-        if change is None:
-            return
-        a, b, give, take = change
-        members[a].remove(give)
-        members[b].append(give)
-        if take is not None:
-            members[b].remove(take)
-            members[a].append(take)
-        for bucket in (a, b):
-            sums[bucket] = sum(latencies[i] for i in members[bucket])
-
-
-def _changes(
-    latencies: Sequence[float], here: Sequence[int], there: Sequence[int], surplus: float
-) -> Iterator[tuple[float, int, int | None]]:
-    """What giving one hybrid task, or exchanging two, does to the sum of squares: `(change, given, taken)`.
-
-    With d moved from a bucket to another, the squares change by 2 d (d - surplus).
-    """
-    for give in here:
-        if len(here) > 1:
-            moved = latencies[give]
-            yield 2 * moved * (moved - surplus), give, None
-        for take in there:
-            moved = latencies[give] - latencies[take]
-            if moved > 0:
-                yield 2 * moved * (moved - surplus), give, take
 
 
 def every_grouping(count: int) -> Iterator[Grouping]:

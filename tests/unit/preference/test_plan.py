@@ -82,4 +82,4 @@ def test_a_pair_is_the_smallest_micro_batch() -> None:
     model = costs([replace(backbone.load("t", lengths), together=2)])
     assert model.hybrid((0,), 8).micro_batches == 2
     single = costs([backbone.load("t", lengths)])
-    assert all(pair > one for pair, one in zip(model.longest([0])[0], single.longest(0), strict=True))
+    assert all(pair > one for pair, one in zip(model.longest([0])[0], single.longest([0])[0], strict=True))
