@@ -100,7 +100,6 @@ class StageCosts:
                 for load in self.loads
             ]
         ).reshape(-1, 2)
-        self._adapters_at = lru_cache(maxsize=None)(self._adapters_of)
         self._adapter_sizes: dict[str, list[int]] = {}
         for name in self._curves:
             kind, _, measured = name.rpartition(":")
@@ -252,27 +251,23 @@ class StageCosts:
         shape = (len(rows), 2, len(self.stages), len(ORDER))
         fused, longest = np.zeros(shape), np.zeros(shape)
         for task in np.flatnonzero(rows.any(axis=0)).tolist():
-            present = np.nonzero(rows[:, task])[0]
-            sizes, which = np.unique(np.round(rows[present, task], 3), return_inverse=True)
-            known = np.stack([self._adapters_at(task, size) for size in sizes.tolist()])[which]
-            fused[present] += known[:, 1]
-            longest[present] = np.maximum(longest[present], known[:, 0])
+            present = np.flatnonzero(rows[:, task])
+            sizes = rows[present, task]
+            of_ops: dict[int, Array] = {}
+            for (op, curve), counts in self._sites[task].items():
+                alone = self._adapter(curve, op, sizes)  # [2, N]
+                shares = self._curves.get(f"utilisation:{curve.name}")
+                used = alone if shares is None else alone * shares.many(sizes)
+                index = ORDER.index(op)
+                fused[present, :, :, index] += used.T[:, :, None] * counts
+                of_ops[index] = of_ops.get(index, 0.0) + alone.T[:, :, None] * counts
+            for index, own in of_ops.items():
+                longest[present, :, :, index] = np.maximum(longest[present, :, :, index], own)
         found: Array = np.maximum(fused, longest)
         return found
 
-    def _adapters_of(self, task: int, rows: float) -> Array:
-        """`[2 (alone, times utilisation), 2 (forward, backward), S, ops]` seconds of a task's adapters."""
-        found = np.zeros((2, 2, len(self.stages), len(ORDER)))
-        for (op, curve), counts in self._sites[task].items():
-            alone = np.array(self._adapter(curve, op, rows))
-            shares = self._curves.get(f"utilisation:{curve.name}")
-            share = np.array(shares.at(rows)) if shares is not None else np.ones(2)
-            found[0, :, :, ORDER.index(op)] += alone[:, None] * counts
-            found[1, :, :, ORDER.index(op)] += (alone * share)[:, None] * counts
-        return found
-
-    def _adapter(self, curve: Curve, op: str, rows: float) -> tuple[float, float]:
-        """Seconds of one adapter: linear in its size between and beyond those that were measured.
+    def _adapter(self, curve: Curve, op: str, rows: Array) -> Array:
+        """`[2, N]` seconds of one adapter: linear in its size between and beyond those that were measured.
 
         Raises:
             UserError: The profile has none of its kind.
@@ -283,12 +278,11 @@ class StageCosts:
                 f"the {self.profile.description} has no cost of {curve.name} adapters at {op}: measure it with "
                 "megatron-mux profile --force"
             )
+        low, high = (self._curves[f"{curve.name}:{op}:{size}"].many(rows) for size in (known[0], known[-1]))
         if len(known) == 1:
-            return self._curves[f"{curve.name}:{op}:{known[0]}"].at(rows)
-        low, high = known[0], known[-1]
-        share = (curve.size - low) / (high - low)
-        a, b = (self._curves[f"{curve.name}:{op}:{n}"].at(rows) for n in (low, high))
-        return max(0.0, a[0] + share * (b[0] - a[0])), max(0.0, a[1] + share * (b[1] - a[1]))
+            return low
+        share = (curve.size - known[0]) / (known[-1] - known[0])
+        return np.maximum(0.0, low + share * (high - low))
 
     # -- besides the passes
 
