@@ -13,7 +13,7 @@ from megatron_mux.choice.flags import Command, command
 from megatron_mux.choice.speed import step_seconds
 from megatron_mux.choice.task_file import FileStep
 from megatron_mux.fusion.device import Device
-from megatron_mux.gpus import Gpu, find
+from megatron_mux.gpus import assumed
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.phases import Phase, StepMemory
@@ -174,8 +174,7 @@ class Fitting:
     ) -> None:
         self._architecture, self._recipe, self._memory, self._device = architecture, recipe, memory, device
         self._kind, self._profiles = kind, profiles
-        table = find(device.name)
-        self._gpu = table.gpu if table is not None else Gpu()
+        self._gpu = assumed(device.name)[0].gpu
         self._tasks = FileStep(recipe.adapters)
 
     def __call__(self, method: Method, batch: int | None = None) -> Fit:

@@ -1,7 +1,8 @@
 """How long a step takes on each method: a roofline of the device and of its links.
 
-Good enough to rank methods; seconds may be far off. It assumes that all ranks have the same link to each other, and
-that a device reaches its peak: neither is true, but the error is alike for every method.
+Good enough to rank methods; seconds may be far off. It assumes that a device reaches its peak, which is not true, but
+the error is alike for every method. Ranks fill one node after another: tensor ranks first, then data-parallel ranks,
+then stages. A group within a node has the node's links, one that spans more the network.
 
 Shapes: T rows (tokens) of a micro-batch.
 """
@@ -55,6 +56,7 @@ class _Passes:
         self._rows = rows
         self._size = recipe.size
         self._known: dict[Unit, tuple[float, float]] = {}
+        self._data_link = device.link_over(method.tensor * method.data)
 
     def stage(self, stage: Stage) -> tuple[float, float]:
         """Seconds of a micro-batch's forward and of its backward pass."""
@@ -113,10 +115,12 @@ class _Passes:
         seconds = 0.0
         if method.tensor > 1:
             size = 2 * self._rows * a.hidden * self._size * _rest(method.tensor)
-            seconds += 2 * (size / device.link + device.latency)
+            seconds += 2 * (size / device.link_over(method.tensor) + device.latency)
         if method.expert > 1:
             size = self._rows * a.experts_per_token * a.hidden * self._size * _rest(method.expert)
-            seconds += 2 * (size / method.tensor / device.link + device.latency)
+            seconds += 2 * (
+                size / method.tensor / device.link_over(method.tensor * method.expert) + device.latency
+            )
         return seconds
 
     def _brought(self, own: Unit) -> float:
@@ -124,7 +128,7 @@ class _Passes:
         method, device = self._method, self._device
         seconds = 0.0
         if method.zero == 3:
-            seconds += self._size * self._others(own.copied, own.experts) / device.link + device.latency
+            seconds += self._size * self._others(own.copied, own.experts) / self._data_link + device.latency
         if method.offload and self._recipe.frozen:
             shares = method.data if method.zero == 3 else 1
             kept = own.copied + own.experts * min(method.expert, shares)
@@ -140,7 +144,7 @@ class _Passes:
         """Seconds to reduce a rank's gradients of a layer over the ranks that shard its weights."""
         if self._method.zero != 3 or self._recipe.frozen:
             return 0.0
-        return self._recipe.gradient_size * self._others(own.copied, own.experts) / self._device.link
+        return self._recipe.gradient_size * self._others(own.copied, own.experts) / self._data_link
 
     def _head(self) -> tuple[float, float]:
         flops = 2 * self._rows * self._a.hidden * self._a.vocabulary / self._method.tensor
@@ -151,7 +155,9 @@ class _Passes:
     def transfer(self) -> float:
         """Seconds to send a micro-batch's hidden states to the next stage."""
         rows = self._rows / (self._method.tensor if self._method.sequence_parallel else 1)
-        return self._device.latency + rows * self._a.hidden * self._size / self._device.link
+        return self._device.latency + rows * self._a.hidden * self._size / self._device.link_over(
+            self._method.gpus
+        )
 
     def gradients(self, stage: Stage) -> float:
         """Seconds to reduce a step's gradients over data-parallel ranks."""
@@ -160,7 +166,7 @@ class _Passes:
             return 0.0
         experts = 0 if recipe.frozen else sum(unit.experts for unit in stage.units)
         values = self._others(self._trained(stage) - experts, experts)
-        return 2 * values * recipe.gradient_size / self._device.link + self._device.latency
+        return 2 * values * recipe.gradient_size / self._data_link + self._device.latency
 
     def optimizer(self, stage: Stage) -> float:
         """Seconds of the optimizer's step."""

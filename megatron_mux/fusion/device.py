@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_mux.gpus import GPUS, find
+from megatron_mux.gpus import assumed
+
+NODE = 8
+"""GPUs of a node."""
+_REACHED = (
+    0.8  # of a link's bytes a second, by NCCL's large messages: 230 to 240 of 300 GB/s between eight A100s
+)
 
 
 @dataclass(frozen=True)
@@ -17,10 +23,11 @@ class Device:
         peak: Floating-point operations a second, by bytes of the dtype (4: fp32, 2: bf16).
         bandwidth: Bytes a second to and from its memory.
         overhead: Seconds to begin an operator.
-        link: Bytes a second to the next rank.
+        link: Bytes a second to the next rank of a node.
         latency: Seconds of a message of no length.
         adds: Whether arithmetic and traffic take turns instead of hiding each other: a CPU's products read their
             weights through caches that they fill again and again.
+        network: Bytes a second to a rank of another node; None: as `link`.
     """
 
     name: str
@@ -30,11 +37,16 @@ class Device:
     link: float
     latency: float
     adds: bool = False
+    network: float | None = None
 
     def seconds(self, flops: float, traffic: float, itemsize: int) -> float:
         """Of an operator with so many operations and bytes."""
         arithmetic, moving = flops / self.peak[itemsize], traffic / self.bandwidth
         return (arithmetic + moving if self.adds else max(arithmetic, moving)) + self.overhead
+
+    def link_over(self, ranks: int) -> float:
+        """Bytes a second between neighbours of a group that spans so many ranks, which fill one node after another."""
+        return self.link if ranks <= NODE or self.network is None else self.network
 
 
 def device_of(kind: str, name: str, threads: int) -> Device:
@@ -42,13 +54,14 @@ def device_of(kind: str, name: str, threads: int) -> Device:
 
     Args:
         kind: `cuda` or `cpu`.
-        name: The GPU's name; one that is not known is taken for an A100.
+        name: The GPU's name; see `assumed` for one that is not known.
         threads: Threads that compute, on a CPU.
     """
     if kind == "cuda":
-        gpu = find(name) or GPUS["A100"]
+        gpu, called = assumed(name)
         peak = {2: gpu.half, 4: gpu.single, 8: gpu.single / 2}
-        return Device(name, peak, gpu.bandwidth, 8e-6, 50e9, 2e-5)
+        link, network = _REACHED * gpu.link, _REACHED * gpu.network
+        return Device(called, peak, gpu.bandwidth, 8e-6, link, 2e-5, network=network)
     core = 90e9  # fp32 of a server core with AVX2 or wider, as products of matrices reach it
     return Device(
         f"{threads} CPU thread(s)",

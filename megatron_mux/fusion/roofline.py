@@ -217,11 +217,11 @@ class _Rank:
             expert_ranks: Ranks that exchange rows of experts.
         """
         tp, row = self.tensor, self.shape.hidden * self.itemsize
-        found = {"transfer": self._link(row)}
+        found = {"transfer": self._link(row, 2 * tp)}  # a stage's neighbour may be on the next node
         if tp > 1:
-            found["all_reduce"] = self._link(2 * row * (tp - 1) / tp)
+            found["all_reduce"] = self._link(2 * row * (tp - 1) / tp, tp)
         if self.shares is not None and expert_ranks > 1:
-            found["exchange"] = self._link(self.shares.away * row)
+            found["exchange"] = self._link(self.shares.away * row, expert_ranks)
             found["exchange_sizes"] = Curve((1,), (self.device.latency,), (0.0,))
         return found
 
@@ -285,7 +285,8 @@ class _Rank:
         latents = 2 * ((shape.latent.query_rank or 0) + shape.latent.rank)
         return latents + 4 * shape.heads * shape.head_dim / tp
 
-    def _link(self, bytes_per_row: float) -> Curve:
-        device = self.device
-        seconds = tuple(device.latency + size * bytes_per_row / device.link for size in self.sizes)
+    def _link(self, bytes_per_row: float, ranks: int) -> Curve:
+        """Of a collective in a group that spans so many ranks."""
+        link, latency = self.device.link_over(ranks), self.device.latency
+        seconds = tuple(latency + size * bytes_per_row / link for size in self.sizes)
         return Curve(self.sizes, seconds, seconds)

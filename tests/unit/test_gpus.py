@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.device import device_of
-from megatron_mux.gpus import ALLOCATOR_OPTIONS, ALLOCATOR_VARIABLES, GPUS, Gpu, find, known
+from megatron_mux.gpus import ALLOCATOR_OPTIONS, ALLOCATOR_VARIABLES, GPUS, TABLE_VARIABLE, Gpu, find, known
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,48 @@ def test_what_is_not_known() -> None:
         assert find(other) is None, other
     with pytest.raises(UserError, match=f"--device H9000: is not known: choose from cpu, {', '.join(GPUS)}"):
         known("H9000", "cpu")
-    assert device_of("cuda", "some new GPU", 0).peak[2] == known("A100").half
+    unknown = device_of("cuda", "some new GPU", 0)
+    assert unknown.peak[2] == known("A100").half
+    assert unknown.name.startswith("some new GPU (not in the table of GPUs, taken for an A100")
+
+
+def test_a_users_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "gpus.toml"
+    file.write_text(
+        '["H9000"]\nlike = "H100"\nlink_gb_s = 1800\n["A100 PCIe"]\nlike = "A100"\nlink_gb_s = 32\n'
+    )
+    monkeypatch.setenv(TABLE_VARIABLE, str(file))
+    assert known("NVIDIA H9000 SXM") == GPUS["H100"]._replace(link=1800e9)
+    assert known("NVIDIA A100 PCIe").link == 32e9 and known("A100-SXM4-80GB").link == 300e9
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("H9000 = ", "is no table of GPUs"),
+        ("H9000 = 5", "is no table of GPUs"),
+        ('[H9000]\nlike = "H1"', "like: must be one of B200"),
+        ('[H9000]\nlike = "H100"\nlink = 5', "link: unknown key"),
+        ('[H9000]\nlike = "H100"\nlink_gb_s = "fast"', "must be a number above 0, got 'fast'"),
+        (None, "No such file"),
+    ],
+)
+def test_a_users_table_that_is_none(
+    text: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "gpus.toml"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setenv(TABLE_VARIABLE, str(file))
+    with pytest.raises(UserError, match=f"{TABLE_VARIABLE} .*gpus.toml: .*{said}"):
+        known("H9000")
+
+
+def test_groups_beyond_a_node_have_the_network() -> None:
+    h100, l40s = (device_of("cuda", name, 0) for name in ("H100", "L40S"))
+    assert h100.link_over(8) == pytest.approx(0.8 * 450e9) and h100.link_over(16) == pytest.approx(0.8 * 50e9)
+    assert l40s.link_over(8) == pytest.approx(0.8 * 32e9)
+    assert device_of("cpu", "", 2).link_over(64) == device_of("cpu", "", 2).link
 
 
 def test_speeds_are_of_the_right_order() -> None:

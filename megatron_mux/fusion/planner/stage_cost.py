@@ -30,7 +30,7 @@ from megatron_mux.fusion.planner.frozen import AttentionCosts, Frozen
 from megatron_mux.fusion.planner.load import TaskLoad, engine_memory
 from megatron_mux.fusion.planner.messages import Layout, Messages
 from megatron_mux.fusion.profile import Profile
-from megatron_mux.gpus import Gpu, find
+from megatron_mux.gpus import assumed
 from megatron_mux.memory.forms.engine_memory import Rows
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.task_adapters import AdaptedOp
@@ -78,8 +78,7 @@ class StageCosts:
         self.itemsize = itemsize
         self.recomputes = method.recompute == "full"
         kind = profile.about.get("kind", "cpu")
-        known = find(str(profile.about.get("device", "")))
-        gpu = known.gpu if known is not None else Gpu()
+        gpu = assumed(str(profile.about.get("device", "")))[0].gpu
         self.memory = engine_memory(shape, self.loads, stages, method, itemsize, kind, gpu)
         self._index = {load.name: i for i, load in enumerate(self.loads)}
         self._curves = profile.curves

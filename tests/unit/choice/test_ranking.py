@@ -114,7 +114,11 @@ def test_speed_follows_from_what_a_method_does(recipe: Recipe) -> None:
 
 
 def test_weights_gathered_for_a_small_batch_cost_time() -> None:
-    assert seconds(ON_LARGE, 1, data=4) < seconds(ON_LARGE, 1, data=4, zero=3)
+    """Over PCIe or a network; NVLink brings the next layer's weights while a layer is computed."""
+    pcie = device_of("cuda", "L40S", 0)
+    assert seconds(ON_LARGE, 1, pcie, data=4) < seconds(ON_LARGE, 1, pcie, data=4, zero=3)
+    assert seconds(ON_LARGE, 1, A100, data=4) == seconds(ON_LARGE, 1, A100, data=4, zero=3)
+    assert seconds(ON_LARGE, 1, A100, data=16) < seconds(ON_LARGE, 1, A100, data=16, zero=3)
 
 
 def test_experts_are_shared_by_those_that_have_them_by_hand() -> None:

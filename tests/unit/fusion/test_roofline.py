@@ -87,6 +87,14 @@ def test_products_of_experts_count_pairs_and_their_matrices(
     assert seconds(overhead=1.0) == pytest.approx(held), "a launch for each expert"
 
 
+def test_tensor_ranks_of_an_h100_sum_over_nvlink(shapes: dict[str, BackboneShape]) -> None:
+    """4,096 rows of a 70B model on eight of them: twice 7/8 of 64 MiB in bf16."""
+    shape = dataclasses.replace(shapes["mixtral"], hidden=8192)
+    curves = roofline(shape, {"device": "NVIDIA H100 80GB HBM3", "kind": "cuda", "threads": 1}, 2, 8).curves
+    summed = 2 * 7 / 8 * 4096 * 8192 * 2 / (0.8 * 450e9)
+    assert curves["all_reduce"].at(4096)[0] == pytest.approx(summed + 2e-5, rel=1e-6)
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v2-groups"])
 def test_rows_go_once_to_each_rank_of_their_experts(name: str, shapes: dict[str, BackboneShape]) -> None:
     shape = shapes[name]
