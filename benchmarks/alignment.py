@@ -158,8 +158,8 @@ def _throughput(
     from engine_bench import make_bench
     from workload import Pair
 
-    from megatron_mux.fusion.load import typical
-    from megatron_mux.fusion.planning_context import PlanningContext
+    from megatron_mux.fusion.planner.load import typical
+    from megatron_mux.fusion.planner.planning_context import PlanningContext
     from tests.reference.records import Records
 
     records = []

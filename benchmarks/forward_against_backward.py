@@ -27,8 +27,8 @@ from script import add_output, command_line, publish, table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 if TYPE_CHECKING:
-    from megatron_mux.fusion.cost import HybridCost
-    from megatron_mux.fusion.stage_cost import StageCosts
+    from megatron_mux.fusion.planner.cost import HybridCost
+    from megatron_mux.fusion.planner.stage_cost import StageCosts
 
 SHARES = {"CPU core, messages a third": 1 / 3, "CPU core, messages a half": 1 / 2}
 CASES = [*product(LINKS, (128, 512)), *product(SHARES, (128,))]
@@ -135,7 +135,7 @@ class Unit:
     @classmethod
     def of(cls, batches: Sequence[HybridCost]) -> Unit:
         """Of batches that are computed in turns."""
-        from megatron_mux.fusion.cost import bucket_cost
+        from megatron_mux.fusion.planner.cost import bucket_cost
 
         cost = bucket_cost(batches)
         pairs = tuple(_pair(batches, stage) for stage in range(cost.stages))
@@ -177,8 +177,8 @@ def step_seconds(unit: Unit, buckets: int, micro_batches: int, paired: Sequence[
         micro_batches: Of each bucket.
         paired: `[S]` whether passes are paired.
     """
-    from megatron_mux.fusion.cost import seconds_per_step
-    from megatron_mux.fusion.planning_context import ROLLING_STEPS
+    from megatron_mux.fusion.planner.cost import seconds_per_step
+    from megatron_mux.fusion.planner.planning_context import ROLLING_STEPS
     from megatron_mux.pipeline.bucket import BucketCost
     from megatron_mux.pipeline.structured import StructuredRun
 

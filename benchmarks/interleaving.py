@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 
 if TYPE_CHECKING:
     from megatron_mux.backbone.registry import BackboneInfo
+    from megatron_mux.fusion.planner.stage_cost import StageCosts
     from megatron_mux.fusion.profile import Profile
-    from megatron_mux.fusion.stage_cost import StageCosts
 
 SIZES = (2, 4, 8)
 """Tensor ranks, and tasks."""
@@ -130,8 +130,8 @@ def equal_tasks(
     import numpy as np
     from engine_bench import spec_of
 
-    from megatron_mux.fusion.load import TaskLoad
-    from megatron_mux.fusion.stage_cost import StageCosts
+    from megatron_mux.fusion.planner.load import TaskLoad
+    from megatron_mux.fusion.planner.stage_cost import StageCosts
     from megatron_mux.memory.forms.method import Method
 
     adapter = {"peft_type": "LORA", "r": 16, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}

@@ -30,12 +30,12 @@ from megatron_mux.attributes import replaced
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.clock import Clock
 from megatron_mux.engine import Task
-from megatron_mux.fusion.balance import balanced_split
-from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.planner import Planner
-from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
+from megatron_mux.fusion.planner.balance import balanced_split
+from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.planner.planner import Planner
+from megatron_mux.fusion.planner.planning_context import ROLLING_STEPS, PlanningContext
 from megatron_mux.fusion.profile_store import find_profile
 from megatron_mux.fusion.step import step_template
 from megatron_mux.pipeline.action import TimedAction

@@ -115,7 +115,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.fusion.mesh import Mesh
-    from megatron_mux.fusion.planning_context import PlanningContext
+    from megatron_mux.fusion.planner.planning_context import PlanningContext
     from megatron_mux.runtime import initialize
 
     pipeline, two = arguments.stages > 1, arguments.stages > 1 or arguments.link is not None

@@ -27,11 +27,11 @@ from megatron_mux.errors import UserError, exit_status, to_stderr
 from megatron_mux.hub_cache import shown_model
 
 if TYPE_CHECKING:
-    from megatron_mux.fusion.load import TaskLoad
     from megatron_mux.fusion.mesh import Mesh
     from megatron_mux.fusion.plan import Plan
-    from megatron_mux.fusion.planner import Planner
-    from megatron_mux.fusion.planning_context import PlanningContext
+    from megatron_mux.fusion.planner.load import TaskLoad
+    from megatron_mux.fusion.planner.planner import Planner
+    from megatron_mux.fusion.planner.planning_context import PlanningContext
     from megatron_mux.fusion.profile import Profile
 
 
@@ -159,10 +159,10 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_mux.data.dataset import DataFiles
     from megatron_mux.data.tokenizer import load_tokenizer
     from megatron_mux.files import write_output
-    from megatron_mux.fusion.load import TaskLoad
-    from megatron_mux.fusion.meshes import adapts_experts, possible_meshes
+    from megatron_mux.fusion.mesh import possible_meshes
     from megatron_mux.fusion.plan import dumps
-    from megatron_mux.fusion.plan_tables import print_meshes, print_plan
+    from megatron_mux.fusion.planner.load import TaskLoad, adapts_experts
+    from megatron_mux.fusion.planner.plan_tables import print_meshes, print_plan
     from megatron_mux.tasks import load_task_file
     from megatron_mux.training.eval_setup import evaluation_time
     from megatron_mux.training.task_setup import open_tasks
@@ -222,7 +222,7 @@ def _mesh(arguments: argparse.Namespace, info: Any, loads: Mapping[str, TaskLoad
     """
     from megatron_mux.expert_ranks import size_problems
     from megatron_mux.fusion.mesh import Mesh
-    from megatron_mux.fusion.meshes import adapts_experts
+    from megatron_mux.fusion.planner.load import adapts_experts
 
     stages, tensor, data, expert, expert_tensor, managers = (
         getattr(arguments, name) or 0 for name in _DEGREES
@@ -263,10 +263,9 @@ def _plans(
     arguments: argparse.Namespace, info: Any, loads: Mapping[str, TaskLoad], meshes: Sequence[Mesh]
 ) -> tuple[list[tuple[Planner, Plan, float]], dict[Mesh, str]]:
     """Plan for each mesh; returns planner, plan and planning seconds by latency, and why other meshes do not fit."""
-    from megatron_mux.fusion.balance import balanced_split
-    from megatron_mux.fusion.planner import Planner
+    from megatron_mux.fusion.planner.balance import balanced_split
+    from megatron_mux.fusion.planner.planner import Planner, choose_recompute
     from megatron_mux.fusion.profile_store import profile_of_mesh
-    from megatron_mux.fusion.recompute import choose_recompute
 
     kind, dtype = _device(arguments)
     found: list[tuple[Planner, Plan, float]] = []
@@ -309,7 +308,7 @@ def _context(
     itemsize: int,
 ) -> PlanningContext:
     """What the flags ask for on a mesh, before layers are divided into stages."""
-    from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
+    from megatron_mux.fusion.planner.planning_context import ROLLING_STEPS, PlanningContext
 
     # With experts tensor parallelism needs it.
     divides_rows = arguments.sequence_parallel or info.shape.experts is not None

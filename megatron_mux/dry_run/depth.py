@@ -15,7 +15,7 @@ import numpy as np
 from megatron_mux.backbone.registry import BackboneInfo, info_without_weights
 from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.dry_run.run_spec import Recording, RunSpec, TaskRecords
-from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.memory.stream.events import StreamError
 from megatron_mux.memory.stream.extension import Grouping, extended
 from megatron_mux.memory.trace.model import configuration

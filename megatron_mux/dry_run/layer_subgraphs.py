@@ -21,7 +21,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.layer_graph import trace_layer
 from megatron_mux.fusion.operators import layer_subgraphs
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.subgraphs import LayerSubgraphs
 from megatron_mux.memory.worker import Worker

@@ -17,7 +17,7 @@ from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.dry_run.depth import read_info
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.fusion.alignment import Slice, padded_lengths
-from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.step import Lengths, step_grid
 from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.memory.forms.engine_memory import EngineMemory, Rows

@@ -33,8 +33,8 @@ from megatron_mux.engine.trial import Trials
 from megatron_mux.engine.updates import MakeUpdate
 from megatron_mux.errors import UserError, failed_allocation
 from megatron_mux.expert_shape import Placement
-from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.kernels.own_rows import Place, VocabularyPart
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import Timer

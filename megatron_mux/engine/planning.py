@@ -17,9 +17,9 @@ from typing import Any
 from megatron_mux.backbone.split import Split
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Mode
-from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan, Policy, Schedule, add_tasks, keep_tasks, plan_for
-from megatron_mux.fusion.planner import Planner
+from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.kernels.low_rank_choice import KernelChoice
 from megatron_mux.kernels.pointwise_choice import PointwiseName
 from megatron_mux.memory.forms.method import Recompute
@@ -154,16 +154,21 @@ class Planning:
             self._relieved = plan
 
     def _interim(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> tuple[Plan, int]:
-        """The plan until the planner is done, and for how many steps, the coming one included."""
+        """The plan until the planner is done, and for how many steps, the coming one included.
+
+        Raises:
+            UserError: None keeps to the limit of memory.
+        """
         if frozenset(loads) == frozenset(plan.tasks):
             return plan, self._left
         assert self.planner is not None
         new = [load for name, load in loads.items() if name not in plan.tasks]
         for buckets in self._ways_to_take_in(keep_tasks(plan, loads), new, loads):
             plan = self.planner.priced(buckets, loads)
-            limit = self.planner.memory_limit
-            if limit is None or max(plan.memory_bytes, default=math.inf) <= limit:
+            if self.planner.fits(plan):
                 break
+        else:
+            self.planner.refuse(plan, loads)
         planning = _LEAST_SECONDS + len(loads) * self.stages * _SECONDS_A_TASK_AND_STAGE
         steps = math.ceil(planning / plan.predicted_latency_s) if plan.predicted_latency_s else _MOST_STEPS
         return replace(plan, replan_in=0), 1 + min(max(steps, 1), _MOST_STEPS)

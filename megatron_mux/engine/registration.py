@@ -7,7 +7,7 @@ from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.engine.reference import attach_reference
 from megatron_mux.engine.task_state import Task, TaskState, reference_name
-from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.planner.load import TaskLoad
 
 
 def attach(adapters: AdapterSet, task: Task, load: TaskLoad) -> TaskState:

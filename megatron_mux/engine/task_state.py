@@ -20,7 +20,7 @@ from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.engine.snapshot import Snapshot
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.step import Lengths
 from megatron_mux.kernels.dropout import key_of
 from megatron_mux.kernels.embedding_noise import EmbeddingNoise

@@ -12,7 +12,6 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.launch_order import decode
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Bucket, Plan
-from megatron_mux.fusion.step import step_template
 
 _MOST_UNITS = 100_000
 """Chunks of a step: many more than any real step has."""
@@ -54,11 +53,6 @@ def check_plan(plan: Plan, backbone: str, mesh: Mesh, tasks: Sequence[str]) -> N
         UserError: With all problems; each wrong entry is named by its place.
     """
     problems = [*_wrong_place(plan, backbone, mesh), *_wrong_tasks(plan, tasks), *_wrong_buckets(plan)]
-    if not problems:
-        try:
-            step_template(plan, [bucket.chunks for bucket in plan.buckets])
-        except ValueError as error:  # a micro-batch is larger than the plan's own limit
-            problems.append(f"activation_limit: {error}")
     if problems:
         raise UserError(*problems)
 

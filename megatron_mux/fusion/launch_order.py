@@ -97,7 +97,13 @@ class Timeline:
 
 
 def encode(order: Sequence[int]) -> str:
-    """The text of an order."""
+    """The text of an order.
+
+    Raises:
+        ValueError: It is of more than `MOST_CHAINS` hybrid tasks.
+    """
+    if max(order, default=0) >= MOST_CHAINS:
+        raise ValueError(f"a bucket interleaves at most {MOST_CHAINS} hybrid tasks, got {max(order) + 1}")
     return "".join(_DIGITS[index] for index in order)
 
 

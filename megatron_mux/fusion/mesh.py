@@ -1,4 +1,4 @@
-"""How the ranks of a run are divided, and which layers each pipeline stage has."""
+"""How the ranks of a run are divided, which layers each pipeline stage has, and the ways to divide that there are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from megatron_mux.backbone.split import Split, even_split, stage_layers
 from megatron_mux.errors import UserError
+from megatron_mux.expert_ranks import size_problems
+from megatron_mux.shape import BackboneShape
 
 
 @dataclass(frozen=True)
@@ -113,3 +115,37 @@ class Mesh:
     def stage_layers(self, layers: int) -> list[range]:
         """The layers of each stage of a backbone with `layers` layers."""
         return stage_layers(self.split or even_split(layers, self.pipeline))
+
+
+def possible_meshes(
+    shape: BackboneShape, ranks: int, virtual: int = 1, whole_experts: bool = False
+) -> list[Mesh]:
+    """List the ways to divide so many ranks.
+
+    Args:
+        shape: The backbone's.
+        ranks: Number of ranks.
+        virtual: Pipeline stages of each rank, where there are several ranks to a pipeline.
+        whole_experts: Whether tensor ranks may not divide an expert; else they divide each as they do layers.
+    """
+    found = []
+    for tensor in _divisors(ranks):
+        for pipeline in _divisors(ranks // tensor):
+            stages = pipeline * (virtual if pipeline > 1 else 1)
+            mesh = Mesh(tensor, pipeline, ranks // (tensor * pipeline))
+            if shape.experts is None:
+                if not shape.parallel_problems(tensor, stages):
+                    found.append(mesh)
+                continue
+            share = 1 if whole_experts else tensor
+            for expert in _divisors(ranks // (pipeline * share)):
+                if not (
+                    shape.parallel_problems(tensor, stages, expert, share)
+                    or size_problems(ranks, tensor, pipeline, expert, share)
+                ):
+                    found.append(Mesh(tensor, pipeline, mesh.data, expert=expert, expert_tensor=share))
+    return found
+
+
+def _divisors(count: int) -> list[int]:
+    return [size for size in range(1, count + 1) if count % size == 0]

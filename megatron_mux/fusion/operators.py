@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from megatron_mux.backbone.pieces import MessageKind
 from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.fusion.device import device_of
-from megatron_mux.fusion.frozen import AttentionCosts
 from megatron_mux.fusion.layer_graph import ADAPTER, LayerGraph
+from megatron_mux.fusion.planner.frozen import AttentionCosts
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.subgraphs import LayerSubgraphs, Operator, segment
 

@@ -143,7 +143,8 @@ class Plan:
         predicted_latency_s: Seconds of one step of every task, its share of the flushes included.
         memory_bytes: Predicted peak of each rank of the pipeline.
         memory_limit_bytes: Bytes that a rank may use; None: no limit.
-        activation_limit: Bytes that each rank may keep between passes, resident bytes left out.
+        activation_limit: Bytes that each rank may keep between passes, resident bytes left out; a micro-batch that
+            keeps more is in flight alone. Empty: no limit.
         replan_in: Steps until the plan that is being made in the background takes over; 0: none is being made.
     """
 

@@ -10,6 +10,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -56,9 +57,13 @@ class Curve:
             max(0.0, self.backward[i - 1] + share * (self.backward[i] - self.backward[i - 1])),
         )
 
+    @cached_property
+    def _tables(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        return np.array(self.sizes, np.float64), np.array([self.forward, self.backward])
+
     def many(self, sizes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """The same of many sizes `[B]`: `[2, B]`."""
-        known, seconds = np.array(self.sizes), np.array([self.forward, self.backward])
+        known, seconds = self._tables
         if len(known) == 1:
             return np.repeat(seconds, len(sizes), axis=1)
         clamped = np.maximum(sizes, known[0])

@@ -29,7 +29,7 @@ from megatron_mux.pipeline.megatron_stage import (
     StepFunctions,
     of_wrapped,
 )
-from megatron_mux.pipeline.structured import descending, structured
+from megatron_mux.pipeline.structured import check_memory, descending, structured
 from megatron_mux.pipeline.template import Template
 from megatron_mux.runtime import Parallel, adopt
 
@@ -291,6 +291,7 @@ def _template(costs: tuple[BucketCost, ...], memory_limit: tuple[float, ...], fo
     stages = costs[0].stages
     if len(memory_limit) != stages:
         raise ValueError(f"memory_limit is for {len(memory_limit)} stage(s), not for {stages}")
+    check_memory(costs, memory_limit)
     template = structured(costs, memory_limit)
     if forward_only:
         template = tuple(tuple(action for action in actions if action.kind == "F") for actions in template)

@@ -22,7 +22,7 @@ class Simulation:
 
     Attributes:
         timed: Actions of each rank with their times in seconds.
-        peaks: Most bytes that each rank keeps between forward and backward passes.
+        peaks: Most bytes that each rank keeps between forward and backward passes and takes in one of them.
     """
 
     timed: tuple[tuple[TimedAction, ...], ...]
@@ -113,7 +113,9 @@ def _peak(actions: Sequence[TimedAction], buckets: Sequence[BucketCost]) -> floa
     """Bytes are taken when a forward pass starts and freed when its backward pass stops."""
     size = most = 0.0
     for action in (timed.action for timed in actions if timed.action.is_pass):
-        kept = buckets[action.bucket % len(buckets)].memory[action.stage]
-        size += kept if action.kind == "F" else -kept
-        most = max(most, size)
+        bucket = buckets[action.bucket % len(buckets)]
+        kept = bucket.memory[action.stage]
+        size += kept * (action.kind == "F")
+        most = max(most, size + bucket.working[action.stage])
+        size -= kept * (action.kind == "B")
     return most

@@ -58,7 +58,12 @@ def _kept(bucket: BucketCost, rank: int, ranks: int) -> float:
     return sum(bucket.memory[stage] for stage in range(rank, bucket.stages, ranks))
 
 
-def _check_memory(buckets: Sequence[BucketCost], memory_limit: Sequence[float]) -> None:
+def check_memory(buckets: Sequence[BucketCost], memory_limit: Sequence[float]) -> None:
+    """Refuse buckets of which a micro-batch keeps more than a rank may keep.
+
+    Raises:
+        ValueError: Says which.
+    """
     for i, bucket in enumerate(buckets):
         for rank, limit in enumerate(memory_limit):
             kept = _kept(bucket, rank, len(memory_limit)) * bucket.chunks
@@ -77,13 +82,14 @@ class StructuredRun:
 
     Args:
         buckets: At least one, in the order in which they enter; see `descending`.
-        memory_limit: Bytes that each rank may keep between forward and backward passes; None for no limit.
+        memory_limit: Bytes that each rank may keep between forward and backward passes; None for no limit. A
+            micro-batch that keeps more is in flight alone.
         sizes: The actual micro-batches and chunks, if they differ from those of the costs; those of several steps one
             after the other. A bucket's step starts when its previous step is done on the first stage.
         virtual: Number of stages on each rank; stage `s` is on rank `s % ranks`.
 
     Raises:
-        ValueError: A single micro-batch does not fit in a rank's memory, or costs are for different numbers of stages.
+        ValueError: Costs are for different numbers of stages.
     """
 
     def __init__(
@@ -98,8 +104,6 @@ class StructuredRun:
             raise ValueError(f"buckets have costs for {sorted({b.stages for b in buckets})} stages")
         if stages % virtual:
             raise ValueError(f"{stages} stages cannot be {virtual} to a rank")
-        if memory_limit is not None:
-            _check_memory(buckets, memory_limit)
         sizes = sizes_of(buckets) if sizes is None else sizes
         self.last = stages - 1
         self.ranks = stages // virtual
@@ -152,14 +156,17 @@ class StructuredRun:
         )
 
     def peaks(self) -> list[float]:
-        """`[ranks]` most bytes that each rank keeps between forward and backward passes."""
-        signs = {"F": 1.0, "B": -1.0}
+        """`[ranks]` most bytes that each rank keeps between forward and backward passes and takes in one of them."""
         found = []
         for passes in self.passes:
-            changes = (
-                signs[kind] * self.buckets[self.bucket[number]].memory[s] for kind, s, number in passes
-            )
-            found.append(max(accumulate(changes), default=0.0))
+            kept = most = 0.0
+            for kind, stage, number in passes:
+                bucket = self.buckets[self.bucket[number]]
+                own = bucket.memory[stage]
+                now = kept + own if kind == "F" else kept
+                most = max(most, now + bucket.working[stage])
+                kept = now if kind == "F" else kept - own
+            found.append(most)
         return found
 
     def _run(self) -> None:
@@ -238,5 +245,5 @@ class StructuredRun:
         kept = self.kept[stage] + self.kept_by_rank[self.bucket[number]][stage]
         if kept <= self.limit[stage] * (1 + _TOLERANCE):
             return True
-        # A micro-batch that is alone in flight must finish, whatever it keeps: nothing else could free memory for it.
+        # A micro-batch that is alone in flight goes on, whatever it keeps: nothing else could free memory for it.
         return self.pack[number] == self.pack[self.backwards[stage]]

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from megatron_mux.engine import Engine, Task
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.load import TaskLoad
-from megatron_mux.fusion.planner import Planner
+from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.runtime import Parallel
 
 

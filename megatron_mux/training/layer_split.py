@@ -8,9 +8,9 @@ from typing import Any
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.split import Split, even_split, parse_layout, split_between
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.balance import balanced_split
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.planner.balance import balanced_split
+from megatron_mux.fusion.planner.planning_context import PlanningContext
 
 
 def split_layers(

@@ -20,14 +20,13 @@ from megatron_mux.engine import Planning, Task
 from megatron_mux.engine.agreement import from_first
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan, read_plan
-from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.planner import Planner
-from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
+from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.planner.planner import Planner, choose_recompute
+from megatron_mux.fusion.planner.planning_context import ROLLING_STEPS, PlanningContext
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.profile_store import profile_of_mesh
-from megatron_mux.fusion.recompute import choose_recompute
 from megatron_mux.kernels.pointwise_choice import pointwise_name
 from megatron_mux.memory.sizes import show_size
 from megatron_mux.runtime import Parallel, device_memory

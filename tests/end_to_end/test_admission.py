@@ -10,9 +10,9 @@ import torch
 
 from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.fusion.mesh import Mesh
-from megatron_mux.fusion.plan_evaluator import PlanEvaluator
-from megatron_mux.fusion.planner import Planner
-from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.planner.plan_evaluator import PlanEvaluator
+from megatron_mux.fusion.planner.planner import Planner
+from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel

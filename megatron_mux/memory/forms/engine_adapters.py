@@ -9,7 +9,6 @@ Shapes: B micro-batches, K tasks, L layers, S stages.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from megatron_mux.kernels.terms import LATENT_MULTIPLE
 from megatron_mux.memory.forms.beginnings import FIRSTS
 from megatron_mux.memory.forms.layer_bytes import OPS, LayerBytes
 from megatron_mux.memory.forms.layer_kinds import LayerKinds
-from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
+from megatron_mux.memory.forms.task_adapters import TaskAdapters
 
 Array = npt.NDArray[np.float64]
 
@@ -94,37 +93,36 @@ class AdapterTables:
         self._multiplied, self._multiplied_behind = np.zeros(shape), np.zeros(shape)
         self._own_behind = np.zeros(len(tasks))
         self._lowest = np.array([task.lowest for task in tasks], dtype=np.int64)
-        known: dict[AdaptedOp, tuple[Kept, float]] = {}
         for k, task in enumerate(tasks):
+            layers_of: dict[tuple[BaseOpName, Kept], list[int]] = {}
             for adapted in task.ops:
-                self._enter(k, adapted, known)
+                layers_of.setdefault((adapted.op, adapted.kept), []).append(adapted.layer)
+            for (op, kept), own in layers_of.items():
+                self._enter(k, op, kept, np.array(own))
 
-    def _enter(self, k: int, adapted: AdaptedOp, known: dict[AdaptedOp, tuple[Kept, float]]) -> None:
-        """Add an adapted BaseOp of task `k` to the tables; layers are alike."""
-        place, op = (k, adapted.layer), adapted.op
-        key = replace(adapted, layer=0)
-        if key not in known:
-            known[key] = self._priced(key)
-        found, own = known[key]
+    def _enter(self, k: int, op: BaseOpName, kept: Kept, at: npt.NDArray[np.int64]) -> None:
+        """Add a BaseOp that task `k` adapts alike in these layers to the tables."""
+        place = (k, at)
+        found, own = self._priced(op, kept)
         needed = self._inputs[_SAME_INPUT.get(op, op)]
-        needed[place] = max(needed[place], found.input)
-        self._outputs[op][place] = max(self._outputs[op][place], found.output)
-        self._replaced[op][place] = max(self._replaced[op][place], found.replaces_input)
+        needed[place] = np.maximum(needed[place], found.input)
+        self._outputs[op][place] = np.maximum(self._outputs[op][place], found.output)
+        self._replaced[op][place] = np.maximum(self._replaced[op][place], found.replaces_input)
         latent = self._latent[op, found.output]
-        rows = self._pairs[adapted.layer] if op in EXPERT_OPS else 1.0
-        latent[place] = max(latent[place], rows * _whole(found.latent) * self._layer.size)
+        rows = self._pairs[at] if op in EXPERT_OPS else 1.0
+        latent[place] = np.maximum(latent[place], rows * _whole(found.latent) * self._layer.size)
         self._own[place] += own
-        self._scratch[place] = max(self._scratch[place], 4 * found.scratch / self._layer.tensor)
+        self._scratch[place] = np.maximum(self._scratch[place], 4 * found.scratch / self._layer.tensor)
         multiplied = self._multiplied_behind if op in _BEHIND_ATTENTION else self._multiplied
-        multiplied[place] = max(multiplied[place], self._multiplied_bytes(op, found))
-        if adapted.layer == len(self.of_stage) - 1 and op in _BEHIND_ATTENTION:
-            self._own_behind[k] += own
+        multiplied[place] = np.maximum(multiplied[place], self._multiplied_bytes(op, found))
+        if op in _BEHIND_ATTENTION:
+            self._own_behind[k] += own * np.count_nonzero(at == len(self.of_stage) - 1)
 
-    def _priced(self, adapted: AdaptedOp) -> tuple[Kept, float]:
+    def _priced(self, op: BaseOpName, kept: Kept) -> tuple[Kept, float]:
         """What an adapter keeps at a BaseOp, and bytes of a row of its own."""
-        layer, kept = self._layer, adapted.kept
+        layer = self._layer
         # What follows a row-parallel BaseOp is computed task by task if tensor ranks divide the rows there.
-        divided = layer.sequence_parallel and kept.output and adapted.op not in COLUMN_PARALLEL
+        divided = layer.sequence_parallel and kept.output and op not in COLUMN_PARALLEL
         if kept.grouped is not None and layer.groups_rows and not divided:
             kept = kept.grouped
         return kept, layer.bytes(kept.rows)
@@ -227,6 +225,7 @@ def _whole(columns: int) -> int:
 def _largest(weights: Array, table: Array) -> Array:
     """`[B, L]` the largest entry of any task, each times the task's weight of `[B, K]`."""
     found = np.zeros((len(weights), table.shape[1]))
-    for task in np.nonzero(table.any(axis=1))[0]:
-        found = np.maximum(found, weights[:, [task]] * table[task])
+    for task in np.flatnonzero(table.any(axis=1) & weights.any(axis=0)):
+        present = np.flatnonzero(weights[:, task])
+        found[present] = np.maximum(found[present], weights[present, task, None] * table[task])
     return found

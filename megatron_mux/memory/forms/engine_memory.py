@@ -166,13 +166,13 @@ class EngineMemory:
 
     # -- what passes keep and take
 
-    def passes(self, rows: Rows, in_step: float = np.inf, length: float | None = None) -> Passes:
+    def passes(self, rows: Rows, in_step: float = np.inf, length: Array | None = None) -> Passes:
         """Bytes that micro-batches keep and take on every stage.
 
         Args:
             rows: The micro-batches.
             in_step: The most micro-batches of a step.
-            length: Of all sequences in them; None: as each task's are.
+            length: `[B]` of all sequences in each; None: as each task's are.
         """
         most = rows.most[:, None]
         # Whoever may need more rows than its tasks have now, has them of the same tasks.

@@ -60,26 +60,33 @@ class RowBytes:
     lengths: Sequence[Sequence[float]]
     prefixed: Sequence[bool]
 
-    def at(self, rows: Array, length: float | None = None) -> LayerBytes:
+    def at(self, rows: Array, length: Array | None = None) -> LayerBytes:
         """What micro-batches keep.
 
         Args:
             rows: `[B, K]` rows of each task.
-            length: Of all sequences in them; None: as each task's are.
+            length: `[B]` of all sequences in each; None: as each task's are.
         """
-        tasks = self._of_tasks if length is None else self._of([(length,)] * len(self.prefixed))
         share = rows / np.maximum(rows.sum(axis=1, keepdims=True), 1e-9)
-        plain, whole, above, inputs, below = np.split(share @ tasks, _PARTS, axis=1)
+        if length is None:
+            found = share @ self._of_tasks
+        else:
+            sizes = np.maximum(1, np.round(length)).tolist()
+            prefixed = share @ np.array(self.prefixed, np.float64)
+            of_prefixed = ((prefixed, True), (share.sum(axis=1) - prefixed, False))
+            found = sum(
+                part[:, None] * np.array([self._alone(size, kind) for size in sizes])
+                for part, kind in of_prefixed
+                if part.any()
+            )
+        plain, whole, above, inputs, below = np.split(found, _PARTS, axis=1)
         return LayerBytes(plain[:, 0], whole[:, 0], above[:, 0], inputs, below)
 
     @cached_property
     def _of_tasks(self) -> Array:
-        return self._of(self.lengths)
-
-    def _of(self, lengths: Sequence[Sequence[float]]) -> Array:
         """`[K, ...]` the numbers of a `LayerBytes`, on average over a task's rows."""
         found = []
-        for own, prefixed in zip(lengths, self.prefixed, strict=True):
+        for own, prefixed in zip(self.lengths, self.prefixed, strict=True):
             sizes, counts = np.unique(np.maximum(1, np.round(own)), return_counts=True)
             kept = np.array([self._alone(size, prefixed) for size in sizes.tolist()])
             found.append(np.average(kept, axis=0, weights=sizes * counts))

@@ -208,6 +208,8 @@ class TaskAdapters:
     def scratch(self, layers: range, tensor: int) -> float:
         """fp32 values of buffers that the optimizer keeps to step the tensors of these layers."""
         kind = OPTIMIZERS[self.optimizer]
+        if not kind.scratch_bytes([1]):
+            return 0.0
         own = [t.size(tensor) for t in self.tensors if t.share(layers, len(self.divided))]
         return kind.scratch_bytes(own) / 4
 

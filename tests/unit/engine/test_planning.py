@@ -5,15 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 
 from megatron_mux.engine.planning import Planning
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
-from megatron_mux.fusion.planner import Planner
-from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.planner.planner import Planner
+from megatron_mux.fusion.planner.planning_context import PlanningContext
 from tests.unit.fusion import backbone
 
 STEP = 0.3
@@ -38,6 +39,10 @@ class Slow(Planner):
 
     def check(self, loads: Mapping[str, TaskLoad]) -> None:
         """See `Planner`."""
+
+    def refuse(self, plan: Plan, tasks: Mapping[str, TaskLoad]) -> NoReturn:
+        """See `Planner`."""
+        raise UserError("too large")
 
     def priced(self, plan: Plan, loads: Mapping[str, TaskLoad]) -> Plan:
         """See `Planner`."""
@@ -173,13 +178,22 @@ def test_looking_at_the_next_plan_changes_nothing() -> None:
     assert len(step(planning, "abc").buckets) == 2
 
 
-@pytest.mark.parametrize(("limit", "parts"), [(None, [7, 1]), (2, [7, 1]), (1, [7, 2]), (0.5, [2, 2, 2])])
+@pytest.mark.parametrize(("limit", "parts"), [(None, [7, 1]), (2, [7, 1]), (1, [7, 2])])
 def test_newcomers_are_as_cautious_as_memory_is_short(limit: float | None, parts: list[int]) -> None:
     slow = Slow()
     slow.memory_limit = limit
     planning = Planning("auto", 1, slow)
     step(planning, "ab")
     assert [bucket.micro_batches for bucket in step(planning, "abc").buckets] == parts
+
+
+def test_newcomers_that_fit_in_no_way_are_refused() -> None:
+    slow = Slow()
+    slow.memory_limit = 0.5
+    planning = Planning("auto", 1, slow)
+    step(planning, "ab")
+    with pytest.raises(UserError, match="too large"):
+        step(planning, "abc")
 
 
 def test_auto_needs_a_planner() -> None:

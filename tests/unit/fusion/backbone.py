@@ -13,7 +13,7 @@ from megatron_mux.adapters.ia3 import IA3Spec
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.lora import LoraSpec
 from megatron_mux.backbone.registry import BackboneInfo, family
-from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters

@@ -13,8 +13,8 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import ALSO_PRINTED, check_plan, read_plan
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import dumps
-from megatron_mux.fusion.planner import Planner
-from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.planner.planner import Planner
+from megatron_mux.fusion.planner.planning_context import PlanningContext
 from tests.unit.fusion import backbone
 
 MESH = Mesh(1, 2, 1)
@@ -93,10 +93,6 @@ def _twice(value: dict[str, Any]) -> None:
         (lambda value: value["buckets"][0].update(forward=[]), "buckets[0]: has no predicted seconds"),
         (lambda value: value["buckets"][0].update(chunk=None), "its packs are not cut, yet"),
         (lambda value: value["buckets"][0].update(micro_batches=1), "the bucket has 1"),
-        (
-            lambda value: value.update(activation_limit=[1.0, 1.0]),
-            "activation_limit: one micro-batch of bucket 0",
-        ),
         (lambda value: value["buckets"][0].update(chunks=[10**9]), "buckets[0].chunks[0]"),
         (lambda value: value["buckets"][0].update(micro_batches=10**8), "buckets[0].micro_batches"),
         (

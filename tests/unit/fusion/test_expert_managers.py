@@ -9,7 +9,7 @@ from megatron_mux.fusion.device import device_of
 from megatron_mux.fusion.even_experts import even_selection
 from megatron_mux.fusion.expert_managers import with_managers
 from megatron_mux.fusion.roofline import roofline
-from tests.unit.fusion.test_messages import shape_of
+from tests.unit.fusion.planner.test_messages import shape_of
 
 
 def test_managers_compute_while_messages_are_on_their_way() -> None:

@@ -14,8 +14,8 @@ from megatron_mux.fusion.check import check_plan
 from megatron_mux.fusion.launch_order import Interleave, LaunchOrder, LayerCost, PieceCost, decode
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan, dumps, keep_tasks
-from megatron_mux.fusion.planner import Planner
-from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.planner.planner import Planner
+from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.step import Lengths, step_grid
 from tests.unit.fusion import backbone
 

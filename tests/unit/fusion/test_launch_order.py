@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_mux.fusion.launch_order import (
+    MOST_CHAINS,
     Chain,
     LayerCost,
     Overlap,
@@ -141,3 +142,9 @@ def test_a_backward_pass_has_its_layers_in_reverse() -> None:
     reverse = [own.chain(layers[::-1], layers) for own in passes]
     assert backward == encode(best_order(reverse, "auto")) != forward
     assert simulate(reverse, decode(backward)).seconds < simulate(reverse, decode(forward)).seconds
+
+
+def test_a_bucket_has_no_more_hybrid_tasks_than_a_launch_order_can_name() -> None:
+    assert decode(encode(range(MOST_CHAINS))) == list(range(MOST_CHAINS))
+    with pytest.raises(ValueError, match="at most 36 hybrid tasks, got 37"):
+        encode(range(MOST_CHAINS + 1))

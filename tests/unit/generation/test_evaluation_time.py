@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_mux.fusion.evaluation_time import EvaluatedLoad, predicted_evaluation
 from megatron_mux.fusion.mesh import Mesh
-from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.planner.evaluation_time import EvaluatedLoad, predicted_evaluation
+from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.tasks.evaluation import TOKENS_PER_PASS, tokens_per_pass
 from tests.unit.fusion import backbone
 

@@ -10,7 +10,7 @@ from megatron_mux.pipeline.action import Action
 from megatron_mux.pipeline.bucket import BucketCost, sizes_of
 from megatron_mux.pipeline.check import TemplateError, check
 from megatron_mux.pipeline.simulate import Simulation, simulate
-from megatron_mux.pipeline.structured import StructuredRun, descending, structured
+from megatron_mux.pipeline.structured import StructuredRun, check_memory, descending, structured
 from megatron_mux.pipeline.template import Template, forward_only, gpipe, interleaved, one_f_one_b, plain
 from tests.unit.pipeline.idle import bubble_shares, internal_bubble
 
@@ -118,7 +118,8 @@ def test_the_last_stage_never_idles_inside(stages: int, of: list[tuple[float, in
 def test_one_micro_batch_that_does_not_fit_is_refused() -> None:
     buckets = [BucketCost(2, (1.0,), (1.0,), memory=(3.0,), chunks=2)]
     with pytest.raises(ValueError, match="bucket 0 keeps 6 bytes on rank 0, which may keep 5"):
-        structured(buckets, [5.0])
+        check_memory(buckets, [5.0])
+    assert simulate(structured(buckets, [5.0]), buckets).peaks == (6.0,), "it is in flight alone"
 
 
 def parsed(*rows: str) -> Template:

@@ -12,10 +12,10 @@ from megatron_mux.data.sampler import Sampler
 from megatron_mux.fusion.alignment import Slice
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
-from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.step import Lengths, step_grid
 from tests.unit.fusion import backbone
-from tests.unit.fusion.test_stage_cost import costs
+from tests.unit.fusion.planner.test_stage_cost import costs
 
 
 @given(
@@ -82,4 +82,4 @@ def test_a_pair_is_the_smallest_micro_batch() -> None:
     model = costs([replace(backbone.load("t", lengths), together=2)])
     assert model.hybrid((0,), 8).micro_batches == 2
     single = costs([backbone.load("t", lengths)])
-    assert all(pair > one for pair, one in zip(model.longest(0), single.longest(0), strict=True))
+    assert all(pair > one for pair, one in zip(model.longest([0])[0], single.longest([0])[0], strict=True))

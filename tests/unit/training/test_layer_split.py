@@ -12,7 +12,7 @@ from megatron_mux.arguments import parse_args
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan, plan_for
-from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.training.layer_split import split_layers
 from tests.unit.fusion import backbone
 

@@ -15,11 +15,10 @@ import torch
 
 from megatron_mux.backbone.registry import info_without_weights
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.mesh import Mesh
-from megatron_mux.fusion.planner import Planner
-from megatron_mux.fusion.planning_context import PlanningContext
-from megatron_mux.fusion.recompute import choose_recompute
+from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.planner.planner import Planner, choose_recompute
+from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.memory.forms.method import Recompute
 from megatron_mux.training import plan_setup

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mux.fusion.cost import entry_orders, seconds_per_step
 from megatron_mux.fusion.mesh import Mesh
-from megatron_mux.fusion.plan_evaluator import PlanEvaluator
-from megatron_mux.fusion.planning_context import ROLLING_STEPS, PlanningContext
+from megatron_mux.fusion.planner.cost import entry_orders, seconds_per_step
+from megatron_mux.fusion.planner.plan_evaluator import PlanEvaluator
+from megatron_mux.fusion.planner.planning_context import ROLLING_STEPS, PlanningContext
 from megatron_mux.fusion.step import bucket_costs, step_grid, step_template
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.simulate import simulate

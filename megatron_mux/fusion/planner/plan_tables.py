@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from megatron_mux.console import make_console
-from megatron_mux.fusion.evaluation_time import EvaluationTime
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.planner import Comparison
+from megatron_mux.fusion.planner.evaluation_time import EvaluationTime
+from megatron_mux.fusion.planner.planner import Comparison
 
 _BUCKET_COLUMNS = ("tokens a step", "micro-batches", "chunk", "chunks", "forward ms", "backward ms")
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.fusion.alignment import Slice
-from megatron_mux.fusion.load import TaskLoad, typical
-from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.planner.load import TaskLoad, typical
+from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.tasks.evaluation import filled, tokens_per_pass

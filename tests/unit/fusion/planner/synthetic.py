@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_mux.fusion.cost import Hybrid, HybridCost
+from megatron_mux.fusion.planner.cost import Hybrid, HybridCost
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ Nothing of it needs a weight: the index of the data, the task's spec and the bac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_mux.base_ops import EXPERT_OPS
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.memory.forms.engine_memory import EngineMemory
@@ -111,6 +112,11 @@ class TaskLoad:
     def total(self) -> int:
         """Tokens of a typical step."""
         return sum(self.tokens)
+
+
+def adapts_experts(loads: Iterable[TaskLoad]) -> bool:
+    """Whether some task has adapters on routed experts, whose matrices tensor ranks then do not divide."""
+    return any(site.op in EXPERT_OPS for load in loads for site in load.ops)
 
 
 def engine_memory(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
-from itertools import combinations, permutations
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, islice, permutations, product
 
-from megatron_mux.fusion.arrangement import Arrangement, ArrangementEvaluator
-from megatron_mux.fusion.cost import CostModel, Hybrid
-from megatron_mux.fusion.grouping import Partition, consecutive
+from megatron_mux.fusion.planner.arrangement import Arrangement, ArrangementEvaluator
+from megatron_mux.fusion.planner.cost import CostModel, Hybrid
+from megatron_mux.fusion.planner.grouping import Partition, consecutive
 
 _BUDGET = 60_000
 """Effort of finding a start, and of refining it: passes simulated or hybrid tasks compared; a tenth of a second."""
@@ -64,10 +64,14 @@ def search(
     budget = _BUDGET if len(tokens) <= _FEW else _BUDGET * _FRACTION / len(micro_batches)
     evaluator = ArrangementEvaluator(model, memory_limit, budget, virtual, steps)
     starts: list[Arrangement] = []
+    order = sorted(range(len(tokens)), key=lambda i: (tokens[i], i))
+    proposals = {}
     for count in micro_batches:
         evaluator.renew()
         below = min((start.latency for start in starts), default=math.inf) * (1 + _WORTH_A_START)
-        candidates = [(evaluator.bound(p, count), count, p) for _, p in _equation_6(evaluator, tokens, count)]
+        proposals[count] = [p for _, p in consecutive(model, order, count, memory_limit)]
+        evaluator.hybrids([hybrid for partition in proposals[count] for hybrid in partition], count)
+        candidates = [(evaluator.bound(p, count), count, p) for p in proposals[count]]
         start = _best_first(evaluator, candidates, below)
         if start is not None:
             starts.append(start)
@@ -78,15 +82,18 @@ def search(
     refined = []
     for start in starts:
         evaluator.renew()
-        refined.append(_refine(evaluator, start))
+        refined.append(_refine(evaluator, tokens, start))
     refined.sort(key=lambda arrangement: arrangement.latency)
-    best = _from_elsewhere(evaluator, tokens, refined)
+    best = _from_elsewhere(evaluator, tokens, proposals, refined)
     evaluator.renew()
     return _regroup(evaluator, best)
 
 
 def _from_elsewhere(
-    evaluator: ArrangementEvaluator, tokens: Sequence[float], refined: Sequence[Arrangement]
+    evaluator: ArrangementEvaluator,
+    tokens: Sequence[float],
+    proposals: Mapping[int, Sequence[Partition]],
+    refined: Sequence[Arrangement],
 ) -> Arrangement:
     """The best of `refined` and of what starts with other numbers of hybrid tasks lead to: single moves rarely change
     these numbers.
@@ -94,22 +101,17 @@ def _from_elsewhere(
     best = refined[0]
     evaluator.renew()
     for count in [arrangement.micro_batches for arrangement in refined]:
-        for _, partition in _equation_6(evaluator, tokens, count):
+        for partition in proposals[count]:
             if evaluator.is_exhausted:
                 return best
             if len(partition) == len(best.partition):
                 continue
             start = evaluator.best_grouping(partition, count, math.inf)
             if start is not None:
-                best = min(best, _refine(evaluator, start), key=lambda arrangement: arrangement.latency)
+                best = min(
+                    best, _refine(evaluator, tokens, start), key=lambda arrangement: arrangement.latency
+                )
     return best
-
-
-def _equation_6(
-    evaluator: ArrangementEvaluator, tokens: Sequence[float], micro_batches: int
-) -> list[tuple[float, Partition]]:
-    order = sorted(range(len(tokens)), key=lambda i: (tokens[i], i))
-    return consecutive(evaluator, order, micro_batches, evaluator.limit)
 
 
 def _best_first(
@@ -132,16 +134,16 @@ def _best_first(
     return best
 
 
-def _refine(evaluator: ArrangementEvaluator, best: Arrangement) -> Arrangement:
-    """Move tasks for as long as that lowers the latency and the budget lasts."""
+def _refine(evaluator: ArrangementEvaluator, tokens: Sequence[float], best: Arrangement) -> Arrangement:
+    """Move tasks for as long as that lowers the latency and the budget lasts, which is asked before they are listed."""
     count = best.micro_batches
     improved = True
     while improved:
         improved = False
         candidates: list[tuple[float, Partition]] = []
-        neighbours = sorted(set(_neighbours(best.partition)))
         affordable = evaluator.affordable(len(best.partition))
-        evaluator.hybrids([h for p in neighbours[:affordable] for h in p], count)
+        neighbours = list(dict.fromkeys(islice(_neighbours(best.partition, tokens), affordable)))
+        evaluator.hybrids([h for p in neighbours for h in p], count)
         for partition in neighbours:
             if evaluator.is_exhausted:
                 break
@@ -193,23 +195,29 @@ def _other_buckets(buckets: Sequence[tuple[Hybrid, ...]]) -> Iterator[list[tuple
                 yield [bucket for bucket in changed if bucket]
 
 
-def _neighbours(partition: Partition) -> Iterator[Partition]:
-    """One task moved to another hybrid task or on its own; two tasks exchanged; two hybrid tasks merged."""
-    for a, here in enumerate(partition):
-        others = [hybrid for i, hybrid in enumerate(partition) if i != a]
-        for b in range(a, len(others)):
-            yield _sorted([*others[:b], *others[b + 1 :], (*here, *others[b])])
-        for task in here:
-            rest = tuple(t for t in here if t != task)
-            if rest:
-                yield _sorted([*others, rest, (task,)])
-            for b, there in enumerate(others):
-                without = others[:b] + others[b + 1 :]
-                yield _sorted([*without, *([rest] if rest else []), (*there, task)])
-                for other in there:
-                    if rest and task < other:
-                        kept = tuple(t for t in there if t != other)
-                        yield _sorted([*without, (*rest, other), (*kept, task)])
+def _neighbours(partition: Partition, tokens: Sequence[float]) -> Iterator[Partition]:
+    """One task on its own; or two hybrid tasks merged, a task of one moved to the other, or two exchanged: those of
+    nearly as many tokens first.
+    """
+    for hybrid in partition:
+        others = [other for other in partition if other != hybrid]
+        if len(hybrid) > 1:
+            yield from (_sorted([*others, _without(hybrid, task), (task,)]) for task in hybrid)
+    by_size = sorted(partition, key=lambda hybrid: (sum(tokens[t] for t in hybrid) / len(hybrid), hybrid))
+    for apart in range(1, len(by_size)):
+        for here, there in zip(by_size, by_size[apart:], strict=False):
+            others = [hybrid for hybrid in partition if hybrid not in (here, there)]
+            yield _sorted([*others, (*here, *there)])
+            for one, other in ((here, there), (there, here)):
+                if len(one) > 1:
+                    yield from (_sorted([*others, _without(one, t), (*other, t)]) for t in one)
+            if len(here) > 1 or len(there) > 1:
+                for a, b in product(here, there):
+                    yield _sorted([*others, (*_without(here, a), b), (*_without(there, b), a)])
+
+
+def _without(hybrid: Hybrid, task: int) -> Hybrid:
+    return tuple(t for t in hybrid if t != task)
 
 
 def _sorted(hybrids: Sequence[Hybrid]) -> Partition:

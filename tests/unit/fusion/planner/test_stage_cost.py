@@ -12,10 +12,10 @@ from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Slice
-from megatron_mux.fusion.cost import HybridCost
-from megatron_mux.fusion.load import TaskLoad
+from megatron_mux.fusion.planner.cost import HybridCost
+from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.planner.stage_cost import StageCosts
 from megatron_mux.fusion.profile import Curve
-from megatron_mux.fusion.stage_cost import StageCosts
 from megatron_mux.memory.forms.method import Method, Recompute
 from tests.unit.fusion import backbone
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mux.fusion.balance import least_maximum
+from megatron_mux.fusion.planner.balance import least_maximum
 
 
 def every_cut(weights: list[float], parts: int) -> list[list[float]]:

@@ -132,25 +132,18 @@ def fits(bucket: BucketCost, memory_limit: Sequence[float] | None) -> bool:
     )
 
 
-def kept_limit(buckets: Sequence[BucketCost], rank_limit: Sequence[float]) -> list[float] | None:
-    """What each rank may keep of micro-batches while it computes any of these buckets; None: one of them does not fit.
+def kept_limit(buckets: Sequence[BucketCost], rank_limit: Sequence[float]) -> list[float]:
+    """What each rank may keep of several micro-batches while it computes any of these buckets.
+
+    A micro-batch that keeps more is in flight alone, so only its own working memory comes on top: see `StructuredRun`.
 
     Args:
         buckets: Of a step.
         rank_limit: Bytes that each rank may take for passes.
     """
     ranks = len(rank_limit)
-    left = [limit - works_with(buckets, rank, ranks) for rank, limit in enumerate(rank_limit)]
-    for bucket in buckets:
-        kept = [sum(bucket.memory[rank::ranks]) for rank in range(ranks)]
-        if any(own * bucket.chunks > most for own, most in zip(kept, left, strict=True)):
-            return None
-    return left
-
-
-def works_with(buckets: Sequence[BucketCost], rank: int, ranks: int) -> float:
-    """The most bytes that one of so many ranks takes while it computes a chunk of any of these buckets."""
-    return max((max(bucket.working[rank::ranks]) for bucket in buckets), default=0.0)
+    works = [max(max(bucket.working[rank::ranks]) for bucket in buckets) for rank in range(ranks)]
+    return [max(0.0, limit - own) for limit, own in zip(rank_limit, works, strict=True)]
 
 
 def lower_bound(buckets: Sequence[BucketCost], steps: int = 1) -> float:

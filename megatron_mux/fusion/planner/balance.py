@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from megatron_mux.backbone.split import Split, even_split
 from megatron_mux.fusion.mesh import Mesh
-from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.planner.planning_context import PlanningContext
 
 
 def balanced_split(context: PlanningContext, virtual: int = 1) -> Split:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from megatron_mux.expert_ranks import size_problems
-from megatron_mux.fusion.mesh import Mesh
-from megatron_mux.fusion.meshes import possible_meshes
-from tests.unit.fusion.test_messages import shape_of
+from megatron_mux.fusion.mesh import Mesh, possible_meshes
+from tests.unit.fusion.planner.test_messages import shape_of
 
 
 def test_experts_are_divided_as_layers_are_or_kept_whole() -> None:

@@ -10,6 +10,7 @@ Shapes: S stages, K tasks; arrays `[2, ...]` hold forward and backward.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -22,12 +23,12 @@ from megatron_mux.adapters.costs import Curve
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Chunk, Weights
-from megatron_mux.fusion.cost import Hybrid, HybridCost
-from megatron_mux.fusion.frozen import AttentionCosts, Frozen
 from megatron_mux.fusion.launch_order import Interleave, Overlap
 from megatron_mux.fusion.layer_operators import ORDER
-from megatron_mux.fusion.load import TaskLoad, engine_memory
-from megatron_mux.fusion.messages import Layout, Messages
+from megatron_mux.fusion.planner.cost import Hybrid, HybridCost
+from megatron_mux.fusion.planner.frozen import AttentionCosts, Frozen
+from megatron_mux.fusion.planner.load import TaskLoad, engine_memory
+from megatron_mux.fusion.planner.messages import Layout, Messages
 from megatron_mux.fusion.profile import Profile
 from megatron_mux.gpus import assumed
 from megatron_mux.memory.forms.engine_memory import Rows
@@ -35,6 +36,9 @@ from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.task_adapters import AdaptedOp
 
 Array = npt.NDArray[np.float64]
+
+_MOST_ENTRIES = 1 << 18
+"""Batches times tasks that are priced at once: 2 MiB of a table of numbers, of which there are some dozens."""
 
 
 class StageCosts:
@@ -95,7 +99,11 @@ class StageCosts:
                 for load in self.loads
             ]
         ).reshape(-1, 2)
-        self._adapters_at = lru_cache(maxsize=None)(self._adapters_of)
+        self._adapter_sizes: dict[str, list[int]] = {}
+        for name in self._curves:
+            kind, _, measured = name.rpartition(":")
+            if kind.count(":") == 1 and measured.isdigit():
+                insort(self._adapter_sizes.setdefault(kind, []), int(measured))
         self._frozen = Frozen(profile, shape, self.stages)
         layout = Layout(method.tensor > 1, method.sequence_parallel, exchanges, self.recomputes)
         self._messages = Messages(self._frozen, shape, layout)
@@ -111,7 +119,15 @@ class StageCosts:
         return self.hybrids([tasks], micro_batches)[0]
 
     def hybrids(self, sets: Sequence[Hybrid], micro_batches: int) -> list[HybridCost]:
-        """The same of many hybrid tasks at once; see `CostModel`."""
+        """The same of many hybrid tasks, so many at a time that their tables stay small; see `CostModel`."""
+        most = max(1, _MOST_ENTRIES // len(self.loads))
+        return [
+            cost
+            for i in range(0, len(sets), most)
+            for cost in self._hybrids(sets[i : i + most], micro_batches)
+        ]
+
+    def _hybrids(self, sets: Sequence[Hybrid], micro_batches: int) -> list[HybridCost]:
         member = np.zeros((len(sets), len(self.loads)))
         for i, tasks in enumerate(sets):
             member[i, list(tasks)] = 1.0
@@ -143,20 +159,21 @@ class StageCosts:
                 kept[i] += load.virtual_tokens + piece.start + piece.tokens * (piece.stop < whole)
         return self._combine(rows, labels, attention, np.zeros(len(chunks)), kept, np.ones(len(chunks)))
 
-    def longest(self, task: int, length: float | None = None) -> tuple[float, ...]:
-        """`[S]` bytes of one sequence that a task may have (of a pair: both): kept, and taken besides.
+    def longest(self, tasks: Sequence[int], length: float | None = None) -> Array:
+        """`[T, S]` bytes of one sequence that a task may have (of a pair: both): kept, and taken besides.
 
         Args:
-            task: Which.
+            tasks: Which.
             length: Of the sequence; by default the longest there is.
         """
-        rows = np.zeros((1, len(self.loads)))
-        length = self._longest[task] if length is None else length
-        rows[0, task] = length * self._together[task]
-        virtual = self.loads[task].virtual_tokens
-        alone = Rows(rows, rows[0, [task]], rows[0, [task]], np.array([float(virtual)]))
-        found = self.memory.passes(alone, length=length)
-        return tuple((found.lasting + found.working)[0].tolist())
+        own = list(tasks)
+        lengths = self._longest[own] if length is None else np.full(len(own), float(length))
+        rows = np.zeros((len(own), len(self.loads)))
+        most = lengths * self._together[own]
+        rows[np.arange(len(own)), own] = most
+        virtual = np.array([float(self.loads[task].virtual_tokens) for task in own])
+        found = self.memory.passes(Rows(rows, most, most, virtual), length=lengths)
+        return found.lasting + found.working
 
     def _combine(
         self,
@@ -232,46 +249,39 @@ class StageCosts:
         """`[B, 2, S, ops]` seconds of the adapters: at each BaseOp `max(sum of u_a t_a, max of t_a)`."""
         shape = (len(rows), 2, len(self.stages), len(ORDER))
         fused, longest = np.zeros(shape), np.zeros(shape)
-        for task in range(len(self.loads)):
-            present = np.nonzero(rows[:, task])[0]
-            sizes, which = np.unique(np.round(rows[present, task], 3), return_inverse=True)
-            if not len(sizes):
-                continue
-            known = np.stack([self._adapters_at(task, size) for size in sizes.tolist()])[which]
-            fused[present] += known[:, 1]
-            longest[present] = np.maximum(longest[present], known[:, 0])
+        for task in np.flatnonzero(rows.any(axis=0)).tolist():
+            present = np.flatnonzero(rows[:, task])
+            sizes = rows[present, task]
+            of_ops: dict[int, Array] = {}
+            for (op, curve), counts in self._sites[task].items():
+                alone = self._adapter(curve, op, sizes)  # [2, N]
+                shares = self._curves.get(f"utilisation:{curve.name}")
+                used = alone if shares is None else alone * shares.many(sizes)
+                index = ORDER.index(op)
+                fused[present, :, :, index] += used.T[:, :, None] * counts
+                of_ops[index] = of_ops.get(index, 0.0) + alone.T[:, :, None] * counts
+            for index, own in of_ops.items():
+                longest[present, :, :, index] = np.maximum(longest[present, :, :, index], own)
         found: Array = np.maximum(fused, longest)
         return found
 
-    def _adapters_of(self, task: int, rows: float) -> Array:
-        """`[2 (alone, times utilisation), 2 (forward, backward), S, ops]` seconds of a task's adapters."""
-        found = np.zeros((2, 2, len(self.stages), len(ORDER)))
-        for (op, curve), counts in self._sites[task].items():
-            alone = np.array(self._adapter(curve, op, rows))
-            shares = self._curves.get(f"utilisation:{curve.name}")
-            share = np.array(shares.at(rows)) if shares is not None else np.ones(2)
-            found[0, :, :, ORDER.index(op)] += alone[:, None] * counts
-            found[1, :, :, ORDER.index(op)] += (alone * share)[:, None] * counts
-        return found
-
-    def _adapter(self, curve: Curve, op: str, rows: float) -> tuple[float, float]:
-        """Seconds of one adapter: linear in its size between and beyond those that were measured.
+    def _adapter(self, curve: Curve, op: str, rows: Array) -> Array:
+        """`[2, N]` seconds of one adapter: linear in its size between and beyond those that were measured.
 
         Raises:
             UserError: The profile has none of its kind.
         """
-        known = sorted(int(n.rpartition(":")[2]) for n in self._curves if n.startswith(f"{curve.name}:{op}:"))
+        known = self._adapter_sizes.get(f"{curve.name}:{op}", [])
         if not known:
             raise UserError(
                 f"the {self.profile.description} has no cost of {curve.name} adapters at {op}: measure it with "
                 "megatron-mux profile --force"
             )
+        low, high = (self._curves[f"{curve.name}:{op}:{size}"].many(rows) for size in (known[0], known[-1]))
         if len(known) == 1:
-            return self._curves[f"{curve.name}:{op}:{known[0]}"].at(rows)
-        low, high = known[0], known[-1]
-        share = (curve.size - low) / (high - low)
-        a, b = (self._curves[f"{curve.name}:{op}:{n}"].at(rows) for n in (low, high))
-        return max(0.0, a[0] + share * (b[0] - a[0])), max(0.0, a[1] + share * (b[1] - a[1]))
+            return low
+        share = (curve.size - known[0]) / (known[-1] - known[0])
+        return np.maximum(0.0, low + share * (high - low))
 
     # -- besides the passes
 

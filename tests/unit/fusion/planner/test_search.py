@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mux.fusion import arrangement as arrangement_module
-from megatron_mux.fusion.arrangement import ArrangementEvaluator
-from megatron_mux.fusion.grouping import consecutive, every_grouping
-from megatron_mux.fusion.search import DoesNotFitError, search
+from megatron_mux.fusion.planner import arrangement as arrangement_module
+from megatron_mux.fusion.planner.arrangement import ArrangementEvaluator
+from megatron_mux.fusion.planner.grouping import consecutive, every_grouping
+from megatron_mux.fusion.planner.search import DoesNotFitError, search
 from megatron_mux.pipeline.bucket import BucketCost, Sizes
 from megatron_mux.pipeline.structured import StructuredRun
-from tests.unit.fusion.exhaustive import every_partition, exhaustive, plain_equation_6
-from tests.unit.fusion.synthetic import synthetic
+from tests.unit.fusion.planner.exhaustive import every_partition, exhaustive, plain_equation_6
+from tests.unit.fusion.planner.synthetic import synthetic
 
 COUNTS = (1, 2, 4)
 

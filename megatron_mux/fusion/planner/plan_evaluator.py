@@ -8,9 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+
 from megatron_mux.fusion.alignment import padded_lengths
-from megatron_mux.fusion.arrangement import Arrangement
-from megatron_mux.fusion.cost import (
+from megatron_mux.fusion.launch_order import LaunchOrder, Overlap, PassCost
+from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, StageTurns, plan_for
+from megatron_mux.fusion.planner.arrangement import Arrangement
+from megatron_mux.fusion.planner.cost import (
     BUSY_ENOUGH,
     HybridCost,
     bucket_cost,
@@ -18,16 +22,12 @@ from megatron_mux.fusion.cost import (
     entry_orders,
     kept_limit,
     seconds_per_step,
-    works_with,
 )
-from megatron_mux.fusion.launch_order import LaunchOrder, Overlap, PassCost
-from megatron_mux.fusion.load import TaskLoad
-from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, StageTurns, plan_for
-from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.step import (
     Lengths,
     StepGrid,
-    bucket_costs,
     is_structured,
     lockstep,
     must_keep_step,
@@ -37,6 +37,10 @@ from megatron_mux.fusion.step import (
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.simulate import simulate
 from megatron_mux.pipeline.structured import StructuredRun
+
+_MANY_PASSES = 10_000
+"""Passes of a step beyond which one entry order is tried: an order changes how the pipeline is filled, which then
+takes a hundredth of a step on eight stages, and that once in several steps."""
 
 Sizes = tuple[int, ...]
 """Chunks of each micro-batch of a bucket, on one pipeline."""
@@ -50,7 +54,7 @@ class Evaluation:
         plan: The plan, with the predicted costs of its buckets.
         latency: Seconds of a step, averaged over the steps between two flushes.
         memory: `[ranks]` bytes at each rank's peak.
-        fits: Whether that is within the limit, for the longest sequences too.
+        fits: Whether that is within the limit.
     """
 
     plan: Plan
@@ -101,18 +105,16 @@ class PlanEvaluator:
         stages = memory.lasting.total.tolist()
         return [memory.overhead + sum(stages[rank::ranks]) for rank in range(ranks)]
 
-    @property
+    @cached_property
     def too_large(self) -> list[int]:
         """Tasks of which a single sequence does not fit beside the resident bytes."""
         limit = self.stage_limit
         if limit is None:
             return []
-        tight = any(r > (self.context.memory_limit or 0.0) for r in self.resident)
-        return [
-            task
-            for task in range(len(self.loads))
-            if tight or any(k > most for k, most in zip(self.costs.longest(task), limit, strict=True))
-        ]
+        everyone = range(len(self.loads))
+        if any(r > (self.context.memory_limit or 0.0) for r in self.resident):
+            return list(everyone)
+        return np.flatnonzero((self.costs.longest(everyone) > limit).any(axis=1)).tolist()
 
     def longest_that_fits(self, task: int) -> int:
         """Tokens of the longest sequence of a task that fits alone; 0 if none does."""
@@ -120,8 +122,7 @@ class PlanEvaluator:
         assert limit is not None
 
         def is_too_long(length: int) -> bool:
-            needed = self.costs.longest(task, length)
-            return any(k > most for k, most in zip(needed, limit, strict=True))
+            return bool((self.costs.longest([task], length) > limit).any())
 
         lengths = range(1, self.loads[task].longest_sequence + 1)
         return bisect_left(lengths, True, key=is_too_long)
@@ -186,18 +187,25 @@ class PlanEvaluator:
 
     # -- predictions
 
+    def alone(self) -> list[Evaluation]:
+        """Each task in a pipeline of its own."""
+        plans = [self.of_policy("spatial", [load]) for load in self.loads]
+        self._priced(replace(plans[0], buckets=tuple(plan.buckets[0] for plan in plans)))  # all at once
+        return [self.evaluate(plan) for plan in plans]
+
     def best_order(self, plan: Plan) -> Evaluation:
         """Evaluate a plan with its buckets in the entry order that makes its steps the shortest of those tried."""
         priced = self._priced(plan)
         costs = [cost for cost, _ in priced]
         work = max(busiest(costs, [sizes[p] for _, sizes in priced], plan.ranks) for p in range(plan.data))
+        passes = 2 * plan.stages * sum(sum(sizes[0]) for _, sizes in priced)
         overhead = self.costs.step_overhead([self._index[name] for name in plan.tasks])
         best: Evaluation | None = None
         for order in entry_orders(costs):
             found = self.evaluate(replace(plan, buckets=tuple(plan.buckets[i] for i in order)))
             if best is None or (not found.fits, found.latency) < (not best.fits, best.latency):
                 best = found
-            if best.latency <= overhead + work * BUSY_ENOUGH:
+            if passes > _MANY_PASSES or best.latency <= overhead + work * BUSY_ENOUGH:
                 break
         assert best is not None
         return best
@@ -211,9 +219,7 @@ class PlanEvaluator:
     def _evaluate(self, plan: Plan) -> Evaluation:
         priced = self._priced(plan)
         costs = [cost for cost, _ in priced]
-        # A micro-batch that does not fit alone has no template within the limit: it is evaluated without one.
-        works = [works_with(costs, rank, plan.ranks) for rank in range(plan.ranks)]
-        limit = None if self.limit is None else kept_limit(costs, self.limit)
+        limit = () if self.limit is None else kept_limit(costs, self.limit)
         plan = replace(
             plan,
             policy="auto",  # its costs are known now: whatever made it, its template is the structured one
@@ -221,10 +227,10 @@ class PlanEvaluator:
                 _with_costs(bucket, cost, sizes[0])
                 for bucket, (cost, sizes) in zip(plan.buckets, priced, strict=True)
             ),
-            activation_limit=tuple(limit or ()),
+            activation_limit=tuple(limit),
         )
-        runs = [_run(plan, [sizes[pipeline] for _, sizes in priced]) for pipeline in range(plan.data)]
-        peaks = [max(kept[rank] for _, kept in runs) + works[rank] for rank in range(plan.ranks)]
+        runs = [_run(plan, costs, [sizes[pipeline] for _, sizes in priced]) for pipeline in range(plan.data)]
+        peaks = [max(taken[rank] for _, taken in runs) for rank in range(plan.ranks)]
         fits = self.limit is None or all(
             peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, self.limit, strict=True)
         )
@@ -324,9 +330,8 @@ def _with_costs(bucket: Bucket, cost: BucketCost, chunks: Sizes) -> Bucket:
     )
 
 
-def _run(plan: Plan, sizes: list[Sizes]) -> tuple[float, list[float]]:
-    """Seconds of a step of a plan on one pipeline, and `[ranks]` the most bytes that it keeps between passes."""
-    costs = [bucket_costs(bucket) for bucket in plan.buckets]
+def _run(plan: Plan, costs: Sequence[BucketCost], sizes: list[Sizes]) -> tuple[float, list[float]]:
+    """Seconds of a step of a plan on one pipeline, and `[ranks]` the most bytes that its passes keep and take."""
     most = [0.0] * plan.ranks
 
     def simulated(steps: int) -> float:

@@ -7,23 +7,19 @@ lengths, and the best is taken: a plan is never predicted to be slower than one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NoReturn
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padding_of, paper_chunk
-from megatron_mux.fusion.arrangement import Arrangement
-from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.plan_evaluator import Evaluation, PlanEvaluator
-from megatron_mux.fusion.planning_context import PlanningContext
-from megatron_mux.fusion.search import DoesNotFitError, search
+from megatron_mux.fusion.planner.arrangement import Arrangement
+from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.planner.plan_evaluator import Evaluation, PlanEvaluator
+from megatron_mux.fusion.planner.planning_context import PlanningContext
+from megatron_mux.fusion.planner.search import DoesNotFitError, search
 from megatron_mux.memory.sizes import show_size
-
-_WORTH = 0.06
-"""How much faster than a plain policy another layout must be predicted to be: predictions of two layouts of the same
-tasks err differently by 2% in the median, and by up to 8% (the last line of `benchmarks/policies.py --stages 2`)."""
 
 _MAX_FORWARDS = 1_000
 """Forward passes of a step on all stages, added up while numbers of micro-batches and chunk sizes are compared: a fifth
@@ -93,6 +89,26 @@ class Planner:
         if evaluator.too_large:
             raise UserError(*_too_large(evaluator))
 
+    def fits(self, plan: Plan) -> bool:
+        """Whether a plan of this planner is predicted to keep to its limit."""
+        limit = self.memory_limit
+        return limit is None or max(plan.memory_bytes, default=0.0) <= limit * (1 + 1e-9)
+
+    def refuse(self, plan: Plan, tasks: Mapping[str, TaskLoad]) -> NoReturn:
+        """Refuse these tasks, because even this plan, which takes the least memory, takes too much.
+
+        Raises:
+            UserError: Says which task is too large, if one is.
+        """
+        evaluator = self._evaluator(tasks)
+        if evaluator.too_large:
+            raise UserError(*_too_large(evaluator))
+        raise UserError(
+            f"the memory limit of {show_size(self.memory_limit or 0)} is less than the "
+            f"{show_size(max(plan.memory_bytes))} that a rank needs for a record at a time with the schedule "
+            f"{self.context.schedule!r}: give more memory, or plan another schedule"
+        )
+
     def priced(self, plan: Plan, tasks: Mapping[str, TaskLoad]) -> Plan:
         """A plan with predictions for these tasks, its buckets in the best entry order tried."""
         context = replace(self.context, alignment=plan.alignment)
@@ -108,7 +124,7 @@ class Planner:
         """What the plan for these tasks is compared with."""
         evaluator = self._evaluator(tasks)
         found: dict[str, float | None] = {}
-        alone = [evaluator.evaluate(evaluator.of_policy("spatial", [load])) for load in evaluator.loads]
+        alone = evaluator.alone()
         found["serial"] = sum(a.latency for a in alone) if all(a.fits for a in alone) else None
         padded = PlanEvaluator(replace(self.context, alignment="longest").with_tasks(tasks))
         for name, by, policy in (*((p, evaluator, p) for p in _PLAIN), ("padded", padded, "spatial")):
@@ -127,11 +143,12 @@ class Planner:
         return self._last
 
     def _best(self, evaluator: PlanEvaluator) -> Evaluation:
-        """The search's layout if it is worth it, else the best plain policy that fits."""
+        """The fastest of the search's layouts and the plain policies that fit; else one record at a time."""
         counts, ranks = self._counts(evaluator), self.context.mesh.pipeline
         plans = [evaluator.of_policy(policy) for policy in _PLAIN]
-        # As `serial` fills a pipeline with each task, but without a flush between them.
-        plans.append(evaluator.of_policy("temporal", micro_batches=max(2 * ranks, counts[0])))
+        if self.memory_limit is not None or not self._is_full(counts[0], evaluator):
+            # As `serial` fills a pipeline with each task, but without a flush between them.
+            plans.append(evaluator.of_policy("temporal", micro_batches=max(2 * ranks, counts[0])))
         plain = [found for plan in plans if (found := evaluator.best_order(plan)).fits]
         if evaluator.too_large:
             raise UserError(*_too_large(evaluator))
@@ -151,14 +168,12 @@ class Planner:
             searched += [found for found in self._variants(evaluator, arrangement) if found.fits]
         except DoesNotFitError:
             pass  # at these numbers of micro-batches
-        if not searched and not plain:
-            return evaluator.evaluate(evaluator.smallest())
-        best = min(searched, key=lambda found: found.latency, default=None)
-        known = min(plain, key=lambda found: found.latency, default=None)
-        if best is None or (known is not None and known.latency <= best.latency * (1 + _WORTH)):
-            assert known is not None
-            return known
-        return best
+        if fitting := [*plain, *searched]:
+            return min(fitting, key=lambda found: found.latency)  # of equally fast ones a plain one
+        smallest = evaluator.evaluate(evaluator.smallest())
+        if not smallest.fits:
+            self.refuse(self._with_predictions(evaluator, smallest), evaluator.raw)
+        return smallest
 
     def _counts(self, evaluator: PlanEvaluator) -> list[int]:
         """Numbers of micro-batches to try: the smallest that users count on, doubled while that divides anything."""
@@ -169,10 +184,15 @@ class Planner:
         most = max(least, sum(load.records for load in loads) // mesh.data)
         counts = [least]
         while counts[-1] < most and len(counts) < _MAX_COUNTS:
-            if self.memory_limit is None and counts[-1] * len(loads) >= _MANY * mesh.pipeline:
-                break  # the pipeline is full already
-            counts.append(counts[-1] * 2)
+            full = self._is_full(counts[-1], evaluator)
+            if full and self.memory_limit is None:
+                break
+            counts.append(counts[-1] * (4 if full else 2))  # of a full pipeline only memory asks for more
         return counts
+
+    def _is_full(self, micro_batches: int, evaluator: PlanEvaluator) -> bool:
+        """Whether so many micro-batches of each task fill the pipeline."""
+        return micro_batches * len(evaluator.loads) >= _MANY * self.context.mesh.pipeline
 
     def _variants(self, evaluator: PlanEvaluator, found: Arrangement) -> Iterator[Evaluation]:
         """The arrangement with other numbers of micro-batches and with chunks: pipelines like many short passes."""
@@ -227,6 +247,40 @@ class Planner:
         )
 
 
+def choose_recompute(
+    context: PlanningContext,
+    device: str,
+    asked: str | None,
+    divide: Callable[[PlanningContext], PlanningContext],
+    say: Callable[[str], None],
+) -> PlanningContext:
+    """Divide the layers; on a GPU, recompute them if some task does not fit into memory otherwise.
+
+    Attention alone is never chosen: it keeps no scores, so at most its output is saved.
+
+    Args:
+        context: With the recomputation that the flag asks for.
+        device: `cpu`, `cuda` or the name of a GPU.
+        asked: The value of `--recompute-granularity`; None: it was not given, and more may be chosen.
+        divide: Divides the context's layers into stages.
+        say: Told of the choice.
+
+    Returns:
+        The divided context.
+    """
+    found = divide(context)
+    if asked is not None or device == "cpu":
+        return found
+    try:
+        Planner(found).check(found.tasks)
+    except UserError:
+        say(
+            "some task does not fit into memory otherwise: layers are recomputed (--recompute-granularity full)"
+        )
+        return divide(replace(context, recompute="full"))
+    return found
+
+
 def _too_large(evaluator: PlanEvaluator) -> list[str]:
     """Which tasks do not fit, and what would make them fit."""
     context, resident = evaluator.context, evaluator.resident
@@ -239,7 +293,7 @@ def _too_large(evaluator: PlanEvaluator) -> list[str]:
     problems = []
     for task in evaluator.too_large:
         load, ranks = evaluator.loads[task], context.mesh.pipeline
-        kept = [sum(evaluator.costs.longest(task)[rank::ranks]) for rank in range(ranks)]
+        kept = evaluator.costs.longest([task])[0].reshape(-1, ranks).sum(axis=0).tolist()
         needed = max(r + k for r, k in zip(resident, kept, strict=True))
         length = evaluator.longest_that_fits(task)
         advice = f"lower its data.max_length to {length}, " if length >= 2 else ""

@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_mux.fusion.cost import (
+from megatron_mux.fusion.launch_order import MOST_CHAINS
+from megatron_mux.fusion.planner.cost import (
     BUSY_ENOUGH,
     CostModel,
     Hybrid,
@@ -23,7 +24,13 @@ from megatron_mux.fusion.cost import (
     lower_bound,
     seconds_per_step,
 )
-from megatron_mux.fusion.grouping import Grouping, Partition, balanced, every_grouping
+from megatron_mux.fusion.planner.grouping import (
+    Grouping,
+    Partition,
+    balanced,
+    every_grouping,
+    numbers,
+)
 from megatron_mux.pipeline.bucket import BucketCost, sizes_of
 from megatron_mux.pipeline.structured import StructuredRun
 
@@ -135,10 +142,14 @@ class ArrangementEvaluator:
             groupings = every_grouping(len(partition))
         else:
             latencies = [sum(cost.forward[:1]) for cost in costs]
-            counts = range(len(partition), 0, -1)
+            counts = (len(partition) + 1 - n for n in numbers(len(partition)))
             groupings = (balanced(latencies, count) for count in counts)
-        for grouping in groupings:
-            self.spent += len(partition) if few else len(partition) ** 2 // 4
+        for i, grouping in enumerate(groupings):
+            if i and not few and self.is_exhausted:
+                return
+            self.spent += len(partition)
+            if max(map(len, grouping)) > MOST_CHAINS:
+                continue
             grouped = [tuple(partition[i] for i in bucket) for bucket in grouping]
             bound = lower_bound([self._bucket(hybrids, micro_batches) for hybrids in grouped], self.steps)
             if bound < below:
@@ -165,6 +176,9 @@ class ArrangementEvaluator:
 
     def is_below(self, grouped: Sequence[Sequence[Hybrid]], micro_batches: int, below: float) -> bool:
         """Whether these buckets fit and might take less than `below`, whatever their order."""
+        self.spent += len(grouped)
+        if max(map(len, grouped)) > MOST_CHAINS:
+            return False
         buckets = [self._bucket(tuple(hybrids), micro_batches) for hybrids in grouped]
         return (
             all(fits(bucket, self.limit) for bucket in buckets) and lower_bound(buckets, self.steps) < below
@@ -176,8 +190,6 @@ class ArrangementEvaluator:
         """These buckets, entering in this order; None if they do not fit or take at least `below`."""
         buckets = [self._bucket(tuple(hybrids), micro_batches) for hybrids in grouped]
         limit = None if self.rank_limit is None else kept_limit(buckets, self.rank_limit)
-        if limit is None and self.rank_limit is not None:
-            return None
         sizes = sizes_of(buckets)
 
         def simulated(steps: int) -> float:

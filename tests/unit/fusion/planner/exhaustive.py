@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 
-from megatron_mux.fusion.arrangement import Arrangement, ArrangementEvaluator
-from megatron_mux.fusion.cost import CostModel
-from megatron_mux.fusion.grouping import Grouping, Partition, consecutive, every_grouping
+from megatron_mux.fusion.planner.arrangement import Arrangement, ArrangementEvaluator
+from megatron_mux.fusion.planner.cost import CostModel
+from megatron_mux.fusion.planner.grouping import Grouping, Partition, consecutive, every_grouping
 
 
 def every_partition(tasks: Sequence[int]) -> Iterator[Partition]:

@@ -13,10 +13,10 @@ from megatron_mux.backbone.registry import info_without_weights
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import Dtype, RunSpec, TaskRecords
-from megatron_mux.fusion.load import TaskLoad
 from megatron_mux.fusion.mesh import Mesh
-from megatron_mux.fusion.planner import Planner
-from megatron_mux.fusion.planning_context import PlanningContext
+from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.planner.planner import Planner
+from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.roofline import roofline
 from megatron_mux.memory.forms.method import Recompute
 from tests.end_to_end.harness import Case, random_records

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mux.fusion.cost import HybridCost, bucket_cost, fits, lower_bound, pipeline_latency
+from megatron_mux.fusion.planner.cost import HybridCost, bucket_cost, fits, lower_bound, pipeline_latency
 from megatron_mux.pipeline.simulate import simulate
 from megatron_mux.pipeline.structured import StructuredRun
 from megatron_mux.pipeline.template import gpipe, one_f_one_b, plain
-from tests.unit.fusion.synthetic import synthetic
+from tests.unit.fusion.planner.synthetic import synthetic
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])

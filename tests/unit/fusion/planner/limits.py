@@ -1,0 +1,57 @@
+"""Plans under limits of memory, and what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megatron_mux.fusion.mesh import Mesh
+from megatron_mux.fusion.plan import Bucket, Plan
+from megatron_mux.fusion.planner.cost import bucket_cost
+from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.planner.plan_evaluator import PlanEvaluator
+from megatron_mux.fusion.planner.planner import Planner
+from megatron_mux.fusion.planner.planning_context import ROLLING_STEPS, PlanningContext
+from megatron_mux.fusion.step import step_grid, step_template
+from megatron_mux.pipeline.action import Unit
+from megatron_mux.pipeline.bucket import BucketCost
+from megatron_mux.pipeline.simulate import simulate
+from tests.unit.fusion import backbone
+
+MESHES = (Mesh(), Mesh(pipeline=2), Mesh(pipeline=4), Mesh(pipeline=2, split=(2, 2, 2, 2)), Mesh(1, 2, 2))
+
+
+def most_bytes(plan: Plan, context: PlanningContext) -> float:
+    """The peak of three steps, on the rank where it comes nearest to the limit, from every chunk's own cost."""
+    made = PlanEvaluator(context)
+    peaks = []
+    for pipeline in range(plan.data):
+        grid = step_grid(plan, made.lengths, pipeline)
+        costs = {unit: bucket_cost(made.costs.chunks(chunks)) for unit, chunks in grid.chunks.items()}
+        run = simulate(
+            step_template(plan, grid.sizes * 3), [_bare(b, plan) for b in plan.buckets], sizes=grid.sizes * 3
+        )
+        for rank, actions in enumerate(run.timed):
+            kept = most = 0.0
+            for action in (timed.action for timed in actions if timed.action.is_pass):
+                unit = Unit(action.bucket % len(plan.buckets), action.micro_batch, action.chunk)
+                own, s = costs[unit], action.stage
+                kept += own.memory[s] * (action.kind == "F")
+                most = max(most, kept + own.working[s])
+                kept -= own.memory[s] * (action.kind == "B")
+            peaks.append(made.resident[rank] + most)
+    return max(peaks)
+
+
+def _bare(bucket: Bucket, plan: Plan) -> BucketCost:
+    return BucketCost(bucket.micro_batches, bucket.forward, bucket.backward, transfer=bucket.transfer)
+
+
+def limited_planner(loads: Mapping[str, TaskLoad], mesh: Mesh, share: float) -> Planner:
+    """A planner whose limit is this share of the way from what is always there to what all tasks together take."""
+    context = PlanningContext(backbone.profile(), backbone.info(), mesh, rolling=ROLLING_STEPS).with_tasks(
+        loads
+    )
+    made = PlanEvaluator(context)
+    resident, free = max(made.resident), max(made.evaluate(made.of_policy("spatial")).memory)
+    return Planner(replace(context, memory_limit=resident + share * (free - resident)))

@@ -1,0 +1,46 @@
+"""Limits of memory: a plan under one always has one, and keeps to it in the simulator."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from megatron_mux.errors import UserError
+from megatron_mux.fusion.mesh import Mesh
+from megatron_mux.fusion.planner.cost import kept_limit
+from megatron_mux.pipeline.bucket import BucketCost
+from megatron_mux.pipeline.simulate import simulate
+from megatron_mux.pipeline.structured import StructuredRun
+from tests.unit.fusion import backbone
+from tests.unit.fusion.planner.limits import MESHES, limited_planner, most_bytes
+
+
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(st.integers(0, 10_000), st.sampled_from(MESHES), st.floats(0.0, 1.1))
+def test_a_plan_under_a_limit_has_one_and_keeps_to_it(seed: int, mesh: Mesh, share: float) -> None:
+    loads = backbone.random_loads(seed, 1 + seed % 5)
+    limited = limited_planner(loads, mesh, share)
+    try:
+        plan = limited.plan(loads)
+    except UserError:
+        with pytest.raises(UserError):
+            limited.check(loads)
+        return
+    assert (
+        limited.memory_limit is not None and limited.fits(plan) and len(plan.activation_limit) == plan.ranks
+    )
+    assert most_bytes(plan, limited.context) <= limited.memory_limit * (1 + 1e-6)
+
+
+def test_what_one_bucket_works_with_is_no_reason_to_drop_the_limit() -> None:
+    """One bucket keeps 9 of 10 bytes, the other works with 5: each fits, the first alone."""
+    buckets = [
+        BucketCost(3, (1.0, 1.0), (2.0, 2.0), memory=(9.0, 9.0)),
+        BucketCost(3, (1.0, 1.0), (2.0, 2.0), memory=(1.0, 1.0), working=(5.0, 5.0)),
+    ]
+    limit = kept_limit(buckets, [10.0, 10.0])
+    assert limit == [5.0, 5.0]
+    run = StructuredRun(buckets, limit)
+    assert max(run.peaks()) <= 10.0
+    assert simulate(run.template(), buckets).peaks == tuple(run.peaks())
