@@ -20,14 +20,19 @@ from workload import TaskShape, random_records, write_random_backbone
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.fusion.device import cpu_name
-from megatron_mux.fusion.measure import measure
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner.balance import balanced_split
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import PlanningContext
-from megatron_mux.fusion.profile import Profile
-from megatron_mux.fusion.profile_store import about_run, load_profile, profile_directory, save_profile
+from megatron_mux.fusion.profiler.measure import measure
+from megatron_mux.fusion.profiler.profile import Profile
+from megatron_mux.fusion.profiler.profile_store import (
+    about_run,
+    load_profile,
+    profile_directory,
+    save_profile,
+)
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 from tests.reference.records import Records

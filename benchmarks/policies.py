@@ -33,7 +33,7 @@ from script import add_machine, add_output, command_line, measured_on, publish, 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
-from megatron_mux.fusion.launch_order import Interleave
+from megatron_mux.fusion.graphs.launch_order import Interleave
 from megatron_mux.gpus import set_allocator_options
 
 # Tasks, shortest and longest max_length, tokens of a step, all of them together.

@@ -94,8 +94,13 @@ def run(arguments: argparse.Namespace) -> None:
 
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.backbone.registry import read_backbone_info, stored_dtype
-    from megatron_mux.fusion.measure import measure
-    from megatron_mux.fusion.profile_store import about_run, load_profile, profile_directory, save_profile
+    from megatron_mux.fusion.profiler.measure import measure
+    from megatron_mux.fusion.profiler.profile_store import (
+        about_run,
+        load_profile,
+        profile_directory,
+        save_profile,
+    )
     from megatron_mux.runtime import has_bf16, initialize, use_tf32
 
     info = read_backbone_info(arguments.backbone, arguments.backbone_dtype)
@@ -180,7 +185,7 @@ def _print(profile: object, where: Path, seconds: float) -> None:
     from rich.table import Table
 
     from megatron_mux.console import make_console
-    from megatron_mux.fusion.profile import Profile
+    from megatron_mux.fusion.profiler.profile import Profile
 
     assert isinstance(profile, Profile)
     table = Table(title=f"{profile.source} on {profile.about['device']}, {profile.about['dtype']}")

@@ -13,8 +13,8 @@ from megatron_mux.base_ops import EXPERT_OPS
 from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.device import device_of
 from megatron_mux.fusion.even_experts import even_selection
-from megatron_mux.fusion.profile import Curve, Profile
-from megatron_mux.fusion.roofline import MESSAGE_SHARE
+from megatron_mux.fusion.profiler.profile import Curve, Profile
+from megatron_mux.fusion.profiler.roofline import MESSAGE_SHARE
 from megatron_mux.shape import BackboneShape
 
 _ROUTED = (*EXPERT_OPS, "experts_activation")

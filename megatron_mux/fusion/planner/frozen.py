@@ -11,8 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.fusion.layer_operators import ORDER, attention_operators, base_ops, below, mlp_operators
-from megatron_mux.fusion.profile import Curve, Profile, points, summed
+from megatron_mux.fusion.profiler.layer_operators import (
+    ORDER,
+    attention_operators,
+    base_ops,
+    below,
+    mlp_operators,
+)
+from megatron_mux.fusion.profiler.profile import Curve, Profile, points, summed
 from megatron_mux.shape import BackboneShape
 
 Array = npt.NDArray[np.float64]

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.base_ops import ATTENTION_OPS, EXPERT_OPS, LATENT_OPS, MLP_OPS, SHARED_OPS
-from megatron_mux.fusion.launch_order import LayerCost, PieceCost
-from megatron_mux.fusion.layer_operators import ORDER, attention_operators, mlp_operators
+from megatron_mux.fusion.graphs.launch_order import LayerCost, PieceCost
 from megatron_mux.fusion.planner.frozen import Frozen
-from megatron_mux.fusion.profile import summed
+from megatron_mux.fusion.profiler.layer_operators import ORDER, attention_operators, mlp_operators
+from megatron_mux.fusion.profiler.profile import summed
 from megatron_mux.shape import BackboneShape
 
 Array = npt.NDArray[np.float64]

@@ -23,13 +23,13 @@ from megatron_mux.adapters.costs import Curve
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Chunk, Weights
-from megatron_mux.fusion.launch_order import Interleave, Overlap
-from megatron_mux.fusion.layer_operators import ORDER
+from megatron_mux.fusion.graphs.launch_order import Interleave, Overlap
 from megatron_mux.fusion.planner.cost import Hybrid, HybridCost
 from megatron_mux.fusion.planner.frozen import AttentionCosts, Frozen
 from megatron_mux.fusion.planner.load import TaskLoad, engine_memory
 from megatron_mux.fusion.planner.messages import Layout, Messages
-from megatron_mux.fusion.profile import Profile
+from megatron_mux.fusion.profiler.layer_operators import ORDER
+from megatron_mux.fusion.profiler.profile import Profile
 from megatron_mux.gpus import assumed
 from megatron_mux.memory.forms.engine_memory import Rows
 from megatron_mux.memory.forms.method import Method

@@ -13,11 +13,11 @@ from megatron_mux.backbone.cut_layer import TensorMessages
 from megatron_mux.backbone.pieces import Yields
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.base_ops import BaseOpName
-from megatron_mux.fusion.layer_operators import ORDER
 from megatron_mux.fusion.planner.frozen import Frozen
 from megatron_mux.fusion.planner.messages import Layout, Messages
-from megatron_mux.fusion.profile import Profile
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.profiler.layer_operators import ORDER
+from megatron_mux.fusion.profiler.profile import Profile
+from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.shape import BackboneShape
 from tests import tiny_models
 

@@ -15,7 +15,7 @@ from megatron_mux.fusion.alignment import Slice
 from megatron_mux.fusion.planner.cost import HybridCost
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.stage_cost import StageCosts
-from megatron_mux.fusion.profile import Curve
+from megatron_mux.fusion.profiler.profile import Curve
 from megatron_mux.memory.forms.method import Method, Recompute
 from tests.unit.fusion import backbone
 

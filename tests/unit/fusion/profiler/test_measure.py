@@ -14,12 +14,12 @@ from megatron_mux import runtime
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.base_ops import BASE_OPS
-from megatron_mux.fusion import adapter_probes
-from megatron_mux.fusion import measure as module
 from megatron_mux.fusion.planner.stage_cost import StageCosts
-from megatron_mux.fusion.probed_stage import SEGMENT, STACK
-from megatron_mux.fusion.probes import Probes
-from megatron_mux.fusion.profile import Curve, Profile, points
+from megatron_mux.fusion.profiler import adapter_probes
+from megatron_mux.fusion.profiler import measure as module
+from megatron_mux.fusion.profiler.probed_stage import SEGMENT, STACK
+from megatron_mux.fusion.profiler.probes import Probes
+from megatron_mux.fusion.profiler.profile import Curve, Profile, points
 from megatron_mux.kernels import low_rank_choice
 from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.kernels.loop_low_rank import LoopKernels

@@ -24,12 +24,12 @@ from megatron_mux.backbone.latent_attention import LatentAttention
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import without_collectives
 from megatron_mux.base_ops import EXPERT_OPS
-from megatron_mux.fusion.layer_operators import layer_operators
-from megatron_mux.fusion.measured_curves import operator_curves
-from megatron_mux.fusion.probed_stage import SEGMENT, Probe
-from megatron_mux.fusion.probes import Probes
-from megatron_mux.fusion.profile import Curve, Profile, points
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.profiler.layer_operators import layer_operators
+from megatron_mux.fusion.profiler.measured_curves import operator_curves
+from megatron_mux.fusion.profiler.probed_stage import SEGMENT, Probe
+from megatron_mux.fusion.profiler.probes import Probes
+from megatron_mux.fusion.profiler.profile import Curve, Profile, points
+from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.kernels.attention import has_one_call
 
 _MOST_TAKEN = 0.5

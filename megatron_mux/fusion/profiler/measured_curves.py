@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from megatron_mux.fusion.layer_operators import attention_operators, mlp_operators
-from megatron_mux.fusion.probed_stage import SEGMENT
-from megatron_mux.fusion.profile import Curve, points
+from megatron_mux.fusion.profiler.layer_operators import attention_operators, mlp_operators
+from megatron_mux.fusion.profiler.probed_stage import SEGMENT
+from megatron_mux.fusion.profiler.profile import Curve, points
 from megatron_mux.shape import BackboneShape
 
 

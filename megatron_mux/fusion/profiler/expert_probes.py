@@ -26,7 +26,7 @@ from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.backbone.layer import feed_forward
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.fusion.even_experts import even_selection
-from megatron_mux.fusion.probed_stage import Probe, ProbedStage, Run
+from megatron_mux.fusion.profiler.probed_stage import Probe, ProbedStage, Run
 from megatron_mux.layout import MicroBatch
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.base_ops import BaseOpInfo, BaseOpName
-from megatron_mux.fusion.profile import grid_up_to
+from megatron_mux.fusion.profiler.profile import grid_up_to
 from megatron_mux.layout import MicroBatch
 
 SEGMENT = 64

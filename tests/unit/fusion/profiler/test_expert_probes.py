@@ -11,13 +11,13 @@ import torch
 
 from megatron_mux import layout, runtime
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.fusion import measure as module
-from megatron_mux.fusion.expert_probes import ExpertProbes
-from megatron_mux.fusion.layer_operators import layer_operators
-from megatron_mux.fusion.measured_curves import operator_curves
-from megatron_mux.fusion.probed_stage import ProbedStage
-from megatron_mux.fusion.profile import Curve
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.profiler import measure as module
+from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
+from megatron_mux.fusion.profiler.layer_operators import layer_operators
+from megatron_mux.fusion.profiler.measured_curves import operator_curves
+from megatron_mux.fusion.profiler.probed_stage import ProbedStage
+from megatron_mux.fusion.profiler.profile import Curve
+from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.runtime import Parallel
 from tests.tiny_models import make
 

@@ -16,8 +16,8 @@ from megatron_mux.adapters.registry import KINDS
 from megatron_mux.base_ops import COLUMN_PARALLEL, EXPERT_OPS, REPLICATED, BaseOpName
 from megatron_mux.fusion.device import Device, device_of
 from megatron_mux.fusion.even_experts import ExpertShares
-from megatron_mux.fusion.layer_operators import base_ops, layer_operators
-from megatron_mux.fusion.profile import Curve, Profile, grid_up_to
+from megatron_mux.fusion.profiler.layer_operators import base_ops, layer_operators
+from megatron_mux.fusion.profiler.profile import Curve, Profile, grid_up_to
 from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.shape import BackboneShape
 

@@ -16,8 +16,8 @@ from megatron_mux.adapters.expert_op import AttachedExperts
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.base_ops import EXPERT_OPS, BaseOpName
-from megatron_mux.fusion.expert_probes import ExpertProbes
-from megatron_mux.fusion.probed_stage import Probe, ProbedStage, Run
+from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
+from megatron_mux.fusion.profiler.probed_stage import Probe, ProbedStage, Run
 from megatron_mux.kernels.low_rank_choice import KernelChoice, KernelName, alternatives
 from megatron_mux.tasks import TaskSpec
 

@@ -15,10 +15,10 @@ from megatron_mux import layout
 from megatron_mux.backbone.latent_attention import LatentAttention
 from megatron_mux.backbone.layer import attend, feed_forward
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.fusion.adapter_probes import AdapterProbes
-from megatron_mux.fusion.expert_probes import ExpertProbes
-from megatron_mux.fusion.probed_stage import Probe, ProbedStage, Run
-from megatron_mux.fusion.profile import grid_up_to
+from megatron_mux.fusion.profiler.adapter_probes import AdapterProbes
+from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
+from megatron_mux.fusion.profiler.probed_stage import Probe, ProbedStage, Run
+from megatron_mux.fusion.profiler.profile import grid_up_to
 from megatron_mux.kernels.attention import Segment, segment_attention
 from megatron_mux.kernels.fused_pointwise import Heads, turn
 from megatron_mux.layout import MicroBatch

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_mux import runtime
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.profile import Curve, key_of, points
-from megatron_mux.fusion.profile_store import about_run, find_profile, load_profile, save_profile
+from megatron_mux.fusion.profiler.profile import Curve, key_of, points
+from megatron_mux.fusion.profiler.profile_store import about_run, find_profile, load_profile, save_profile
 from tests.unit.fusion import backbone
 
 seconds = st.floats(0, 10)
