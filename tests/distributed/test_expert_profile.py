@@ -56,14 +56,14 @@ def test_ranks_compute_and_send_what_a_roofline_counts(
     given = experts.given(batch)
     pairs = experts.pairs(given)
     assert len(pairs.rows) == rows * shares.pairs
-    assert given.rows == pytest.approx(rows * shares.sent)
+    assert len(given.x) == pytest.approx(rows * shares.sent)
     layer, routes = experts.layer, experts.routes(rows)
     with layout.activate(batch):
         assert layer.exchange is not None
         sent = layer.exchange.send_to(routes)
         x = torch.zeros(len(routes.experts), backbone.shape.hidden)
         received = dispatch(x, routes, layer.slots(len(x)), sent, layer.anchor)
-    assert sum(sent.outgoing) == given.rows
+    assert sum(sent.outgoing) == len(given.x)
     real = Pairs.of(received.experts, received.slots, layer.places, len(layer.held), received.pairs)
     sources = parallel.experts.size * expert_tensor
     assert len(real.rows) == pytest.approx(len(pairs.rows), abs=2 * len(layer.held) * sources)

@@ -1,6 +1,7 @@
-"""The operators of a layer, as a profile has curves of them, in the order of the forward pass.
+"""The curves of a profile that a layer's passes are made of, in the order of the forward pass.
 
-`glue_*` is what a half layer takes beyond the operators in it: residual additions, views, the framework itself.
+Half layers were timed whole. One with experts has three parts, because messages lie between them: `router` is all of it
+that is neither `shared` nor routed `experts`. BaseOps have curves of their own for what lies below the lowest adapter.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ ORDER: tuple[BaseOpName, ...] = (
 
 def attention_operators(shape: BackboneShape) -> tuple[str, ...]:
     """Those of the half layer with attention; core attention has curves by sequence."""
-    *before, projection = shape.attention_ops
-    return ("norm", *before, "rotary", projection, "glue_attention")
+    return ("attention_half",)
 
 
 def mlp_operators(shape: BackboneShape, experts: bool) -> tuple[str, ...]:
@@ -33,10 +33,9 @@ def mlp_operators(shape: BackboneShape, experts: bool) -> tuple[str, ...]:
         experts: Whether the layer has experts.
     """
     if not experts:
-        return ("norm", "linear_fc1", "activation", "linear_fc2", "glue_mlp")
+        return ("mlp_half",)
     assert shape.experts is not None
-    shared = ("shared_fc1", "shared_activation", "shared_fc2") if shape.experts.shared_ffn else ()
-    return ("norm", "router", *shared, "experts_fc1", "experts_activation", "experts_fc2", "glue_experts")
+    return ("router", "shared", "experts") if shape.experts.shared_ffn else ("router", "experts")
 
 
 def base_ops(shape: BackboneShape) -> tuple[BaseOpName, ...]:
@@ -46,21 +45,30 @@ def base_ops(shape: BackboneShape) -> tuple[BaseOpName, ...]:
 
 
 def layer_operators(shape: BackboneShape) -> tuple[str, ...]:
-    """All operators of the layers of a backbone, each once."""
-    kinds = {shape.has_experts(layer) for layer in range(shape.layers)}
-    halves = [attention_operators(shape), *(mlp_operators(shape, own) for own in sorted(kinds))]
-    return tuple(dict.fromkeys(operator for half in halves for operator in half))
+    """All curves of the layers of a backbone, each once."""
+    kinds = sorted({shape.has_experts(layer) for layer in range(shape.layers)})
+    second = [name for own in kinds for name in mlp_operators(shape, own)]
+    return (*attention_operators(shape), *second, *base_ops(shape))
 
 
 def below(shape: BackboneShape, op: BaseOpName) -> tuple[str, ...]:
-    """The operators without a backward pass in the layer of the lowest adapter.
+    """The curves whose backward passes the layer of the lowest adapter does without.
+
+    Of the part of the layer that has the adapter these are the products up to it: norms and activations take little.
 
     Args:
         shape: The backbone's.
         op: The BaseOp that has it.
     """
-    own = attention_operators(shape)
-    if op in own:
-        return own[: own.index(op) + 1]
-    mlp = mlp_operators(shape, experts=op in (*SHARED_OPS, *EXPERT_OPS))
-    return (*own, *mlp[: mlp.index(op) + 1])
+    found: list[str] = []
+    of_part: dict[str, tuple[BaseOpName, ...]] = {
+        "mlp_half": MLP_OPS,
+        "shared": SHARED_OPS,
+        "experts": EXPERT_OPS,
+    }
+    for part in (*attention_operators(shape), *mlp_operators(shape, op in (*SHARED_OPS, *EXPERT_OPS))):
+        ops = shape.attention_ops if part == "attention_half" else of_part.get(part, ())
+        if op in ops:
+            return (*found, *((part,) if op == ops[-1] else ops[: ops.index(op) + 1]))
+        found.append(part)
+    raise ValueError(f"{op}: no layer of the backbone has it")

@@ -1,102 +1,102 @@
-"""From what probes took to the curves of a profile: what whole things take is told apart into what the parts add."""
+"""From what probes took to the curves of a profile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from megatron_mux.fusion.profiler.layer_operators import attention_operators, mlp_operators
+from megatron_mux.fusion.profiler.core_attention import AttentionCosts
 from megatron_mux.fusion.profiler.probed_stage import SEGMENT
 from megatron_mux.fusion.profiler.profile import Curve, points
-from megatron_mux.shape import BackboneShape
 
 
-def operator_curves(
-    timed: Mapping[str, Curve], shape: BackboneShape, depths: Mapping[str, int], divided: int
-) -> dict[str, Curve]:
+def profile_curves(timed: Mapping[str, Curve], depths: Mapping[str, int], divided: int) -> dict[str, Curve]:
     """The curves of a profile.
 
     Args:
-        timed: What probes took: halves of layers, adapters with their BaseOps, transfers there and back.
-        shape: The backbone's.
+        timed: What probes took: half layers, core attention, what adapters add, transfers there and back.
         depths: How many layers each half (`attention`, `mlp`, `experts`) was timed with.
         divided: Tensor ranks that divide the rows of hidden states.
     """
-    curves = dict(timed)
-    curves.setdefault("rotary", Curve((1,), (0.0,), (0.0,)))
-    for half, depth in depths.items():
-        parts = _Parts(curves, shape, half, divided)
-        curves[f"glue_{half}"] = _less_parts(curves.pop(f"{half}_half"), depth, parts)
+    curves = {name: curve for name, curve in timed.items() if not name.startswith("attention:")}
+    curves |= _attention(timed)
+    for name in (f"{half}_half" for half in depths):
+        depth = depths[name.removesuffix("_half")]
+        curves[name] = _changed(curves[name], lambda _, s, way, depth=depth: s / depth)  # type: ignore[misc]
+    cores = AttentionCosts(curves)
+
+    def without_core(rows: float, seconds: float, way: int) -> float:
+        length = min(SEGMENT, int(rows))
+        return seconds - float(cores.of(length, 0)[way]) * rows / length - float(cores.launch[way])
+
+    curves["attention_half"] = _changed(curves["attention_half"], without_core)
+    if "experts_half" in curves:
+        curves |= _experts(curves.pop("experts_half"), curves, divided)
     if "transfer" in curves:  # it was timed there and back
-        there = curves["transfer"]
-        curves["transfer"] = Curve(there.sizes, *(tuple(s / 2 for s in there.forward),) * 2)
+        there = _changed(curves["transfer"], lambda _, s, way: s / 2)
+        curves["transfer"] = replace(there, backward=there.forward)
     if "exchange" in curves:  # the same either way
         curves["exchange"] = replace(curves["exchange"], backward=curves["exchange"].forward)
-    for name in list(curves):
-        parts_of_name = name.split(":")  # an adapter's: curve, BaseOp, size
-        if len(parts_of_name) == 3 and parts_of_name[1] in timed:
-            curves[name] = _less(curves[name], timed[parts_of_name[1]])
     for name in [n for n in curves if n.endswith("-tasks")]:
-        both = curves.pop(name)
-        kind, op = name.split(":")[:2]
-        alone = curves[name.rpartition(":")[0]]
-        curves[f"utilisation:{kind}"] = _utilisation(_less(both, timed[op]), alone)
+        alone, kind = curves[name.rpartition(":")[0]], name.partition(":")[0]
+        curves[f"utilisation:{kind}"] = _utilisation(curves.pop(name), alone)
     return curves
 
 
-class _Parts:
-    """The operators of a half layer, on as many rows as they had when the half was timed.
+def _changed(curve: Curve, change: Callable[[float, float, int], float]) -> Curve:
+    """A curve with what `change` makes of size, seconds and way (0: forward, 1: backward) of each point."""
+    forward, backward = (
+        tuple(change(size, own, way) for size, own in zip(curve.sizes, seconds, strict=True))
+        for way, seconds in enumerate((curve.forward, curve.backward))
+    )
+    return Curve(curve.sizes, forward, backward)
 
-    A half with experts had a rank's own rows, its shared experts too. The others had all rows, also their norm.
 
-    Args:
-        curves: Of operators.
-        shape: The backbone's.
-        half: Its name.
-        divided: Tensor ranks that divide the rows of hidden states.
+def _attention(timed: Mapping[str, Curve]) -> dict[str, Curve]:
+    """Seconds of a sequence over its past, by length; and `attention_launch`, of a batch whatever its sequences.
+
+    Where one sequence and eight were timed, a sequence takes what another one more takes.
+    """
+    known: dict[int, dict[int, Curve]] = {}
+    for name, curve in timed.items():
+        if name.startswith("attention:"):
+            _, length, past = name.split(":")
+            known.setdefault(int(length), {})[int(past)] = curve
+
+    def of_one(curve: Curve, way: int) -> float:
+        one, last = curve.at(1)[way], curve.at(8)[way]
+        return max(0.0, (last - one) / 7) if len(curve.sizes) > 1 else one - launch[way]
+
+    shortest = known[min(known)][0]
+    launch = [0.0, 0.0]
+    launch = [max(0.0, shortest.at(1)[way] - of_one(shortest, way)) for way in range(2)]
+    return {
+        "attention_launch": Curve((1,), (launch[0],), (launch[1],)),
+        **{
+            f"attention:{length}": points(
+                {past: (of_one(curve, 0), of_one(curve, 1)) for past, curve in own.items()}
+            )
+            for length, own in known.items()
+        },
+    }
+
+
+def _experts(half: Curve, parts: Mapping[str, Curve], divided: int) -> dict[str, Curve]:
+    """Half layers with experts in their parts, which add up to them.
+
+    The half had a rank's own rows, also for shared experts; `parts` had all rows.
     """
 
-    def __init__(self, curves: Mapping[str, Curve], shape: BackboneShape, half: str, divided: int) -> None:
-        self._curves, self._half, self._divided = curves, half, divided
-        self._operators = (
-            attention_operators(shape) if half == "attention" else mlp_operators(shape, half == "experts")
-        )
+    def shared(rows: float, way: int) -> float:
+        return parts["shared"].at(rows / divided)[way] if "shared" in parts else 0.0
 
-    def of(self, rows: float) -> Iterator[tuple[float, float]]:
-        """Forward and backward seconds of each."""
-        for name in self._operators:
-            if not name.startswith("glue"):
-                yield self._curves[name].at(rows * self._times(name))
-        if self._half == "attention":
-            length = min(SEGMENT, int(rows))
-            yield self._curves[f"attention:{length}:0"].at(rows / length)
+    def routed(rows: float, seconds: float, way: int) -> float:
+        return min(parts["experts"].at(rows)[way], max(0.0, seconds - shared(rows, way)))
 
-    def _times(self, name: str) -> float:
-        """Rows that an operator had for each of those by which its curve counts."""
-        if self._half == "experts":
-            return 1 / self._divided if name.startswith("shared") else 1
-        return self._divided if name == "norm" else 1
+    def rest(rows: float, seconds: float, way: int) -> float:
+        return max(0.0, seconds - shared(rows, way) - routed(rows, seconds, way))
 
-
-def _less_parts(whole: Curve, depth: int, parts: _Parts) -> Curve:
-    """What one of `depth` equal half layers takes more than its operators."""
-    found: dict[float, tuple[float, float]] = {}
-    for i, rows in enumerate(whole.sizes):
-        known = list(parts.of(rows))
-        found[rows] = (
-            max(0.0, whole.forward[i] / depth - sum(f for f, _ in known)),
-            max(0.0, whole.backward[i] / depth - sum(b for _, b in known)),
-        )
-    return points(found)
-
-
-def _less(whole: Curve, part: Curve) -> Curve:
-    """What `whole` takes more than `part`."""
-    found = {}
-    for i, size in enumerate(whole.sizes):
-        forward, backward = part.at(size)
-        found[size] = max(0.0, whole.forward[i] - forward), max(0.0, whole.backward[i] - backward)
-    return points(found)
+    return {"router": _changed(half, rest), "experts": _changed(half, routed)}
 
 
 def _utilisation(both: Curve, one: Curve) -> Curve:
@@ -105,12 +105,10 @@ def _utilisation(both: Curve, one: Curve) -> Curve:
     Two equal adapters that run beside each other take `max(2 u t, t)`: a device that one of them fills takes twice as
     long (u = 1), one that it uses to half takes no longer (u = 1/2). `both` is for twice the rows of `one`.
     """
-    found = {}
-    for i, size in enumerate(both.sizes):
-        alone = one.at(size / 2)
-        shares = [
-            min(1.0, max(0.05, pair / (2 * single))) if single > 0 else 1.0
-            for pair, single in zip((both.forward[i], both.backward[i]), alone, strict=True)
-        ]
-        found[size / 2] = shares[0], shares[1]
-    return points(found)
+
+    def share(rows: float, pair: float, way: int) -> float:
+        single = one.at(rows / 2)[way]
+        return min(1.0, max(0.05, pair / (2 * single))) if single > 0 else 1.0
+
+    shares = _changed(both, share)
+    return replace(shares, sizes=tuple(size / 2 for size in both.sizes))
