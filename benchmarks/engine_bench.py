@@ -217,6 +217,13 @@ def random_tasks(
     return specs, records
 
 
+def long_task(tokens: int, vocab: int) -> tuple[list[TaskSpec], list[Records]]:
+    """Make a LoRA task whose step is one sequence of so many tokens, half of them labelled."""
+    adapter = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+    shape = TaskShape("", 1, tokens, min_length=tokens)
+    return [spec_of("long", adapter, 1, tokens)], [Records(random_records(shape, 1, vocab, seed=1))]
+
+
 def _spec(name: str, r: random.Random, batch: int, length: int) -> TaskSpec:
     adapter: dict[str, Any] = r.choice(
         [

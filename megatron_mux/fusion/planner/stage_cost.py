@@ -83,7 +83,7 @@ class StageCosts:
         self.memory = engine_memory(shape, self.loads, stages, method, itemsize, kind, gpu)
         self._index = {load.name: i for i, load in enumerate(self.loads)}
         self._curves = profile.curves
-        self._cores = AttentionCosts(profile.curves)
+        self._cores = AttentionCosts(profile.curves, shape.windows[0])
         self._sites = [_by_stage(load.ops, self.stages) for load in self.loads]
         self._lowest = np.array([_lowest(load, shape.layers) for load in self.loads], dtype=np.int64)
         self._count = np.array([load.records for load in self.loads])

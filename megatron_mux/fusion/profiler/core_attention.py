@@ -22,13 +22,15 @@ class AttentionCosts:
 
     Args:
         curves: Those of a profile.
+        window: Tokens that a token sees; None: all.
 
     Attributes:
         over_past: For each length of the grid, seconds of one sequence over its past.
         launch: `[2]` seconds that a batch takes whatever its sequences.
     """
 
-    def __init__(self, curves: Mapping[str, Curve]) -> None:
+    def __init__(self, curves: Mapping[str, Curve], window: int | None = None) -> None:
+        self._window = window or math.inf
         lengths = sorted(int(name.partition(":")[2]) for name in curves if name.startswith("attention:"))
         self.over_past = {length: curves[f"attention:{length}"] for length in lengths}
         self._with_past = {length: curve for length, curve in self.over_past.items() if len(curve.sizes) > 1}
@@ -41,19 +43,17 @@ class AttentionCosts:
         rows, the copy of the past) and what is quadratic share the seconds; beyond the last point as the pairs of
         tokens: quadratic in the length, linear in past times length.
         """
-        return _at_length(self._with_past if past and self._with_past else self.over_past, length, past)
+        over_past = self._with_past if past and self._with_past else self.over_past
+        lengths = list(over_past)
+        i = bisect_left(lengths, length)
+        low: Array = np.maximum(over_past[lengths[max(0, i - 1)]].at(past), _NEXT_TO_NOTHING)
+        if i == 0:  # a sequence takes no less than the shortest
+            return low
+        if i == len(lengths):
+            return low * (self._pairs(length, past) / self._pairs(lengths[-1], past))
+        high: Array = np.maximum(over_past[lengths[i]].at(past), _NEXT_TO_NOTHING)
+        share = math.log(length / lengths[i - 1]) / math.log(lengths[i] / lengths[i - 1])
+        return np.asarray(low * (high / low) ** share)
 
-
-def _at_length(over_past: Mapping[int, Curve], length: int, past: int) -> Array:
-    lengths = list(over_past)
-    i = bisect_left(lengths, length)
-    if i == 0:
-        return np.array(over_past[lengths[0]].at(past))
-    low: Array = np.array(over_past[lengths[i - 1]].at(past))
-    if i == len(lengths):
-        low *= length * (length + past) / (lengths[-1] * (lengths[-1] + past))
-        return low
-    high: Array = np.maximum(over_past[lengths[i]].at(past), _NEXT_TO_NOTHING)
-    low = np.maximum(low, _NEXT_TO_NOTHING)
-    share = math.log(length / lengths[i - 1]) / math.log(lengths[i] / lengths[i - 1])
-    return np.asarray(low * (high / low) ** share)
+    def _pairs(self, length: int, past: int) -> float:
+        return length * min(length + past, self._window)

@@ -45,7 +45,7 @@ _TURN_SECONDS = 4e-3
 _MOST_REPEATS = 20
 """Within a turn."""
 
-_LONGEST_PASS = 0.5
+_LONGEST_PASS = 1.0
 """Seconds of the longest probe of attention. Beyond, its seconds grow as its work."""
 
 _SEQUENCE = 8
@@ -79,7 +79,6 @@ def measure(
         bench.choose_kernels()
         probes = bench.probes.all(bench.longest_sequence())
         bench.take_turns(probes, progress)
-    bench.time_dequantising()
     timed: dict[str, dict[float, tuple[float, float]]] = {}
     for probe in probes:
         timed.setdefault(probe.name, {})[probe.size] = probe.seconds
@@ -94,7 +93,6 @@ class _Bench:
         self.rounds = rounds
         self.device, self.dtype = backbone.device, backbone.dtype
         self.probes = Probes(backbone, most_tokens)
-        self.dequantising: list[float] = []
 
     def place_weights(self, stack: ExitStack) -> None:
         """Have the weights in place of the layers that are probed, if they are not there anyway."""
@@ -103,18 +101,6 @@ class _Bench:
                 stack.enter_context(self.backbone.residence.using(self.probes.stage.layers.index(layer)))
 
     # -- timing
-
-    def time_dequantising(self) -> None:
-        """Time the dequantising of a layer's weights, the first one's."""
-        unit = self.backbone.residence.units.get(0)
-        for _ in range(self.rounds + 1 if unit is not None else 0):
-            assert unit is not None
-            self.synchronize()
-            start = time.perf_counter()
-            unit.wait()
-            self.synchronize()
-            self.dequantising.append(time.perf_counter() - start)
-            unit.drop()
 
     def take_turns(self, probes: Sequence[Probe], progress: Progress | None = None) -> None:
         """Time all probes, in several rounds."""
@@ -209,10 +195,11 @@ class _Bench:
             if name in ("entry", "head", "transfer", "all_reduce"):
                 curves.setdefault(name, curve)
         assert set(layer_operators(stage.shape)) <= set(curves)
-        if self.dequantising:
-            seconds = (statistics.median(self.dequantising[1:]),)
+        unit = self.backbone.residence.units.get(0)
+        if unit is not None:
+            seconds = (self._median(unit.wait, after=unit.drop),)
             curves["dequantise"] = Curve((1,), seconds, seconds)
-        tensor, element = self._optimizer()
+        optimizer, element = self._optimizer()
         return Profile(
             source="measured",
             about=about,
@@ -221,33 +208,36 @@ class _Bench:
             links=self.backbone.parallel.world_size > 1,
             attention_in_one_call=has_one_call(self.device, self.dtype),
             kernels=self.probes.adapters.chosen,
-            tensor_seconds=tensor,
             element_seconds=element,
-            sequence_seconds=self._sequence(),
-            step_seconds=estimated.step_seconds,
+            sequence_seconds=self._median(lambda: stage.batch(32 * SEGMENT)) / 32,
+            step_seconds=estimated.step_seconds + optimizer,
         )
 
+    def _median(self, run: Callable[[], object], after: Callable[[], object] | None = None) -> float:
+        """Seconds of something that the host awaits; `after` cleans up."""
+        rounds = []
+        for _ in range(self.rounds + 1):
+            self.synchronize()
+            start = time.perf_counter()
+            run()
+            self.synchronize()
+            rounds.append(time.perf_counter() - start)
+            if after is not None:
+                after()
+        return statistics.median(rounds[1:])
+
     def _optimizer(self) -> tuple[float, float]:
-        """Seconds of an AdamW step for each tensor and for each element, from many small and a few large tensors."""
+        """Seconds of clipping and an AdamW step whatever its size, and for each element: a task's values are one flat
+        tensor."""
 
-        def seconds(count: int, size: int) -> float:
-            parameters = [torch.nn.Parameter(torch.zeros(size, device=self.device)) for _ in range(count)]
-            optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-            rounds = []
-            for _ in range(self.rounds + 1):
-                for p in parameters:
-                    p.grad = torch.ones_like(p)
-                self.synchronize()
-                start = time.perf_counter()
-                torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
-                optimizer.step()
-                self.synchronize()
-                rounds.append(time.perf_counter() - start)
-            return statistics.median(rounds[1:])
+        def seconds(size: int) -> float:
+            parameter = torch.nn.Parameter(torch.zeros(size, device=self.device))
+            parameter.grad = gradient = torch.ones_like(parameter)
+            optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
+            return self._median(lambda: (gradient.norm(), optimizer.step()))
 
-        small, large = seconds(64, 64), seconds(16, 1 << 16)
-        tensor = small / 64
-        return tensor, max(0.0, large - 16 * tensor) / (16 << 16)
+        small, large = seconds(64), seconds(1 << 20)
+        return small, max(0.0, large - small) / (1 << 20)
 
     def _message_share(self) -> float:
         """Part of the processor's time that messages take while they are on their way; of the slowest rank."""
@@ -292,15 +282,6 @@ class _Bench:
         if self.probes.experts is not None and parallel.experts.group.size() > 1:
             return self.probes.experts.message(rows)
         return None
-
-    def _sequence(self) -> float:
-        """Seconds of laying out one sequence."""
-        rounds = []
-        for _ in range(self.rounds + 1):
-            start = time.perf_counter()
-            self.probes.stage.batch(32 * SEGMENT)
-            rounds.append((time.perf_counter() - start) / 32)
-        return statistics.median(rounds[1:])
 
 
 def _seconds(moments: Sequence[Any]) -> tuple[float, float]:

@@ -89,7 +89,8 @@ class Probes:
             if length * 8 <= 2 * self.stage.most_tokens:
                 yield self.attention(length, count=8)
             for past in _PASTS if length in _CHUNKS else ():
-                if past == _PASTS[0] or length * (length + past) <= longest**2:
+                # Two at least: kernels for a past are others than without one, and a slope is that of two points.
+                if past in _PASTS[:2] or length * (length + past) <= longest**2:
                     yield self.attention(length, past)
 
     def attention(self, length: int, past: int = 0, count: int = 1) -> Probe:

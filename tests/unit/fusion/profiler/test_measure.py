@@ -67,13 +67,14 @@ def test_a_layer_takes_what_was_measured(tensor: int, monkeypatch: pytest.Monkey
     device = backbone.profile(LAYERS, tensor_parallel=tensor)
     parallel = SimpleNamespace(tp_size=tensor, world_size=tensor)
     bench: Any = module._Bench.__new__(module._Bench)
-    bench.backbone = SimpleNamespace(shape=backbone.shape(LAYERS), parallel=parallel)
-    bench.device, bench.dtype, bench.dequantising = torch.device("cpu"), torch.float32, []
+    residence = SimpleNamespace(units={})
+    bench.backbone = SimpleNamespace(shape=backbone.shape(LAYERS), parallel=parallel, residence=residence)
+    bench.device, bench.dtype = torch.device("cpu"), torch.float32
     stacks = dict.fromkeys(("attention", "mlp"), [None] * STACK)
     stage = SimpleNamespace(shape=bench.backbone.shape, most_tokens=2048, stacks=stacks, divided=1)
     bench.probes = SimpleNamespace(stage=stage, adapters=SimpleNamespace(chosen=()))
     monkeypatch.setattr(module._Bench, "_optimizer", lambda bench: (0.0, 0.0))
-    monkeypatch.setattr(module._Bench, "_sequence", lambda bench: 0.0)
+    monkeypatch.setattr(module._Bench, "_median", lambda bench, run: 0.0)
     monkeypatch.setattr(module._Bench, "_message_share", lambda bench: 0.1)
     curves = timed(device)
     found = bench.profile(dict(device.about), curves)
