@@ -75,6 +75,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backbone", type=Path, help="default: the quickstart's; on two stages a random one")
     parser.add_argument("--shape", help="a random backbone of this shape in the workload")
     parser.add_argument("--long", action="store_true", help="long sequences instead of sets of tasks")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="seconds of the processor: one process, one thread"
+    )
     add_machine(parser)
     parser.add_argument("--stages", type=int, choices=(1, 2), default=1)
     parser.add_argument(
@@ -90,6 +93,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.link is not None and arguments.stages > 1:
         parser.error("--link: joins two ranks of one stage: leave --stages out")
+    if arguments.processor_time and (arguments.link is not None or arguments.stages > 1):
+        parser.error("--processor-time: is that of one process: leave --stages and --link out")
     if arguments.experts and arguments.link is None:
         parser.error("--experts: exchanges rows over a link: add --link MBIT")
     return arguments
@@ -129,7 +134,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All sets; what the first process found, nothing elsewhere."""
     import torch
-    from engine_bench import QUICKSTART, MachineSpeed, environment, load_or_measure_profile, random_backbone
+    from engine_bench import (
+        QUICKSTART,
+        MachineSpeed,
+        environment,
+        load_or_measure_profile,
+        random_backbone,
+        use_processor_time,
+    )
 
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.fusion.mesh import Mesh
@@ -143,7 +155,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if two:
         pin_to_core()
     else:
-        torch.set_num_threads(arguments.threads)
+        torch.set_num_threads(1 if arguments.processor_time else arguments.threads)
+    if arguments.processor_time:
+        use_processor_time()
     rounds = arguments.rounds or (3 if two else 5)
     threads = torch.get_num_threads()
     parallel = initialize(mesh.tensor, expert_parallel=mesh.expert, device=arguments.device)
@@ -163,6 +177,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {**environment(backbone, threads), "rounds": rounds}
     result |= {"costs": profile.description, "stages": arguments.stages, "sets": []}
     result |= {"link": arguments.link, "experts": arguments.experts}
+    result["processor_time"] = arguments.processor_time
     rolling = STEPS_ON_A_PIPELINE if pipeline else 1
     context = PlanningContext(
         profile,
@@ -334,10 +349,11 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _introduction(result: dict[str, Any], where: str) -> list[str]:
+    clock = ", in seconds of the processor" * result.get("processor_time", False)
     rounds = f"{result['rounds']} rounds in turns (policies far behind: one round)"
     return [
         measured_on(result["backbone"], result["dtype"], result["hardware"], result["versions"]),
-        f"On {where}. Medians of {rounds}; predictions by the {result['costs']}.",
+        f"On {where}{clock}. Medians of {rounds}; predictions by the {result['costs']}.",
         "",
     ]
 

@@ -3,11 +3,11 @@
     megatron-mux profile --backbone DIR
     megatron-mux profile --backbone DIR --gpus 2
 
-This takes a minute on two cores. The profile is kept in the user's cache directory, where runs and megatron-mux plan
-with the same backbone, device and versions find it. On a CPU, start as many processes as the run will have on a host:
-they measure at the same time, since they will compute at the same time. With two or more processes, all-reduce and
-transfers between ranks are measured, too. A backbone with experts is measured as a run divides them: give the run's
-flags.
+This takes about two minutes on two cores. The profile is kept in the user's cache directory, where runs and
+megatron-mux plan with the same backbone, device and versions find it. On a CPU, start as many processes as the run will
+have on a host: they measure at the same time, since they will compute at the same time. With two or more processes,
+all-reduce and transfers between ranks are measured, too. A backbone with experts is measured as a run divides them:
+give the run's flags.
 """
 
 from __future__ import annotations

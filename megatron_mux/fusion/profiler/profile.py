@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,15 +46,8 @@ class Curve:
     def at(self, size: float) -> tuple[float, float]:
         """Forward and backward seconds: between two points linear; below the first as there, above the last on the
         slope of the last two."""
-        sizes = self.sizes
-        if size <= sizes[0] or len(sizes) == 1:
-            return self.forward[0], self.backward[0]
-        i = min(bisect_right(sizes, size), len(sizes) - 1)
-        share = (size - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
-        return (
-            max(0.0, self.forward[i - 1] + share * (self.forward[i] - self.forward[i - 1])),
-            max(0.0, self.backward[i - 1] + share * (self.backward[i] - self.backward[i - 1])),
-        )
+        forward, backward = self.many(np.array([size], np.float64))[:, 0].tolist()
+        return forward, backward
 
     @cached_property
     def _tables(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:

@@ -127,17 +127,16 @@ class _Rank:
         """Half layers and their BaseOps, the embedding and the loss head."""
         shape, h = self.shape, self.shape.hidden
         own = 1.0 if self.shares is None else self.shares.own  # sequence parallelism comes with experts
-        norm = self._passes(2 * h * own)
-        added = self._passes((3 * h + 2 * h * shape.output_norms) * own)
+        norm, added = self._passes(2 * h * own), (3 * h + 2 * h * shape.output_norms) * own
         products = {str(op): self._curve(self._product(op)) for op in base_ops(shape)}
 
         def mlp(first: BaseOpName, second: BaseOpName) -> list[Curve]:
             return [products[first], self._passes(self._activated(first)), products[second]]
 
-        inner = [self._passes(self._rotated()), self._passes(self._inner_norms())]
-        halves = {"attention_half": [norm, *(products[op] for op in shape.attention_ops), *inner, added]}
+        inner = [self._passes(self._rotated()), self._passes(added + self._inner_norms())]
+        halves = {"attention_half": [norm, *(products[op] for op in shape.attention_ops), *inner]}
         if "linear_fc1" in products:
-            halves["mlp_half"] = [norm, *mlp("linear_fc1", "linear_fc2"), added]
+            halves["mlp_half"] = [norm, *mlp("linear_fc1", "linear_fc2"), self._passes(added)]
         if self.shares is not None:
             halves["router"] = [norm, *self._routing(self.shares)]
             halves["experts"] = [
