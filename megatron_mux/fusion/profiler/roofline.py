@@ -7,9 +7,9 @@ far off, and a plan made from them says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_mux.adapters.costs import Place
 from megatron_mux.adapters.registry import KINDS
@@ -86,20 +86,6 @@ def roofline(
     )
 
 
-class _Load(NamedTuple):
-    """The work of an operator.
-
-    Attributes:
-        flops: Floating-point operations.
-        values: Values read and written.
-        launches: Times that the device is asked to compute.
-    """
-
-    flops: float
-    values: float
-    launches: float = 1.0
-
-
 @dataclass(frozen=True)
 class _Rank:
     """What one rank computes and sends.
@@ -128,7 +114,7 @@ class _Rank:
         shape, h = self.shape, self.shape.hidden
         own = 1.0 if self.shares is None else self.shares.own  # sequence parallelism comes with experts
         norm, added = self._passes(2 * h * own), (3 * h + 2 * h * shape.output_norms) * own
-        products = {str(op): self._curve(self._product(op)) for op in base_ops(shape)}
+        products = {str(op): self._product(op) for op in base_ops(shape)}
 
         def mlp(first: BaseOpName, second: BaseOpName) -> list[Curve]:
             return [products[first], self._passes(self._activated(first)), products[second]]
@@ -147,7 +133,7 @@ class _Rank:
         if "shared_fc1" in products:
             halves["shared"] = mlp("shared_fc1", "shared_fc2")
         vocab = shape.vocab / self.tensor
-        head = self._curve(lambda labels: _Load(4 * labels * h * vocab, 2 * (h + labels) * vocab), 0.0)
+        head = self._curve(4 * h * vocab, 2 * vocab, 2 * h * vocab, backward=0.0)
         found = {name: summed(curves) for name, curves in halves.items()}
         return {**found, **products, "entry": self._passes(2 * h), "head": head}
 
@@ -155,19 +141,14 @@ class _Rank:
         """The router, and the way of rows to experts and back."""
         experts, h = self.shape.experts, self.shape.hidden
         assert experts is not None
-        count, weights = experts.count, experts.count * h
-        moves = shares.pairs * 6 * h + shares.own * 3 * h
+        count, weights, own = experts.count, experts.count * h, shares.own
+        moves = shares.pairs * 6 * h + own * 3 * h
         launches = _PAIRS_LAUNCHES
         if shares.sent:
             moves, launches = moves + shares.sent * 10 * h, launches + _EXCHANGE_LAUNCHES
-
-        def router(rows: float) -> _Load:
-            own = rows * shares.own
-            return _Load(2 * own * weights, own * (h + 6 * count) + weights, _ROUTER_LAUNCHES)
-
         return [
-            self._curve(router, 0.5),
-            self._curve(lambda rows: _Load(rows * moves, rows * moves, launches)),
+            self._curve(2 * own * weights, own * (h + 6 * count), weights, _ROUTER_LAUNCHES, 0.5),
+            self._curve(moves, moves, launches=launches),
         ]
 
     def attention(self) -> dict[str, Curve]:
@@ -205,14 +186,9 @@ class _Rank:
                 work, place = section.work(Place(op, *self._widths(op))), section.curve(1)
                 assert place is not None, "samples take seconds"
 
-                def load(rows: float, op: BaseOpName = op, work: Any = work) -> _Load:
-                    computed, copies = self._rows(op, rows)
-                    launches = _LOW_RANK_LAUNCHES * copies if op in EXPERT_OPS else 1
-                    return _Load(
-                        computed * work.flops, computed * work.moved + copies * work.weights, launches
-                    )
-
-                yield f"{place.name}:{op}:{place.size}", self._curve(load, 2.0)
+                launches = _LOW_RANK_LAUNCHES if routed else 1
+                added = self._curve(work.flops, work.moved, work.weights, launches, 2.0, routed)
+                yield f"{place.name}:{op}:{place.size}", added
                 yield f"utilisation:{place.name}", Curve((1,), (1.0,), (1.0,))
 
     def dequantising(self) -> dict[str, Curve]:
@@ -241,34 +217,44 @@ class _Rank:
             found["exchange_sizes"] = Curve((1,), (self.device.latency,), (0.0,))
         return found
 
-    def _curve(self, load: Callable[[float], _Load], backward: float = 1.0) -> Curve:
-        """Of an operator whose backward takes `backward` times as long."""
+    def _curve(
+        self,
+        flops: float,
+        values: float,
+        weights: float = 0.0,
+        launches: float = 1.0,
+        backward: float = 1.0,
+        routed: bool = False,
+    ) -> Curve:
+        """Of an operator.
+
+        Args:
+            flops: Floating-point operations of a row.
+            values: Read and written of a row.
+            weights: Values read and written whatever the rows.
+            launches: Times that the device is asked to compute.
+            backward: How many times as long the backward takes.
+            routed: Whether rows are pairs of a row and an expert, and each expert that has some has weights and
+                launches of its own.
+        """
         seconds = []
-        for size in self.sizes:
-            flops, values, launches = load(size)
-            one = self.device.seconds(flops, values * self.itemsize, self.itemsize)
-            seconds.append(one + (launches - 1) * self.device.overhead)
+        for rows in self.sizes:
+            computed, copies = float(rows), 1.0
+            if routed and self.shares is not None:
+                computed, copies = rows * self.shares.pairs, self.shares.touched(rows)
+            moved = (computed * values + copies * weights) * self.itemsize
+            one = self.device.seconds(computed * flops, moved, self.itemsize)
+            seconds.append(one + (copies * launches - 1) * self.device.overhead)
         return Curve(self.sizes, tuple(seconds), tuple(backward * s for s in seconds))
 
     def _passes(self, width: float) -> Curve:
         """Reading and writing rows of so many values."""
-        return self._curve(lambda rows: _Load(rows * width, rows * width))
+        return self._curve(width, width)
 
-    def _product(self, op: BaseOpName) -> Callable[[float], _Load]:
+    def _product(self, op: BaseOpName) -> Curve:
         """Rows times a matrix; of routed experts, times the matrix of each that has rows."""
         k, n = self._widths(op)
-
-        def load(rows: float) -> _Load:
-            computed, matrices = self._rows(op, rows)
-            return _Load(2 * computed * k * n, computed * (k + n) + matrices * k * n, matrices)
-
-        return load
-
-    def _rows(self, op: BaseOpName, rows: float) -> tuple[float, float]:
-        """Rows that a BaseOp computes, and how many matrices it multiplies them with."""
-        if op not in EXPERT_OPS or self.shares is None:
-            return rows, 1
-        return rows * self.shares.pairs, self.shares.touched(rows)
+        return self._curve(2 * k * n, k + n, k * n, routed=op in EXPERT_OPS)
 
     def _parts(self, op: BaseOpName) -> int:
         """Ranks that divide a BaseOp."""

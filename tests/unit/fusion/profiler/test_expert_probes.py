@@ -43,9 +43,7 @@ def test_a_profile_has_every_curve(
     names = ({curve.rpartition(":")[0] or curve for curve in own.curves} for own in (found, estimated))
     measured, estimates = ({n for n in own if not n.startswith("attention")} for own in names)
     assert measured == estimates
-    timed = (
-        found.curves[own] for own in ("attention_half", "mlp_half", "experts", "experts_fc1", "experts_fc2")
-    )
+    timed = (found.curves[own] for own in ("mlp_half", "experts_fc1", "experts_fc2", "linear_proj"))
     assert all(min(curve.forward) > 0 < min(curve.backward) for curve in timed)
 
 
