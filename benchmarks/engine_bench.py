@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,14 +21,19 @@ from workload import TaskShape, random_records, write_random_backbone
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.fusion.device import cpu_name
-from megatron_mux.fusion.measure import measure
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner.balance import balanced_split
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import PlanningContext
-from megatron_mux.fusion.profile import Profile
-from megatron_mux.fusion.profile_store import about_run, load_profile, profile_directory, save_profile
+from megatron_mux.fusion.profiler.measure import measure
+from megatron_mux.fusion.profiler.profile import Profile
+from megatron_mux.fusion.profiler.profile_store import (
+    about_run,
+    load_profile,
+    profile_directory,
+    save_profile,
+)
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 from tests.reference.records import Records
@@ -150,6 +156,14 @@ def load_or_measure_profile(backbone: Backbone, remeasure: bool = False) -> Prof
     return shared[0]
 
 
+def use_processor_time() -> None:
+    """Have profiles and steps timed by seconds of this process's processor, not the clock's: for a single process with
+    one thread, on a machine that others use."""
+    timed: Any = SimpleNamespace(perf_counter=time.process_time)
+    for module in (sys.modules[__name__], sys.modules[measure.__module__]):
+        module.time = timed  # type: ignore[attr-defined]
+
+
 class MachineSpeed:
     """Times the same products again and again: how fast the machine is at the moment.
 
@@ -210,6 +224,13 @@ def random_tasks(
         pairs = random_records(TaskShape("", batch, length), batch, vocab, seed=1000 * seed + i)
         records.append(Records(pairs))
     return specs, records
+
+
+def long_task(tokens: int, vocab: int) -> tuple[list[TaskSpec], list[Records]]:
+    """Make a LoRA task whose step is one sequence of so many tokens, half of them labelled."""
+    adapter = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+    shape = TaskShape("", 1, tokens, min_length=tokens)
+    return [spec_of("long", adapter, 1, tokens)], [Records(random_records(shape, 1, vocab, seed=1))]
 
 
 def _spec(name: str, r: random.Random, batch: int, length: int) -> TaskSpec:

@@ -3,10 +3,10 @@
 python benchmarks/forward_against_backward.py --output benchmarks/results/forward-against-backward.json   # ten minutes
 
 In the steady state of 1F1B a stage would compute the forward pass of one unit and the backward pass of an earlier one
-in turns, by the launch order of `fusion/launch_order.py`; each result leaves when its own pass is done. Each side has
-its fastest plan among those with the equal tasks in one or several buckets, these in one or several hybrid tasks and in
-1 to 32 micro-batches. Costs are rooflines: of an H100 over two links, and of a CPU core over links on which messages
-are a third or a half of a task's step.
+in turns, by the launch order of `fusion/graphs/launch_order.py`; each result leaves when its own pass is done. Each
+side has its fastest plan among those with the equal tasks in one or several buckets, these in one or several hybrid
+tasks and in 1 to 32 micro-batches. Costs are rooflines: of an H100 over two links, and of a CPU core over links on
+which messages are a third or a half of a task's step.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _row(link: str, tokens: int, tensor: int, stages: int, tasks: int) -> dict[s
 
 
 def _costs(link: str, tokens: int, tensor: int, stages: int, tasks: int) -> StageCosts:
-    from megatron_mux.fusion.roofline import roofline
+    from megatron_mux.fusion.profiler.roofline import roofline
 
     if link in LINKS:
         info = info_of("llama3-8b")
@@ -150,7 +150,7 @@ class Unit:
 
 def _pair(batches: Sequence[HybridCost], stage: int) -> tuple[float, float]:
     """Seconds until the forward pass of a unit and the backward pass of another, begun together, are done."""
-    from megatron_mux.fusion.launch_order import PieceCost, best_order, simulate
+    from megatron_mux.fusion.graphs.launch_order import PieceCost, best_order, simulate
 
     overlap = batches[0].overlap
     assert overlap is not None

@@ -3,7 +3,8 @@
 python benchmarks/interleaving.py --output benchmarks/results/interleaving-simulated-h100.json   # half a minute
 
 One pipeline stage of Llama-3-8B in bf16, equal LoRA tasks (r=16 on q and v, 8 sequences of 128 tokens in a step). All
-sides are simulated by `fusion/launch_order.py` on costs of the planner's roofline, at two bandwidths of the link.
+sides are simulated by `fusion/graphs/launch_order.py` on costs of the planner's roofline, at two bandwidths of the
+link.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 if TYPE_CHECKING:
     from megatron_mux.backbone.registry import BackboneInfo
     from megatron_mux.fusion.planner.stage_cost import StageCosts
-    from megatron_mux.fusion.profile import Profile
+    from megatron_mux.fusion.profiler.profile import Profile
 
 SIZES = (2, 4, 8)
 """Tensor ranks, and tasks."""
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _simulated(shape: str, link: str, tensor: int, tasks: int) -> dict[str, Any]:
     """Seconds of a step of equal tasks on one stage, and over one task after another."""
-    from megatron_mux.fusion.launch_order import Interleave
+    from megatron_mux.fusion.graphs.launch_order import Interleave
 
     info = info_of(shape)
     costs = equal_tasks(info, h100(info, tensor, LINKS[link]), tensor, tasks)
@@ -101,7 +102,7 @@ def info_of(shape: str) -> BackboneInfo:
 
 def h100(info: BackboneInfo, tensor: int, bandwidth: float) -> Profile:
     """The roofline of an H100 in bf16, its tensor ranks joined by a link of so many bytes a second."""
-    from megatron_mux.fusion.roofline import roofline
+    from megatron_mux.fusion.profiler.roofline import roofline
 
     profile = roofline(info.shape, {"device": "H100", "kind": "cuda", "threads": 1}, 2, tensor)
     curve = profile.curves["all_reduce"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from tensor_messages import Sent, TimedPass
 
-from megatron_mux.fusion.launch_order import (
+from megatron_mux.fusion.graphs.launch_order import (
     Chain,
     Interleave,
     LaunchOrder,

@@ -36,7 +36,7 @@ from megatron_mux.fusion.planner.balance import balanced_split
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import ROLLING_STEPS, PlanningContext
-from megatron_mux.fusion.profile_store import find_profile
+from megatron_mux.fusion.profiler.profile_store import find_profile
 from megatron_mux.fusion.step import step_template
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.bucket import BucketCost

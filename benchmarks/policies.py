@@ -2,6 +2,7 @@
 
 python benchmarks/policies.py                       # SmolLM2-135M, ten sets of 1 to 16 tasks: ten minutes
 python benchmarks/policies.py --stages 2            # a random Llama on a pipeline, a process and a core to a stage
+python benchmarks/policies.py --shape long --long   # sequences of 4k and 16k tokens, whole and in chunks
 python benchmarks/policies.py --link 1000           # as root: two tensor ranks, over a link of so many Mbit/s
 python benchmarks/policies.py --link 500 --experts  # as root: two pipelines that share experts, over such a link
 python benchmarks/policies.py --output result.json  # the JSON, and the tables as result.md
@@ -11,6 +12,8 @@ on. In each round every policy takes one step of every task, on a pipeline sever
 that is the same as another's is measured once, and a policy that is far from the fastest in one round only. "serial" is
 one task at a time, summed. Over a link, "off", "kahn" and "halves" are the planner's plans with that
 `--mux-interleave`; the plain policies hide no messages.
+
+With `--long` each set is one task with one sequence, whole or in chunks, by the policy "spatial".
 
 A shared machine may be faster or slower than when the profile was measured. Therefore the same products are timed
 beside the profile and in each round, and errors are given twice: as they are, and with the machine's speed taken out.
@@ -33,7 +36,7 @@ from script import add_machine, add_output, command_line, measured_on, publish, 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
-from megatron_mux.fusion.launch_order import Interleave
+from megatron_mux.fusion.graphs.launch_order import Interleave
 from megatron_mux.gpus import set_allocator_options
 
 # Tasks, shortest and longest max_length, tokens of a step, all of them together.
@@ -49,6 +52,9 @@ SETS = (
     (12, 32, 128, 900),
     (16, 16, 256, 1200),
 )
+LONG = ((4096, None), (16384, None), (4096, 512), (16384, 2048))
+"""Tokens of a sequence, and of the chunks that it is cut into."""
+
 LIMIT = 1.03
 """How much slower than the best of the plain policies `auto` may be."""
 
@@ -67,6 +73,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__)
     parser.add_argument("--backbone", type=Path, help="default: the quickstart's; on two stages a random one")
+    parser.add_argument("--shape", help="a random backbone of this shape in the workload")
+    parser.add_argument("--long", action="store_true", help="long sequences instead of sets of tasks")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="seconds of the processor: one process, one thread"
+    )
     add_machine(parser)
     parser.add_argument("--stages", type=int, choices=(1, 2), default=1)
     parser.add_argument(
@@ -82,6 +93,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.link is not None and arguments.stages > 1:
         parser.error("--link: joins two ranks of one stage: leave --stages out")
+    if arguments.processor_time and (arguments.link is not None or arguments.stages > 1):
+        parser.error("--processor-time: is that of one process: leave --stages and --link out")
     if arguments.experts and arguments.link is None:
         parser.error("--experts: exchanges rows over a link: add --link MBIT")
     return arguments
@@ -91,7 +104,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, leave the JSON."""
     arguments = parse(argv)
     set_allocator_options()  # before torch is imported, as `pretrain_mux.py` does
-    flags = ("--stages", "--link", "--experts", "--rounds", "--sets", "--device", "--backbone")
+    flags = (
+        "--stages",
+        "--link",
+        "--experts",
+        "--rounds",
+        "--sets",
+        "--device",
+        "--backbone",
+        "--shape",
+        "--long",
+    )
     result: dict[str, Any] | None
     if arguments.link is not None and arguments.worker is None:
         try:
@@ -111,7 +134,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All sets; what the first process found, nothing elsewhere."""
     import torch
-    from engine_bench import QUICKSTART, MachineSpeed, environment, load_or_measure_profile, random_backbone
+    from engine_bench import (
+        QUICKSTART,
+        MachineSpeed,
+        environment,
+        load_or_measure_profile,
+        random_backbone,
+        use_processor_time,
+    )
 
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.fusion.mesh import Mesh
@@ -125,15 +155,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if two:
         pin_to_core()
     else:
-        torch.set_num_threads(arguments.threads)
+        torch.set_num_threads(1 if arguments.processor_time else arguments.threads)
+    if arguments.processor_time:
+        use_processor_time()
     rounds = arguments.rounds or (3 if two else 5)
     threads = torch.get_num_threads()
     parallel = initialize(mesh.tensor, expert_parallel=mesh.expert, device=arguments.device)
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
     path = arguments.backbone
     if path is None:
-        shape = "mid" if pipeline else "moe" if arguments.experts else "wide"
-        path = random_backbone(shape, dtype, parallel.rank) if two else QUICKSTART / "backbone"
+        shape = arguments.shape or ("mid" if pipeline else "moe" if arguments.experts else "wide")
+        random = two or arguments.shape
+        path = random_backbone(shape, dtype, parallel.rank) if random else QUICKSTART / "backbone"
     backbone = Backbone.load(path, parallel, dtype)
     if arguments.link is not None:
         limit_bandwidth(1e6 * arguments.link)
@@ -144,6 +177,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {**environment(backbone, threads), "rounds": rounds}
     result |= {"costs": profile.description, "stages": arguments.stages, "sets": []}
     result |= {"link": arguments.link, "experts": arguments.experts}
+    result["processor_time"] = arguments.processor_time
     rolling = STEPS_ON_A_PIPELINE if pipeline else 1
     context = PlanningContext(
         profile,
@@ -154,8 +188,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         interleave="auto" if arguments.link is not None else "off",
     )
     parallel = initialize(mesh.tensor, arguments.stages, expert_parallel=mesh.expert, device=arguments.device)
-    for seed, chosen in enumerate(SETS[: arguments.sets]):
-        found = _one_set(path, parallel, context, seed, chosen, rounds, speed)
+    for seed, chosen in enumerate((LONG if arguments.long else SETS)[: arguments.sets]):
+        if arguments.long:
+            found = _one_sequence(path, parallel, context, chosen, rounds, speed)
+        else:
+            found = _one_set(path, parallel, context, seed, chosen, rounds, speed)
         found["slower_than_profile"] = found.pop("reference") / statistics.median(reference)
         result["sets"].append(found)
         if parallel.rank == 0:
@@ -218,6 +255,31 @@ def _one_set(
     }
 
 
+def _one_sequence(
+    path: Path, parallel: Any, context: Any, chosen: tuple[int, int | None], rounds: int, speed: Any
+) -> dict[str, Any]:
+    """Its step as predicted and as measured."""
+    from engine_bench import long_task, make_bench_on_stages
+
+    tokens, chunk = chosen
+    specs, records = long_task(tokens, context.info.shape.vocab)
+    bench = make_bench_on_stages(path, parallel, replace(context, chunk=chunk), specs, records)
+    try:
+        plan = bench.planner.fixed("spatial", bench.loads)
+        bench.seconds([plan])  # warms up
+        turns = [(bench.seconds([plan], context.rolling), speed.seconds()) for _ in range(rounds)]
+    finally:
+        bench.close()
+    seconds, reference = (statistics.median(own) for own in zip(*turns, strict=True))
+    return {
+        "tokens": tokens,
+        "chunk": chunk,
+        "measured": {"spatial": seconds},
+        "predicted": {"spatial": plan.predicted_latency_s},
+        "reference": reference,
+    }
+
+
 def _plans(bench: Any) -> tuple[dict[str, list[Any]], dict[str, float | None]]:
     """The plans of each policy, which together step every task, and their predicted seconds."""
     planner, loads = bench.planner, bench.loads
@@ -261,13 +323,10 @@ def markdown(result: dict[str, Any]) -> str:
     if result["link"] is not None:
         ranks = "pipelines that share experts" if result.get("experts") else "tensor ranks"
         where = f"two {ranks}, a core each, over a link of {result['link']:.0f} Mbit/s"
+    if "chunk" in result["sets"][0]:
+        return "\n".join([*_introduction(result, where), *_sequences(result), "", *_errors(result)])
     policies = [name for name in result["sets"][0]["measured"] if name != "auto"]
-    rounds = f"{result['rounds']} rounds in turns (policies far behind: one round)"
-    lines = [
-        measured_on(result["backbone"], result["dtype"], result["hardware"], result["versions"]),
-        f"On {where}. Medians of {rounds}; predictions by the {result['costs']}.",
-        "",
-    ]
+    lines = _introduction(result, where)
     rows: list[Sequence[object]] = []
     for one in result["sets"]:
         lengths = sorted(one["max_lengths"])
@@ -282,22 +341,51 @@ def markdown(result: dict[str, Any]) -> str:
         rows,
     )
     worst = max(one["auto_against_best"] for one in result["sets"])
-    lines += ["", f"Worst auto / best: **{worst:.3f}** (limit {LIMIT}).", ""]
+    lines += ["", f"Worst auto / best: **{worst:.3f}** (limit {LIMIT}).", "", *_errors(result)]
+    if off := [abs(_apart(one)) for one in result["sets"] if not one["same_as"]]:
+        said = f"{statistics.median(off):.1%} in the median, {max(off):.1%} at worst"
+        lines += ["", f"Predictions of `auto` and of the best plain policy err differently by {said}."]
+    return "\n".join(lines)
+
+
+def _introduction(result: dict[str, Any], where: str) -> list[str]:
+    clock = ", in seconds of the processor" * result.get("processor_time", False)
+    rounds = f"{result['rounds']} rounds in turns (policies far behind: one round)"
+    return [
+        measured_on(result["backbone"], result["dtype"], result["hardware"], result["versions"]),
+        f"On {where}{clock}. Medians of {rounds}; predictions by the {result['costs']}.",
+        "",
+    ]
+
+
+def _sequences(result: dict[str, Any]) -> list[str]:
+    """A row for each sequence."""
     rows = []
+    for one in result["sets"]:
+        predicted, seconds = one["predicted"]["spatial"], one["measured"]["spatial"]
+        slower = one["slower_than_profile"]
+        ratios = (f"{predicted / seconds:.3f}", f"{predicted * slower / seconds:.3f}", f"{slower:.2f}")
+        rows.append((one["tokens"], one["chunk"] or "-", f"{predicted:.3f}", f"{seconds:.3f}", *ratios))
+    return table(
+        "tokens | chunk | predicted s | measured s | predicted / measured | at equal speed | "
+        "machine slower than at the profile",
+        rows,
+    )
+
+
+def _errors(result: dict[str, Any]) -> list[str]:
+    """A row for each policy."""
+    rows: list[Sequence[object]] = []
     equal = errors(result, at_equal_speed=True)
     for name, own in errors(result).items():
         off, off_equal = [abs(e) for e in own], [abs(e) for e in equal[name]]
         shown = (f"{statistics.median(off):.1%}", f"{max(off):.1%}", f"{statistics.median(off_equal):.1%}")
         label = "different plans" if name == "all" else name
         rows.append((label, f"{1 + statistics.median(own):.3f}", *shown, f"{max(off_equal):.1%}"))
-    lines += table(
+    return table(
         "policy | predicted / measured: median | median error | worst error | median error at equal speed | worst",
         rows,
     )
-    if off := [abs(_apart(one)) for one in result["sets"] if not one["same_as"]]:
-        said = f"{statistics.median(off):.1%} in the median, {max(off):.1%} at worst"
-        lines += ["", f"Predictions of `auto` and of the best plain policy err differently by {said}."]
-    return "\n".join(lines)
 
 
 def _apart(one: dict[str, Any]) -> float:

@@ -133,6 +133,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "max_position_embeddings": 512,
     },
+    # For sequences of many thousand tokens.
+    "long": {
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+    },
     # For two expert ranks: a Mixtral.
     "moe": {
         "vocab_size": 2048,

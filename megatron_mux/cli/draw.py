@@ -26,8 +26,8 @@ from megatron_mux.errors import UserError, exit_status
 from megatron_mux.saved_files import run_of_task
 
 if TYPE_CHECKING:
+    from megatron_mux.fusion.graphs.subgraphs import LayerSubgraphs
     from megatron_mux.fusion.plan import Plan
-    from megatron_mux.fusion.subgraphs import LayerSubgraphs
     from megatron_mux.pipeline.action import TimedAction
 
 _HOW_TO_PLAN = (
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
 def draw_subgraphs(arguments: argparse.Namespace) -> None:
     """Draw and print the subgraphs of one layer of each kind: a plan's, or traced in a fake world of tensor ranks."""
     from megatron_mux.files import write_output
-    from megatron_mux.fusion.subgraph_picture import to_svg
+    from megatron_mux.fusion.graphs.subgraph_picture import to_svg
 
     found = _traced(arguments) if arguments.backbone is not None else _kept(arguments)
     write_output("--output", arguments.output, to_svg(found))
@@ -148,7 +148,7 @@ def _traced(arguments: argparse.Namespace) -> Sequence[LayerSubgraphs]:
 
     from megatron_mux.backbone.registry import info_without_weights
     from megatron_mux.dry_run.layer_subgraphs import SubgraphQuestion, subgraphs_of
-    from megatron_mux.fusion.profile_store import find_profile
+    from megatron_mux.fusion.profiler.profile_store import find_profile
     from megatron_mux.gpus import known
 
     if arguments.device != "cpu":
@@ -188,7 +188,7 @@ def simulated(plan: Plan, file: Path, steps: int) -> list[TimedAction]:
         UserError: The plan has no costs, or is inconsistent.
     """
     from megatron_mux.fusion.check import check_plan
-    from megatron_mux.fusion.predicted_turns import with_turns
+    from megatron_mux.fusion.graphs.predicted_turns import with_turns
     from megatron_mux.fusion.step import bucket_costs, step_template
     from megatron_mux.pipeline.simulate import simulate
 

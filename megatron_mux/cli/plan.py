@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_mux.fusion.planner.load import TaskLoad
     from megatron_mux.fusion.planner.planner import Planner
     from megatron_mux.fusion.planner.planning_context import PlanningContext
-    from megatron_mux.fusion.profile import Profile
+    from megatron_mux.fusion.profiler.profile import Profile
 
 
 _DEGREES = (
@@ -265,7 +265,7 @@ def _plans(
     """Plan for each mesh; returns planner, plan and planning seconds by latency, and why other meshes do not fit."""
     from megatron_mux.fusion.planner.balance import balanced_split
     from megatron_mux.fusion.planner.planner import Planner, choose_recompute
-    from megatron_mux.fusion.profile_store import profile_of_mesh
+    from megatron_mux.fusion.profiler.profile_store import profile_of_mesh
 
     kind, dtype = _device(arguments)
     found: list[tuple[Planner, Plan, float]] = []

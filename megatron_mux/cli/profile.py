@@ -3,11 +3,11 @@
     megatron-mux profile --backbone DIR
     megatron-mux profile --backbone DIR --gpus 2
 
-This takes a minute on two cores. The profile is kept in the user's cache directory, where runs and megatron-mux plan
-with the same backbone, device and versions find it. On a CPU, start as many processes as the run will have on a host:
-they measure at the same time, since they will compute at the same time. With two or more processes, all-reduce and
-transfers between ranks are measured, too. A backbone with experts is measured as a run divides them: give the run's
-flags.
+This takes about two minutes on two cores. The profile is kept in the user's cache directory, where runs and
+megatron-mux plan with the same backbone, device and versions find it. On a CPU, start as many processes as the run will
+have on a host: they measure at the same time, since they will compute at the same time. With two or more processes,
+all-reduce and transfers between ranks are measured, too. A backbone with experts is measured as a run divides them:
+give the run's flags.
 """
 
 from __future__ import annotations
@@ -94,8 +94,13 @@ def run(arguments: argparse.Namespace) -> None:
 
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.backbone.registry import read_backbone_info, stored_dtype
-    from megatron_mux.fusion.measure import measure
-    from megatron_mux.fusion.profile_store import about_run, load_profile, profile_directory, save_profile
+    from megatron_mux.fusion.profiler.measure import measure
+    from megatron_mux.fusion.profiler.profile_store import (
+        about_run,
+        load_profile,
+        profile_directory,
+        save_profile,
+    )
     from megatron_mux.runtime import has_bf16, initialize, use_tf32
 
     info = read_backbone_info(arguments.backbone, arguments.backbone_dtype)
@@ -180,7 +185,7 @@ def _print(profile: object, where: Path, seconds: float) -> None:
     from rich.table import Table
 
     from megatron_mux.console import make_console
-    from megatron_mux.fusion.profile import Profile
+    from megatron_mux.fusion.profiler.profile import Profile
 
     assert isinstance(profile, Profile)
     table = Table(title=f"{profile.source} on {profile.about['device']}, {profile.about['dtype']}")

@@ -18,12 +18,12 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.dry_run.real_host import RealHostMode
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.layer_graph import trace_layer
-from megatron_mux.fusion.operators import layer_subgraphs
+from megatron_mux.fusion.graphs.layer_graph import trace_layer
+from megatron_mux.fusion.graphs.operators import layer_subgraphs
+from megatron_mux.fusion.graphs.subgraphs import LayerSubgraphs
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner.planning_context import PlanningContext
-from megatron_mux.fusion.profile import Profile
-from megatron_mux.fusion.subgraphs import LayerSubgraphs
+from megatron_mux.fusion.profiler.profile import Profile
 from megatron_mux.memory.worker import Worker
 from megatron_mux.tasks import TaskSpec
 

@@ -15,7 +15,7 @@ from megatron_mux import layout
 from megatron_mux.backbone.exchange import Course, Exchange, Observer, interleave
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import Exchanging
-from megatron_mux.fusion.launch_order import LaunchOrder, decode
+from megatron_mux.fusion.graphs.launch_order import LaunchOrder, decode
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.layout import MicroBatch
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.launch_order import decode
+from megatron_mux.fusion.graphs.launch_order import decode
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Bucket, Plan
 

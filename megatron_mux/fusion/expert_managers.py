@@ -13,11 +13,10 @@ from megatron_mux.base_ops import EXPERT_OPS
 from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.device import device_of
 from megatron_mux.fusion.even_experts import even_selection
-from megatron_mux.fusion.profile import Curve, Profile
-from megatron_mux.fusion.roofline import MESSAGE_SHARE
+from megatron_mux.fusion.profiler.profile import Curve, Profile
+from megatron_mux.fusion.profiler.roofline import MESSAGE_SHARE
 from megatron_mux.shape import BackboneShape
 
-_ROUTED = (*EXPERT_OPS, "experts_activation")
 _SAMPLE = 1024
 """Rows from which the number of managers of a row is taken."""
 
@@ -42,15 +41,14 @@ def with_managers(profile: Profile, shape: BackboneShape, managers: int) -> Prof
     served = np.asarray(placement.serving(0, 0))[selected]  # [R, K]
     copies = float(np.mean([len(set(row)) for row in served.tolist()]))
     itemsize = 2 if about.get("dtype") == "bfloat16" else 4
-    routed = [curves[op] for op in _ROUTED]
-    sizes = curves["norm"].sizes
+    routed = curves["experts"]
+    sizes = routed.sizes
     seconds = []
     for size in sizes:
         link = device.latency + size * copies * shape.hidden * itemsize / device.link
-        own = [curve.at(size) for curve in routed]
-        seconds.append(tuple(link + sum(way) / managers / 2 for way in zip(*own, strict=True)))
+        seconds.append(tuple(link + way / managers / 2 for way in routed.at(size)))
     nothing = Curve((1,), (0.0,), (0.0,))
-    curves |= dict.fromkeys(_ROUTED, nothing)
+    curves |= dict.fromkeys(("experts", *EXPERT_OPS), nothing)
     curves["exchange"] = Curve(sizes, tuple(f for f, _ in seconds), tuple(b for _, b in seconds))
     curves["exchange_sizes"] = Curve((1,), (device.latency,), (device.latency,))
     for name, curve in profile.curves.items():

@@ -23,9 +23,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Mode, Weights
-from megatron_mux.fusion.launch_order import LaunchOrder, PassCost
+from megatron_mux.fusion.graphs.launch_order import LaunchOrder, PassCost
+from megatron_mux.fusion.graphs.subgraphs import LayerSubgraphs
 from megatron_mux.fusion.mesh import Mesh
-from megatron_mux.fusion.subgraphs import LayerSubgraphs
 from megatron_mux.kernels.low_rank_choice import KernelChoice
 from megatron_mux.kernels.pointwise_choice import PointwiseName
 

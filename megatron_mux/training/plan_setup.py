@@ -25,8 +25,8 @@ from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planner import Planner, choose_recompute
 from megatron_mux.fusion.planner.planning_context import ROLLING_STEPS, PlanningContext
-from megatron_mux.fusion.profile import Profile
-from megatron_mux.fusion.profile_store import profile_of_mesh
+from megatron_mux.fusion.profiler.profile import Profile
+from megatron_mux.fusion.profiler.profile_store import profile_of_mesh
 from megatron_mux.kernels.pointwise_choice import pointwise_name
 from megatron_mux.memory.sizes import show_size
 from megatron_mux.runtime import Parallel, device_memory

@@ -17,12 +17,12 @@ from megatron_mux.backbone.residence import Kind
 from megatron_mux.backbone.split import Split
 from megatron_mux.backbone.stage_pass import Pieces
 from megatron_mux.engine import Engine, Planning
-from megatron_mux.fusion.launch_order import LaunchOrder, PieceCost, encode, kahn
+from megatron_mux.fusion.graphs.launch_order import LaunchOrder, PieceCost, encode, kahn
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import PlanningContext
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.runtime import Parallel
 from tests import tiny_models

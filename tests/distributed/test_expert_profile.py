@@ -15,14 +15,14 @@ from megatron_mux import layout
 from megatron_mux.backbone.experts.exchange import dispatch
 from megatron_mux.backbone.experts.pairs import Pairs
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.fusion import measure as module
 from megatron_mux.fusion.even_experts import ExpertShares
-from megatron_mux.fusion.expert_probes import ExpertProbes
-from megatron_mux.fusion.layer_operators import layer_operators
-from megatron_mux.fusion.probed_stage import ProbedStage
-from megatron_mux.fusion.probes import Probes
-from megatron_mux.fusion.profile_store import about_run
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.profiler import measure as module
+from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
+from megatron_mux.fusion.profiler.layer_operators import layer_operators
+from megatron_mux.fusion.profiler.probed_stage import ProbedStage
+from megatron_mux.fusion.profiler.probes import Probes
+from megatron_mux.fusion.profiler.profile_store import about_run
+from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 
@@ -56,14 +56,14 @@ def test_ranks_compute_and_send_what_a_roofline_counts(
     given = experts.given(batch)
     pairs = experts.pairs(given)
     assert len(pairs.rows) == rows * shares.pairs
-    assert given.rows == pytest.approx(rows * shares.sent)
+    assert len(given.x) == pytest.approx(rows * shares.sent)
     layer, routes = experts.layer, experts.routes(rows)
     with layout.activate(batch):
         assert layer.exchange is not None
         sent = layer.exchange.send_to(routes)
         x = torch.zeros(len(routes.experts), backbone.shape.hidden)
         received = dispatch(x, routes, layer.slots(len(x)), sent, layer.anchor)
-    assert sum(sent.outgoing) == given.rows
+    assert sum(sent.outgoing) == len(given.x)
     real = Pairs.of(received.experts, received.slots, layer.places, len(layer.held), received.pairs)
     sources = parallel.experts.size * expert_tensor
     assert len(real.rows) == pytest.approx(len(pairs.rows), abs=2 * len(layer.held) * sources)
@@ -97,7 +97,7 @@ def test_halves_are_timed_without_messages(
     with monkeypatch.context() as without:
         for probes in ("_messages", "_ends"):  # the embedding and the loss head include their messages
             without.setattr(Probes, probes, lambda probes: [])
-        without.setattr("megatron_mux.fusion.measure._Bench._message_share", lambda bench: 0.0)
+        without.setattr("megatron_mux.fusion.profiler.measure._Bench._message_share", lambda bench: 0.0)
         # DoRA sums its norms over ranks once an optimizer step: here in the pass that warms up, which is not timed.
         without.setattr("megatron_mux.adapters.dora.dist", SimpleNamespace(all_reduce=of_norms))
         module.measure(backbone, about, 32, rounds=1)

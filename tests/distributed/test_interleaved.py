@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_mux.backbone.model import Recompute, load_stages
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.engine import Engine
-from megatron_mux.fusion.launch_order import decode
+from megatron_mux.fusion.graphs.launch_order import decode
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.quantised.scheme import Method
 from megatron_mux.runtime import Parallel

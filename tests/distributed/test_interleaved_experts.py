@@ -19,13 +19,13 @@ from megatron_mux.backbone.registry import read_shape
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.expert_managers import with_managers
-from megatron_mux.fusion.launch_order import LaunchOrder, PieceCost, encode, kahn
-from megatron_mux.fusion.layer_operators import ORDER
+from megatron_mux.fusion.graphs.launch_order import LaunchOrder, PieceCost, encode, kahn
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
 from megatron_mux.fusion.planner.frozen import Frozen
 from megatron_mux.fusion.planner.messages import Layout as Ways
 from megatron_mux.fusion.planner.messages import Messages
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.profiler.layer_operators import ORDER
+from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.message_log import logged

@@ -21,9 +21,9 @@ from megatron_mux.backbone.cut_layer import CutLayer, TensorMessages
 from megatron_mux.backbone.exchange import Course, interleave
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import received
-from megatron_mux.fusion.layer_graph import LayerGraph, trace_layer
-from megatron_mux.fusion.operators import layer_subgraphs
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.graphs.layer_graph import LayerGraph, trace_layer
+from megatron_mux.fusion.graphs.operators import layer_subgraphs
+from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.kernels.terms import Term
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel

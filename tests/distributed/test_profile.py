@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.fusion.measure import measure
-from megatron_mux.fusion.probes import Probes
-from megatron_mux.fusion.profile_store import about_run
+from megatron_mux.fusion.profiler.measure import measure
+from megatron_mux.fusion.profiler.probes import Probes
+from megatron_mux.fusion.profiler.profile_store import about_run
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 
@@ -38,7 +38,7 @@ def test_layers_are_timed_without_their_messages(
     with monkeypatch.context() as without:
         for probes in ("_messages", "_ends"):  # the embedding and the loss head include their messages
             without.setattr(Probes, probes, lambda probes: [])
-        without.setattr("megatron_mux.fusion.measure._Bench._message_share", lambda bench: 0.0)
+        without.setattr("megatron_mux.fusion.profiler.measure._Bench._message_share", lambda bench: 0.0)
         # DoRA sums its norms over ranks once an optimizer step: here in the pass that warms up, which is not timed.
         without.setattr("megatron_mux.adapters.dora.dist", SimpleNamespace(all_reduce=original))
         backbone = Backbone.load(path, parallel, torch.float32)

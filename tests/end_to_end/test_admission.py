@@ -13,7 +13,7 @@ from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner.plan_evaluator import PlanEvaluator
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import PlanningContext
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from megatron_mux.training.admission import Admission

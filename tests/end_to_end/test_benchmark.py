@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron_mux.backbone.registry import read_shape
-from megatron_mux.fusion.profile_store import about_run, profile_directory, save_profile
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.profiler.profile_store import about_run, profile_directory, save_profile
+from megatron_mux.fusion.profiler.roofline import roofline
 from tests.end_to_end.forked import Server
 
 ROOT = Path(__file__).resolve().parents[2]

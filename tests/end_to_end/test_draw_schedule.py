@@ -17,8 +17,8 @@ import pytest
 
 from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.cli import draw as draw_command
+from megatron_mux.fusion.graphs.subgraphs import LayerSubgraphs
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, dumps, plan_for
-from megatron_mux.fusion.subgraphs import LayerSubgraphs
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.trace import from_trace, to_trace
 from tests import tiny_models

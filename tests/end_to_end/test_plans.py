@@ -14,8 +14,8 @@ import pytest
 
 from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.profile_store import about_run, save_profile
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.profiler.profile_store import about_run, save_profile
+from megatron_mux.fusion.profiler.roofline import roofline
 from tests.end_to_end.complaints import complaints
 from tests.end_to_end.forked import ROOT, Server
 from tests.end_to_end.workplace import TASKS, Workplace

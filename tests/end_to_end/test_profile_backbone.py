@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_mux.backbone.registry import read_shape
-from megatron_mux.fusion.profile_store import find_profile
+from megatron_mux.fusion.profiler.profile_store import find_profile
 from tests import tiny_models, warm
 from tests.end_to_end.ranks import run_tool
 

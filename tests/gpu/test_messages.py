@@ -23,7 +23,7 @@ from megatron_mux.backbone.exchange import Exchange, Pending
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import Message
 from megatron_mux.engine import Engine, Planning
-from megatron_mux.fusion.launch_order import LaunchOrder, PieceCost, encode, kahn
+from megatron_mux.fusion.graphs.launch_order import LaunchOrder, PieceCost, encode, kahn
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
 from tests import tiny_models
 from tests.end_to_end.harness import Case, random_records

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_mux.fusion.launch_order import MOST_CHAINS
+from megatron_mux.fusion.graphs.launch_order import MOST_CHAINS
 from megatron_mux.fusion.planner.cost import (
     BUSY_ENOUGH,
     CostModel,

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_mux.fusion.launch_order import LayerCost, Overlap, PassCost
+from megatron_mux.fusion.graphs.launch_order import LayerCost, Overlap, PassCost
 from megatron_mux.pipeline.bucket import BucketCost, Sizes
 from megatron_mux.pipeline.structured import descending
 

@@ -11,8 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.fusion.layer_operators import ORDER, attention_operators, base_ops, below, mlp_operators
-from megatron_mux.fusion.profile import Curve, Profile, points, summed
+from megatron_mux.fusion.profiler.layer_operators import (
+    ORDER,
+    attention_operators,
+    base_ops,
+    below,
+    mlp_operators,
+)
+from megatron_mux.fusion.profiler.profile import Curve, Profile, summed
 from megatron_mux.shape import BackboneShape
 
 Array = npt.NDArray[np.float64]
@@ -123,41 +129,3 @@ class Frozen:
         """`[B, S]` whether a layer `[B]` is on a stage."""
         found: npt.NDArray[np.bool_] = (self.starts <= layer[:, None]) & (layer[:, None] < self.stops)
         return found
-
-
-class AttentionCosts:
-    """Seconds of core attention in one layer.
-
-    Args:
-        profile: Seconds at a grid of lengths and pasts.
-    """
-
-    def __init__(self, profile: Profile) -> None:
-        self.in_one_call = profile.attention_in_one_call
-        known: dict[int, dict[float, tuple[float, float]]] = {}
-        for name, curve in profile.curves.items():
-            if name.startswith("attention:"):
-                _, length, past = name.split(":")
-                known.setdefault(int(length), {})[int(past)] = self._of_one(curve)
-        # For each length of the grid, seconds of one sequence over its past.
-        self.over_past = {length: points(known[length]) for length in sorted(known)}
-        self._shortest = profile.curves[f"attention:{min(known)}:0"]
-
-    @property
-    def launch(self) -> Array:
-        """`[2]` seconds that a batch pays once, where one kernel serves all its sequences; else nothing."""
-        return np.array(self._shortest.at(1)) if self.in_one_call else np.zeros(2)
-
-    def of(self, length: int, past: int) -> Array:
-        """`[2]` seconds of one sequence in one layer, forward and backward: linear between the grid's points."""
-        over_length = points({n: curve.at(past) for n, curve in self.over_past.items()})
-        return np.array(over_length.at(length))
-
-    def _of_one(self, curve: Curve) -> tuple[float, float]:
-        """Seconds of one sequence, of a curve over their number."""
-        forward, backward = curve.at(1)
-        if not self.in_one_call or len(curve.sizes) == 1:
-            return forward, backward
-        # The launch is paid once a batch; a sequence takes what another one more takes.
-        more_forward, more_backward = curve.at(8)
-        return (more_forward - forward) / 7, (more_backward - backward) / 7

@@ -7,7 +7,7 @@ Shapes: B batches, S stages; arrays `[2, ...]` hold forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.base_ops import ATTENTION_OPS, EXPERT_OPS, LATENT_OPS, MLP_OPS, SHARED_OPS
-from megatron_mux.fusion.launch_order import LayerCost, PieceCost
-from megatron_mux.fusion.layer_operators import ORDER, attention_operators, mlp_operators
+from megatron_mux.fusion.graphs.launch_order import LayerCost, PieceCost
 from megatron_mux.fusion.planner.frozen import Frozen
-from megatron_mux.fusion.profile import summed
+from megatron_mux.fusion.profiler.layer_operators import ORDER, attention_operators, mlp_operators
 from megatron_mux.shape import BackboneShape
 
 Array = npt.NDArray[np.float64]
@@ -34,9 +33,6 @@ PARTS: Mapping[Part, tuple[str, ...]] = {
     "experts": EXPERT_OPS,
 }
 """The BaseOps of each part."""
-
-_NAMED: tuple[Part, ...] = ("shared", "experts")
-"""Parts whose operators are named after them."""
 
 _Steps = Iterator[tuple[float, float | None]]
 """Seconds of computation, and of the message after it; None: there is none."""
@@ -73,9 +69,9 @@ class Messages:
         self._curves = frozen.curves
         self._with_experts = [float(own) for own in frozen.experts]
         self._last_has_experts = shape.has_experts(shape.layers - 1)
+        known = [name for experts in frozen.experts for name in mlp_operators(shape, experts)]
         self._parts = {
-            part: summed([self._curves[op] for op in operators])
-            for part, operators in _operators(shape, frozen.experts).items()
+            name.removesuffix("_half"): self._curves[name] for name in (*attention_operators(shape), *known)
         }
 
     @property
@@ -163,17 +159,6 @@ class Messages:
                 ways.append(tuple(one.cost(experts, backward) for experts in self._frozen.experts))
             found.append((ways[0], ways[1]))
         return found
-
-
-def _operators(shape: BackboneShape, kinds: Sequence[bool]) -> dict[Part, list[str]]:
-    """The operators of each part that layers of these kinds have."""
-    found: dict[Part, list[str]] = {"attention": list(attention_operators(shape))}
-    for experts in kinds:
-        for operator in mlp_operators(shape, experts):
-            part: Part = "router" if experts else "mlp"
-            part = next((own for own in _NAMED if experts and operator.startswith(own)), part)
-            found.setdefault(part, []).append(operator)
-    return found
 
 
 def _has(part: Part, experts: bool) -> bool:

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_mux.fusion.alignment import padded_lengths
-from megatron_mux.fusion.launch_order import LaunchOrder, Overlap, PassCost
+from megatron_mux.fusion.graphs.launch_order import LaunchOrder, Overlap, PassCost
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, StageTurns, plan_for
 from megatron_mux.fusion.planner.arrangement import Arrangement
 from megatron_mux.fusion.planner.cost import (

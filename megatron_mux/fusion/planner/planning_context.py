@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_mux.backbone.split import Split
 from megatron_mux.fusion.alignment import Mode
-from megatron_mux.fusion.launch_order import Interleave
+from megatron_mux.fusion.graphs.launch_order import Interleave
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import ROLLING, Schedule
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.stage_cost import StageCosts
-from megatron_mux.fusion.profile import Profile
+from megatron_mux.fusion.profiler.profile import Profile
 from megatron_mux.kernels.pointwise_choice import PointwiseName
 from megatron_mux.memory.forms.method import Method, Recompute
 

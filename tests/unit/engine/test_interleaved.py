@@ -11,7 +11,7 @@ import torch
 from megatron_mux.backbone.model import Backbone, Recompute
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.launch_order import LaunchOrder
+from megatron_mux.fusion.graphs.launch_order import LaunchOrder
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
 from megatron_mux.runtime import initialize
 from tests import tiny_models

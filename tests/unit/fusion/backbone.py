@@ -14,8 +14,8 @@ from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.lora import LoraSpec
 from megatron_mux.backbone.registry import BackboneInfo, family
 from megatron_mux.fusion.planner.load import TaskLoad
-from megatron_mux.fusion.profile import Profile
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.profiler.profile import Profile
+from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
 from megatron_mux.shape import BackboneShape
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan
-from megatron_mux.fusion.launch_order import Interleave, LaunchOrder, LayerCost, PieceCost, decode
+from megatron_mux.fusion.graphs.launch_order import Interleave, LaunchOrder, LayerCost, PieceCost, decode
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan, dumps, keep_tasks
 from megatron_mux.fusion.planner.planner import Planner

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_mux.backbone.exchange import Course, interleave
 from megatron_mux.engine.out_of_memory import FailedBuckets
-from megatron_mux.fusion.launch_order import Chain, PieceCost, kahn
+from megatron_mux.fusion.graphs.launch_order import Chain, PieceCost, kahn
 from megatron_mux.fusion.plan import ROLLING, Bucket, HybridTask, Plan, Policy, Schedule
 from megatron_mux.fusion.step import step_template
 from megatron_mux.pipeline.action import Action, TimedAction, Unit

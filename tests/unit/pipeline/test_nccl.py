@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux.fusion.launch_order import Chain, kahn
+from megatron_mux.fusion.graphs.launch_order import Chain, kahn
 from megatron_mux.pipeline import execute as execution
 from megatron_mux.pipeline.action import Action
 from megatron_mux.pipeline.communicate import sends_kept

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.fusion.profile_store import about_run
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.profiler.profile_store import about_run
+from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.quantised.scheme import METHODS, Method
 from megatron_mux.runtime import Parallel

@@ -19,7 +19,7 @@ from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planner import Planner, choose_recompute
 from megatron_mux.fusion.planner.planning_context import PlanningContext
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.memory.forms.method import Recompute
 from megatron_mux.training import plan_setup
 from megatron_mux.training.plan_setup import memory_limit

@@ -13,11 +13,11 @@ from megatron_mux.backbone.cut_layer import TensorMessages
 from megatron_mux.backbone.pieces import Yields
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.base_ops import BaseOpName
-from megatron_mux.fusion.layer_operators import ORDER
 from megatron_mux.fusion.planner.frozen import Frozen
 from megatron_mux.fusion.planner.messages import Layout, Messages
-from megatron_mux.fusion.profile import Profile
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.profiler.layer_operators import ORDER
+from megatron_mux.fusion.profiler.profile import Profile
+from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.shape import BackboneShape
 from tests import tiny_models
 
@@ -109,18 +109,20 @@ def test_only_labelled_rows_go_to_the_experts_of_the_last_layer() -> None:
 @pytest.mark.parametrize(
     ("op", "trained"),
     [
-        ("experts_fc2", ["glue_experts"]),
-        ("experts_fc1", ["experts_activation", "experts_fc2", "glue_experts"]),
-        (
-            "shared_fc2",
-            ["experts_fc1", "experts_activation", "experts_fc2", "glue_experts"],
-        ),
+        ("experts_fc2", []),
+        ("experts_fc1", ["experts", "-experts_fc1"]),
+        ("shared_fc2", ["experts"]),
+        ("shared_fc1", ["experts", "shared", "-shared_fc1"]),
     ],
 )
 def test_below_the_lowest_adapter_nothing_goes_back(op: BaseOpName, trained: list[str]) -> None:
-    """An adapter in the last layer, of which the lowest is at this BaseOp."""
+    """An adapter in the last layer, of which the lowest is at this BaseOp: `trained` are added, or taken off."""
     frozen, _ = made("deepseek_v3", Layout())
     rows, attention = np.array([128.0]), np.array([[1e-3, 2e-3]])
     lowest = np.array([(shape_of("deepseek_v3").layers - 1) * len(ORDER) + ORDER.index(op)])
     backward = frozen.seconds(rows, rows, attention, lowest, recomputes=False)[0, 1, 0]
-    assert backward == pytest.approx(sum(frozen.curves[name].at(128.0)[1] for name in trained))
+    wanted = (
+        frozen.curves[name.removeprefix("-")].at(128.0)[1] * (-1 if name.startswith("-") else 1)
+        for name in trained
+    )
+    assert backward == pytest.approx(sum(wanted), abs=1e-12)

@@ -17,7 +17,7 @@ from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import PlanningContext
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.memory.forms.method import Recompute
 from tests.end_to_end.harness import Case, random_records
 from tests.unit.dry_run.recordings import last_step_peak

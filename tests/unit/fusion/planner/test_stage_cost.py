@@ -15,7 +15,7 @@ from megatron_mux.fusion.alignment import Slice
 from megatron_mux.fusion.planner.cost import HybridCost
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.stage_cost import StageCosts
-from megatron_mux.fusion.profile import Curve
+from megatron_mux.fusion.profiler.profile import Curve
 from megatron_mux.memory.forms.method import Method, Recompute
 from tests.unit.fusion import backbone
 
@@ -115,11 +115,9 @@ def test_layers_with_a_backward_pass_are_recomputed(
         method = Method(tensor=2, recompute=recompute)
         return costs(loads, 2, profile=profile, method=method, overlap=overlap).hybrid((0,), 1)
 
-    attention_half = ["norm", "linear_qkv", "rotary", "linear_proj", "glue_attention"]
-    mlp_half = ["norm", "linear_fc1", "activation", "linear_fc2", "glue_mlp"]
-    layer = sum(seconds[op] for op in attention_half + mlp_half) + 2 * seconds["all_reduce"]
-    layer += 4 * profile.curves["attention:64:0"].at(1)[0]
-    unlabelled = sum(seconds[op] - profile.curves[op].at(128)[0] for op in mlp_half)  # of the last layer
+    layer = seconds["attention_half"] + seconds["mlp_half"] + 2 * seconds["all_reduce"]
+    layer += 4 * profile.curves["attention:64"].at(0)[0]
+    unlabelled = seconds["mlp_half"] - profile.curves["mlp_half"].at(128)[0]  # of the last layer
     adapters = [len({*range(*layers)} & {*range(lowest, LAYERS)}) for layers in ((0, 4), (4, 8))]
     expected = [
         count * layer + own * seconds["LORA:linear_qkv:8"] - without

@@ -1,4 +1,4 @@
-"""Adapters timed on their BaseOp: what the two take more than the BaseOp alone is theirs."""
+"""Adapters timed on their BaseOp, in turns with the BaseOp alone: what the two take more is theirs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron_mux.adapters.expert_op import AttachedExperts
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.base_ops import EXPERT_OPS, BaseOpName
-from megatron_mux.fusion.expert_probes import ExpertProbes
-from megatron_mux.fusion.probed_stage import Probe, ProbedStage, Run
+from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
+from megatron_mux.fusion.profiler.probed_stage import Probe, ProbedStage, Run
 from megatron_mux.kernels.low_rank_choice import KernelChoice, KernelName, alternatives
 from megatron_mux.tasks import TaskSpec
 
@@ -112,8 +112,23 @@ class AdapterProbes:
             compute, x = self._pass(attached, count, tasks)
             return lambda: (compute(), (x, *parameters))
 
-        name = f"{op}:{kernels}" if kernels else _name(section, op, len(info.parts), tasks)
-        return [Probe(name, count, partial(make, count)) for count in rows]
+        if kernels is not None:
+            return [Probe(f"{op}:{kernels}", count, partial(make, count)) for count in rows]
+        name = _name(section, op, len(info.parts), tasks)
+        return [
+            Probe(name, count, partial(make, count), base=partial(self.alone, op, count)) for count in rows
+        ]
+
+    def alone(self, op: BaseOpName, rows: int) -> Run:
+        """A pass of a BaseOp without adapters."""
+        stage, module = self.stage, self.stage.ops[op].module
+        if op not in EXPERT_OPS:
+            return stage.of_module(module, rows, stage.width(op))
+        assert self._experts is not None
+        pairs = self._experts.pairs(self._experts.given(stage.batch(rows)))
+        self._experts.layer.select(pairs)
+        x = stage.input(len(pairs.rows), stage.width(op))
+        return lambda: (module(x, pairs), (x,))
 
     def _pass(self, attached: AttachedBaseOp, rows: int, tasks: int) -> tuple[Callable[[], Tensor], Tensor]:
         """A forward pass, and its input."""

@@ -13,13 +13,13 @@ from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.base_ops import EXPERT_OPS
 from megatron_mux.expert_shape import Routing
-from megatron_mux.fusion import roofline as module
 from megatron_mux.fusion.device import Device
 from megatron_mux.fusion.even_experts import ExpertShares, even_selection
-from megatron_mux.fusion.layer_operators import base_ops, layer_operators
-from megatron_mux.fusion.profile import Profile
-from megatron_mux.fusion.profile_store import about_run
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.profiler import roofline as module
+from megatron_mux.fusion.profiler.layer_operators import base_ops, layer_operators
+from megatron_mux.fusion.profiler.profile import Profile
+from megatron_mux.fusion.profiler.profile_store import about_run
+from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.shape import BackboneShape
 from tests import tiny_models
 

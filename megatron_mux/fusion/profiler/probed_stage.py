@@ -16,14 +16,14 @@ from torch import Tensor
 from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.base_ops import BaseOpInfo, BaseOpName
-from megatron_mux.fusion.profile import grid_up_to
+from megatron_mux.fusion.profiler.profile import grid_up_to
 from megatron_mux.layout import MicroBatch
 
 SEGMENT = 64
 """Tokens of a sequence where only the number of rows matters."""
 
 STACK = 4
-"""Layers that are run on top of each other to measure what a layer takes beyond its operators."""
+"""Layers that are run on top of each other, so that what they keep is kept as in a step."""
 
 _MOST_READ = 1 << 28
 """Bytes of weights that are read before a cold probe: more than caches hold."""
@@ -39,9 +39,11 @@ class Probe:
     Attributes:
         name: The curve it is a point of.
         size: The point.
-        make: Prepares what one pass needs, and gives the pass.
+        make: Prepares what passes need, and gives the pass.
         cold: Whether its weights are to be out of the caches when it begins, as in a step, which uses each layer's
             weights once a pass.
+        base: As `make`: passes without what is to be measured, which is the difference. They alternate with the others,
+            so that both meet the same machine.
         rounds: Forward and backward seconds of each round.
     """
 
@@ -49,12 +51,15 @@ class Probe:
     size: float
     make: Callable[[], Run]
     cold: bool = False
+    base: Callable[[], Run] | None = None
     rounds: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Medians."""
-        return statistics.median(f for f, _ in self.rounds), statistics.median(b for _, b in self.rounds)
+        """Medians; what is added by something small may come out less than nothing."""
+        ways = zip(*self.rounds, strict=True)
+        forward, backward = (max(0.0, statistics.median(way)) for way in ways)
+        return forward, backward
 
 
 class ProbedStage:
@@ -66,44 +71,33 @@ class ProbedStage:
 
     Attributes:
         layers: All of them.
-        dense, routed: Those with an MLP, and those with experts.
+        stacks: The layers whose halves are run on top of each other, by half.
         ops: The BaseOps that some layer has.
         rows: Sizes of probes of which there are few, and `coarse` of those of which there are many.
+        divided: Tensor ranks that divide the rows of hidden states.
     """
 
     def __init__(self, backbone: Backbone, most_tokens: int) -> None:
         self.backbone, self.shape, self.parallel = backbone, backbone.shape, backbone.parallel
         self.most_tokens, self.device, self.dtype = most_tokens, backbone.device, backbone.dtype
         self.layers: list[Any] = list(backbone.model.decoder.layers)
-        of_kind: dict[bool, list[Any]] = {False: [], True: []}
-        for index, layer in zip(backbone.layers, self.layers, strict=True):
-            of_kind[backbone.shape.has_experts(index)].append(layer)
-        self.dense, self.routed = of_kind[False], of_kind[True]
+        routed = [backbone.shape.has_experts(index) for index in backbone.layers]
+        halves = {
+            "attention": self.layers,
+            "mlp": [layer for layer, experts in zip(self.layers, routed, strict=True) if not experts],
+            "experts": [layer for layer, experts in zip(self.layers, routed, strict=True) if experts],
+        }
+        self.stacks = {half: layers[:STACK] for half, layers in halves.items() if layers}
         self.ops: dict[BaseOpName, BaseOpInfo] = {}
         for info in backbone.base_ops():
             self.ops.setdefault(info.name, info)
         self.rows = grid_up_to(most_tokens)
         self.coarse = [n for n in (32, 128, 512, 2048, 8192) if n <= most_tokens]
-
-    @property
-    def divided(self) -> int:
-        """Tensor ranks that divide the rows of hidden states."""
-        return self.parallel.tp_size if self.parallel.sequence_parallel else 1
+        self.divided = self.parallel.tp_size if self.parallel.sequence_parallel else 1
 
     def own(self, rows: int) -> int:
         """Rows of hidden states that this rank has of a micro-batch's."""
         return rows // self.divided
-
-    @property
-    def stacks(self) -> dict[str, list[Any]]:
-        """The layers whose halves are run on top of each other, by half."""
-        halves = {"attention": self.layers, "mlp": self.dense, "experts": self.routed}
-        return {half: layers[:STACK] for half, layers in halves.items() if layers}
-
-    @property
-    def depths(self) -> dict[str, int]:
-        """How many they are."""
-        return {half: len(layers) for half, layers in self.stacks.items()}
 
     def read_other_layers(self) -> None:
         """Read weights that no probe uses, so that the caches no longer hold those that one uses."""

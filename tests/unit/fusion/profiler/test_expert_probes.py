@@ -11,13 +11,13 @@ import torch
 
 from megatron_mux import layout, runtime
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.fusion import measure as module
-from megatron_mux.fusion.expert_probes import ExpertProbes
-from megatron_mux.fusion.layer_operators import layer_operators
-from megatron_mux.fusion.measured_curves import operator_curves
-from megatron_mux.fusion.probed_stage import ProbedStage
-from megatron_mux.fusion.profile import Curve
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.profiler import measure as module
+from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
+from megatron_mux.fusion.profiler.layer_operators import layer_operators
+from megatron_mux.fusion.profiler.measured_curves import profile_curves
+from megatron_mux.fusion.profiler.probed_stage import ProbedStage
+from megatron_mux.fusion.profiler.profile import Curve
+from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.runtime import Parallel
 from tests.tiny_models import make
 
@@ -43,9 +43,8 @@ def test_a_profile_has_every_curve(
     names = ({curve.rpartition(":")[0] or curve for curve in own.curves} for own in (found, estimated))
     measured, estimates = ({n for n in own if not n.startswith("attention")} for own in names)
     assert measured == estimates
-    timed = ("router", "experts_fc1", "experts_activation", "experts_fc2")
-    assert all(min(found.curves[own].forward) > 0 for own in timed)
-    assert all(min(found.curves[own].backward) > 0 for own in timed)
+    timed = (found.curves[own] for own in ("mlp_half", "experts_fc1", "experts_fc2", "linear_proj"))
+    assert all(min(curve.forward) > 0 < min(curve.backward) for curve in timed)
 
 
 def test_experts_have_as_many_pairs_each(alone: Parallel, tmp_path: Path) -> None:
@@ -65,9 +64,9 @@ def test_a_half_selects_evenly_with_its_router_s_weights(alone: Parallel, tmp_pa
     stage = ProbedStage(backbone, 64)
     experts = ExpertProbes(stage)
     seen = []
-    for layer in stage.routed:
+    for layer in stage.stacks["experts"]:
         layer.mlp.observe = lambda routes, slots: seen.append(routes)
-    (half,) = (probe for probe in experts.operators(64) if probe.name == "experts_half")
+    (half,) = (probe for probe in experts.parts(64) if probe.name == "experts_half")
     output, (x,) = half.make()()
     (gradient,) = torch.autograd.grad(output, [x], torch.ones_like(output))
     assert gradient.abs().sum() > 0
@@ -77,29 +76,31 @@ def test_a_half_selects_evenly_with_its_router_s_weights(alone: Parallel, tmp_pa
         assert len(counts) == 8 and max(counts.values()) - min(counts.values()) <= 2
         assert routes.weights.requires_grad
     with layout.activate(stage.batch(64)):
-        own = stage.routed[0].mlp.route(x.detach()[:, 0])[0]
+        own = stage.stacks["experts"][0].mlp.route(x.detach()[:, 0])[0]
     assert not torch.equal(own.experts, seen[0].experts), "by itself it selects others"
 
 
-def test_halves_are_told_apart_on_the_rows_that_they_had(alone: Parallel, tmp_path: Path) -> None:
-    """A second for each row of a rank: two tensor ranks divide norms, routers and experts, not products."""
-    shape = Backbone.load(make(tmp_path, "deepseek_v2"), alone).shape
+def of(slope: float) -> Curve:
+    """So many seconds a row, twice that backward."""
+    return Curve((32, 64), (32 * slope, 64 * slope), (64 * slope, 128 * slope))
 
-    def of(slope: float) -> Curve:
-        return Curve((32, 64), (32 * slope, 64 * slope), (64 * slope, 128 * slope))
 
-    halved = ("norm", "router")
+@pytest.mark.parametrize(("experts", "rest"), [(3.0, 2.0), (9.0, 0.0)])
+def test_the_parts_of_a_half_layer_add_up_to_it(experts: float, rest: float) -> None:
+    """Two tensor ranks divide its rows, also those of shared experts; what parts took by themselves never adds more."""
     timed = {
-        name: of(0.5 if name in halved else 1.0) for name in layer_operators(shape) if "glue" not in name
+        "attention_half": of(4.0),
+        "attention:32:0": Curve((1,), (0.0,), (0.0,)),
+        "experts_half": of(
+            3 * (2.0 + 1.0 + 3.0)
+        ),  # three layers: the rest, half a row of shared experts, routed ones
+        "experts": of(experts),
+        "shared": of(2.0),
     }
-    products = len(shape.attention_ops)
-    timed["attention:64:0"], timed["attention:32:0"] = of(1.0), of(1.0)
-    attended = timed["attention:64:0"].at(1)[0]
-    timed["attention_half"] = of(
-        4 * (products + 2 + 7 + attended / 64)
-    )  # a norm of all rows, and rotary; 7 of glue
-    timed["mlp_half"] = of(4 * (1 + 3 + 7))
-    timed["experts_half"] = of(3 * (2 * 0.5 + 3 * 0.5 + 3 + 7))  # shared experts had a rank's own rows
-    curves = operator_curves(timed, shape, {"attention": 4, "mlp": 4, "experts": 3}, divided=2)
-    for half in ("attention", "mlp", "experts"):
-        assert curves[f"glue_{half}"].at(64)[0] == pytest.approx(7 * 64), half
+    curves = profile_curves(timed, {"attention": 4, "experts": 3}, divided=2)
+    at = {name: curves[name].at(64) for name in ("router", "experts", "shared")}
+    shared = timed["shared"].at(32)
+    assert at["router"] == pytest.approx((rest * 64, rest * 128))
+    whole = [at["router"][way] + at["experts"][way] + shared[way] for way in range(2)]
+    assert whole == pytest.approx([6 * 64, 6 * 128])
+    assert curves["attention_half"].at(64)[0] == pytest.approx(64)

@@ -1,7 +1,8 @@
 """Measure a profile: the operators of a layer, entry, loss head, adapters of each kind, collectives, on this device.
 
-Every probe is a forward and a backward pass of the real module. Machines are noisy, so all probes take turns, several
-rounds of them, and each one's figure is the median of its rounds; short ones are repeated within a turn.
+Every probe is a forward and a backward pass of the real module, half layers whole. Machines are noisy, so all probes
+take turns, several rounds of them, and each one's figure is the median of its rounds; short ones are repeated within a
+turn.
 
 All ranks of the world run the same probes at the same time, as the ranks of a training run are busy at the same time:
 on a host's CPU, each of them is slower than it would be alone.
@@ -24,12 +25,12 @@ from megatron_mux.backbone.latent_attention import LatentAttention
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import without_collectives
 from megatron_mux.base_ops import EXPERT_OPS
-from megatron_mux.fusion.layer_operators import layer_operators
-from megatron_mux.fusion.measured_curves import operator_curves
-from megatron_mux.fusion.probed_stage import SEGMENT, Probe
-from megatron_mux.fusion.probes import Probes
-from megatron_mux.fusion.profile import Curve, Profile, points
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.profiler.layer_operators import layer_operators
+from megatron_mux.fusion.profiler.measured_curves import profile_curves
+from megatron_mux.fusion.profiler.probed_stage import SEGMENT, Probe, Run
+from megatron_mux.fusion.profiler.probes import Probes
+from megatron_mux.fusion.profiler.profile import Curve, Profile, points
+from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.kernels.attention import has_one_call
 
 _MOST_TAKEN = 0.5
@@ -43,6 +44,12 @@ _TURN_SECONDS = 4e-3
 
 _MOST_REPEATS = 20
 """Within a turn."""
+
+_LONGEST_PASS = 1.0
+"""Seconds of the longest probe of attention. Beyond, its seconds grow as its work."""
+
+_SEQUENCE = 8
+"""Rows of the longest sequence for each row of the largest other probe: it has the memory of attention alone."""
 
 
 def measure(
@@ -70,13 +77,12 @@ def measure(
         stack.enter_context(without_collectives(*silent))
         bench.place_weights(stack)
         bench.choose_kernels()
-        probes = bench.probes.all()
+        probes = bench.probes.all(bench.longest_sequence())
         bench.take_turns(probes, progress)
-    bench.time_dequantising()
-    measured: dict[str, dict[float, tuple[float, float]]] = {}
+    timed: dict[str, dict[float, tuple[float, float]]] = {}
     for probe in probes:
-        measured.setdefault(probe.name, {})[probe.size] = probe.seconds
-    return bench.profile(about, {name: points(curve) for name, curve in measured.items()})
+        timed.setdefault(probe.name, {})[probe.size] = probe.seconds
+    return bench.profile(about, {name: points(curve) for name, curve in timed.items()})
 
 
 class _Bench:
@@ -88,8 +94,6 @@ class _Bench:
         self.device, self.dtype = backbone.device, backbone.dtype
         self.probes = Probes(backbone, most_tokens)
 
-        self.dequantising: list[float] = []
-
     def place_weights(self, stack: ExitStack) -> None:
         """Have the weights in place of the layers that are probed, if they are not there anyway."""
         for layers in self.probes.stage.stacks.values():
@@ -97,18 +101,6 @@ class _Bench:
                 stack.enter_context(self.backbone.residence.using(self.probes.stage.layers.index(layer)))
 
     # -- timing
-
-    def time_dequantising(self) -> None:
-        """Time the dequantising of a layer's weights, the first one's."""
-        unit = self.backbone.residence.units.get(0)
-        for _ in range(self.rounds + 1 if unit is not None else 0):
-            assert unit is not None
-            self.synchronize()
-            start = time.perf_counter()
-            unit.wait()
-            self.synchronize()
-            self.dequantising.append(time.perf_counter() - start)
-            unit.drop()
 
     def take_turns(self, probes: Sequence[Probe], progress: Progress | None = None) -> None:
         """Time all probes, in several rounds."""
@@ -131,39 +123,64 @@ class _Bench:
             found.setdefault(op, {}).setdefault(name, []).append(seconds)
         self.probes.adapters.chosen = tuple((op, _fastest(own)) for op, own in found.items())  # type: ignore[misc]
 
+    def longest_sequence(self) -> int:
+        """The longest one whose core attention is measured: twice as long would take longer than a probe may."""
+        stage, length = self.probes.stage, SEGMENT
+        while length < _SEQUENCE * stage.most_tokens:
+            taken = self.backbone.parallel.most([sum(self.time(self.probes.attention(length)))])[0]
+            if 4 * taken > _LONGEST_PASS:
+                break
+            length *= 2
+        return length
+
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def time(self, probe: Probe) -> tuple[float, float]:
-        """Mean forward and backward seconds of one turn.
+    def now(self) -> float | torch.Event:
+        """A moment of the device's: on a GPU an event behind what it was given to compute, which nobody awaits."""
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
 
-        Ranks agree on how often a probe is repeated: it may have collectives inside, and they stay in step.
+    def time(self, probe: Probe) -> tuple[float, float]:
+        """Median forward and backward seconds of one turn.
+
+        The host waits at the end of a turn only, as a step does: what counts is whatever takes longer, to launch a pass
+        or to compute it. Ranks agree on how often a probe is repeated: it may have collectives inside, and they stay in
+        step.
         """
-        forward = backward = 0.0
-        count, repeats = 0, 1
-        while count < repeats:
-            run = probe.make()
-            if probe.cold:
-                self.probes.stage.read_other_layers()
-            self.synchronize()
-            start = time.perf_counter()
-            output, wanted = run()
-            self.synchronize()
-            middle = time.perf_counter()
-            forward += middle - start
-            if wanted:
-                gradient = torch.ones_like(output)
+        runs = [probe.make(), *([] if probe.base is None else [probe.base()])]
+        passes: list[list[tuple[Any, ...]]] = []
+        repeats = 1
+        while len(passes) < repeats:
+            passes.append([self._pass(run, probe.cold) for run in runs])
+            if len(passes) == 1:
                 self.synchronize()
-                middle = time.perf_counter()
-                torch.autograd.grad(output, wanted, gradient, allow_unused=True)
-                self.synchronize()
-                backward += time.perf_counter() - middle
-            count += 1
-            if count == 1:
-                longest = self.backbone.parallel.most([forward + backward])[0]
-                repeats = min(_MOST_REPEATS, math.ceil(_TURN_SECONDS / longest))
-        return forward / count, backward / count
+                longest = self.backbone.parallel.most([sum(sum(_seconds(own)) for own in passes[0])])[0]
+                repeats = max(1, min(_MOST_REPEATS, math.ceil(_TURN_SECONDS / longest)))
+        self.synchronize()
+        found = []
+        for way in range(2):
+            measured = [[_seconds(own)[way] for own in one] for one in passes]
+            found.append(statistics.median(own[0] - sum(own[1:]) for own in measured))
+        return found[0], found[1]
+
+    def _pass(self, run: Run, cold: bool) -> tuple[Any, ...]:
+        """The moments before and behind a forward pass, then those of its backward pass, if it has one."""
+        if cold:
+            self.probes.stage.read_other_layers()
+        start = self.now()
+        output, wanted = run()
+        moments = (start, self.now())
+        if not wanted:
+            return moments
+        gradient = torch.ones_like(output)
+        start = self.now()
+        torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+        return (*moments, start, self.now())
 
     # -- what was found
 
@@ -171,16 +188,18 @@ class _Bench:
         """Tell what probes took apart into operators; fill in what cannot be measured here."""
         stage, tp = self.probes.stage, self.backbone.parallel.tp_size
         estimated = roofline(stage.shape, about, self.dtype.itemsize, tp, stage.most_tokens)
-        curves = operator_curves(timed, stage.shape, stage.depths, stage.divided)
+        depths = {half: len(layers) for half, layers in stage.stacks.items()}
+        curves = profile_curves(timed, depths, stage.divided)
         for name, curve in estimated.curves.items():
             # A rank that is neither first nor last has no entry or head; one alone has nobody to send to.
             if name in ("entry", "head", "transfer", "all_reduce"):
                 curves.setdefault(name, curve)
         assert set(layer_operators(stage.shape)) <= set(curves)
-        if self.dequantising:
-            seconds = (statistics.median(self.dequantising[1:]),)
+        unit = self.backbone.residence.units.get(0)
+        if unit is not None:
+            seconds = (self._median(unit.wait, after=unit.drop),)
             curves["dequantise"] = Curve((1,), seconds, seconds)
-        tensor, element = self._optimizer()
+        optimizer, element = self._optimizer()
         return Profile(
             source="measured",
             about=about,
@@ -189,33 +208,36 @@ class _Bench:
             links=self.backbone.parallel.world_size > 1,
             attention_in_one_call=has_one_call(self.device, self.dtype),
             kernels=self.probes.adapters.chosen,
-            tensor_seconds=tensor,
             element_seconds=element,
-            sequence_seconds=self._sequence(),
-            step_seconds=estimated.step_seconds,
+            sequence_seconds=self._median(lambda: stage.batch(32 * SEGMENT)) / 32,
+            step_seconds=estimated.step_seconds + optimizer,
         )
 
+    def _median(self, run: Callable[[], object], after: Callable[[], object] | None = None) -> float:
+        """Seconds of something that the host awaits; `after` cleans up."""
+        rounds = []
+        for _ in range(self.rounds + 1):
+            self.synchronize()
+            start = time.perf_counter()
+            run()
+            self.synchronize()
+            rounds.append(time.perf_counter() - start)
+            if after is not None:
+                after()
+        return statistics.median(rounds[1:])
+
     def _optimizer(self) -> tuple[float, float]:
-        """Seconds of an AdamW step for each tensor and for each element, from many small and a few large tensors."""
+        """Seconds of clipping and an AdamW step whatever its size, and for each element: a task's values are one flat
+        tensor."""
 
-        def seconds(count: int, size: int) -> float:
-            parameters = [torch.nn.Parameter(torch.zeros(size, device=self.device)) for _ in range(count)]
-            optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-            rounds = []
-            for _ in range(self.rounds + 1):
-                for p in parameters:
-                    p.grad = torch.ones_like(p)
-                self.synchronize()
-                start = time.perf_counter()
-                torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
-                optimizer.step()
-                self.synchronize()
-                rounds.append(time.perf_counter() - start)
-            return statistics.median(rounds[1:])
+        def seconds(size: int) -> float:
+            parameter = torch.nn.Parameter(torch.zeros(size, device=self.device))
+            parameter.grad = gradient = torch.ones_like(parameter)
+            optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
+            return self._median(lambda: (gradient.norm(), optimizer.step()))
 
-        small, large = seconds(64, 64), seconds(16, 1 << 16)
-        tensor = small / 64
-        return tensor, max(0.0, large - 16 * tensor) / (16 << 16)
+        small, large = seconds(64), seconds(1 << 20)
+        return small, max(0.0, large - small) / (1 << 20)
 
     def _message_share(self) -> float:
         """Part of the processor's time that messages take while they are on their way; of the slowest rank."""
@@ -261,14 +283,14 @@ class _Bench:
             return self.probes.experts.message(rows)
         return None
 
-    def _sequence(self) -> float:
-        """Seconds of laying out one sequence."""
-        rounds = []
-        for _ in range(self.rounds + 1):
-            start = time.perf_counter()
-            self.probes.stage.batch(32 * SEGMENT)
-            rounds.append((time.perf_counter() - start) / 32)
-        return statistics.median(rounds[1:])
+
+def _seconds(moments: Sequence[Any]) -> tuple[float, float]:
+    """Of a forward and a backward pass between moments that have all come."""
+    spans = [
+        end - start if isinstance(end, float) else start.elapsed_time(end) / 1e3
+        for start, end in zip(moments[::2], moments[1::2], strict=True)
+    ]
+    return spans[0], sum(spans[1:])
 
 
 def _fastest(kernels: Mapping[str, Sequence[float]]) -> str:

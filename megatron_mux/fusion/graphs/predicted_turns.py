@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from megatron_mux.fusion.launch_order import Span, decode, simulate
+from megatron_mux.fusion.graphs.launch_order import Span, decode, simulate
 from megatron_mux.fusion.plan import Bucket, Plan
 from megatron_mux.pipeline.action import TimedAction, TimedPart
 

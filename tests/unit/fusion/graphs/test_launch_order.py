@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_mux.fusion.launch_order import (
+from megatron_mux.fusion.graphs.launch_order import (
     MOST_CHAINS,
     Chain,
     LayerCost,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
@@ -19,8 +20,8 @@ from megatron_mux.files import cache_directory, write_atomically
 from megatron_mux.fusion.device import cpu_name
 from megatron_mux.fusion.expert_managers import with_managers
 from megatron_mux.fusion.mesh import Mesh
-from megatron_mux.fusion.profile import Profile, key_of
-from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.profiler.profile import FORMAT, Profile, key_of
+from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.runtime import uses_tf32
 from megatron_mux.shape import BackboneShape
 
@@ -102,8 +103,8 @@ def find_profile(
     Args:
         shape, kind, dtype, tensor_parallel, threads, busy, expert_parallel, expert_tensor: See `about_run`.
         directory: Where profiles are kept; by default `profile_directory`.
-        say: Told of a stand-in, and of a file that is not a profile, which is then ignored; without it, such a file is
-            refused.
+        say: Told of a stand-in, of a profile of an earlier version, and of a file that is not a profile, which is then
+            ignored; without it, such a file is refused.
 
     Raises:
         UserError: The file is not a profile.
@@ -127,6 +128,11 @@ def find_profile(
             )
         if found is not None:
             return found
+    older = (directory or profile_directory()) / f"{key_of(about, FORMAT - 1)}.json"
+    if say is not None and older.exists():
+        say(
+            f"{older}: a profile of an earlier version (format {FORMAT - 1}): measure again with megatron-mux profile"
+        )
     return roofline(shape, about, dtype.itemsize, tensor_parallel)
 
 
@@ -192,5 +198,11 @@ def load_profile(about: Mapping[str, Any], directory: Path) -> Profile | None:
     try:
         profile = _ADAPTER.validate_json(text)
     except ValueError as error:  # pydantic's is one
+        form = re.search(r'"format": (\d+)', text)
+        if form is not None and int(form[1]) != FORMAT:
+            raise UserError(
+                f"{path}: is a profile of another version (format {form[1]}, not {FORMAT}): measure again with "
+                "megatron-mux profile --force"
+            ) from error
         raise UserError(f"{path}: is no profile: delete it, or measure anew with --force") from error
     return profile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_mux.fusion.subgraphs import LayerSubgraphs, Subgraph
+from megatron_mux.fusion.graphs.subgraphs import LayerSubgraphs, Subgraph
 from megatron_mux.pipeline.lanes import Lanes, Span, draw
 from megatron_mux.pipeline.svg import document
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.subgraphs import LayerSubgraphs, Operator, Subgraph, segment
+from megatron_mux.fusion.graphs.subgraphs import LayerSubgraphs, Operator, Subgraph, segment
 
 KINDS = ("compute", "compute", "compute", "adapter", "all_reduce")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,12 +15,13 @@ from megatron_mux import runtime
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.base_ops import BASE_OPS
-from megatron_mux.fusion import adapter_probes
-from megatron_mux.fusion import measure as module
 from megatron_mux.fusion.planner.stage_cost import StageCosts
-from megatron_mux.fusion.probed_stage import SEGMENT, STACK
-from megatron_mux.fusion.probes import Probes
-from megatron_mux.fusion.profile import Curve, Profile, points
+from megatron_mux.fusion.profiler import adapter_probes
+from megatron_mux.fusion.profiler import measure as module
+from megatron_mux.fusion.profiler.core_attention import AttentionCosts
+from megatron_mux.fusion.profiler.probed_stage import SEGMENT, STACK, Probe
+from megatron_mux.fusion.profiler.probes import Probes
+from megatron_mux.fusion.profiler.profile import Curve, Profile, points
 from megatron_mux.kernels import low_rank_choice
 from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.kernels.loop_low_rank import LoopKernels
@@ -31,32 +33,30 @@ from tests.unit.fusion import backbone
 LAYERS = 4
 ENDS = {"linear_proj", "linear_fc2"}
 """Where a bottleneck can be."""
-HALVES = {
-    "attention": ("norm", "linear_qkv", "rotary", "linear_proj", "glue_attention"),
-    "mlp": ("norm", "linear_fc1", "activation", "linear_fc2", "glue_mlp"),
-}
 
 
 def timed(profile: Profile) -> dict[str, Curve]:
-    """What probes of this device would give: adapters with their BaseOps, layers stacked."""
-    curves = {name: curve for name, curve in profile.curves.items() if not name.startswith("utilisation")}
-    for name in list(curves):
-        kind, _, rest = name.partition(":")
-        if rest and kind != "attention":  # an adapter is timed with its BaseOp
-            alone, base = curves[name], profile.curves[rest.partition(":")[0]]
-            curves[name] = points(
-                {n: (base.at(n)[0] + alone.at(n)[0], base.at(n)[1] + alone.at(n)[1]) for n in alone.sizes}
-            )
-    for half, parts in HALVES.items():
+    """What probes of this device would give: layers stacked, core attention by sequences."""
+    curves = {
+        name: curve for name, curve in profile.curves.items() if not name.startswith(("util", "attention"))
+    }
+    cores = AttentionCosts(profile.curves)
+    halves = {name: profile.curves[name] for name in ("attention_half", "mlp_half")}
+    for name, half in halves.items():
         found = {}
-        for n in curves["norm"].sizes:
-            known = [curves[part].at(n) for part in parts]
-            if half == "attention":
-                length = min(SEGMENT, int(n))
-                known.append(curves[f"attention:{length}:0"].at(n / length))
-            found[n] = (STACK * sum(f for f, _ in known), STACK * sum(b for _, b in known))
-        curves[f"{half}_half"] = points(found)
-        del curves[f"glue_{half}"]
+        for n in half.sizes:
+            length = min(SEGMENT, int(n))
+            core = (
+                cores.of(length, 0) * n / length + cores.launch if name == "attention_half" else np.zeros(2)
+            )
+            found[n] = tuple(STACK * (np.array(half.at(n)) + core))
+        curves[name] = points(found)
+    for length, over_past in cores.over_past.items():
+        for past in over_past.sizes:
+            one = np.array(over_past.at(past))
+            curves[f"attention:{length}:{past:.0f}"] = points(
+                {n: tuple(n * one + cores.launch) for n in (1, 8)}
+            )
     there = curves["transfer"]
     curves["transfer"] = Curve(there.sizes, tuple(2 * s for s in there.forward), there.backward)
     return curves
@@ -67,13 +67,14 @@ def test_a_layer_takes_what_was_measured(tensor: int, monkeypatch: pytest.Monkey
     device = backbone.profile(LAYERS, tensor_parallel=tensor)
     parallel = SimpleNamespace(tp_size=tensor, world_size=tensor)
     bench: Any = module._Bench.__new__(module._Bench)
-    bench.backbone = SimpleNamespace(shape=backbone.shape(LAYERS), parallel=parallel)
-    bench.device, bench.dtype, bench.dequantising = torch.device("cpu"), torch.float32, []
-    depths = dict.fromkeys(HALVES, STACK)
-    stage = SimpleNamespace(shape=bench.backbone.shape, most_tokens=2048, depths=depths, divided=1)
+    residence = SimpleNamespace(units={})
+    bench.backbone = SimpleNamespace(shape=backbone.shape(LAYERS), parallel=parallel, residence=residence)
+    bench.device, bench.dtype = torch.device("cpu"), torch.float32
+    stacks = dict.fromkeys(("attention", "mlp"), [None] * STACK)
+    stage = SimpleNamespace(shape=bench.backbone.shape, most_tokens=2048, stacks=stacks, divided=1)
     bench.probes = SimpleNamespace(stage=stage, adapters=SimpleNamespace(chosen=()))
     monkeypatch.setattr(module._Bench, "_optimizer", lambda bench: (0.0, 0.0))
-    monkeypatch.setattr(module._Bench, "_sequence", lambda bench: 0.0)
+    monkeypatch.setattr(module._Bench, "_median", lambda bench, run: 0.0)
     monkeypatch.setattr(module._Bench, "_message_share", lambda bench: 0.1)
     curves = timed(device)
     found = bench.profile(dict(device.about), curves)
@@ -126,6 +127,68 @@ def test_what_a_message_takes_from_computation(message: float, monkeypatch: pyte
     assert bench._message_share() == pytest.approx(0.25)
 
 
+class PlayedGpu:
+    """A played GPU, which computes what the host has launched, one pass after another.
+
+    Args:
+        launching: Seconds of the host for a pass.
+        forward, backward: Seconds of the device.
+    """
+
+    type = "cuda"
+
+    def __init__(self, launching: float, forward: float, backward: float) -> None:
+        self.launching, self.forward, self.backward = launching, forward, backward
+        self.host = self.free = 0.0
+        self.waits = 0
+
+    def launch(self, seconds: float) -> None:
+        self.host += self.launching
+        self.free = max(self.free, self.host) + seconds
+
+    def synchronize(self, _: Any) -> None:
+        self.waits += 1
+        self.host = max(self.host, self.free)
+
+    def event(self, _: Any, enable_timing: bool) -> Any:
+        made: Any = SimpleNamespace(at=0.0, record=lambda: setattr(made, "at", max(self.free, self.host)))
+        made.elapsed_time = lambda other: 1e3 * (other.at - made.at)
+        return made
+
+    def run(self) -> tuple[torch.Tensor, tuple[torch.Tensor]]:
+        """A pass."""
+        self.launch(self.forward)
+        x = torch.zeros(1, requires_grad=True)
+        output = x * 1
+        output.register_hook(lambda _: self.launch(self.backward))
+        return output, (x,)
+
+
+@pytest.mark.parametrize(
+    ("launching", "forward", "backward"),
+    [(1e-4, 3e-3, 5e-3), (2e-3, 1e-4, 1e-4)],
+    ids=["computing", "launching"],
+)
+def test_a_gpu_is_timed_by_its_own_events(
+    launching: float, forward: float, backward: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes longer counts, to launch a pass or to compute it, and the host waits twice a turn however often."""
+    gpu = PlayedGpu(launching, forward, backward)
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
+    monkeypatch.setattr(torch, "Event", gpu.event)
+    monkeypatch.setattr(module, "_TURN_SECONDS", 0.1)
+    bench: Any = module._Bench.__new__(module._Bench)
+    bench.device = gpu
+    bench.backbone = SimpleNamespace(parallel=SimpleNamespace(most=lambda values: values))
+    found = bench.time(Probe("half", 1, lambda: gpu.run))
+    expected = (max(launching, forward), max(launching, backward))
+    assert found == pytest.approx(expected, rel=0.06), "but for the last of the pass, which nothing follows"
+    assert gpu.waits == 2
+    assert bench.time(Probe("half", 1, lambda: gpu.run, base=lambda: gpu.run)) == pytest.approx(
+        (0, 0), abs=1e-9
+    )
+
+
 def test_samples_of_every_kind_run(tmp_path: Path) -> None:
     """But where the backbone cannot have them."""
     parallel = runtime.initialize(device="cpu")
@@ -135,8 +198,10 @@ def test_samples_of_every_kind_run(tmp_path: Path) -> None:
         kinds = {probe.name.partition(":")[0].removesuffix("_DROPOUT") for probe in made}
         assert kinds == {name for name, kind in KINDS.items() if kind.samples()} | {"LORA_DORA"}
         for probe in made:
-            output, wanted = probe.make()()
-            torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+            assert probe.base is not None
+            for run in (probe.make(), probe.base()):
+                output, wanted = run()
+                torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
         assert {probe.name.split(":")[1] for probe in made if probe.name.startswith("BOTTLENECK")} == ENDS
     finally:
         runtime.shutdown()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_mux import runtime
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.profile import Curve, key_of, points
-from megatron_mux.fusion.profile_store import about_run, find_profile, load_profile, save_profile
+from megatron_mux.fusion.profiler.profile import FORMAT, Curve, key_of, points
+from megatron_mux.fusion.profiler.profile_store import about_run, find_profile, load_profile, save_profile
 from tests.unit.fusion import backbone
 
 seconds = st.floats(0, 10)
@@ -107,6 +107,21 @@ def test_a_damaged_profile_is_named(tmp_path: Path) -> None:
     (tmp_path / f"{key_of(about)}.json").write_text('{"curves": {')
     with pytest.raises(UserError, match=r"is no profile: delete it, or measure anew"):
         load_profile(about, tmp_path)
+
+
+def test_a_profile_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    """It has another name; whoever looks for the new one is told, as is who gives it the new one's name."""
+    about = about_run(backbone.shape(), "cpu", "torch.float32", 1, threads=1, busy=1)
+    path = save_profile(backbone.profile(about=about, source="measured"), tmp_path)
+    old = path.read_text().replace(f'"format": {FORMAT}', f'"format": {FORMAT - 1}')
+    path.write_text(old)
+    with pytest.raises(UserError, match=rf"format {FORMAT - 1}, not {FORMAT}\): measure again"):
+        load_profile(about, tmp_path)
+    path.rename(tmp_path / f"{key_of(about, FORMAT - 1)}.json")
+    said: list[str] = []
+    found = find_profile(backbone.shape(), "cpu", torch.float32, 1, 1, tmp_path, say=said.append, busy=1)
+    assert found.source == "roofline"
+    assert len(said) == 1 and "of an earlier version" in said[0] and "megatron-mux profile" in said[0]
 
 
 def test_a_profile_that_cannot_be_written_is_said(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,7 @@ from pydantic import ConfigDict
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.kernels.low_rank_choice import KernelChoice
 
-FORMAT: Literal[4] = 4
+FORMAT: Literal[5] = 5
 
 
 @dataclass(frozen=True)
@@ -47,15 +46,8 @@ class Curve:
     def at(self, size: float) -> tuple[float, float]:
         """Forward and backward seconds: between two points linear; below the first as there, above the last on the
         slope of the last two."""
-        sizes = self.sizes
-        if size <= sizes[0] or len(sizes) == 1:
-            return self.forward[0], self.backward[0]
-        i = min(bisect_right(sizes, size), len(sizes) - 1)
-        share = (size - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
-        return (
-            max(0.0, self.forward[i - 1] + share * (self.forward[i] - self.forward[i - 1])),
-            max(0.0, self.backward[i - 1] + share * (self.backward[i] - self.backward[i - 1])),
-        )
+        forward, backward = self.many(np.array([size], np.float64))[:, 0].tolist()
+        return forward, backward
 
     @cached_property
     def _tables(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
@@ -94,11 +86,13 @@ class Profile:
     Attributes:
         source: Whether the seconds were measured or estimated.
         about: What they depend on: device, threads, dtype, backbone, versions.
-        curves: By name. Over rows: those of `layer_operators`, `entry` (embedding, angles), `all_reduce`, `transfer`,
-            `exchange` (one message of rows among expert ranks, one way), `<KIND>:<BaseOp>:<size>` (what an adapter
-            adds), `utilisation:<KIND>` (equation 3's u_a as a share, not in seconds). Over labels: `head` (final norm
-            and loss). Over sequences: `attention:<length>:<past>`. Of one point: `exchange_sizes`, by which expert
-            ranks agree on the sizes of their messages, and `dequantise`, a layer's weights if they are quantised.
+        curves: By name. Over rows: those of `layer_operators` (half layers and BaseOps), `entry` (embedding, angles),
+            `all_reduce`, `transfer`, `exchange` (one message of rows among expert ranks, one way),
+            `<KIND>:<BaseOp>:<size>` (what an adapter adds), `utilisation:<KIND>` (equation 3's u_a as a share, not in
+            seconds). Over labels: `head` (final norm and loss). Over the past: `attention:<length>`, core attention of
+            one sequence. Of one point: `attention_launch`, that of a batch whatever its sequences, `exchange_sizes`, by
+            which expert ranks agree on the sizes of their messages, and `dequantise`, a layer's weights if they are
+            quantised.
         message_share: Part of the processor's time that a message of tensor ranks, or without them of expert ranks,
             takes while it is on its way: of a core, the communication thread's; of a GPU, that of the multiprocessors
             that move the message.
@@ -124,7 +118,7 @@ class Profile:
     element_seconds: float = 0.0
     sequence_seconds: float = 0.0
     step_seconds: float = 0.0
-    format: Literal[4] = FORMAT
+    format: Literal[5] = FORMAT
 
     @property
     def key(self) -> str:
@@ -141,9 +135,9 @@ class Profile:
         return f"roofline of {device} (no profile: megatron-mux profile measures one)"
 
 
-def key_of(about: Mapping[str, Any]) -> str:
-    """A short name of everything that seconds depend on, and of the adapter kinds that were known."""
-    text = json.dumps({**about, "format": FORMAT, "adapters": sorted(KINDS)}, sort_keys=True, default=str)
+def key_of(about: Mapping[str, Any], form: int = FORMAT) -> str:
+    """A short name of everything that seconds depend on, of the adapter kinds that were known, and of the format."""
+    text = json.dumps({**about, "format": form, "adapters": sorted(KINDS)}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -7,17 +7,17 @@ far off, and a plan made from them says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_mux.adapters.costs import Place
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.base_ops import COLUMN_PARALLEL, EXPERT_OPS, REPLICATED, BaseOpName
 from megatron_mux.fusion.device import Device, device_of
 from megatron_mux.fusion.even_experts import ExpertShares
-from megatron_mux.fusion.layer_operators import base_ops, layer_operators
-from megatron_mux.fusion.profile import Curve, Profile, grid_up_to
+from megatron_mux.fusion.profiler.layer_operators import base_ops
+from megatron_mux.fusion.profiler.profile import Curve, Profile, grid_up_to, points, summed
 from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.shape import BackboneShape
 
@@ -52,6 +52,7 @@ def roofline(
     device = device_of(about["kind"], about["device"], about["threads"])
     expert = int(about.get("expert_parallel", 1))
     expert_tensor = int(about.get("expert_tensor", tensor_parallel))
+    in_one_call = about["kind"] == "cuda" and itemsize == 2
     rank = _Rank(
         shape=shape,
         device=device,
@@ -62,6 +63,7 @@ def roofline(
         shares=None
         if shape.experts is None
         else ExpertShares.of(shape, tensor_parallel, expert, expert_tensor),
+        in_one_call=in_one_call,
     )
     curves = {
         **rank.operators(),
@@ -76,26 +78,12 @@ def roofline(
         about={**about, "device": device.name},
         curves=curves,
         message_share=MESSAGE_SHARE[about["kind"]] if sends else 0.0,
-        attention_in_one_call=about["kind"] == "cuda" and itemsize == 2,
+        attention_in_one_call=in_one_call,
         tensor_seconds=2 * device.overhead,
         element_seconds=28 / device.bandwidth,
         sequence_seconds=5e-5,
         step_seconds=10 * device.overhead,
     )
-
-
-class _Load(NamedTuple):
-    """The work of an operator.
-
-    Attributes:
-        flops: Floating-point operations.
-        values: Values read and written.
-        launches: Times that the device is asked to compute.
-    """
-
-    flops: float
-    values: float
-    launches: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -109,6 +97,7 @@ class _Rank:
         tensor, expert_tensor: Ranks that share each layer, and each expert.
         sizes: Rows of the points of curves.
         shares: Its shares of experts; None without experts.
+        in_one_call: Whether one kernel serves all sequences of a batch.
     """
 
     shape: BackboneShape
@@ -118,65 +107,73 @@ class _Rank:
     expert_tensor: int
     sizes: tuple[int, ...]
     shares: ExpertShares | None
+    in_one_call: bool
 
     def operators(self) -> dict[str, Curve]:
-        """The operators of layers, the embedding and the loss head."""
+        """Half layers and their BaseOps, the embedding and the loss head."""
         shape, h = self.shape, self.shape.hidden
         own = 1.0 if self.shares is None else self.shares.own  # sequence parallelism comes with experts
-        more_norms = 2 * h * shape.output_norms
-        known = {
-            "norm": self._passes(2 * h * own),
-            "rotary": self._passes(self._rotated()),
-            "activation": self._passes(self._activated("linear_fc1")),
-            "shared_activation": self._passes(self._activated("shared_fc1")),
-            "glue_attention": self._passes((3 * h + more_norms) * own + self._inner_norms()),
-            "glue_mlp": self._passes((3 * h + more_norms) * own),
-            **({} if self.shares is None else self._experts(self.shares)),
-            **{str(op): self._curve(self._product(op)) for op in base_ops(shape)},
-        }
-        found = {name: known[name] for name in layer_operators(shape)}
-        vocab = shape.vocab / self.tensor
-        head = self._curve(lambda labels: _Load(4 * labels * h * vocab, 2 * (h + labels) * vocab), 0.0)
-        return {**found, "entry": self._passes(2 * h), "head": head}
+        norm, added = self._passes(2 * h * own), (3 * h + 2 * h * shape.output_norms) * own
+        products = {str(op): self._product(op) for op in base_ops(shape)}
 
-    def _experts(self, shares: ExpertShares) -> dict[str, Curve]:
-        """A layer's experts besides their products."""
+        def mlp(first: BaseOpName, second: BaseOpName) -> list[Curve]:
+            return [products[first], self._passes(self._activated(first)), products[second]]
+
+        inner = [self._passes(self._rotated()), self._passes(added + self._inner_norms())]
+        halves = {"attention_half": [norm, *(products[op] for op in shape.attention_ops), *inner]}
+        if "linear_fc1" in products:
+            halves["mlp_half"] = [norm, *mlp("linear_fc1", "linear_fc2"), self._passes(added)]
+        if self.shares is not None:
+            halves["router"] = [norm, *self._routing(self.shares)]
+            halves["experts"] = [
+                products["experts_fc1"],
+                self._passes(self.shares.pairs * self._activated("experts_fc1")),
+                products["experts_fc2"],
+            ]
+        if "shared_fc1" in products:
+            halves["shared"] = mlp("shared_fc1", "shared_fc2")
+        vocab = shape.vocab / self.tensor
+        head = self._curve(4 * h * vocab, 2 * vocab, 2 * h * vocab, backward=0.0)
+        found = {name: summed(curves) for name, curves in halves.items()}
+        return {**found, **products, "entry": self._passes(2 * h), "head": head}
+
+    def _routing(self, shares: ExpertShares) -> list[Curve]:
+        """The router, and the way of rows to experts and back."""
         experts, h = self.shape.experts, self.shape.hidden
         assert experts is not None
-        count, weights = experts.count, experts.count * h
-        moves = shares.pairs * 6 * h + shares.own * 3 * h
+        count, weights, own = experts.count, experts.count * h, shares.own
+        moves = shares.pairs * 6 * h + own * 3 * h
         launches = _PAIRS_LAUNCHES
         if shares.sent:
             moves, launches = moves + shares.sent * 10 * h, launches + _EXCHANGE_LAUNCHES
-        activated = shares.pairs * self._activated("experts_fc1")
-
-        def router(rows: float) -> _Load:
-            own = rows * shares.own
-            return _Load(2 * own * weights, own * (h + 6 * count) + weights, _ROUTER_LAUNCHES)
-
-        return {
-            "router": self._curve(router, 0.5),
-            "experts_activation": self._passes(activated),
-            "glue_experts": self._curve(lambda rows: _Load(rows * moves, rows * moves, launches)),
-        }
+        return [
+            self._curve(2 * own * weights, own * (h + 6 * count), weights, _ROUTER_LAUNCHES, 0.5),
+            self._curve(moves, moves, launches=launches),
+        ]
 
     def attention(self) -> dict[str, Curve]:
-        """Scores and values, twice that backward."""
-        shape, device, found = self.shape, self.device, dict[str, Curve]()
+        """Scores and values, twice that backward; a past is copied."""
+        shape, device = self.shape, self.device
         # The narrower of keys and values is filled up with zeros.
         size = shape.head_dim if shape.latent is None else max(shape.head_dim, shape.latent.value)
-        for length in grid_up_to(8192, least=8):
-            for past in (0, 256, 1024, 4096):
-                pairs = length * (length + 1) / 2 + length * past
-                flops = 4 * pairs * shape.heads * size / self.tensor
-                keys = 2 * (length + past) * shape.kv_heads + 2 * length * shape.heads
-                traffic = self.itemsize * keys * size / self.tensor
-                seconds = (
-                    device.seconds(2 * flops, traffic, self.itemsize),
-                    device.seconds(16 * flops, 8 * traffic, self.itemsize),
-                )
-                found[f"attention:{length}:{past}"] = Curve((1, 8), seconds, tuple(2 * s for s in seconds))
-        return found
+        launch = device.overhead if self.in_one_call else 0.0
+
+        def of(length: int, past: int) -> tuple[float, float]:
+            pairs = length * (length + 1) / 2 + length * past
+            values = 2 * (length + 3 * past) * shape.kv_heads + 2 * length * shape.heads
+            parts = size / self.tensor
+            one = device.seconds(
+                4 * pairs * shape.heads * parts, self.itemsize * values * parts, self.itemsize
+            )
+            return one - launch, 2 * (one - launch)
+
+        return {
+            "attention_launch": Curve((1,), (launch,), (2 * launch,)),
+            **{
+                f"attention:{length}": points({past: of(length, past) for past in (0, 256, 1024, 4096)})
+                for length in grid_up_to(8192, least=8)
+            },
+        }
 
     def adapters(self) -> Iterator[tuple[str, Curve]]:
         """Adapters of all kinds, wherever they can be; two of a kind share nothing."""
@@ -189,14 +186,9 @@ class _Rank:
                 work, place = section.work(Place(op, *self._widths(op))), section.curve(1)
                 assert place is not None, "samples take seconds"
 
-                def load(rows: float, op: BaseOpName = op, work: Any = work) -> _Load:
-                    computed, copies = self._rows(op, rows)
-                    launches = _LOW_RANK_LAUNCHES * copies if op in EXPERT_OPS else 1
-                    return _Load(
-                        computed * work.flops, computed * work.moved + copies * work.weights, launches
-                    )
-
-                yield f"{place.name}:{op}:{place.size}", self._curve(load, 2.0)
+                launches = _LOW_RANK_LAUNCHES if routed else 1
+                added = self._curve(work.flops, work.moved, work.weights, launches, 2.0, routed)
+                yield f"{place.name}:{op}:{place.size}", added
                 yield f"utilisation:{place.name}", Curve((1,), (1.0,), (1.0,))
 
     def dequantising(self) -> dict[str, Curve]:
@@ -225,34 +217,44 @@ class _Rank:
             found["exchange_sizes"] = Curve((1,), (self.device.latency,), (0.0,))
         return found
 
-    def _curve(self, load: Callable[[float], _Load], backward: float = 1.0) -> Curve:
-        """Of an operator whose backward takes `backward` times as long."""
+    def _curve(
+        self,
+        flops: float,
+        values: float,
+        weights: float = 0.0,
+        launches: float = 1.0,
+        backward: float = 1.0,
+        routed: bool = False,
+    ) -> Curve:
+        """Of an operator.
+
+        Args:
+            flops: Floating-point operations of a row.
+            values: Read and written of a row.
+            weights: Values read and written whatever the rows.
+            launches: Times that the device is asked to compute.
+            backward: How many times as long the backward takes.
+            routed: Whether rows are pairs of a row and an expert, and each expert that has some has weights and
+                launches of its own.
+        """
         seconds = []
-        for size in self.sizes:
-            flops, values, launches = load(size)
-            one = self.device.seconds(flops, values * self.itemsize, self.itemsize)
-            seconds.append(one + (launches - 1) * self.device.overhead)
+        for rows in self.sizes:
+            computed, copies = float(rows), 1.0
+            if routed and self.shares is not None:
+                computed, copies = rows * self.shares.pairs, self.shares.touched(rows)
+            moved = (computed * values + copies * weights) * self.itemsize
+            one = self.device.seconds(computed * flops, moved, self.itemsize)
+            seconds.append(one + (copies * launches - 1) * self.device.overhead)
         return Curve(self.sizes, tuple(seconds), tuple(backward * s for s in seconds))
 
     def _passes(self, width: float) -> Curve:
         """Reading and writing rows of so many values."""
-        return self._curve(lambda rows: _Load(rows * width, rows * width))
+        return self._curve(width, width)
 
-    def _product(self, op: BaseOpName) -> Callable[[float], _Load]:
+    def _product(self, op: BaseOpName) -> Curve:
         """Rows times a matrix; of routed experts, times the matrix of each that has rows."""
         k, n = self._widths(op)
-
-        def load(rows: float) -> _Load:
-            computed, matrices = self._rows(op, rows)
-            return _Load(2 * computed * k * n, computed * (k + n) + matrices * k * n, matrices)
-
-        return load
-
-    def _rows(self, op: BaseOpName, rows: float) -> tuple[float, float]:
-        """Rows that a BaseOp computes, and how many matrices it multiplies them with."""
-        if op not in EXPERT_OPS or self.shares is None:
-            return rows, 1
-        return rows * self.shares.pairs, self.shares.touched(rows)
+        return self._curve(2 * k * n, k + n, k * n, routed=op in EXPERT_OPS)
 
     def _parts(self, op: BaseOpName) -> int:
         """Ranks that divide a BaseOp."""

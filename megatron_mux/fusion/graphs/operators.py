@@ -12,10 +12,10 @@ from torch import Tensor, fx
 from megatron_mux.backbone.pieces import MessageKind
 from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.fusion.device import device_of
-from megatron_mux.fusion.layer_graph import ADAPTER, LayerGraph
-from megatron_mux.fusion.planner.frozen import AttentionCosts
-from megatron_mux.fusion.profile import Profile
-from megatron_mux.fusion.subgraphs import LayerSubgraphs, Operator, segment
+from megatron_mux.fusion.graphs.layer_graph import ADAPTER, LayerGraph
+from megatron_mux.fusion.graphs.subgraphs import LayerSubgraphs, Operator, segment
+from megatron_mux.fusion.profiler.core_attention import AttentionCosts
+from megatron_mux.fusion.profiler.profile import Profile
 
 _COLLECTIVES: dict[Any, MessageKind] = {
     torch.ops._c10d_functional.all_reduce.default: "all_reduce",
@@ -41,7 +41,7 @@ class OperatorCosts:
         about = profile.about
         self.profile = profile
         self._device = device_of(about["kind"], about["device"], about["threads"])
-        self._attention = AttentionCosts(profile)
+        self._attention = AttentionCosts(profile.curves)
         self._hidden = hidden
 
     def seconds(self, node: fx.Node, kind: str, module: str, backward: bool) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_mux import layout
 from megatron_mux.attributes import replaced_in
 from megatron_mux.backbone.experts.all_to_all import AllToAll
-from megatron_mux.backbone.experts.exchange import Arriving, Choice, Exchange, Sent
+from megatron_mux.backbone.experts.exchange import Arriving, Choice, Exchange, Received, Sent
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.pairs import Pairs
 from megatron_mux.backbone.experts.router import Routes
@@ -26,28 +26,8 @@ from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.backbone.layer import feed_forward
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.fusion.even_experts import even_selection
-from megatron_mux.fusion.probed_stage import Probe, ProbedStage, Run
+from megatron_mux.fusion.profiler.probed_stage import Probe, ProbedStage, Run
 from megatron_mux.layout import MicroBatch
-
-
-@dataclass(frozen=True)
-class Given:
-    """The rows that a rank's experts compute.
-
-    Attributes:
-        experts: `[N, K]` int64, as `Pairs.of` takes them.
-        slots: `[N]` int64.
-        pairs: How many experts there are.
-    """
-
-    experts: Tensor
-    slots: Tensor
-    pairs: int
-
-    @property
-    def rows(self) -> int:
-        """N."""
-        return len(self.slots)
 
 
 class ExpertProbes:
@@ -59,7 +39,7 @@ class ExpertProbes:
 
     def __init__(self, stage: ProbedStage) -> None:
         self.stage = stage
-        self.layer: MoELayer = stage.routed[0].mlp
+        self.layer: MoELayer = stage.stacks["experts"][0].mlp
         self.ranks = stage.parallel.experts
         experts = stage.shape.experts
         assert experts is not None
@@ -72,64 +52,42 @@ class ExpertProbes:
         own = self._selected[: self.stage.own(rows)]
         return Routes(own, torch.ones(own.shape, dtype=self.stage.dtype, device=own.device))
 
-    def given(self, batch: MicroBatch) -> Given:
+    def given(self, batch: MicroBatch) -> Received:
         """What this rank's experts would compute of a micro-batch."""
-        routes = self.routes(batch.rows)
+        routes, stage = self.routes(batch.rows), self.stage
         with layout.activate(batch):
             slots = self.layer.slots(len(routes.experts))
-        if self._echo is None:
-            return Given(routes.experts, slots, routes.experts.numel())
-        sent = self._echo.send_to(routes)
-        return Given(sent.experts, slots[sent.rows], sent.pairs)
+        experts, pairs = routes.experts, routes.experts.numel()
+        if self._echo is not None:
+            sent = self._echo.send_to(routes)
+            experts, slots, pairs = sent.experts, slots[sent.rows], sent.pairs
+        weights = torch.ones(experts.shape, dtype=stage.dtype, device=stage.device)
+        return Received(stage.input(len(slots), stage.shape.hidden), weights, experts, slots, pairs)
 
-    def pairs(self, given: Given) -> Pairs:
+    def pairs(self, given: Received) -> Pairs:
         """Their order."""
         return Pairs.of(given.experts, given.slots, self.layer.places, len(self.layer.held), given.pairs)
 
-    def operators(self, rows: int) -> list[Probe]:
-        """The operators of a layer's second half, and all of it."""
+    def parts(self, rows: int) -> list[Probe]:
+        """Routed experts, shared ones, and the whole half layer."""
         layer, stage = self.layer, self.stage
-        computed: dict[str, tuple[Callable[[Tensor, Pairs], Tensor], int]] = {
-            "experts_fc1": (layer.experts_fc1, layer.experts_fc1.in_features),
-            "experts_activation": (lambda x, pairs: layer.activation(x), layer.experts_fc1.out_features),
-            "experts_fc2": (layer.experts_fc2, layer.experts_fc2.in_features),
-        }
         found = [
-            Probe(name, rows, partial(self._of_pairs, module, rows, width))
-            for name, (module, width) in computed.items()
+            Probe("experts", rows, partial(self._routed, rows)),
+            Probe("experts_half", rows, partial(self._half, rows), cold=True),
         ]
         if layer.shared_experts is not None:
-            first, second = stage.ops["shared_fc1"].module, stage.ops["shared_fc2"].module
-            whole = stage.shape.out_features("shared_fc1") // stage.parallel.tp_size
-            modules: dict[str, tuple[Any, int]] = {
-                "shared_fc1": (first, stage.width("shared_fc1")),
-                "shared_activation": (layer.shared_experts.activation, whole),
-                "shared_fc2": (second, stage.width("shared_fc2")),
-            }
-            found += [
-                Probe(name, rows, partial(stage.of_module, module, rows, width))
-                for name, (module, width) in modules.items()
-            ]
-        found.append(Probe("router", rows, partial(self._router, rows)))
-        found.append(Probe("experts_half", rows, partial(self._half, rows), cold=True))
+            make = partial(stage.of_module, layer.shared_experts, rows, stage.shape.hidden)
+            found.append(Probe("shared", rows, make))
         return found
 
-    def _of_pairs(self, module: Callable[[Tensor, Pairs], Tensor], rows: int, width: int) -> Run:
-        pairs = self.pairs(self.given(self.stage.batch(rows)))
-        self.layer.select(pairs)
-        x = self.stage.input(len(pairs.rows), width)
-        return lambda: (module(x, pairs), (x,))
-
-    def _router(self, rows: int) -> Run:
-        """Its product and choice, and the order of the pairs that this rank computes."""
-        stage, batch = self.stage, self.stage.batch(rows)
-        x, given = stage.input(stage.own(rows), stage.shape.hidden), self.given(batch)
+    def _routed(self, rows: int) -> Run:
+        """From rows as they come to this rank's experts to their weighted sums."""
+        batch = self.stage.batch(rows)
+        given = self.given(batch)
 
         def run() -> tuple[Tensor, Sequence[Tensor]]:
             with layout.activate(batch):
-                routes, _ = self.layer.route(x)
-                self.pairs(given)
-            return routes.weights, (x,)
+                return self.layer.compute(given), (given.x,)
 
         return run
 

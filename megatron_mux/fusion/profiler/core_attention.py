@@ -1,0 +1,59 @@
+"""Seconds of core attention, sequence by sequence: those of a profile between its points, beyond them by the work."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_mux.fusion.profiler.profile import Curve
+
+Array = npt.NDArray[np.float64]
+
+_NEXT_TO_NOTHING = 1e-12
+"""Seconds where none were seen: powers are of positive numbers."""
+
+
+class AttentionCosts:
+    """Seconds of core attention in one layer, with what chunks do to have the keys and values of earlier ones.
+
+    Args:
+        curves: Those of a profile.
+        window: Tokens that a token sees; None: all.
+
+    Attributes:
+        over_past: For each length of the grid, seconds of one sequence over its past.
+        launch: `[2]` seconds that a batch takes whatever its sequences.
+    """
+
+    def __init__(self, curves: Mapping[str, Curve], window: int | None = None) -> None:
+        self._window = window or math.inf
+        lengths = sorted(int(name.partition(":")[2]) for name in curves if name.startswith("attention:"))
+        self.over_past = {length: curves[f"attention:{length}"] for length in lengths}
+        self._with_past = {length: curve for length, curve in self.over_past.items() if len(curve.sizes) > 1}
+        self.launch: Array = np.array(curves["attention_launch"].at(1))
+
+    def of(self, length: int, past: int) -> Array:
+        """`[2]` seconds of one sequence in one layer, forward and backward.
+
+        Linear over the past. Over the length a power between two points, since what is linear (the sequence's own
+        rows, the copy of the past) and what is quadratic share the seconds; beyond the last point as the pairs of
+        tokens: quadratic in the length, linear in past times length.
+        """
+        over_past = self._with_past if past and self._with_past else self.over_past
+        lengths = list(over_past)
+        i = bisect_left(lengths, length)
+        low: Array = np.maximum(over_past[lengths[max(0, i - 1)]].at(past), _NEXT_TO_NOTHING)
+        if i == 0:  # a sequence takes no less than the shortest
+            return low
+        if i == len(lengths):
+            return low * (self._pairs(length, past) / self._pairs(lengths[-1], past))
+        high: Array = np.maximum(over_past[lengths[i]].at(past), _NEXT_TO_NOTHING)
+        share = math.log(length / lengths[i - 1]) / math.log(lengths[i] / lengths[i - 1])
+        return np.asarray(low * (high / low) ** share)
+
+    def _pairs(self, length: int, past: int) -> float:
+        return length * min(length + past, self._window)

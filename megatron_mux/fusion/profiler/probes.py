@@ -1,0 +1,186 @@
+"""What is timed to make a profile: a forward and a backward pass of a backbone's real modules, at each size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mux import layout
+from megatron_mux.backbone.layer import attend, feed_forward
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.fusion.profiler.adapter_probes import AdapterProbes
+from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
+from megatron_mux.fusion.profiler.probed_stage import SEGMENT, Probe, ProbedStage, Run
+from megatron_mux.fusion.profiler.profile import grid_up_to
+from megatron_mux.kernels.attention import Segment, segment_attention
+from megatron_mux.kernels.carry import Carry
+
+_PASTS = (256, 2048, 16384)
+_SHORTEST, _CHUNKS = 8, (16, 64, 256, 1024, 4096)
+"""Tokens of the shortest sequence, and of those that are timed behind a past."""
+
+
+class Probes:
+    """Makes the probes of a backbone.
+
+    Args:
+        backbone: One without adapters.
+        most_tokens: Rows of the largest probes.
+
+    Attributes:
+        stage: Its layers.
+        experts: The probes of its experts; None where it has none.
+        adapters: The probes of adapters.
+    """
+
+    def __init__(self, backbone: Backbone, most_tokens: int) -> None:
+        self.backbone = backbone
+        self.stage = ProbedStage(backbone, most_tokens)
+        self.experts = ExpertProbes(self.stage) if "experts" in self.stage.stacks else None
+        self.adapters = AdapterProbes(self.stage, self.experts)
+
+    def all(self, longest: int) -> list[Probe]:
+        """Every probe, in the order of a first turn.
+
+        Args:
+            longest: Tokens of the longest sequence.
+        """
+        found: list[Probe] = []
+        for rows in self.stage.rows:
+            found.append(Probe("attention_half", rows, partial(self._half, "attention", rows), cold=True))
+            if "mlp" in self.stage.stacks:
+                found.append(Probe("mlp_half", rows, partial(self._half, "mlp", rows), cold=True))
+            if self.experts is not None:
+                found += self.experts.parts(rows)
+            found += [Probe(op, rows, partial(self.adapters.alone, op, rows)) for op in self.stage.ops]
+        found += self._attention(longest)
+        found += self._ends()
+        found += self.adapters.all()
+        found += self._messages()
+        return found
+
+    def _half(self, name: str, rows: int) -> Run:
+        """Half layers on top of each other.
+
+        They have no messages, so also with sequence parallelism all rows pass through all of them.
+        """
+        stage, batch = self.stage, self.stage.batch(rows)
+        x, turns = stage.input(rows, 1, stage.shape.hidden), self.backbone.angles(batch)[0]
+
+        def run() -> tuple[Tensor, Sequence[Tensor]]:
+            out = x
+            with layout.activate(batch):
+                for layer in stage.stacks[name]:
+                    out = attend(layer, out, turns)[0] if name == "attention" else feed_forward(layer, out)
+            return out, (x,)
+
+        return run
+
+    def _attention(self, longest: int) -> Iterator[Probe]:
+        """One sequence of each length, and eight of short ones; one with each past that takes no longer."""
+        for length in grid_up_to(longest, least=_SHORTEST):
+            yield self.attention(length)
+            if length * 8 <= 2 * self.stage.most_tokens:
+                yield self.attention(length, count=8)
+            for past in _PASTS if length in _CHUNKS else ():
+                # Two at least: kernels for a past are others than without one, and a slope is that of two points.
+                if past in _PASTS[:2] or length * (length + past) <= longest**2:
+                    yield self.attention(length, past)
+
+    def attention(self, length: int, past: int = 0, count: int = 1) -> Probe:
+        """Sequences of one length; with a past, the last chunk of one, with the copy of what earlier ones left."""
+        return Probe(f"attention:{length}:{past}", count, partial(self._core, length, past, count))
+
+    def _core(self, length: int, past: int, count: int) -> Run:
+        shape, tp, of = self.backbone.shape, self.backbone.parallel.tp_size, self.stage.input
+        heads, keys, size = shape.heads // tp, shape.kv_heads_on_rank(tp), shape.head_dim
+        value = size if shape.latent is None else shape.latent.value
+        segments = [Segment("probe", i * length, length, i, past) for i in range(count)]
+        rows, carry = length * count, Carry()
+        for start in range(0, past, max(length, SEGMENT)):  # chunks are of one length
+            chunk = min(max(length, SEGMENT), past - start)
+            left = [of(chunk, keys, width).detach() for width in (size, value)]
+            carry.leave(0, Segment("probe", 0, chunk, 0, start, continues=True), left[0], left[1])
+        q, k, v = of(rows, heads, size), of(rows, keys, size), of(rows, keys, value)
+
+        def run() -> tuple[Tensor, Sequence[Tensor]]:
+            every_key, every_value = carry.extend(0, k, v, segments)
+            scale, window = shape.scales[0], shape.windows[0]
+            return segment_attention(q, every_key, every_value, segments, scale=scale, window=window), (
+                q,
+                k,
+                v,
+            )
+
+        return run
+
+    def _ends(self) -> list[Probe]:
+        """The entry, by rows; the final norm and the loss head, by labels."""
+        found: list[Probe] = []
+        if self.backbone.first:
+            found += [Probe("entry", rows, partial(self._entry, rows)) for rows in self.stage.coarse]
+        if self.backbone.last:
+            most = max(self.stage.most_tokens // 2, 16)
+            labels = [n for n in (1, 4, *self.stage.rows) if n <= most]
+            found += [Probe("head", n, partial(self._head, n), cold=True) for n in labels]
+        return found
+
+    def _entry(self, rows: int) -> Run:
+        batch = self.stage.batch(rows)
+
+        def run() -> tuple[Tensor, Sequence[Tensor]]:
+            self.backbone.angles(batch)
+            return self.backbone.embed(batch), ()
+
+        return run
+
+    def _head(self, labels: int) -> Run:
+        """Of the labelled rows; with sequence parallelism of all, gathered, of which half are labelled."""
+        stage = self.stage
+        norm: Any = self.backbone.model.decoder.final_layernorm
+        rows = labels if stage.divided == 1 else max(1, stage.own(2 * labels))
+        x = stage.input(rows, 1, stage.shape.hidden)
+        targets = torch.zeros(labels, dtype=torch.int64, device=stage.device)
+        weights = torch.ones(labels, device=stage.device)
+        batch = replace(stage.batch(2 * labels), labels=targets, label_rows=targets, label_weights=weights)
+        return lambda: (self.backbone.loss(norm(x), batch)[0], (x,))
+
+    def _messages(self) -> list[Probe]:
+        """All-reduce among tensor ranks; a transfer from the first rank to the second and back, where there are two;
+        rows among expert ranks."""
+        parallel = self.backbone.parallel
+
+        def reduce(x: Tensor) -> None:
+            dist.all_reduce(x, group=parallel.tp_group)
+
+        def transfer(x: Tensor) -> None:
+            if parallel.rank == 0:
+                dist.send(x, 1)
+                dist.recv(x, 1)
+            elif parallel.rank == 1:
+                dist.recv(x, 0)
+                dist.send(x, 0)
+
+        wanted = [("all_reduce", reduce)] * (parallel.tp_size > 1)
+        wanted += [("transfer", transfer)] * (parallel.world_size > 1)
+        found = [
+            Probe(name, rows, partial(self._sent, send, rows))
+            for name, send in wanted
+            for rows in self.stage.rows
+        ]
+        return found + (self.experts.messages() if self.experts is not None else [])
+
+    def _sent(self, send: Callable[[Tensor], None], rows: int) -> Run:
+        x = self.stage.input(rows, self.backbone.shape.hidden).detach()
+
+        def run() -> tuple[Tensor, Sequence[Tensor]]:
+            send(x)
+            return x, ()
+
+        return run
