@@ -30,6 +30,7 @@ from megatron_mux.fusion.probed_stage import SEGMENT, Probe
 from megatron_mux.fusion.probes import Probes
 from megatron_mux.fusion.profile import Curve, Profile, points
 from megatron_mux.fusion.roofline import roofline
+from megatron_mux.fusion.updates import measured_updates
 from megatron_mux.kernels.attention import has_one_call
 
 _MOST_TAKEN = 0.5
@@ -180,7 +181,7 @@ class _Bench:
         if self.dequantising:
             seconds = (statistics.median(self.dequantising[1:]),)
             curves["dequantise"] = Curve((1,), seconds, seconds)
-        tensor, element = self._optimizer()
+        updates = measured_updates(self.device, self.dtype, self.rounds, self.synchronize)
         return Profile(
             source="measured",
             about=about,
@@ -189,33 +190,10 @@ class _Bench:
             links=self.backbone.parallel.world_size > 1,
             attention_in_one_call=has_one_call(self.device, self.dtype),
             kernels=self.probes.adapters.chosen,
-            tensor_seconds=tensor,
-            element_seconds=element,
+            updates={**estimated.updates, **updates},  # of what is not installed here, an estimate
             sequence_seconds=self._sequence(),
             step_seconds=estimated.step_seconds,
         )
-
-    def _optimizer(self) -> tuple[float, float]:
-        """Seconds of an AdamW step for each tensor and for each element, from many small and a few large tensors."""
-
-        def seconds(count: int, size: int) -> float:
-            parameters = [torch.nn.Parameter(torch.zeros(size, device=self.device)) for _ in range(count)]
-            optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-            rounds = []
-            for _ in range(self.rounds + 1):
-                for p in parameters:
-                    p.grad = torch.ones_like(p)
-                self.synchronize()
-                start = time.perf_counter()
-                torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
-                optimizer.step()
-                self.synchronize()
-                rounds.append(time.perf_counter() - start)
-            return statistics.median(rounds[1:])
-
-        small, large = seconds(64, 64), seconds(16, 1 << 16)
-        tensor = small / 64
-        return tensor, max(0.0, large - 16 * tensor) / (16 << 16)
 
     def _message_share(self) -> float:
         """Part of the processor's time that messages take while they are on their way; of the slowest rank."""

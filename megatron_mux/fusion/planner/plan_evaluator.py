@@ -199,7 +199,7 @@ class PlanEvaluator:
         costs = [cost for cost, _ in priced]
         work = max(busiest(costs, [sizes[p] for _, sizes in priced], plan.ranks) for p in range(plan.data))
         passes = 2 * plan.stages * sum(sum(sizes[0]) for _, sizes in priced)
-        overhead = self.costs.step_overhead([self._index[name] for name in plan.tasks])
+        overhead = self._overhead(plan)
         best: Evaluation | None = None
         for order in entry_orders(costs):
             found = self.evaluate(replace(plan, buckets=tuple(plan.buckets[i] for i in order)))
@@ -234,13 +234,15 @@ class PlanEvaluator:
         fits = self.limit is None or all(
             peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, self.limit, strict=True)
         )
-        tasks = [self._index[name] for name in plan.tasks]
         return Evaluation(
             plan,
-            max(latency for latency, _ in runs) + self.costs.step_overhead(tasks),
+            max(latency for latency, _ in runs) + self._overhead(plan),
             tuple(r + p for r, p in zip(self.resident, peaks, strict=True)),
             fits,
         )
+
+    def _overhead(self, plan: Plan) -> float:
+        return self.costs.step_overhead([[self._index[name] for name in b.tasks] for b in plan.buckets])
 
     def with_launch_orders(self, plan: Plan) -> Plan:
         """The plan with launch orders for buckets that compute several batches side by side."""

@@ -68,11 +68,11 @@ def test_a_layer_takes_what_was_measured(tensor: int, monkeypatch: pytest.Monkey
     parallel = SimpleNamespace(tp_size=tensor, world_size=tensor)
     bench: Any = module._Bench.__new__(module._Bench)
     bench.backbone = SimpleNamespace(shape=backbone.shape(LAYERS), parallel=parallel)
-    bench.device, bench.dtype, bench.dequantising = torch.device("cpu"), torch.float32, []
+    bench.device, bench.dtype, bench.dequantising, bench.rounds = torch.device("cpu"), torch.float32, [], 1
     depths = dict.fromkeys(HALVES, STACK)
     stage = SimpleNamespace(shape=bench.backbone.shape, most_tokens=2048, depths=depths, divided=1)
     bench.probes = SimpleNamespace(stage=stage, adapters=SimpleNamespace(chosen=()))
-    monkeypatch.setattr(module._Bench, "_optimizer", lambda bench: (0.0, 0.0))
+    monkeypatch.setattr(module, "measured_updates", lambda *arguments: {})
     monkeypatch.setattr(module._Bench, "_sequence", lambda bench: 0.0)
     monkeypatch.setattr(module._Bench, "_message_share", lambda bench: 0.1)
     curves = timed(device)
