@@ -37,6 +37,9 @@ from megatron_mux.pipeline.structured import StructuredRun
 _NEAR = 1.1
 """An arrangement whose latency in the first entry order is not this near to the best is not tried in others."""
 
+_LAUNCHES = 300
+"""Pieces of a hybrid task that are launched to price a bucket on a stage: a few layers, both passes, each order."""
+
 _FEW_HYBRID_TASKS = 5
 """Up to this number of hybrid tasks all groupings into buckets are looked at: 52."""
 
@@ -211,5 +214,8 @@ class ArrangementEvaluator:
     def _bucket(self, hybrids: tuple[Hybrid, ...], micro_batches: int) -> BucketCost:
         key = (hybrids, micro_batches)
         if key not in self._buckets:
-            self._buckets[key] = bucket_cost(self.hybrids(hybrids, micro_batches))
+            costs = self.hybrids(hybrids, micro_batches)
+            if len(costs) > 1 and costs[0].overlap is not None:
+                self.spent += _LAUNCHES * len(costs) * costs[0].stages
+            self._buckets[key] = bucket_cost(costs)
         return self._buckets[key]

@@ -59,6 +59,7 @@ class Planner:
     def __init__(self, context: PlanningContext) -> None:
         self.context = context
         self._last: PlanEvaluator | None = None
+        self._off: Plan | None = None
 
     @property
     def memory_limit(self) -> float | None:
@@ -131,16 +132,21 @@ class Planner:
             known = by.best_order(by.of_policy(policy))
             found[name] = known.latency if known.fits else None
         if self.context.hides_messages:
-            off = Planner(replace(self.context, interleave="off")).plan(tasks)
-            found["interleave_off"] = off.predicted_latency_s
+            found["interleave_off"] = self._not_interleaved(evaluator).predicted_latency_s
         padding = padding_of({load.name: load.tokens for load in tasks.values()}, evaluator.pad_to)
         return Comparison(found, padding.shares)
 
     def _evaluator(self, tasks: Mapping[str, TaskLoad]) -> PlanEvaluator:
         """The evaluator for these tasks; the last one is kept, with all that it has evaluated."""
         if self._last is None or self._last.raw != tasks:
-            self._last = PlanEvaluator(self.context.with_tasks(tasks))
+            self._last, self._off = PlanEvaluator(self.context.with_tasks(tasks)), None
         return self._last
+
+    def _not_interleaved(self, evaluator: PlanEvaluator) -> Plan:
+        """The plan of the last evaluator's tasks that would be made if no messages were hidden."""
+        if self._off is None:
+            self._off = Planner(replace(self.context, interleave="off")).plan(evaluator.raw)
+        return self._off
 
     def _best(self, evaluator: PlanEvaluator) -> Evaluation:
         """The fastest of the search's layouts and the plain policies that fit; else one record at a time."""
@@ -156,6 +162,10 @@ class Planner:
             evaluator.best_order(halved) for plan in plans if (halved := self._in_halves(plan)) is not None
         ]
         searched = [found for found in halves if found.fits]
+        if self.context.hides_messages and self.context.interleave == "auto":
+            # Of many tasks this search finds more hybrid tasks: it need not look for buckets of several.
+            unhidden = evaluator.evaluate(self._not_interleaved(evaluator))
+            searched += [unhidden] if unhidden.fits else []
         try:
             arrangement = search(
                 evaluator.costs,
