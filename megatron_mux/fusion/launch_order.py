@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field
 
@@ -65,8 +65,7 @@ Chain = Sequence[PieceCost]
 """The pieces of one hybrid task's pass through a stage, in order."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Seconds in which a piece is computed, or its message is on its way."""
 
     chain: int

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_mux.fusion.alignment import padded_lengths
-from megatron_mux.fusion.launch_order import LaunchOrder, Overlap, PassCost
+from megatron_mux.fusion.launch_order import LaunchOrder, Overlap
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, StageTurns, plan_for
 from megatron_mux.fusion.planner.arrangement import Arrangement
 from megatron_mux.fusion.planner.cost import (
@@ -255,33 +255,23 @@ class PlanEvaluator:
             own = [side_by_side for unit, side_by_side in chunks.items() if unit.bucket == b]
             most = max(own, key=len, default=())
             if len(most) == bucket.batches > 1:
-                turns = self._turns(self.costs.chunks(most), overlap)
-                buckets.append(replace(bucket, launch=self._launch(turns, overlap), turns=turns))
+                turns, launch = self._launched(self.costs.chunks(most), overlap)
+                buckets.append(replace(bucket, launch=launch, turns=turns))
             else:
                 buckets.append(replace(bucket, launch=(), turns=()))
         return replace(plan, buckets=tuple(buckets))
 
     @staticmethod
-    def _turns(costs: Sequence[HybridCost], overlap: Overlap) -> tuple[StageTurns, ...]:
-        """`[S]` predictions for these batches of a pass."""
-
-        def passes(stage: int, backward: bool) -> tuple[PassCost, ...]:
-            return tuple(cost.pass_cost(stage, backward) for cost in costs)
-
-        return tuple(
-            StageTurns(passes(s, False), passes(s, True), layers, overlap.share)
-            for s, layers in enumerate(overlap.stages)
-        )
-
-    @staticmethod
-    def _launch(turns: Sequence[StageTurns], overlap: Overlap) -> tuple[LaunchOrder, ...]:
-        return tuple(
-            LaunchOrder(
-                overlap.order(own.forward, stage, backward=False),
-                overlap.order(own.backward, stage, backward=True),
-            )
-            for stage, own in enumerate(turns)
-        )
+    def _launched(
+        costs: Sequence[HybridCost], overlap: Overlap
+    ) -> tuple[tuple[StageTurns, ...], tuple[LaunchOrder, ...]]:
+        """`[S]` predictions for these batches of a pass, and the launch orders that are chosen by them."""
+        turns, launch = [], []
+        for s, layers in enumerate(overlap.stages):
+            ways = [tuple(cost.pass_cost(s, backward) for cost in costs) for backward in (False, True)]
+            turns.append(StageTurns(ways[0], ways[1], layers, overlap.share))
+            launch.append(LaunchOrder(*(overlap.order(ways[way], s, bool(way)) for way in (0, 1))))
+        return tuple(turns), tuple(launch)
 
     def _priced(self, plan: Plan) -> list[tuple[BucketCost, list[Sizes]]]:
         """For each bucket, the cost of its chunks and their numbers on each pipeline."""

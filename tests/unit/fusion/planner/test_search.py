@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from megatron_mux.fusion.planner import arrangement as arrangement_module
 from megatron_mux.fusion.planner.arrangement import ArrangementEvaluator
-from megatron_mux.fusion.planner.grouping import consecutive, every_grouping
+from megatron_mux.fusion.planner.grouping import consecutive
 from megatron_mux.fusion.planner.search import DoesNotFitError, search
 from megatron_mux.pipeline.bucket import BucketCost, Sizes
 from megatron_mux.pipeline.structured import StructuredRun
-from tests.unit.fusion.planner.exhaustive import every_partition, exhaustive, plain_equation_6
+from tests.unit.fusion.planner.exhaustive import every_grouping, every_partition, exhaustive, plain_equation_6
 from tests.unit.fusion.planner.synthetic import synthetic
 
 COUNTS = (1, 2, 4)
@@ -89,7 +89,7 @@ def test_exhaustive_misses_nothing(steps: int) -> None:
         found.latency
         for partition in every_partition(range(3))
         for grouping in every_grouping(len(partition))
-        for order in permutations([tuple(partition[i] for i in bucket) for bucket in grouping])
+        for order in permutations(tuple(partition[i] for i in bucket) for bucket in grouping)
         for count in COUNTS
         if (found := evaluator.latency(order, count)) is not None
     ]
