@@ -52,11 +52,6 @@ class Arrangement:
     micro_batches: int
     latency: float
 
-    @property
-    def partition(self) -> Partition:
-        """Its hybrid tasks."""
-        return tuple(sorted(hybrid for bucket in self.buckets for hybrid in bucket))
-
 
 class ArrangementEvaluator:
     """Latencies of arrangements, remembered.

@@ -224,7 +224,14 @@ class PlanEvaluator:
             plan,
             policy="auto",  # its costs are known now: whatever made it, its template is the structured one
             buckets=tuple(
-                _with_costs(bucket, cost, sizes[0])
+                replace(
+                    bucket,
+                    chunks=sizes[0],
+                    forward=cost.forward,
+                    backward=cost.backward,
+                    memory=cost.memory,
+                    transfer=cost.transfer,
+                )
                 for bucket, (cost, sizes) in zip(plan.buckets, priced, strict=True)
             ),
             activation_limit=tuple(limit),
@@ -309,17 +316,6 @@ class PlanEvaluator:
             working=tuple(max(c.working[s] for c in costs) for s in stages),
             transfer=tuple(sum(c.transfer[s] for c in costs) / count for s in stages[:-1]),
         )
-
-
-def _with_costs(bucket: Bucket, cost: BucketCost, chunks: Sizes) -> Bucket:
-    return replace(
-        bucket,
-        chunks=chunks,
-        forward=cost.forward,
-        backward=cost.backward,
-        memory=cost.memory,
-        transfer=cost.transfer,
-    )
 
 
 def _run(plan: Plan, costs: Sequence[BucketCost], sizes: list[Sizes]) -> tuple[float, list[float]]:

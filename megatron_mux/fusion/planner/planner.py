@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.alignment import padding_of, paper_chunk
+from megatron_mux.fusion.alignment import padding_shares, paper_chunk
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner.arrangement import Arrangement
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.plan_evaluator import Evaluation, PlanEvaluator
 from megatron_mux.fusion.planner.planning_context import PlanningContext
-from megatron_mux.fusion.planner.search import DoesNotFitError, search
+from megatron_mux.fusion.planner.search import search
 from megatron_mux.memory.sizes import show_size
 
 _MAX_FORWARDS = 1_000
@@ -133,8 +133,8 @@ class Planner:
             found[name] = known.latency if known.fits else None
         if self.context.hides_messages:
             found["interleave_off"] = self._not_interleaved(evaluator).predicted_latency_s
-        padding = padding_of({load.name: load.tokens for load in tasks.values()}, evaluator.pad_to)
-        return Comparison(found, padding.shares)
+        padding = padding_shares({load.name: load.tokens for load in tasks.values()}, evaluator.pad_to)
+        return Comparison(found, padding)
 
     def _evaluator(self, tasks: Mapping[str, TaskLoad]) -> PlanEvaluator:
         """The evaluator for these tasks; the last one is kept, with all that it has evaluated."""
@@ -166,18 +166,16 @@ class Planner:
             # Of many tasks this search finds more hybrid tasks: it need not look for buckets of several.
             unhidden = evaluator.evaluate(self._not_interleaved(evaluator))
             searched += [unhidden] if unhidden.fits else []
-        try:
-            arrangement = search(
-                evaluator.costs,
-                evaluator.tokens,
-                counts,
-                evaluator.stage_limit,
-                self.context.mesh.virtual,
-                self.context.steps_per_flush,
-            )
+        arrangement = search(
+            evaluator.costs,
+            evaluator.tokens,
+            counts,
+            evaluator.stage_limit,
+            self.context.mesh.virtual,
+            self.context.steps_per_flush,
+        )
+        if arrangement is not None:
             searched += [found for found in self._variants(evaluator, arrangement) if found.fits]
-        except DoesNotFitError:
-            pass  # at these numbers of micro-batches
         if fitting := [*plain, *searched]:
             return min(fitting, key=lambda found: found.latency)  # of equally fast ones a plain one
         smallest = evaluator.evaluate(evaluator.smallest())

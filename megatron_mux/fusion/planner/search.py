@@ -25,14 +25,6 @@ _FRACTION = 1 / 8
 """Share of the budget for more tasks: nothing finds their optimum, and most of the time goes into costs."""
 
 
-class DoesNotFitError(ValueError):
-    """No arrangement fits into memory; names the tasks that do not even fit alone."""
-
-    def __init__(self, tasks: Sequence[int]) -> None:
-        super().__init__(f"tasks {list(tasks)} do not fit into memory at any number of micro-batches")
-        self.tasks = tuple(tasks)
-
-
 def search(
     model: CostModel,
     tokens: Sequence[float],
@@ -40,8 +32,8 @@ def search(
     memory_limit: Sequence[float] | None = None,
     virtual: int = 1,
     steps: int = 1,
-) -> Arrangement:
-    """The best arrangement found.
+) -> Arrangement | None:
+    """The best arrangement found; None if some task does not fit alone at any of the numbers of micro-batches.
 
     Args:
         model: Costs.
@@ -50,9 +42,6 @@ def search(
         memory_limit: `[S]` bytes that a stage may take for passes.
         virtual: Stages per rank.
         steps: Steps between two flushes of the pipeline.
-
-    Raises:
-        DoesNotFitError: Some task does not fit alone at any of the numbers of micro-batches.
     """
     budget = _BUDGET * (1 if len(tokens) <= _FEW else _FRACTION)
     evaluator = ArrangementEvaluator(model, memory_limit, budget, virtual, steps)
@@ -62,7 +51,7 @@ def search(
         evaluator.renew(1 / len(micro_batches))
         starts += _starts(evaluator, order, count)
     if not starts:
-        raise DoesNotFitError(_too_large(evaluator, len(tokens), micro_batches))
+        return None
     starts.sort(key=lambda start: start.latency)
     evaluator.renew()
     best = starts[0]
@@ -176,11 +165,3 @@ def _changed(buckets: Buckets, new: Mapping[Hybrid, Hybrid]) -> Buckets:
         for bucket in buckets
     )
     return tuple(bucket for bucket in changed if bucket)
-
-
-def _too_large(evaluator: ArrangementEvaluator, tasks: int, micro_batches: Sequence[int]) -> list[int]:
-    return [
-        task
-        for task in range(tasks)
-        if all(evaluator.bound((((task,),),), count) == math.inf for count in micro_batches)
-    ]
