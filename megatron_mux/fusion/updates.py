@@ -147,19 +147,17 @@ def _step_together(optimizer: Optimizer, copies: Tensor, skip: Tensor) -> Callab
     from megatron_mux.kernels import triton_update
 
     place, device = optimizer.place, skip.device
-    states = optimizer.tensors if isinstance(optimizer, AdamW) else (None, None)
-    pieces = [
-        Piece(
-            0,
-            *(
-                t if t is None else t[run.first : run.last]
-                for t in (place.values, place.gradients, *states, copies)
-            ),
-            run.weight_decay,
+    average, square = optimizer.tensors if isinstance(optimizer, AdamW) else (None, None)
+
+    def piece(run: Run) -> Piece:
+        tensors = (place.values, place.gradients, average, square, None if copies is place.values else copies)
+        value, gradient, first, second, copy = (
+            None if t is None else t[run.first : run.last] for t in tensors
         )
-        for run in place.runs
-    ]
-    table = UpdateTable(pieces, 1)
+        assert value is not None and gradient is not None
+        return Piece(0, value, gradient, first, second, copy, run.weight_decay)
+
+    table = UpdateTable([piece(run) for run in place.runs], 1)
     options = torch.tensor([options_of(1e-3, *optimizer.options, 1.0, 1)], dtype=torch.float64, device=device)
     stopped = skip.bool()
 
@@ -173,7 +171,7 @@ def _is_together(kind: type[Optimizer], device: torch.device) -> bool:
     return kind.together and suits_triton(device, torch.float32) and has_triton()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Parameter:
     """A parameter that is not divided; see `optimizers.optimizer.Parameter`."""
 

@@ -155,17 +155,14 @@ class Planner:
         if self.memory_limit is not None or not self._is_full(counts[0], evaluator):
             # As `serial` fills a pipeline with each task, but without a flush between them.
             plans.append(evaluator.of_policy("temporal", micro_batches=max(2 * ranks, counts[0])))
-        plain = [found for plan in plans if (found := evaluator.best_order(plan)).fits]
+        found = [evaluator.best_order(plan) for plan in plans]
         if evaluator.too_large:
             raise UserError(*_too_large(evaluator))
-        halves = [
-            evaluator.best_order(halved) for plan in plans if (halved := self._in_halves(plan)) is not None
-        ]
-        searched = [found for found in halves if found.fits]
+        found += [evaluator.best_order(halved) for plan in plans if (halved := self._in_halves(plan))]
         if self.context.hides_messages and self.context.interleave == "auto":
             # Of many tasks this search finds more hybrid tasks: it need not look for buckets of several.
-            unhidden = evaluator.evaluate(self._not_interleaved(evaluator))
-            searched += [unhidden] if unhidden.fits else []
+            off = self._not_interleaved(evaluator)
+            found += [evaluator.evaluate(layout) for layout in (off, self._in_halves(off)) if layout]
         arrangement = search(
             evaluator.costs,
             evaluator.tokens,
@@ -175,9 +172,9 @@ class Planner:
             self.context.steps_per_flush,
         )
         if arrangement is not None:
-            searched += [found for found in self._variants(evaluator, arrangement) if found.fits]
-        if fitting := [*plain, *searched]:
-            return min(fitting, key=lambda found: found.latency)  # of equally fast ones a plain one
+            found += self._variants(evaluator, arrangement)
+        if fitting := [own for own in found if own.fits]:
+            return min(fitting, key=lambda own: own.latency)  # of equally fast ones a plain one
         smallest = evaluator.evaluate(evaluator.smallest())
         if not smallest.fits:
             self.refuse(self._with_predictions(evaluator, smallest), evaluator.raw)

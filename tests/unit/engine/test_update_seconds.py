@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine
 from megatron_mux.engine.updates import LoopUpdate
+from megatron_mux.fusion import updates
 from megatron_mux.fusion.device import device_of
 from megatron_mux.fusion.updates import estimated_updates, measured_updates, sample_step
 from megatron_mux.optimizers.optimizer import FlatOptimizer, Optimizer
@@ -35,7 +38,7 @@ class Operators(TorchDispatchMode):
     """Counts operators, but those on single numbers: their tensors have at least so many values."""
 
     def __init__(self, least: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: Counter[str] = Counter()
         self._least = least
 
@@ -68,6 +71,25 @@ def test_what_is_measured_is_what_the_engine_runs(kind: type[Optimizer], tmp_pat
         assert theirs.found == ours.found
     around = {"mul_.Tensor", "zero_.default", "_foreach_norm.Scalar"}
     assert around <= set(theirs.found) and around <= set(ours.found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_take_the_pieces_of_a_task(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    kernels = SimpleNamespace(
+        squared_norms=lambda table: torch.zeros(table.rows),
+        update_=lambda table, options, norms, stopped: seen.append((table, options, stopped)),
+    )
+    monkeypatch.setitem(sys.modules, "megatron_mux.kernels.triton_update", kernels)
+    monkeypatch.setattr("megatron_mux.kernels.triton_update", kernels, raising=False)
+    monkeypatch.setattr(updates, "_is_together", lambda kind, device: True)
+    for name, moments in (("adamw_torch", 2), ("sgd", 0)):
+        sample_step(OPTIMIZERS[name], 16, 16, 4096, CPU, dtype)()
+        table, options, stopped = seen[-1]
+        assert len(table.pieces) == 16 and table.rows == len(options) == len(stopped) == 1
+        for piece in table.pieces:
+            assert sum(t is not None for t in (piece.exp_avg, piece.exp_avg_sq)) == moments
+            assert (piece.copy is None) == (dtype == torch.float32)
 
 
 def test_every_optimizer_has_a_price() -> None:
