@@ -14,7 +14,6 @@ from megatron_mux.errors import UserError
 from megatron_mux.optimizers.adamw import AdamW
 from megatron_mux.optimizers.optimizer import Options, Place, Run, Slot, Stored
 from megatron_mux.optimizers.registry import OPTIMIZERS
-from megatron_mux.optimizers.sgd import SGD
 from megatron_mux.runtime import GRADIENTS_AT_ONCE, Parallel
 from megatron_mux.tasks import TrainingSpec
 
@@ -91,7 +90,7 @@ class TaskOptimizer:
     @property
     def is_fused(self) -> bool:
         """Whether `kernels.triton_update` can step it together with other tasks."""
-        return isinstance(self.kind, (AdamW, SGD))
+        return self.kind.together
 
     def pieces(self) -> Iterator[tuple[Flats, Tensor | None, float, float, bool]]:
         """Runs of parameters that are updated alike: their tensors, their copy if it is another one, weight decay, the

@@ -232,45 +232,22 @@ def _grid(packs: Sequence[list[list[Slice]]], clocks: int, tasks: Sequence[str])
     return tuple(tuple(sorted(cell, key=lambda s: (order[s.task], s.sequence))) for cell in cells if cell)
 
 
-@dataclass(frozen=True)
-class Padding:
-    """Tokens of a step, by what becomes of them.
-
-    Attributes:
-        real: That carry information.
-        computed: By this alignment.
-        within_tasks: If each task's sequences were padded to the longest of its batch.
-        zero_padded: If all sequences were padded to the longest of all tasks.
-    """
-
-    real: int = 0
-    computed: int = 0
-    within_tasks: int = 0
-    zero_padded: int = 0
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Of all computed tokens, those that carry no information: by this alignment (`plan`) and the two others."""
-        computed = {
-            "plan": self.computed,
-            "within_tasks": self.within_tasks,
-            "zero_padded": self.zero_padded,
-        }
-        return {name: 1 - self.real / tokens if tokens else 0.0 for name, tokens in computed.items()}
-
-
-def padding_of(lengths: Mapping[str, Sequence[int]], pad_to: Mapping[str, int]) -> Padding:
-    """Count the tokens of one step.
+def padding_shares(lengths: Mapping[str, Sequence[int]], pad_to: Mapping[str, int]) -> dict[str, float]:
+    """Of all tokens that a step computes, the shares that carry no information.
 
     Args:
         lengths: Raw lengths of each task's sequences in the step.
         pad_to: From `padded_lengths`.
+
+    Returns:
+        `plan`: with this alignment; `within_tasks`: if sequences were padded to the longest of their task's batch;
+        `zero_padded`: to the longest of all tasks.
     """
-    real = sum(sum(own) for own in lengths.values())
     longest = max((max(own, default=0) for own in lengths.values()), default=0)
-    return Padding(
-        real,
-        sum(len(own) * pad_to[name] if pad_to else sum(own) for name, own in lengths.items()),
-        sum(len(own) * max(own, default=0) for own in lengths.values()),
-        sum(len(own) for own in lengths.values()) * longest,
-    )
+    computed = {
+        "plan": sum(len(own) * pad_to[name] if pad_to else sum(own) for name, own in lengths.items()),
+        "within_tasks": sum(len(own) * max(own, default=0) for own in lengths.values()),
+        "zero_padded": sum(len(own) for own in lengths.values()) * longest,
+    }
+    real = sum(sum(own) for own in lengths.values())
+    return {name: 1 - real / tokens if tokens else 0.0 for name, tokens in computed.items()}

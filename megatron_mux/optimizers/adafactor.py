@@ -36,7 +36,8 @@ class Adafactor(Optimizer):
 
     names = ("adafactor",)
     states_per_value = None
-    splits = False
+    splits, by_shape = False, True
+    launches, traffic = 40, 200
 
     def __init__(self, place: Place, options: Options) -> None:
         super().__init__(place, options)

@@ -15,6 +15,7 @@ class AdamW(FlatOptimizer):
     names = ("adamw_torch_fused", "adamw_torch")
     states_per_value = 2
     state_names = ("exp_avg", "exp_avg_sq")
+    launches, traffic, together = 2, 28, True
 
     def __init__(self, place: Place, options: Options) -> None:
         super().__init__(place, options)

@@ -135,6 +135,14 @@ class Optimizer(ABC):
     """fp32 values of state for each value that it steps; None: see `state_bytes`."""
     splits: ClassVar[bool] = True
     """Whether values are stepped independently, so that parts of a parameter may be on ranks that do not meet."""
+    launches: ClassVar[int]
+    """Device launches of a step of a run of values, about."""
+    traffic: ClassVar[float]
+    """Bytes that such a step reads and writes for each value, about."""
+    together: ClassVar[bool] = False
+    """Whether `kernels.triton_update` can step it together with other tasks."""
+    by_shape: ClassVar[bool] = False
+    """Whether it steps parameters of one shape as one, instead of runs of neighbours."""
     needs: ClassVar[str] = ""
     """The package that it imports; empty: none beside torch."""
 

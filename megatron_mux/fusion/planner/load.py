@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.memory.forms.engine_memory import EngineMemory
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
+from megatron_mux.optimizers.registry import OPTIMIZERS
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 
@@ -33,6 +35,7 @@ class TaskLoad:
         accumulation: Its `gradient_accumulation_steps`: the fewest micro-batches that the user counts on.
         adapter: Where its adapter acts, and what it holds there.
         tensors: How many parameters it has.
+        runs: Groups of them that its optimizer steps as one.
         longest: Tokens of the longest record there is; a typical step need not have one.
         refers: Whether its rows are computed a second time, forward only, with its reference.
         together: Sequences of a record, which are in one micro-batch.
@@ -50,6 +53,7 @@ class TaskLoad:
     refers: bool = False
     together: int = 1
     needs_kl: bool = False
+    runs: int = 1
 
     @classmethod
     def of(
@@ -81,6 +85,7 @@ class TaskLoad:
             refers=spec.training.refers_in_steps,
             together=spec.training.sequences_per_record,
             needs_kl=spec.training.needs_kl,
+            runs=_stepped_as_one(spec, shape),
         )
 
     @property
@@ -92,11 +97,6 @@ class TaskLoad:
     def virtual_tokens(self) -> int:
         """Of prefix tuning."""
         return self.adapter.virtual_tokens
-
-    @property
-    def elements(self) -> float:
-        """Elements of its parameters."""
-        return sum(self.adapter.divided) + sum(self.adapter.copied)
 
     @property
     def records(self) -> int:
@@ -112,6 +112,16 @@ class TaskLoad:
     def total(self) -> int:
         """Tokens of a typical step."""
         return sum(self.tokens)
+
+
+def _stepped_as_one(spec: TaskSpec, shape: BackboneShape) -> int:
+    """Groups of parameters that a task's optimizer steps as one, on a rank that has all of them."""
+    trained = [own for own in spec.adapter.tensors(shape).items() if own[1].trained]
+    trained.sort(key=lambda own: not own[1].decay)  # as in an `Arena`
+    alike = [(spec.training.decay_and_rate(key, t.shape, t.decay), t.shape) for key, t in trained]
+    if OPTIMIZERS[spec.training.optim].by_shape:
+        return len(set(alike))
+    return sum(1 for _ in groupby(kind for kind, _ in alike))
 
 
 def adapts_experts(loads: Iterable[TaskLoad]) -> bool:

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_mux.fusion.alignment import padded_lengths
-from megatron_mux.fusion.graphs.launch_order import LaunchOrder, Overlap, PassCost
+from megatron_mux.fusion.graphs.launch_order import LaunchOrder, Overlap
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, StageTurns, plan_for
 from megatron_mux.fusion.planner.arrangement import Arrangement
 from megatron_mux.fusion.planner.cost import (
@@ -199,7 +199,7 @@ class PlanEvaluator:
         costs = [cost for cost, _ in priced]
         work = max(busiest(costs, [sizes[p] for _, sizes in priced], plan.ranks) for p in range(plan.data))
         passes = 2 * plan.stages * sum(sum(sizes[0]) for _, sizes in priced)
-        overhead = self.costs.step_overhead([self._index[name] for name in plan.tasks])
+        overhead = self._overhead(plan)
         best: Evaluation | None = None
         for order in entry_orders(costs):
             found = self.evaluate(replace(plan, buckets=tuple(plan.buckets[i] for i in order)))
@@ -224,7 +224,14 @@ class PlanEvaluator:
             plan,
             policy="auto",  # its costs are known now: whatever made it, its template is the structured one
             buckets=tuple(
-                _with_costs(bucket, cost, sizes[0])
+                replace(
+                    bucket,
+                    chunks=sizes[0],
+                    forward=cost.forward,
+                    backward=cost.backward,
+                    memory=cost.memory,
+                    transfer=cost.transfer,
+                )
                 for bucket, (cost, sizes) in zip(plan.buckets, priced, strict=True)
             ),
             activation_limit=tuple(limit),
@@ -234,13 +241,15 @@ class PlanEvaluator:
         fits = self.limit is None or all(
             peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, self.limit, strict=True)
         )
-        tasks = [self._index[name] for name in plan.tasks]
         return Evaluation(
             plan,
-            max(latency for latency, _ in runs) + self.costs.step_overhead(tasks),
+            max(latency for latency, _ in runs) + self._overhead(plan),
             tuple(r + p for r, p in zip(self.resident, peaks, strict=True)),
             fits,
         )
+
+    def _overhead(self, plan: Plan) -> float:
+        return self.costs.step_overhead([[self._index[name] for name in b.tasks] for b in plan.buckets])
 
     def with_launch_orders(self, plan: Plan) -> Plan:
         """The plan with launch orders for buckets that compute several batches side by side."""
@@ -253,33 +262,23 @@ class PlanEvaluator:
             own = [side_by_side for unit, side_by_side in chunks.items() if unit.bucket == b]
             most = max(own, key=len, default=())
             if len(most) == bucket.batches > 1:
-                turns = self._turns(self.costs.chunks(most), overlap)
-                buckets.append(replace(bucket, launch=self._launch(turns, overlap), turns=turns))
+                turns, launch = self._launched(self.costs.chunks(most), overlap)
+                buckets.append(replace(bucket, launch=launch, turns=turns))
             else:
                 buckets.append(replace(bucket, launch=(), turns=()))
         return replace(plan, buckets=tuple(buckets))
 
     @staticmethod
-    def _turns(costs: Sequence[HybridCost], overlap: Overlap) -> tuple[StageTurns, ...]:
-        """`[S]` predictions for these batches of a pass."""
-
-        def passes(stage: int, backward: bool) -> tuple[PassCost, ...]:
-            return tuple(cost.pass_cost(stage, backward) for cost in costs)
-
-        return tuple(
-            StageTurns(passes(s, False), passes(s, True), layers, overlap.share)
-            for s, layers in enumerate(overlap.stages)
-        )
-
-    @staticmethod
-    def _launch(turns: Sequence[StageTurns], overlap: Overlap) -> tuple[LaunchOrder, ...]:
-        return tuple(
-            LaunchOrder(
-                overlap.order(own.forward, stage, backward=False),
-                overlap.order(own.backward, stage, backward=True),
-            )
-            for stage, own in enumerate(turns)
-        )
+    def _launched(
+        costs: Sequence[HybridCost], overlap: Overlap
+    ) -> tuple[tuple[StageTurns, ...], tuple[LaunchOrder, ...]]:
+        """`[S]` predictions for these batches of a pass, and the launch orders that are chosen by them."""
+        turns, launch = [], []
+        for s, layers in enumerate(overlap.stages):
+            ways = [tuple(cost.pass_cost(s, backward) for cost in costs) for backward in (False, True)]
+            turns.append(StageTurns(ways[0], ways[1], layers, overlap.share))
+            launch.append(LaunchOrder(*(overlap.order(ways[way], s, bool(way)) for way in (0, 1))))
+        return tuple(turns), tuple(launch)
 
     def _priced(self, plan: Plan) -> list[tuple[BucketCost, list[Sizes]]]:
         """For each bucket, the cost of its chunks and their numbers on each pipeline."""
@@ -317,17 +316,6 @@ class PlanEvaluator:
             working=tuple(max(c.working[s] for c in costs) for s in stages),
             transfer=tuple(sum(c.transfer[s] for c in costs) / count for s in stages[:-1]),
         )
-
-
-def _with_costs(bucket: Bucket, cost: BucketCost, chunks: Sizes) -> Bucket:
-    return replace(
-        bucket,
-        chunks=chunks,
-        forward=cost.forward,
-        backward=cost.backward,
-        memory=cost.memory,
-        transfer=cost.transfer,
-    )
 
 
 def _run(plan: Plan, costs: Sequence[BucketCost], sizes: list[Sizes]) -> tuple[float, list[float]]:

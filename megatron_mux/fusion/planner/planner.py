@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.alignment import padding_of, paper_chunk
+from megatron_mux.fusion.alignment import padding_shares, paper_chunk
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner.arrangement import Arrangement
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.plan_evaluator import Evaluation, PlanEvaluator
 from megatron_mux.fusion.planner.planning_context import PlanningContext
-from megatron_mux.fusion.planner.search import DoesNotFitError, search
+from megatron_mux.fusion.planner.search import search
 from megatron_mux.memory.sizes import show_size
 
 _MAX_FORWARDS = 1_000
@@ -59,6 +59,7 @@ class Planner:
     def __init__(self, context: PlanningContext) -> None:
         self.context = context
         self._last: PlanEvaluator | None = None
+        self._off: Plan | None = None
 
     @property
     def memory_limit(self) -> float | None:
@@ -131,16 +132,21 @@ class Planner:
             known = by.best_order(by.of_policy(policy))
             found[name] = known.latency if known.fits else None
         if self.context.hides_messages:
-            off = Planner(replace(self.context, interleave="off")).plan(tasks)
-            found["interleave_off"] = off.predicted_latency_s
-        padding = padding_of({load.name: load.tokens for load in tasks.values()}, evaluator.pad_to)
-        return Comparison(found, padding.shares)
+            found["interleave_off"] = self._not_interleaved(evaluator).predicted_latency_s
+        padding = padding_shares({load.name: load.tokens for load in tasks.values()}, evaluator.pad_to)
+        return Comparison(found, padding)
 
     def _evaluator(self, tasks: Mapping[str, TaskLoad]) -> PlanEvaluator:
         """The evaluator for these tasks; the last one is kept, with all that it has evaluated."""
         if self._last is None or self._last.raw != tasks:
-            self._last = PlanEvaluator(self.context.with_tasks(tasks))
+            self._last, self._off = PlanEvaluator(self.context.with_tasks(tasks)), None
         return self._last
+
+    def _not_interleaved(self, evaluator: PlanEvaluator) -> Plan:
+        """The plan of the last evaluator's tasks that would be made if no messages were hidden."""
+        if self._off is None:
+            self._off = Planner(replace(self.context, interleave="off")).plan(evaluator.raw)
+        return self._off
 
     def _best(self, evaluator: PlanEvaluator) -> Evaluation:
         """The fastest of the search's layouts and the plain policies that fit; else one record at a time."""
@@ -149,27 +155,26 @@ class Planner:
         if self.memory_limit is not None or not self._is_full(counts[0], evaluator):
             # As `serial` fills a pipeline with each task, but without a flush between them.
             plans.append(evaluator.of_policy("temporal", micro_batches=max(2 * ranks, counts[0])))
-        plain = [found for plan in plans if (found := evaluator.best_order(plan)).fits]
+        found = [evaluator.best_order(plan) for plan in plans]
         if evaluator.too_large:
             raise UserError(*_too_large(evaluator))
-        halves = [
-            evaluator.best_order(halved) for plan in plans if (halved := self._in_halves(plan)) is not None
-        ]
-        searched = [found for found in halves if found.fits]
-        try:
-            arrangement = search(
-                evaluator.costs,
-                evaluator.tokens,
-                counts,
-                evaluator.stage_limit,
-                self.context.mesh.virtual,
-                self.context.steps_per_flush,
-            )
-            searched += [found for found in self._variants(evaluator, arrangement) if found.fits]
-        except DoesNotFitError:
-            pass  # at these numbers of micro-batches
-        if fitting := [*plain, *searched]:
-            return min(fitting, key=lambda found: found.latency)  # of equally fast ones a plain one
+        found += [evaluator.best_order(halved) for plan in plans if (halved := self._in_halves(plan))]
+        if self.context.hides_messages and self.context.interleave == "auto":
+            # Of many tasks this search finds more hybrid tasks: it need not look for buckets of several.
+            off = self._not_interleaved(evaluator)
+            found += [evaluator.evaluate(layout) for layout in (off, self._in_halves(off)) if layout]
+        arrangement = search(
+            evaluator.costs,
+            evaluator.tokens,
+            counts,
+            evaluator.stage_limit,
+            self.context.mesh.virtual,
+            self.context.steps_per_flush,
+        )
+        if arrangement is not None:
+            found += self._variants(evaluator, arrangement)
+        if fitting := [own for own in found if own.fits]:
+            return min(fitting, key=lambda own: own.latency)  # of equally fast ones a plain one
         smallest = evaluator.evaluate(evaluator.smallest())
         if not smallest.fits:
             self.refuse(self._with_predictions(evaluator, smallest), evaluator.raw)

@@ -35,6 +35,7 @@ from megatron_mux.gpus import assumed
 from megatron_mux.memory.forms.engine_memory import Rows
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.task_adapters import AdaptedOp
+from megatron_mux.optimizers.registry import OPTIMIZERS
 
 Array = npt.NDArray[np.float64]
 
@@ -105,6 +106,9 @@ class StageCosts:
             kind, _, measured = name.rpartition(":")
             if kind.count(":") == 1 and measured.isdigit():
                 insort(self._adapter_sizes.setdefault(kind, []), int(measured))
+        # `[K, ranks]` values that each rank trains.
+        of_stages = np.array([[load.adapter.values(own, method.tensor) for own in stages] for load in loads])
+        self._values = of_stages.reshape(len(loads), -1, method.pipeline).sum(axis=1)
         self._frozen = Frozen(profile, shape, self.stages)
         layout = Layout(method.tensor > 1, method.sequence_parallel, exchanges, self.recomputes)
         self._messages = Messages(self._frozen, shape, layout)
@@ -286,20 +290,31 @@ class StageCosts:
 
     # -- besides the passes
 
-    def step_overhead(self, tasks: Sequence[int]) -> float:
-        """Seconds of a step of these tasks outside its passes: reading, laying out, optimizers, KL terms."""
-        profile = self.profile
+    def step_overhead(self, buckets: Sequence[Sequence[int]]) -> float:
+        """Seconds of a step of the tasks of these buckets outside its passes: reading, laying out, optimizers, sums of
+        gradients over pipelines, KL terms.
+        """
+        tasks = [task for bucket in buckets for task in bucket]
+        updates = np.sum([self._updates(bucket) for bucket in buckets], axis=0)  # [ranks]
         return (
-            profile.step_seconds
-            + sum(
-                self.loads[t].tensors * profile.tensor_seconds / len(self.stages)
-                + self.loads[t].elements * profile.element_seconds / len(self.stages)
-                + len(self.loads[t].tokens) * profile.sequence_seconds
-                for t in tasks
-            )
+            self.profile.step_seconds
+            + sum(len(self.loads[t].tokens) for t in tasks) * self.profile.sequence_seconds
+            + float(updates.max())
             + self._gradients(tasks)
             + sum(self._kl_term(t) for t in tasks if self.loads[t].needs_kl)
         )
+
+    def _updates(self, tasks: Sequence[int]) -> Array:
+        """`[ranks]` seconds of the optimizer steps of a bucket's tasks."""
+        ranks = self._values.shape[1]
+        found, together = np.zeros(ranks), 0.0
+        for task in tasks:
+            load = self.loads[task]
+            price = self.profile.updates[OPTIMIZERS[load.adapter.optimizer].names[0]]
+            parts = (load.tensors * price.tensor + load.runs * price.run) / ranks
+            found += parts + self._values[task] * price.value + price.task * (not price.together)
+            together = max(together, price.task * price.together)
+        return found + together
 
     def _kl_term(self, task: int) -> float:
         """Seconds of the pass over a step's mismatched completions, with adapter and reference, stage after stage."""
@@ -310,9 +325,8 @@ class StageCosts:
         """Seconds to sum the fp32 gradients of adapters over pipelines: as a transfer of as many bytes, twice."""
         if self.data == 1:
             return 0.0
-        elements = sum(self.loads[t].elements for t in tasks) / len(self.stages)
-        rows = 2 * 4 * elements / (self.shape.hidden * self.itemsize)
-        return self._curves["transfer"].at(rows)[0]
+        values = self._values[list(tasks)].sum(axis=0).max()
+        return self._curves["transfer"].at(2 * 4 * values / (self.shape.hidden * self.itemsize))[0]
 
     def weights(self) -> Weights:
         """What a token, a pair and a label take of all stages, to balance micro-batches by."""

@@ -31,6 +31,7 @@ from megatron_mux.fusion.profiler.probed_stage import SEGMENT, Probe, Run
 from megatron_mux.fusion.profiler.probes import Probes
 from megatron_mux.fusion.profiler.profile import Curve, Profile, points
 from megatron_mux.fusion.profiler.roofline import roofline
+from megatron_mux.fusion.profiler.updates import measured_updates
 from megatron_mux.kernels.attention import has_one_call
 
 _MOST_TAKEN = 0.5
@@ -199,7 +200,7 @@ class _Bench:
         if unit is not None:
             seconds = (self._median(unit.wait, after=unit.drop),)
             curves["dequantise"] = Curve((1,), seconds, seconds)
-        optimizer, element = self._optimizer()
+        updates = measured_updates(self.device, self.dtype, self.rounds, self.synchronize)
         return Profile(
             source="measured",
             about=about,
@@ -208,9 +209,9 @@ class _Bench:
             links=self.backbone.parallel.world_size > 1,
             attention_in_one_call=has_one_call(self.device, self.dtype),
             kernels=self.probes.adapters.chosen,
-            element_seconds=element,
+            updates={**estimated.updates, **updates},  # of what is not installed here, an estimate
             sequence_seconds=self._median(lambda: stage.batch(32 * SEGMENT)) / 32,
-            step_seconds=estimated.step_seconds + optimizer,
+            step_seconds=estimated.step_seconds,
         )
 
     def _median(self, run: Callable[[], object], after: Callable[[], object] | None = None) -> float:
@@ -225,19 +226,6 @@ class _Bench:
             if after is not None:
                 after()
         return statistics.median(rounds[1:])
-
-    def _optimizer(self) -> tuple[float, float]:
-        """Seconds of clipping and an AdamW step whatever its size, and for each element: a task's values are one flat
-        tensor."""
-
-        def seconds(size: int) -> float:
-            parameter = torch.nn.Parameter(torch.zeros(size, device=self.device))
-            parameter.grad = gradient = torch.ones_like(parameter)
-            optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
-            return self._median(lambda: (gradient.norm(), optimizer.step()))
-
-        small, large = seconds(64), seconds(1 << 20)
-        return small, max(0.0, large - small) / (1 << 20)
 
     def _message_share(self) -> float:
         """Part of the processor's time that messages take while they are on their way; of the slowest rank."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from pydantic import ConfigDict
 
 from megatron_mux.adapters.registry import KINDS
+from megatron_mux.fusion.profiler.updates import UpdateSeconds
 from megatron_mux.kernels.low_rank_choice import KernelChoice
 
 FORMAT: Literal[5] = 5
@@ -99,7 +100,7 @@ class Profile:
         links: Whether transfers between ranks were measured too; a process alone cannot.
         attention_in_one_call: Whether one kernel serves all segments of a batch (its launch is paid once).
         kernels: Of several kernels for the low-rank terms of a BaseOp, the fastest; empty where there is one.
-        tensor_seconds, element_seconds: An optimizer step, for each parameter of an adapter and for each element.
+        updates: What an optimizer step takes, by the optimizer's first name.
         sequence_seconds: Reading and laying out a sequence.
         step_seconds: Of a step whatever is in it.
         format: Of the file.
@@ -114,8 +115,7 @@ class Profile:
     links: bool = False
     attention_in_one_call: bool = False
     kernels: KernelChoice = ()
-    tensor_seconds: float = 0.0
-    element_seconds: float = 0.0
+    updates: dict[str, UpdateSeconds] = field(default_factory=dict)
     sequence_seconds: float = 0.0
     step_seconds: float = 0.0
     format: Literal[5] = FORMAT

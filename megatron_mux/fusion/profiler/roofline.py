@@ -18,6 +18,7 @@ from megatron_mux.fusion.device import Device, device_of
 from megatron_mux.fusion.even_experts import ExpertShares
 from megatron_mux.fusion.profiler.layer_operators import base_ops
 from megatron_mux.fusion.profiler.profile import Curve, Profile, grid_up_to, points, summed
+from megatron_mux.fusion.profiler.updates import estimated_updates
 from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.shape import BackboneShape
 
@@ -79,8 +80,7 @@ def roofline(
         curves=curves,
         message_share=MESSAGE_SHARE[about["kind"]] if sends else 0.0,
         attention_in_one_call=in_one_call,
-        tensor_seconds=2 * device.overhead,
-        element_seconds=28 / device.bandwidth,
+        updates=estimated_updates(device, about["kind"] == "cuda"),
         sequence_seconds=5e-5,
         step_seconds=10 * device.overhead,
     )

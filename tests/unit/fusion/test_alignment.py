@@ -12,12 +12,11 @@ from megatron_mux.fusion.alignment import (
     Filled,
     Item,
     MicroBatchGrid,
-    Padding,
     Slice,
     Weights,
     chunk_grid,
     padded_lengths,
-    padding_of,
+    padding_shares,
     paper_chunk,
     share_out,
 )
@@ -211,13 +210,8 @@ def test_to_what_sequences_are_padded() -> None:
 
 def test_padding_worked_by_hand() -> None:
     lengths = {"a": [2, 4], "b": [6, 8, 10]}
-    dense = padding_of(lengths, {})
     # 30 tokens; to the longest of each task 2 x 4 + 3 x 10, to the longest of all 5 x 10.
-    assert dense == Padding(30, 30, 38, 50)
-    assert dense.shares == pytest.approx({"plan": 0.0, "within_tasks": 8 / 38, "zero_padded": 20 / 50})
-    padded = padding_of(lengths, {"a": 6, "b": 12})
-    assert padded == Padding(30, 48, 38, 50)
-    assert padded.shares["plan"] == pytest.approx(18 / 48)
-    nothing = padding_of({"a": []}, {})
-    assert nothing == Padding() == padding_of({}, {})
-    assert set(nothing.shares.values()) == {0.0}
+    dense = {"plan": 0.0, "within_tasks": 8 / 38, "zero_padded": 20 / 50}
+    assert padding_shares(lengths, {}) == pytest.approx(dense)
+    assert padding_shares(lengths, {"a": 6, "b": 12}) == pytest.approx({**dense, "plan": 18 / 48})
+    assert set(padding_shares({"a": []}, {}).values()) == {0.0} == set(padding_shares({}, {}).values())

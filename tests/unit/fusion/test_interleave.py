@@ -166,3 +166,12 @@ def test_predictions_for_other_pieces_are_refused() -> None:
 def test_a_launch_order_prints() -> None:
     assert "in turns" in str(planned("kahn", slower=slowness(1 / 2)))
     assert LaunchOrder("01", "10") == LaunchOrder(forward="01", backward="10")
+
+
+@pytest.mark.parametrize(("tasks", "stages"), [(6, 1), (24, 4)])
+def test_auto_is_never_predicted_to_be_slower_than_off(tasks: int, stages: int) -> None:
+    loads = backbone.random_loads(0, tasks, LAYERS)
+    profile = backbone.profile(LAYERS, tensor_parallel=2)
+    context = PlanningContext(profile, backbone.info(LAYERS), Mesh(2, stages), rolling=8)
+    off, auto = (Planner(dataclasses.replace(context, interleave=own)).plan(loads) for own in ("off", "auto"))
+    assert seconds(auto) <= seconds(off) * (1 + 1e-9)

@@ -49,7 +49,7 @@ def test_every_order_launches_each_piece_once_and_is_bounded(found: list[Chain],
     link = sum(piece.message for own in found for piece in own)
     alone = max(sum(piece.compute + piece.message for piece in own) for own in found)
     serial = simulate(found, one_after_another(found), share).seconds
-    for order in (kahn(found), list_schedule(found, range(len(found))), one_after_another(found)):
+    for order in (kahn(found), list_schedule(found, lambda piece, depth: depth), one_after_another(found)):
         assert Counter(order) == lengths and decode(encode(order)) == order
         timeline = simulate(found, order, share)
         assert timeline.seconds >= max(compute, link, alone) - 1e-9
@@ -93,7 +93,10 @@ def test_algorithm_1_goes_by_depth_and_then_by_length() -> None:
 def test_a_list_schedule_does_not_wait_while_another_chain_can_go_on() -> None:
     """Chain 1's first message takes long: chain 0's second piece need not wait for chain 1's."""
     found = [of("1-1 1-1 1-1 1"), of("1-6 1-6 1-6 1")]
-    assert simulate(found, list_schedule(found, [1, 0])).seconds <= simulate(found, kahn(found)).seconds
+    assert (
+        simulate(found, list_schedule(found, lambda piece, depth: -piece.message)).seconds
+        <= simulate(found, kahn(found)).seconds
+    )
 
 
 def test_computation_is_slower_while_a_message_takes_its_share() -> None:

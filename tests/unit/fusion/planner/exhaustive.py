@@ -9,7 +9,7 @@ from itertools import permutations
 
 from megatron_mux.fusion.planner.arrangement import Arrangement, ArrangementEvaluator
 from megatron_mux.fusion.planner.cost import CostModel
-from megatron_mux.fusion.planner.grouping import Grouping, Partition, consecutive, every_grouping
+from megatron_mux.fusion.planner.grouping import Grouping, Partition, consecutive
 
 
 def every_partition(tasks: Sequence[int]) -> Iterator[Partition]:
@@ -22,6 +22,17 @@ def every_partition(tasks: Sequence[int]) -> Iterator[Partition]:
         for i, hybrid in enumerate(partition):
             yield (*partition[:i], (*hybrid, last), *partition[i + 1 :])
         yield (*partition, (last,))
+
+
+def every_grouping(count: int) -> Iterator[Grouping]:
+    """All groupings of `count` hybrid tasks into any number of buckets."""
+    if count == 0:
+        yield ()
+        return
+    for grouping in every_grouping(count - 1):
+        for i, bucket in enumerate(grouping):
+            yield (*grouping[:i], (*bucket, count - 1), *grouping[i + 1 :])
+        yield (*grouping, (count - 1,))
 
 
 def exhaustive(
@@ -49,7 +60,7 @@ def exhaustive(
     """
     evaluator = ArrangementEvaluator(model, memory_limit, steps=steps)
     candidates = [
-        (evaluator.bound(partition, count), count, partition)
+        (evaluator.least(partition, count), count, partition)
         for partition in every_partition(range(tasks))
         for count in micro_batches
     ]
@@ -59,8 +70,8 @@ def exhaustive(
     while candidates and candidates[0][0] < below:
         _, count, partition = heapq.heappop(candidates)
         for grouping in every_grouping(len(partition)):
-            grouped = [tuple(partition[i] for i in bucket) for bucket in grouping]
-            if not evaluator.is_below(grouped, count, below):
+            grouped = tuple(tuple(partition[i] for i in bucket) for bucket in grouping)
+            if evaluator.bound(grouped, count) >= below:
                 continue
             for order in permutations(grouped):
                 found = evaluator.latency(order, count, below)
@@ -84,9 +95,9 @@ def plain_equation_6(
         for count in micro_batches
         for value, partition in consecutive(evaluator, order, count, memory_limit)
     )
-    best = evaluator.best_grouping(partition, count, math.inf)
-    assert best is not None  # it fits: `consecutive` builds nothing else
-    return best
+    groupings = [g for g in evaluator.groupings(partition, count) if evaluator.bound(g, count) < math.inf]
+    found = [evaluator.latency(evaluator.descending(g, count), count) for g in groupings]
+    return min((own for own in found if own is not None), key=lambda own: own.latency)
 
 
 def imbalance(latencies: Sequence[float], grouping: Grouping) -> float:

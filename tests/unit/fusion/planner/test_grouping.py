@@ -7,8 +7,8 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mux.fusion.planner.grouping import balanced, every_grouping, numbers, runs
-from tests.unit.fusion.planner.exhaustive import imbalance
+from megatron_mux.fusion.planner.grouping import balanced, numbers, runs
+from tests.unit.fusion.planner.exhaustive import every_grouping, imbalance
 
 latencies = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=7)
 

@@ -44,7 +44,7 @@ def test_predictions_are_those_of_simulated_templates(
     }
     work = max(busy_seconds(runs[1]))
     latency = seconds_per_step(lambda steps: runs[steps].latency, work, plan.rolling)
-    overhead = made.costs.step_overhead(range(len(plan.tasks)))
+    overhead = made._overhead(plan)
     assert latency is not None and found.latency == pytest.approx(latency + overhead, rel=1e-9)
     for rank in range(plan.ranks):
         kept = max(run.peaks[rank] for run in runs.values())
@@ -60,7 +60,7 @@ def test_eight_steps_take_what_is_predicted() -> None:
         sizes = step_grid(plan, made.lengths).sizes * steps
         costs = [bucket_costs(bucket) for bucket in plan.buckets]
         simulated = simulate(step_template(plan, sizes), costs, sizes=sizes).latency / steps
-        overhead = made.costs.step_overhead(range(len(plan.tasks)))
+        overhead = made._overhead(plan)
         errors.append(abs((found.latency - overhead) / simulated - 1))
     assert max(errors) < 0.02
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,8 +17,11 @@ from megatron_mux.fusion.planner.cost import HybridCost
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.stage_cost import StageCosts
 from megatron_mux.fusion.profiler.profile import Curve
+from megatron_mux.fusion.profiler.updates import UpdateSeconds
 from megatron_mux.memory.forms.method import Method, Recompute
+from megatron_mux.tasks import TaskSpec
 from tests.unit.fusion import backbone
+from tests.unit.task_files import task
 
 LAYERS = 8
 
@@ -180,3 +184,30 @@ def test_micro_batches_divide_the_rows(data: int, micro_batches: int) -> None:
 def test_weights_are_what_the_profile_says() -> None:
     weights = costs([backbone.load("a", [64] * 4)]).weights()
     assert weights.token > 0 and weights.pair > 0 and weights.label > 0
+
+
+def test_optimizers_step_groups_of_parameters() -> None:
+    def load(optim: str, **training: object) -> TaskLoad:
+        section = {"peft_type": "LORA", "target_modules": ["q_proj", "v_proj"]}
+        spec = TaskSpec.model_validate(task(adapter=section, training={"optim": optim, **training}))
+        return TaskLoad.of(spec, np.array([64], np.int32), np.array([8], np.int32), backbone.shape(LAYERS))
+
+    ratio = {"loraplus_lr_ratio": 16.0}
+    assert load("adamw_torch").runs == load("lion_32bit").runs == 1
+    assert load("adamw_torch", **ratio).runs == load("adamw_torch").tensors == 4 * LAYERS, "A and B in turn"
+    assert load("adafactor").runs == 3, "A, and B of query and value"
+
+
+def test_kernels_step_a_bucket_at_once_and_each_rank_its_own_values() -> None:
+    loads = [backbone.load(name, [64]) for name in "ab"]
+    price = UpdateSeconds(task=8.0, run=0.0, tensor=0.0, value=1e-3, together=True)
+    device = backbone.profile(LAYERS, updates={"adamw_torch_fused": price})
+    profile = dataclasses.replace(device, step_seconds=0.0, sequence_seconds=0.0)
+    values = 2 * sum(loads[0].adapter.divided) * 1e-3
+    model = costs(loads, stages=2, profile=profile, method=Method(pipeline=2))
+    assert model.step_overhead([(0, 1)]) == pytest.approx(8 + values / 2)
+    assert model.step_overhead([(0,), (1,)]) == pytest.approx(16 + values / 2)
+    one_by_one = dataclasses.replace(
+        profile, updates={"adamw_torch_fused": dataclasses.replace(price, together=False)}
+    )
+    assert costs(loads, profile=one_by_one).step_overhead([(0, 1)]) == pytest.approx(16 + values)

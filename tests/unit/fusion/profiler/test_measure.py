@@ -69,11 +69,11 @@ def test_a_layer_takes_what_was_measured(tensor: int, monkeypatch: pytest.Monkey
     bench: Any = module._Bench.__new__(module._Bench)
     residence = SimpleNamespace(units={})
     bench.backbone = SimpleNamespace(shape=backbone.shape(LAYERS), parallel=parallel, residence=residence)
-    bench.device, bench.dtype = torch.device("cpu"), torch.float32
+    bench.device, bench.dtype, bench.rounds = torch.device("cpu"), torch.float32, 1
     stacks = dict.fromkeys(("attention", "mlp"), [None] * STACK)
     stage = SimpleNamespace(shape=bench.backbone.shape, most_tokens=2048, stacks=stacks, divided=1)
     bench.probes = SimpleNamespace(stage=stage, adapters=SimpleNamespace(chosen=()))
-    monkeypatch.setattr(module._Bench, "_optimizer", lambda bench: (0.0, 0.0))
+    monkeypatch.setattr(module, "measured_updates", lambda *arguments: {})
     monkeypatch.setattr(module._Bench, "_median", lambda bench, run: 0.0)
     monkeypatch.setattr(module._Bench, "_message_share", lambda bench: 0.1)
     curves = timed(device)
