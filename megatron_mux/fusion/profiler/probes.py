@@ -18,7 +18,7 @@ from megatron_mux.fusion.profiler.adapter_probes import AdapterProbes
 from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
 from megatron_mux.fusion.profiler.probed_stage import SEGMENT, Probe, ProbedStage, Run
 from megatron_mux.fusion.profiler.profile import grid_up_to
-from megatron_mux.kernels.attention import Segment, segment_attention
+from megatron_mux.kernels.attention import Segment, device_bounds, has_one_call, segment_attention
 from megatron_mux.kernels.carry import Carry
 
 _PASTS = (256, 2048, 16384)
@@ -108,15 +108,13 @@ class Probes:
             left = [of(chunk, keys, width).detach() for width in (size, value)]
             carry.leave(0, Segment("probe", 0, chunk, 0, start, continues=True), left[0], left[1])
         q, k, v = of(rows, heads, size), of(rows, keys, size), of(rows, keys, value)
+        # As in a step, which has them before a micro-batch begins.
+        bounds = device_bounds(segments, {}, q.device) if has_one_call(q.device, q.dtype) else None
+        attend = partial(segment_attention, scale=shape.scales[0], window=shape.windows[0], bounds=bounds)
 
         def run() -> tuple[Tensor, Sequence[Tensor]]:
             every_key, every_value = carry.extend(0, k, v, segments)
-            scale, window = shape.scales[0], shape.windows[0]
-            return segment_attention(q, every_key, every_value, segments, scale=scale, window=window), (
-                q,
-                k,
-                v,
-            )
+            return attend(q, every_key, every_value, segments), (q, k, v)
 
         return run
 
