@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 
 import numpy as np
@@ -33,15 +33,18 @@ class AttentionCosts:
         self._window = window or math.inf
         lengths = sorted(int(name.partition(":")[2]) for name in curves if name.startswith("attention:"))
         self.over_past = {length: curves[f"attention:{length}"] for length in lengths}
-        self._with_past = {length: curve for length, curve in self.over_past.items() if len(curve.sizes) > 1}
+        # Behind a past kernels are others than without one, however short it is.
+        behind = {length: _behind(curve) for length, curve in self.over_past.items()}
+        self._with_past = {length: curve for length, curve in behind.items() if len(curve.sizes) > 1}
         self.launch: Array = np.array(curves["attention_launch"].at(1))
 
     def of(self, length: int, past: int) -> Array:
         """`[2]` seconds of one sequence in one layer, forward and backward.
 
-        Linear over the past. Over the length a power between two points, since what is linear (the sequence's own
-        rows, the copy of the past) and what is quadratic share the seconds; beyond the last point as the pairs of
-        tokens: quadratic in the length, linear in past times length.
+        Linear over pasts, of which the shortest that was measured stands for shorter ones. Over the length a power
+        between two points, since what is linear (the sequence's own rows, the copy of the past) and what is quadratic
+        share the seconds; beyond the last point as the pairs of tokens: quadratic in the length, linear in past times
+        length.
         """
         over_past = self._with_past if past and self._with_past else self.over_past
         lengths = list(over_past)
@@ -57,3 +60,11 @@ class AttentionCosts:
 
     def _pairs(self, length: int, past: int) -> float:
         return length * min(length + past, self._window)
+
+
+def _behind(curve: Curve) -> Curve:
+    """The points behind a past; all of them if there are not two, which a slope needs."""
+    first = bisect_right(curve.sizes, 0)
+    if len(curve.sizes) - first < 2:
+        return curve
+    return Curve(curve.sizes[first:], curve.forward[first:], curve.backward[first:])

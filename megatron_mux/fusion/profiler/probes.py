@@ -21,7 +21,7 @@ from megatron_mux.fusion.profiler.profile import grid_up_to
 from megatron_mux.kernels.attention import Segment, device_bounds, has_one_call, segment_attention
 from megatron_mux.kernels.carry import Carry
 
-_PASTS = (256, 2048, 16384)
+_PASTS = (16, 256, 2048, 16384)
 _SHORTEST, _CHUNKS = 8, (16, 64, 256, 1024, 4096)
 """Tokens of the shortest sequence, and of those that are timed behind a past."""
 
@@ -89,8 +89,8 @@ class Probes:
             if length * 8 <= 2 * self.stage.most_tokens:
                 yield self.attention(length, count=8)
             for past in _PASTS if length in _CHUNKS else ():
-                # Two at least: kernels for a past are others than without one, and a slope is that of two points.
-                if past in _PASTS[:2] or length * (length + past) <= longest**2:
+                # Three at least: kernels for a past are others than without one, and a slope needs points far apart.
+                if past in _PASTS[:3] or length * (length + past) <= longest**2:
                     yield self.attention(length, past)
 
     def attention(self, length: int, past: int = 0, count: int = 1) -> Probe:

@@ -170,7 +170,7 @@ class _Rank:
         return {
             "attention_launch": Curve((1,), (launch,), (2 * launch,)),
             **{
-                f"attention:{length}": points({past: of(length, past) for past in (0, 256, 1024, 4096)})
+                f"attention:{length}": points({past: of(length, past) for past in (0, 16, 256, 1024, 4096)})
                 for length in grid_up_to(8192, least=8)
             },
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ from tests.end_to_end.harness import make_spec
 from tests.reference.records import Records
 from tests.tiny_models import make
 
-LENGTHS, CHUNKS, PASTS = (64, 128, 256, 512, 1024), (64, 256, 1024), (0, 256, 1024)
+LENGTHS, CHUNKS, PASTS = (64, 128, 256, 512, 1024), (64, 256, 1024), (0, 16, 256, 1024)
 NO_LAUNCH = {"attention_launch": Curve((1,), (0.0,), (0.0,))}
 
 
@@ -55,12 +56,12 @@ def test_seconds_grow_with_the_square_of_the_length(length: int) -> None:
     assert AttentionCosts(curves()).of(length, 0) == pytest.approx([length**2, 2 * length**2])
 
 
-@given(st.sampled_from(CHUNKS), st.integers(1, 1 << 17))
+@given(st.sampled_from(CHUNKS), st.integers(16, 1 << 17))
 def test_seconds_of_a_chunk_grow_with_its_past(length: int, past: int) -> None:
     assert AttentionCosts(curves()).of(length, past)[0] == pytest.approx(length * (length + past))
 
 
-@given(st.integers(64, 1 << 14), st.integers(1, 1 << 17))
+@given(st.integers(64, 1 << 14), st.integers(16, 1 << 17))
 def test_chunks_of_other_lengths_are_near_their_pairs(length: int, past: int) -> None:
     assert AttentionCosts(curves()).of(length, past)[0] == pytest.approx(length * (length + past), rel=0.13)
 
@@ -69,6 +70,18 @@ def test_behind_a_window_seconds_grow_with_the_length() -> None:
     costs = AttentionCosts(curves(window=256), window=256)
     assert costs.of(16384, 0)[0] == pytest.approx(16384 * 256)
     assert costs.of(1024, 1 << 17)[0] == pytest.approx(1024 * 256)
+
+
+@given(st.sampled_from(CHUNKS), st.integers(1, 256))
+def test_short_pasts_have_the_kernel_of_long_ones(length: int, past: int) -> None:
+    """On a device with two: half of the pairs without a past, all of them behind one, as behind a prefix."""
+    device = {
+        name: replace(curve, forward=(curve.forward[0] / 2, *curve.forward[1:]))
+        for name, curve in curves().items()
+    }
+    found = AttentionCosts(device)
+    assert found.of(length, 0)[0] == pytest.approx(length**2 / 2)
+    assert found.of(length, past)[0] == pytest.approx(length * (length + max(past, 16)))
 
 
 class Products(TorchDispatchMode):
