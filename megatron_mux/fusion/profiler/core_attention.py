@@ -13,6 +13,9 @@ from megatron_mux.fusion.profiler.profile import Curve
 
 Array = npt.NDArray[np.float64]
 
+_CAUSAL = 0.5
+"""Part of a sequence's own pairs that causal kernels compute; with a mask in memory, all are."""
+
 _NEXT_TO_NOTHING = 1e-12
 """Seconds where none were seen: powers are of positive numbers."""
 
@@ -36,6 +39,7 @@ class AttentionCosts:
         # Behind a past kernels are others than without one, however short it is.
         behind = {length: _behind(curve) for length, curve in self.over_past.items()}
         self._with_past = {length: curve for length, curve in behind.items() if len(curve.sizes) > 1}
+        self._own = _own_share(self._with_past)
         self.launch: Array = np.array(curves["attention_launch"].at(1))
 
     def of(self, length: int, past: int) -> Array:
@@ -59,7 +63,8 @@ class AttentionCosts:
         return np.asarray(low * (high / low) ** share)
 
     def _pairs(self, length: int, past: int) -> float:
-        return length * min(length + past, self._window)
+        own = self._own if past else _CAUSAL
+        return length * min(own * length + past, self._window)
 
 
 def _behind(curve: Curve) -> Curve:
@@ -68,3 +73,17 @@ def _behind(curve: Curve) -> Curve:
     if len(curve.sizes) - first < 2:
         return curve
     return Curve(curve.sizes[first:], curve.forward[first:], curve.backward[first:])
+
+
+def _own_share(with_past: Mapping[int, Curve]) -> float:
+    """Part of a sequence's own pairs that the kernel for pasts computes: what is left of its seconds without a past."""
+    if not with_past:
+        return _CAUSAL
+    length = max(with_past)
+    curve = with_past[length]
+    first, last = curve.sizes[0], curve.sizes[-1]
+    least, most = sum(curve.at(first)), sum(curve.at(last))
+    if most <= least:
+        return 1.0
+    seen = least * (last - first) / (most - least)  # keys of a query
+    return min(1.0, max(_CAUSAL, (seen - first) / length))

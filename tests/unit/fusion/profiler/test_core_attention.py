@@ -32,6 +32,7 @@ from megatron_mux.fusion.profiler.profile import Curve, points
 from tests.end_to_end.harness import make_spec
 from tests.reference.records import Records
 from tests.tiny_models import make
+from tests.unit.fusion import backbone
 
 LENGTHS, CHUNKS, PASTS = (64, 128, 256, 512, 1024), (64, 256, 1024), (0, 16, 256, 1024)
 NO_LAUNCH = {"attention_launch": Curve((1,), (0.0,), (0.0,))}
@@ -84,6 +85,14 @@ def test_short_pasts_have_the_kernel_of_long_ones(length: int, past: int) -> Non
     assert found.of(length, past)[0] == pytest.approx(length * (length + max(past, 16)))
 
 
+@pytest.mark.parametrize("past", [0, 16, 1024, 4096])
+def test_beyond_the_last_point_pairs_are_those_of_the_kernel(past: int) -> None:
+    """A roofline counts a sequence's own pairs half, behind a past too."""
+    known = backbone.profile().curves
+    found = AttentionCosts({name: curve for name, curve in known.items() if name != "attention:8192"})
+    assert found.of(8192, past) == pytest.approx(known["attention:8192"].at(past), rel=0.02)
+
+
 class Products(TorchDispatchMode):
     """A clock of which every operation of a product takes a microsecond; a look at it, next to nothing."""
 
@@ -126,17 +135,17 @@ def test_products_of_long_passes_are_predicted(
     parallel = runtime.initialize(device="cpu")
     errors = []
     try:
-        backbone = Backbone.load(path, parallel, torch.float32)
+        loaded = Backbone.load(path, parallel, torch.float32)
         about = {"device": "made-up", "kind": "cpu", "threads": 1}
-        profile = module.measure(backbone, about, 128, rounds=1)
+        profile = module.measure(loaded, about, 128, rounds=1)
         lora = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]}
         spec = make_spec("long", lora, {"per_device_train_batch_size": 1, "max_steps": 9})
         for tokens, chunk in ((1500, None), (4096, None), (4096, 1024), (3000, 500)):
             records = Records([(torch.ones(tokens, dtype=torch.int64), torch.arange(tokens) >= tokens // 2)])
-            context = PlanningContext(profile, backbone.info, Mesh(), 4, interleave="off", chunk=chunk)
-            load = TaskLoad.of(spec, records.lengths, records.label_counts, backbone.shape)
+            context = PlanningContext(profile, loaded.info, Mesh(), 4, interleave="off", chunk=chunk)
+            load = TaskLoad.of(spec, records.lengths, records.label_counts, loaded.shape)
             plan = Planner(context).fixed("spatial", {"long": load})
-            engine = Engine(backbone, parallel, Planning("spatial", 1, chunk=chunk))
+            engine = Engine(loaded, parallel, Planning("spatial", 1, chunk=chunk))
             engine.register_tasks([Task(spec, records.as_dataset())])
             before = clock()
             engine.step()
