@@ -15,6 +15,7 @@ from megatron_mux import layout
 from megatron_mux.backbone.layer import attend, feed_forward
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.fusion.profiler.adapter_probes import AdapterProbes
+from megatron_mux.fusion.profiler.core_attention import widest_window
 from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
 from megatron_mux.fusion.profiler.probed_stage import SEGMENT, Probe, ProbedStage, Run
 from megatron_mux.fusion.profiler.profile import grid_up_to
@@ -110,7 +111,8 @@ class Probes:
         q, k, v = of(rows, heads, size), of(rows, keys, size), of(rows, keys, value)
         # As in a step, which has them before a micro-batch begins.
         bounds = device_bounds(segments, {}, q.device) if has_one_call(q.device, q.dtype) else None
-        attend = partial(segment_attention, scale=shape.scales[0], window=shape.windows[0], bounds=bounds)
+        window = widest_window(shape.windows)
+        attend = partial(segment_attention, scale=shape.scales[0], window=window, bounds=bounds)
 
         def run() -> tuple[Tensor, Sequence[Tensor]]:
             every_key, every_value = carry.extend(0, k, v, segments)

@@ -27,7 +27,7 @@ from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.profiler import adapter_probes
 from megatron_mux.fusion.profiler import measure as module
-from megatron_mux.fusion.profiler.core_attention import AttentionCosts
+from megatron_mux.fusion.profiler.core_attention import AttentionCosts, widest_window
 from megatron_mux.fusion.profiler.profile import Curve, points
 from tests.end_to_end.harness import make_spec
 from tests.reference.records import Records
@@ -68,7 +68,7 @@ def test_chunks_of_other_lengths_are_near_their_pairs(length: int, past: int) ->
 
 
 def test_behind_a_window_seconds_grow_with_the_length() -> None:
-    costs = AttentionCosts(curves(window=256), window=256)
+    costs = AttentionCosts(curves(window=256), window=256, measured=256)
     assert costs.of(16384, 0)[0] == pytest.approx(16384 * 256)
     assert costs.of(1024, 1 << 17)[0] == pytest.approx(1024 * 256)
 
@@ -91,6 +91,16 @@ def test_beyond_the_last_point_pairs_are_those_of_the_kernel(past: int) -> None:
     known = backbone.profile().curves
     found = AttentionCosts({name: curve for name, curve in known.items() if name != "attention:8192"})
     assert found.of(8192, past) == pytest.approx(known["attention:8192"].at(past), rel=0.02)
+
+
+def test_a_narrower_window_than_the_measured_one_takes_its_part() -> None:
+    everything, narrow = AttentionCosts(curves()), AttentionCosts(curves(), window=128)
+    assert narrow.of(256, 0) == pytest.approx(everything.of(256, 0)), (
+        "half of the pairs, as many as the window has"
+    )
+    assert narrow.of(4096, 0) == pytest.approx(everything.of(4096, 0) * 128 / 2048)
+    assert narrow.of(256, 1024) == pytest.approx([256 * 128, 2 * 256 * 128])
+    assert widest_window([None, 512]) is None and widest_window([128, 512]) == 512
 
 
 class Products(TorchDispatchMode):
