@@ -130,6 +130,17 @@ def test_a_profile_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
     assert len(said) == 1 and "of an earlier version" in said[0] and "megatron-mux profile" in said[0]
 
 
+def test_a_stand_in_of_an_earlier_version_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, however many there are: with other numbers of busy processes they would have stood in."""
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    for busy in (2, 3):
+        about = about_run(backbone.shape(), "cpu", "torch.float32", 1, threads=1, busy=busy)
+        (tmp_path / f"{key_of(about, FORMAT - 1)}.json").write_text("{}")
+    said: list[str] = []
+    found = find_profile(backbone.shape(), "cpu", torch.float32, 1, 1, tmp_path, say=said.append, busy=1)
+    assert found.source == "roofline" and len(said) == 1 and "of an earlier version" in said[0]
+
+
 def test_a_profile_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
