@@ -119,7 +119,7 @@ def segment_attention(
         )
         return out[..., :narrow]
     if has_one_call(query.device, query.dtype):
-        bounds = bounds or _bounds(segments, prefix, query.device)
+        bounds = bounds or device_bounds(segments, prefix, query.device)
         return _by_varlen(query, key, value, segments, scale, window, prefix, bounds)
     short = LONGEST if query.device.type == "cpu" else 0
     return _by_runs(query, key, value, segments, scale, window, prefix, short)
@@ -272,8 +272,14 @@ def bounds_of(segments: Sequence[Segment], prefixes: Sequence[int]) -> tuple[Arr
     return queries, keys, rows
 
 
-def _bounds(segments: Sequence[Segment], prefix: Prefix, device: torch.device) -> Bounds:
-    """The bounds of segments that come without any; the host waits for the device."""
+def device_bounds(segments: Sequence[Segment], prefix: Prefix, device: torch.device) -> Bounds:
+    """The bounds of segments, copied to a device; the host waits for it.
+
+    Args:
+        segments: In row order.
+        prefix: See `segment_attention`.
+        device: Where the kernel runs.
+    """
     lengths = [prefix[s.task][0].shape[0] if s.task in prefix else 0 for s in segments]
     queries, keys, gather = bounds_of(segments, lengths)
     return Bounds(

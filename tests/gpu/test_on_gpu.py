@@ -110,7 +110,6 @@ def test_a_profile_can_be_measured(tmp_path: Path) -> None:
     about = about_run(backbone.shape, "cuda", torch.bfloat16, 1)
     profile = measure(backbone, about, most_tokens=256, rounds=2)
     runtime.shutdown()
-    assert profile.attention_in_one_call
     for name, curve in profile.curves.items():
         assert min(*curve.forward, *curve.backward) >= 0, name
         if name.startswith("utilisation"):

@@ -75,29 +75,29 @@ class Frozen:
         Args:
             rows: `[B]`.
             labels: `[B]`.
-            attention: `[B, 2]` seconds in one layer.
+            attention: `[B, 2, S]` seconds in a layer of each stage.
             lowest: `[B]` the lowest BaseOp with an adapter: layer times `len(ORDER)`, and its place there.
             recomputes: Whether layers are computed again in the backward pass. The embedding is not, nor the loss head,
                 whose gradient comes with the forward pass.
         """
         layer, op = np.divmod(lowest, len(ORDER))
-        half = self.half.many(rows) + attention.T  # [2, B]
+        half = self.half.many(rows)  # [2, B]
         whole = np.stack([half + mlp.many(rows) for mlp in self.mlps], axis=2)  # [2, B, M]
         last = self.mlps[self.kinds[-1]]
         trimmed = last.many(labels) - last.many(rows)
         found = np.zeros((len(rows), 2, len(self.starts)))
-        found[:, 0] = whole[0] @ self.layers
         above = self.above[layer]  # [B, M, S]
-        found[:, 1] = np.einsum("bm,bms->bs", whole[1], above)
+        found[:, 0] = whole[0] @ self.layers + attention[:, 0] * self.layers.sum(axis=0)
+        found[:, 1] = np.einsum("bm,bms->bs", whole[1], above) + attention[:, 1] * above.sum(axis=1)
         cut = np.stack([curve.many(rows)[1] for curve in self.below])[op, np.arange(len(rows))]
-        cut = cut + np.where(op >= ORDER.index("linear_proj"), attention[:, 1], 0.0)
-        found[:, 1] = np.maximum(0.0, found[:, 1] - self.is_at(layer) * cut[:, None])
+        cored = (op >= ORDER.index("linear_proj"))[:, None] * attention[:, 1]
+        found[:, 1] = np.maximum(0.0, found[:, 1] - self.is_at(layer) * (cut[:, None] + cored))
         found[:, 0, -1] += trimmed[0]
         trained = above[:, :, -1].sum(axis=1) > 0
         found[:, 1, -1] = np.maximum(0.0, found[:, 1, -1] + trimmed[1] * trained)
         found += self._dequantising(above)
         if recomputes:
-            found[:, 1] += np.einsum("bm,bms->bs", whole[0], above)
+            found[:, 1] += np.einsum("bm,bms->bs", whole[0], above) + attention[:, 0] * above.sum(axis=1)
             found[:, 1, -1] += trimmed[0] * trained
         return found
 

@@ -28,7 +28,7 @@ from megatron_mux.fusion.planner.cost import Hybrid, HybridCost
 from megatron_mux.fusion.planner.frozen import Frozen
 from megatron_mux.fusion.planner.load import TaskLoad, engine_memory
 from megatron_mux.fusion.planner.messages import Layout, Messages
-from megatron_mux.fusion.profiler.core_attention import AttentionCosts
+from megatron_mux.fusion.profiler.core_attention import StageAttention
 from megatron_mux.fusion.profiler.layer_operators import ORDER
 from megatron_mux.fusion.profiler.profile import Profile
 from megatron_mux.gpus import assumed
@@ -84,7 +84,8 @@ class StageCosts:
         self.memory = engine_memory(shape, self.loads, stages, method, itemsize, kind, gpu)
         self._index = {load.name: i for i, load in enumerate(self.loads)}
         self._curves = profile.curves
-        self._cores = AttentionCosts(profile.curves, shape.windows[0])
+        self._depths = np.array([float(len(own)) for own in stages])
+        self._cores = StageAttention(profile.curves, shape.windows, self.stages)
         self._sites = [_by_stage(load.ops, self.stages) for load in self.loads]
         self._lowest = np.array([_lowest(load, shape.layers) for load in self.loads], dtype=np.int64)
         self._count = np.array([load.records for load in self.loads])
@@ -93,14 +94,14 @@ class StageCosts:
         self._total = np.array([float(load.total) for load in self.loads])
         self._labels = np.array([float(sum(load.labels)) for load in self.loads])
         self._longest = np.array([float(load.longest_sequence) for load in self.loads])
-        # `[K, 2]` seconds of attention of a task's whole step in one layer.
+        # `[K, 2, S]` seconds of attention of a task's whole step in a layer of each stage.
         self._attention_of = lru_cache(maxsize=None)(self._cores.of)
         self._attention = np.array(
             [
                 np.sum([self._attention_of(n, load.virtual_tokens) for n in load.tokens], axis=0)
                 for load in self.loads
             ]
-        ).reshape(-1, 2)
+        ).reshape(-1, 2, len(self.stages))
         self._adapter_sizes: dict[str, list[int]] = {}
         for name in self._curves:
             kind, _, measured = name.rpartition(":")
@@ -141,7 +142,7 @@ class StageCosts:
         return self._combine(
             member * self._total / parts[:, None],
             member @ self._labels / parts,
-            member @ self._attention / parts[:, None],
+            np.tensordot(member, self._attention, 1) / parts[:, None, None],
             (member * self._longest * self._together).max(axis=1),
             np.zeros(len(sets)),
             np.ceil(parts / self.data),
@@ -150,7 +151,8 @@ class StageCosts:
     def chunks(self, chunks: Sequence[Chunk]) -> list[HybridCost]:
         """Exactly these chunks of hybrid tasks, their sequences' lengths and pasts as they are."""
         rows = np.zeros((len(chunks), len(self.loads)))
-        labels, attention, kept = np.zeros(len(chunks)), np.zeros((len(chunks), 2)), np.zeros(len(chunks))
+        labels, kept = np.zeros(len(chunks)), np.zeros(len(chunks))
+        attention = np.zeros((len(chunks), 2, len(self.stages)))
         for i, chunk in enumerate(chunks):
             for piece in chunk:
                 task = self._index[piece.task]
@@ -194,7 +196,7 @@ class StageCosts:
         Args:
             rows: `[B, K]` of each task.
             labels: `[B]`.
-            attention: `[B, 2]` seconds in one layer.
+            attention: `[B, 2, S]` seconds in a layer of each stage.
             longest: `[B]` rows that a batch keeps at least: sequences are not divided among micro-batches.
             copied: `[B]` rows of keys and values that it keeps a copy of, beside its own.
             parts: `[B]` micro-batches like it on a pipeline.
@@ -212,7 +214,7 @@ class StageCosts:
         referred = rows @ self._refers
         if referred.any():
             share = referred / np.maximum(total, 1e-9)
-            seconds[:, 0] += self._of_references(referred, labels * share, attention * share[:, None])
+            seconds[:, 0] += self._of_references(referred, labels * share, attention * share[:, None, None])
         messages = np.zeros((len(rows), 2, 0))
         if self._messages.any:
             messages = self._messages.seconds(total, labels, lowest)
@@ -234,7 +236,8 @@ class StageCosts:
         ]
         if self.interleaving is None or not messages.shape[2]:
             return found
-        kinds = self._messages.layers(total, launched, of_ops.sum(axis=2))
+        average = launched @ self._depths / self._depths.sum()
+        kinds = self._messages.layers(total, average, of_ops.sum(axis=2))
         extended = zip(found, kinds, outside.tolist(), strict=True)
         return [
             replace(own, overlap=self.interleaving, kinds=layers, outside=both)
@@ -330,11 +333,10 @@ class StageCosts:
 
     def weights(self) -> Weights:
         """What a token, a pair and a label take of all stages, to balance micro-batches by."""
-        layers = self.shape.layers
         most = max(64.0, sum(load.total for load in self.loads) / 4)
         token = self._frozen.dense_seconds(most) / most
-        long = max(n for n in self._cores.over_past if n <= 1024)
-        pair = float(self._cores.of(long, 0).sum()) * layers / (long * (long + 1) / 2)
+        long = self._cores.longest
+        pair = float((self._cores.of(long, 0) @ self._depths).sum()) / (long * (long + 1) / 2)
         head = self._curves["head"]
         label = (head.forward[-1] + head.backward[-1]) / head.sizes[-1]
         return Weights(token, pair, label)

@@ -32,7 +32,6 @@ from megatron_mux.fusion.profiler.probes import Probes
 from megatron_mux.fusion.profiler.profile import Curve, Profile, points
 from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.fusion.profiler.updates import measured_updates
-from megatron_mux.kernels.attention import has_one_call
 
 _MOST_TAKEN = 0.5
 """A message never takes more of the processor."""
@@ -207,7 +206,6 @@ class _Bench:
             curves=curves,
             message_share=self._message_share(),
             links=self.backbone.parallel.world_size > 1,
-            attention_in_one_call=has_one_call(self.device, self.dtype),
             kernels=self.probes.adapters.chosen,
             updates={**estimated.updates, **updates},  # of what is not installed here, an estimate
             sequence_seconds=self._median(lambda: stage.batch(32 * SEGMENT)) / 32,

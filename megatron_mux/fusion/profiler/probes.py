@@ -15,13 +15,14 @@ from megatron_mux import layout
 from megatron_mux.backbone.layer import attend, feed_forward
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.fusion.profiler.adapter_probes import AdapterProbes
+from megatron_mux.fusion.profiler.core_attention import widest_window
 from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
 from megatron_mux.fusion.profiler.probed_stage import SEGMENT, Probe, ProbedStage, Run
 from megatron_mux.fusion.profiler.profile import grid_up_to
-from megatron_mux.kernels.attention import Segment, segment_attention
+from megatron_mux.kernels.attention import Segment, device_bounds, has_one_call, segment_attention
 from megatron_mux.kernels.carry import Carry
 
-_PASTS = (256, 2048, 16384)
+_PASTS = (16, 256, 2048, 16384)
 _SHORTEST, _CHUNKS = 8, (16, 64, 256, 1024, 4096)
 """Tokens of the shortest sequence, and of those that are timed behind a past."""
 
@@ -89,8 +90,8 @@ class Probes:
             if length * 8 <= 2 * self.stage.most_tokens:
                 yield self.attention(length, count=8)
             for past in _PASTS if length in _CHUNKS else ():
-                # Two at least: kernels for a past are others than without one, and a slope is that of two points.
-                if past in _PASTS[:2] or length * (length + past) <= longest**2:
+                # Three at least: kernels for a past are others than without one, and a slope needs points far apart.
+                if past in _PASTS[:3] or length * (length + past) <= longest**2:
                     yield self.attention(length, past)
 
     def attention(self, length: int, past: int = 0, count: int = 1) -> Probe:
@@ -108,15 +109,14 @@ class Probes:
             left = [of(chunk, keys, width).detach() for width in (size, value)]
             carry.leave(0, Segment("probe", 0, chunk, 0, start, continues=True), left[0], left[1])
         q, k, v = of(rows, heads, size), of(rows, keys, size), of(rows, keys, value)
+        # As in a step, which has them before a micro-batch begins.
+        bounds = device_bounds(segments, {}, q.device) if has_one_call(q.device, q.dtype) else None
+        window = widest_window(shape.windows)
+        attend = partial(segment_attention, scale=shape.scales[0], window=window, bounds=bounds)
 
         def run() -> tuple[Tensor, Sequence[Tensor]]:
             every_key, every_value = carry.extend(0, k, v, segments)
-            scale, window = shape.scales[0], shape.windows[0]
-            return segment_attention(q, every_key, every_value, segments, scale=scale, window=window), (
-                q,
-                k,
-                v,
-            )
+            return attend(q, every_key, every_value, segments), (q, k, v)
 
         return run
 

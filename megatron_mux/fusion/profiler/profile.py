@@ -98,7 +98,6 @@ class Profile:
             takes while it is on its way: of a core, the communication thread's; of a GPU, that of the multiprocessors
             that move the message.
         links: Whether transfers between ranks were measured too; a process alone cannot.
-        attention_in_one_call: Whether one kernel serves all segments of a batch (its launch is paid once).
         kernels: Of several kernels for the low-rank terms of a BaseOp, the fastest; empty where there is one.
         updates: What an optimizer step takes, by the optimizer's first name.
         sequence_seconds: Reading and laying out a sequence.
@@ -113,7 +112,6 @@ class Profile:
     curves: dict[str, Curve]
     message_share: float = 0.0
     links: bool = False
-    attention_in_one_call: bool = False
     kernels: KernelChoice = ()
     updates: dict[str, UpdateSeconds] = field(default_factory=dict)
     sequence_seconds: float = 0.0

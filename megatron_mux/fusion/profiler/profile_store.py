@@ -112,6 +112,7 @@ def find_profile(
     about = about_run(shape, kind, dtype, tensor_parallel, threads, busy, expert_parallel, expert_tensor)
     wanted = about.get("busy", 1)
     others = range(1, max(wanted, os.cpu_count() or 1) + 1) if "busy" in about else ()
+    outdated = False
     for count in sorted({wanted, *others}, key=lambda count: (abs(count - wanted), -count)):
         measured_with = {**about, "busy": count} if "busy" in about else about
         try:
@@ -128,11 +129,13 @@ def find_profile(
             )
         if found is not None:
             return found
-    older = (directory or profile_directory()) / f"{key_of(about, FORMAT - 1)}.json"
-    if say is not None and older.exists():
-        say(
-            f"{older}: a profile of an earlier version (format {FORMAT - 1}): measure again with megatron-mux profile"
-        )
+        older = (directory or profile_directory()) / f"{key_of(measured_with, FORMAT - 1)}.json"
+        if say is not None and not outdated and older.exists():
+            outdated = True
+            say(
+                f"{older}: a profile of an earlier version (format {FORMAT - 1}) is not used: measure again with "
+                "megatron-mux profile"
+            )
     return roofline(shape, about, dtype.itemsize, tensor_parallel)
 
 

@@ -53,7 +53,6 @@ def roofline(
     device = device_of(about["kind"], about["device"], about["threads"])
     expert = int(about.get("expert_parallel", 1))
     expert_tensor = int(about.get("expert_tensor", tensor_parallel))
-    in_one_call = about["kind"] == "cuda" and itemsize == 2
     rank = _Rank(
         shape=shape,
         device=device,
@@ -64,7 +63,7 @@ def roofline(
         shares=None
         if shape.experts is None
         else ExpertShares.of(shape, tensor_parallel, expert, expert_tensor),
-        in_one_call=in_one_call,
+        in_one_call=about["kind"] == "cuda" and itemsize == 2,
     )
     curves = {
         **rank.operators(),
@@ -79,7 +78,6 @@ def roofline(
         about={**about, "device": device.name},
         curves=curves,
         message_share=MESSAGE_SHARE[about["kind"]] if sends else 0.0,
-        attention_in_one_call=in_one_call,
         updates=estimated_updates(device, about["kind"] == "cuda"),
         sequence_seconds=5e-5,
         step_seconds=10 * device.overhead,
@@ -170,7 +168,7 @@ class _Rank:
         return {
             "attention_launch": Curve((1,), (launch,), (2 * launch,)),
             **{
-                f"attention:{length}": points({past: of(length, past) for past in (0, 256, 1024, 4096)})
+                f"attention:{length}": points({past: of(length, past) for past in (0, 16, 256, 1024, 4096)})
                 for length in grid_up_to(8192, least=8)
             },
         }

@@ -141,7 +141,7 @@ def fake_flash(
 def by_varlen(*args: Any) -> Tensor:
     """The variable-length path with the kernel above."""
     query, key, value, parts, scale, window, prefix = args
-    bounds = attention._bounds(parts, prefix, query.device)
+    bounds = attention.device_bounds(parts, prefix, query.device)
     with mock.patch.object(attention, "_flash", fake_flash):
         return attention._by_varlen(query, key, value, parts, scale, window, prefix, bounds)
 

@@ -71,7 +71,7 @@ def test_the_pieces_of_layers_add_up_to_their_seconds(name: str, layout: Layout)
     frozen, messages = made(name, layout)
     rows, attention = np.array([64.0, 200.0]), np.array([[1e-3, 2e-3], [2e-3, 3e-3]])
     lowest = np.zeros(2, dtype=np.int64)
-    passes = frozen.seconds(rows, rows, attention, lowest, layout.recomputes)
+    passes = frozen.seconds(rows, rows, attention[..., None], lowest, layout.recomputes)
     below = frozen.below[0].many(rows)[1]
     sent = messages.seconds(rows, rows, lowest)
     needless = frozen.curves["all_reduce"].many(rows)[0] * layout.tensor  # into the lowest adapter's layer
@@ -120,7 +120,7 @@ def test_below_the_lowest_adapter_nothing_goes_back(op: BaseOpName, trained: lis
     frozen, _ = made("deepseek_v3", Layout())
     rows, attention = np.array([128.0]), np.array([[1e-3, 2e-3]])
     lowest = np.array([(shape_of("deepseek_v3").layers - 1) * len(ORDER) + ORDER.index(op)])
-    backward = frozen.seconds(rows, rows, attention, lowest, recomputes=False)[0, 1, 0]
+    backward = frozen.seconds(rows, rows, attention[..., None], lowest, recomputes=False)[0, 1, 0]
     wanted = (
         frozen.curves[name.removeprefix("-")].at(128.0)[1] * (-1 if name.startswith("-") else 1)
         for name in trained

@@ -69,6 +69,25 @@ def test_equation_3_written_out() -> None:
     assert both.forward[0] - frozen.forward[0] == pytest.approx(expected)
 
 
+def test_attention_is_priced_by_the_windows_of_each_stage() -> None:
+    """As in Gemma 3, layers with a window and layers without are mixed, and not on each stage alike."""
+    profile, length = backbone.profile(LAYERS), 8192
+    windows = (1024, 1024, 1024, 1024, None, 1024, 1024, None)
+    loads = [backbone.load("a", [length], sites=())]
+
+    def forward(windows: tuple[int | None, ...]) -> tuple[float, ...]:
+        shape = dataclasses.replace(backbone.shape(LAYERS), windows=windows)
+        divided = stage_layers(even_split(LAYERS, 2))
+        return StageCosts(profile, shape, loads, divided).hybrid((0,), 1).forward
+
+    one = profile.curves[f"attention:{length}"].at(0)[0]
+    narrow = one * 1024 / (length / 2)
+    everywhere, mixed = forward((None,) * LAYERS), forward(windows)
+    less = [a - b for a, b in zip(everywhere, mixed, strict=True)]
+    assert less == pytest.approx([4 * (one - narrow), 2 * (one - narrow)])
+    assert forward((1024,) * LAYERS) == pytest.approx(everywhere), "measured as it is, up to the last length"
+
+
 def test_batching_is_never_dearer_than_taking_turns_on_one_stage() -> None:
     loads = [backbone.load("a", [64] * 4), backbone.load("b", [30, 64])]
     model = costs(loads)

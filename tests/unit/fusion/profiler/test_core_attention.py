@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,13 +27,14 @@ from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.profiler import adapter_probes
 from megatron_mux.fusion.profiler import measure as module
-from megatron_mux.fusion.profiler.core_attention import AttentionCosts
+from megatron_mux.fusion.profiler.core_attention import AttentionCosts, widest_window
 from megatron_mux.fusion.profiler.profile import Curve, points
 from tests.end_to_end.harness import make_spec
 from tests.reference.records import Records
 from tests.tiny_models import make
+from tests.unit.fusion import backbone
 
-LENGTHS, CHUNKS, PASTS = (64, 128, 256, 512, 1024), (64, 256, 1024), (0, 256, 1024)
+LENGTHS, CHUNKS, PASTS = (64, 128, 256, 512, 1024), (64, 256, 1024), (0, 16, 256, 1024)
 NO_LAUNCH = {"attention_launch": Curve((1,), (0.0,), (0.0,))}
 
 
@@ -55,20 +57,50 @@ def test_seconds_grow_with_the_square_of_the_length(length: int) -> None:
     assert AttentionCosts(curves()).of(length, 0) == pytest.approx([length**2, 2 * length**2])
 
 
-@given(st.sampled_from(CHUNKS), st.integers(1, 1 << 17))
+@given(st.sampled_from(CHUNKS), st.integers(16, 1 << 17))
 def test_seconds_of_a_chunk_grow_with_its_past(length: int, past: int) -> None:
     assert AttentionCosts(curves()).of(length, past)[0] == pytest.approx(length * (length + past))
 
 
-@given(st.integers(64, 1 << 14), st.integers(1, 1 << 17))
+@given(st.integers(64, 1 << 14), st.integers(16, 1 << 17))
 def test_chunks_of_other_lengths_are_near_their_pairs(length: int, past: int) -> None:
     assert AttentionCosts(curves()).of(length, past)[0] == pytest.approx(length * (length + past), rel=0.13)
 
 
 def test_behind_a_window_seconds_grow_with_the_length() -> None:
-    costs = AttentionCosts(curves(window=256), window=256)
+    costs = AttentionCosts(curves(window=256), window=256, measured=256)
     assert costs.of(16384, 0)[0] == pytest.approx(16384 * 256)
     assert costs.of(1024, 1 << 17)[0] == pytest.approx(1024 * 256)
+
+
+@given(st.sampled_from(CHUNKS), st.integers(1, 256))
+def test_short_pasts_have_the_kernel_of_long_ones(length: int, past: int) -> None:
+    """On a device with two: half of the pairs without a past, all of them behind one, as behind a prefix."""
+    device = {
+        name: replace(curve, forward=(curve.forward[0] / 2, *curve.forward[1:]))
+        for name, curve in curves().items()
+    }
+    found = AttentionCosts(device)
+    assert found.of(length, 0)[0] == pytest.approx(length**2 / 2)
+    assert found.of(length, past)[0] == pytest.approx(length * (length + max(past, 16)))
+
+
+@pytest.mark.parametrize("past", [0, 16, 1024, 4096])
+def test_beyond_the_last_point_pairs_are_those_of_the_kernel(past: int) -> None:
+    """A roofline counts a sequence's own pairs half, behind a past too."""
+    known = backbone.profile().curves
+    found = AttentionCosts({name: curve for name, curve in known.items() if name != "attention:8192"})
+    assert found.of(8192, past) == pytest.approx(known["attention:8192"].at(past), rel=0.02)
+
+
+def test_a_narrower_window_than_the_measured_one_takes_its_part() -> None:
+    everything, narrow = AttentionCosts(curves()), AttentionCosts(curves(), window=128)
+    assert narrow.of(256, 0) == pytest.approx(everything.of(256, 0)), (
+        "half of the pairs, as many as the window has"
+    )
+    assert narrow.of(4096, 0) == pytest.approx(everything.of(4096, 0) * 128 / 2048)
+    assert narrow.of(256, 1024) == pytest.approx([256 * 128, 2 * 256 * 128])
+    assert widest_window([None, 512]) is None and widest_window([128, 512]) == 512
 
 
 class Products(TorchDispatchMode):
@@ -113,17 +145,17 @@ def test_products_of_long_passes_are_predicted(
     parallel = runtime.initialize(device="cpu")
     errors = []
     try:
-        backbone = Backbone.load(path, parallel, torch.float32)
+        loaded = Backbone.load(path, parallel, torch.float32)
         about = {"device": "made-up", "kind": "cpu", "threads": 1}
-        profile = module.measure(backbone, about, 128, rounds=1)
+        profile = module.measure(loaded, about, 128, rounds=1)
         lora = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]}
         spec = make_spec("long", lora, {"per_device_train_batch_size": 1, "max_steps": 9})
         for tokens, chunk in ((1500, None), (4096, None), (4096, 1024), (3000, 500)):
             records = Records([(torch.ones(tokens, dtype=torch.int64), torch.arange(tokens) >= tokens // 2)])
-            context = PlanningContext(profile, backbone.info, Mesh(), 4, interleave="off", chunk=chunk)
-            load = TaskLoad.of(spec, records.lengths, records.label_counts, backbone.shape)
+            context = PlanningContext(profile, loaded.info, Mesh(), 4, interleave="off", chunk=chunk)
+            load = TaskLoad.of(spec, records.lengths, records.label_counts, loaded.shape)
             plan = Planner(context).fixed("spatial", {"long": load})
-            engine = Engine(backbone, parallel, Planning("spatial", 1, chunk=chunk))
+            engine = Engine(loaded, parallel, Planning("spatial", 1, chunk=chunk))
             engine.register_tasks([Task(spec, records.as_dataset())])
             before = clock()
             engine.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_mux import runtime
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.profiler.profile import FORMAT, Curve, key_of, points
+from megatron_mux.fusion.profiler.profile import FORMAT, Curve, Profile, key_of, points
 from megatron_mux.fusion.profiler.profile_store import about_run, find_profile, load_profile, save_profile
 from tests.unit.fusion import backbone
 
@@ -102,6 +103,11 @@ def test_a_profile_of_other_company_stands_in(tmp_path: Path, monkeypatch: pytes
     assert found("H100") == 0, "a GPU belongs to one process"
 
 
+def test_a_profile_has_only_what_prices_read() -> None:
+    """Whether attention is one call is in the curves: `attention_launch` is paid once a batch."""
+    assert "attention_in_one_call" not in {field.name for field in fields(Profile)}
+
+
 def test_a_damaged_profile_is_named(tmp_path: Path) -> None:
     about = {"device": "x"}
     (tmp_path / f"{key_of(about)}.json").write_text('{"curves": {')
@@ -122,6 +128,17 @@ def test_a_profile_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
     found = find_profile(backbone.shape(), "cpu", torch.float32, 1, 1, tmp_path, say=said.append, busy=1)
     assert found.source == "roofline"
     assert len(said) == 1 and "of an earlier version" in said[0] and "megatron-mux profile" in said[0]
+
+
+def test_a_stand_in_of_an_earlier_version_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, however many there are: with other numbers of busy processes they would have stood in."""
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    for busy in (2, 3):
+        about = about_run(backbone.shape(), "cpu", "torch.float32", 1, threads=1, busy=busy)
+        (tmp_path / f"{key_of(about, FORMAT - 1)}.json").write_text("{}")
+    said: list[str] = []
+    found = find_profile(backbone.shape(), "cpu", torch.float32, 1, 1, tmp_path, say=said.append, busy=1)
+    assert found.source == "roofline" and len(said) == 1 and "of an earlier version" in said[0]
 
 
 def test_a_profile_that_cannot_be_written_is_said(tmp_path: Path) -> None:
