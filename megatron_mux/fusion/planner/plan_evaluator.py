@@ -68,6 +68,9 @@ class PlanEvaluator:
 
     Args:
         context: With at least one task.
+
+    Attributes:
+        not_interleaved: The plan of its tasks that hides no messages, once somebody has asked for it.
     """
 
     def __init__(self, context: PlanningContext) -> None:
@@ -92,6 +95,7 @@ class PlanEvaluator:
         if context.memory_limit is not None:
             self.limit = [max(0.0, context.memory_limit - r) for r in self.resident]
             self.stage_limit = self._divided(self.limit)
+        self.not_interleaved: Plan | None = None
         self._index = {load.name: i for i, load in enumerate(self.loads)}
         self._evaluated: dict[tuple[Bucket, ...], Evaluation] = {}
         self._buckets: dict[Bucket, tuple[BucketCost, list[Sizes]]] = {}
