@@ -6,7 +6,7 @@ Nothing of it needs a weight: the index of the data, the task's spec and the bac
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -107,6 +107,19 @@ class TaskLoad:
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that a step may have."""
         return max(self.longest, *self.tokens)
+
+    @property
+    def with_longest(self) -> TaskLoad:
+        """The same with the longest record there is in the place of the longest one of a typical step."""
+        if self.longest_sequence == max(self.tokens):
+            return self
+        longest = max(range(len(self.tokens)), key=self.tokens.__getitem__)
+        first = longest - longest % self.together
+        tokens, labels = list(self.tokens), list(self.labels)
+        for i in range(first, min(first + self.together, len(tokens))):
+            labels[i] = -(-labels[i] * self.longest_sequence // max(1, tokens[i]))
+            tokens[i] = self.longest_sequence
+        return replace(self, tokens=tuple(tokens), labels=tuple(labels))
 
     @property
     def total(self) -> int:

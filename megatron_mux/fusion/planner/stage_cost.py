@@ -32,6 +32,7 @@ from megatron_mux.fusion.profiler.core_attention import AttentionCosts
 from megatron_mux.fusion.profiler.layer_operators import ORDER
 from megatron_mux.fusion.profiler.profile import Profile
 from megatron_mux.gpus import assumed
+from megatron_mux.memory.forms.engine_bytes import Passes
 from megatron_mux.memory.forms.engine_memory import Rows
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.task_adapters import AdaptedOp
@@ -149,6 +150,16 @@ class StageCosts:
 
     def chunks(self, chunks: Sequence[Chunk]) -> list[HybridCost]:
         """Exactly these chunks of hybrid tasks, their sequences' lengths and pasts as they are."""
+        rows, labels, attention, kept = self._laid_out(chunks)
+        return self._combine(rows, labels, attention, np.zeros(len(chunks)), kept, np.ones(len(chunks)))
+
+    def bytes_of(self, chunks: Sequence[Chunk]) -> Passes:
+        """What exactly these chunks keep and take, without their seconds."""
+        rows, labels, _, kept = self._laid_out(chunks)
+        return self.memory.passes(Rows(rows, rows.sum(axis=1), labels, kept))
+
+    def _laid_out(self, chunks: Sequence[Chunk]) -> tuple[Array, Array, Array, Array]:
+        """Rows, labels, attention and copied rows of chunks: see `_combine`."""
         rows = np.zeros((len(chunks), len(self.loads)))
         labels, attention, kept = np.zeros(len(chunks)), np.zeros((len(chunks), 2)), np.zeros(len(chunks))
         for i, chunk in enumerate(chunks):
@@ -162,7 +173,7 @@ class StageCosts:
                 attention[i] += self._attention_of(piece.tokens, load.virtual_tokens + piece.start)
                 # Put together with what comes before them, and left for later chunks: in each place a copy.
                 kept[i] += load.virtual_tokens + piece.start + piece.tokens * (piece.stop < whole)
-        return self._combine(rows, labels, attention, np.zeros(len(chunks)), kept, np.ones(len(chunks)))
+        return rows, labels, attention, kept
 
     def longest(self, tasks: Sequence[int], length: float | None = None) -> Array:
         """`[T, S]` bytes of one sequence that a task may have (of a pair: both): kept, and taken besides.
