@@ -107,9 +107,18 @@ class StageCosts:
             kind, _, measured = name.rpartition(":")
             if kind.count(":") == 1 and measured.isdigit():
                 insort(self._adapter_sizes.setdefault(kind, []), int(measured))
-        # `[K, ranks]` values that each rank trains.
-        of_stages = np.array([[load.adapter.values(own, method.tensor) for own in stages] for load in loads])
-        self._values = of_stages.reshape(len(loads), -1, method.pipeline).sum(axis=1)
+        # `[K, ranks, 3]` values that each rank trains, parameters and groups of them that are stepped as one.
+        of_stages = np.array(
+            [
+                [
+                    (load.adapter.values(own, method.tensor), *load.updates(own, method.tensor))
+                    for own in stages
+                ]
+                for load in loads
+            ]
+        )
+        self._stepped = of_stages.reshape(len(loads), -1, method.pipeline, 3).sum(axis=1)
+        self._values = self._stepped[:, :, 0]
         self._frozen = Frozen(profile, shape, self.stages)
         layout = Layout(method.tensor > 1, method.sequence_parallel, exchanges, self.recomputes)
         self._messages = Messages(self._frozen, shape, layout)
@@ -322,8 +331,8 @@ class StageCosts:
         for task in tasks:
             load = self.loads[task]
             price = self.profile.updates[OPTIMIZERS[load.adapter.optimizer].names[0]]
-            parts = (load.tensors * price.tensor + load.runs * price.run) / ranks
-            found += parts + self._values[task] * price.value + price.task * (not price.together)
+            found += self._stepped[task] @ [price.value, price.tensor, price.run]
+            found += price.task * (not price.together)
             together = max(together, price.task * price.together)
         return found + together
 
