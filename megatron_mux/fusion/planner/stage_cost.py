@@ -338,7 +338,8 @@ class StageCosts:
 
     def _kl_term(self, task: int) -> float:
         """Seconds of the pass over a step's mismatched completions, with adapter and reference, stage after stage."""
-        seconds = sum(self.hybrid((task,), 1).forward)
+        cost = self.hybrid((task,), 1)
+        seconds = sum(cost.forward) + sum(cost.communication_forward)  # which nothing hides
         return seconds if self.loads[task].refers else 2 * seconds
 
     def _gradients(self, tasks: Sequence[int]) -> float:

@@ -109,6 +109,15 @@ def test_tensor_ranks_leave_communication_to_hide() -> None:
     assert plain.alone() == pytest.approx(overlapped.alone())
 
 
+def test_nothing_hides_the_messages_of_a_kl_term() -> None:
+    loads = [backbone.load("a", [64] * 4, needs_kl=True)]
+    profile = backbone.profile(LAYERS, tensor_parallel=2)
+    hidden, plain = (
+        costs(loads, profile=profile, method=Method(tensor=2), overlap=overlap) for overlap in (True, False)
+    )
+    assert hidden.step_overhead([(0,)]) == pytest.approx(plain.step_overhead([(0,)]))
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("lowest", "again"), [(0, (4, 4)), (2, (2, 4)), (6, (0, 2))])
 def test_layers_with_a_backward_pass_are_recomputed(
