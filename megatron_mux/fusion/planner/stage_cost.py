@@ -375,9 +375,12 @@ def _by_stage(
 
 
 def _lowest(load: TaskLoad, layers: int) -> int:
-    """The lowest BaseOp that has an adapter: layer times BaseOps of a layer, and its index; all of them: none has."""
+    """The lowest BaseOp that has an adapter: layer times BaseOps of a layer, and its index.
+
+    All of them: none has. -1: rows of the embedding are trained, which need the gradient of all that is above.
+    """
     if load.adapter.embeds:
-        return 0
+        return -1
     return min(
         (site.layer * len(ORDER) + ORDER.index(site.op) for site in load.ops),
         default=layers * len(ORDER),

@@ -109,6 +109,19 @@ def test_tensor_ranks_leave_communication_to_hide() -> None:
     assert plain.alone() == pytest.approx(overlapped.alone())
 
 
+def test_rows_of_the_embedding_need_the_gradient_of_all_layers() -> None:
+    plain = backbone.load("a", [64] * 4)
+    embeds = dataclasses.replace(plain, adapter=dataclasses.replace(plain.adapter, embeds=True))
+    profile = backbone.profile(LAYERS, tensor_parallel=2)
+    without, found = (
+        costs([load], 2, profile=profile, method=Method(tensor=2), overlap=True).hybrid((0,), 1)
+        for load in (plain, embeds)
+    )
+    one = profile.curves["all_reduce"].at(256)[0]
+    assert found.communication_backward == pytest.approx((LAYERS * one, LAYERS * one))
+    assert found.backward[0] > without.backward[0] and found.backward[1] == without.backward[1]
+
+
 def test_nothing_hides_the_messages_of_a_kl_term() -> None:
     loads = [backbone.load("a", [64] * 4, needs_kl=True)]
     profile = backbone.profile(LAYERS, tensor_parallel=2)
