@@ -37,7 +37,7 @@ class Adafactor(Optimizer):
     names = ("adafactor",)
     states_per_value = None
     splits, by_shape = False, True
-    launches, traffic = 40, 200
+    launches, traffic, at_once = 40, 200, _AT_ONCE
 
     def __init__(self, place: Place, options: Options) -> None:
         super().__init__(place, options)

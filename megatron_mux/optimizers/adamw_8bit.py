@@ -45,7 +45,7 @@ class AdamW8bit(Optimizer):
     states_per_value = None
     splits = False
     needs = "bitsandbytes"
-    launches, traffic = 11, 50
+    launches, traffic, at_once = 11, 50, _AT_ONCE
 
     def __init__(self, place: Place, options: Options) -> None:
         super().__init__(place, options)

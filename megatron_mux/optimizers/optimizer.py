@@ -143,6 +143,8 @@ class Optimizer(ABC):
     """Whether `kernels.triton_update` can step it together with other tasks."""
     by_shape: ClassVar[bool] = False
     """Whether it steps parameters of one shape as one, instead of runs of neighbours."""
+    at_once: ClassVar[int] = 0
+    """The most values that it steps as one; 0: any number."""
     needs: ClassVar[str] = ""
     """The package that it imports; empty: none beside torch."""
 

@@ -76,7 +76,8 @@ class Frozen:
             rows: `[B]`.
             labels: `[B]`.
             attention: `[B, 2, S]` seconds in a layer of each stage.
-            lowest: `[B]` the lowest BaseOp with an adapter: layer times `len(ORDER)`, and its place there.
+            lowest: `[B]` the lowest BaseOp with an adapter: layer times `len(ORDER)`, and its place there; -1: the
+                embedding.
             recomputes: Whether layers are computed again in the backward pass. The embedding is not, nor the loss head,
                 whose gradient comes with the forward pass.
         """
@@ -86,7 +87,7 @@ class Frozen:
         last = self.mlps[self.kinds[-1]]
         trimmed = last.many(labels) - last.many(rows)
         found = np.zeros((len(rows), 2, len(self.starts)))
-        above = self.above[layer]  # [B, M, S]
+        above = self.from_layer(layer)  # [B, M, S]
         found[:, 0] = whole[0] @ self.layers + attention[:, 0] * self.layers.sum(axis=0)
         found[:, 1] = np.einsum("bm,bms->bs", whole[1], above) + attention[:, 1] * above.sum(axis=1)
         cut = np.stack([curve.many(rows)[1] for curve in self.below])[op, np.arange(len(rows))]
@@ -124,6 +125,11 @@ class Frozen:
         """Seconds of all layers' operators that depend on the number of rows alone, forward and backward."""
         halves = [self.half.at(rows), *(self.mlps[kind].at(rows) for kind in self.kinds)]
         return sum(halves[0]) * len(self.kinds) + sum(map(sum, halves[1:]))
+
+    def from_layer(self, layer: npt.NDArray[np.int64]) -> Array:
+        """`[B, M, S]` layers of each kind on each stage, from a layer `[B]` on; -1: from the embedding on."""
+        found: Array = self.above[np.maximum(layer, 0)]
+        return found
 
     def is_at(self, layer: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """`[B, S]` whether a layer `[B]` is on a stage."""

@@ -5,9 +5,11 @@ Nothing of it needs a weight: the index of the data, the task's spec and the bac
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +19,22 @@ from megatron_mux.gpus import Gpu
 from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.memory.forms.engine_memory import EngineMemory
 from megatron_mux.memory.forms.method import Method
-from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
+from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters, TrainedTensor
 from megatron_mux.optimizers.registry import OPTIMIZERS
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
+
+
+class SteppedTensor(NamedTuple):
+    """A trained parameter, as an optimizer steps it.
+
+    Attributes:
+        tensor: Its layers and its shape.
+        kind: Weight decay, and the learning rate as a multiple of the task's.
+    """
+
+    tensor: TrainedTensor
+    kind: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -34,8 +48,7 @@ class TaskLoad:
         max_length: What sequences are cut to.
         accumulation: Its `gradient_accumulation_steps`: the fewest micro-batches that the user counts on.
         adapter: Where its adapter acts, and what it holds there.
-        tensors: How many parameters it has.
-        runs: Groups of them that its optimizer steps as one.
+        stepped: Its parameters, in the order in which its optimizer has them.
         longest: Tokens of the longest record there is; a typical step need not have one.
         refers: Whether its rows are computed a second time, forward only, with its reference.
         together: Sequences of a record, which are in one micro-batch.
@@ -48,12 +61,11 @@ class TaskLoad:
     max_length: int
     accumulation: int
     adapter: TaskAdapters
-    tensors: int
+    stepped: tuple[SteppedTensor, ...] = ()
     longest: int = 0
     refers: bool = False
     together: int = 1
     needs_kl: bool = False
-    runs: int = 1
 
     @classmethod
     def of(
@@ -73,19 +85,19 @@ class TaskLoad:
         """
         count = min(spec.sequences_per_step, len(lengths))
         chosen = typical(lengths, count)
+        adapter = TaskAdapters.of(spec, shape)
         return cls(
             name=spec.name,
             tokens=tuple(int(lengths[i]) for i in chosen),
             labels=tuple(int(label_counts[i]) for i in chosen),
             max_length=spec.data.max_length,
             accumulation=spec.training.gradient_accumulation_steps,
-            adapter=TaskAdapters.of(spec, shape),
-            tensors=sum(tensor.trained for tensor in spec.adapter.tensors(shape).values()),
+            adapter=adapter,
+            stepped=_stepped(spec, shape, adapter),
             longest=int(lengths.max()),
             refers=spec.training.refers_in_steps,
             together=spec.training.sequences_per_record,
             needs_kl=spec.training.needs_kl,
-            runs=_stepped_as_one(spec, shape),
         )
 
     @property
@@ -108,20 +120,48 @@ class TaskLoad:
         """Tokens of the longest sequence that a step may have."""
         return max(self.longest, *self.tokens)
 
+    def updates(self, layers: range, tensor: int) -> tuple[int, int]:
+        """Parameters in these layers, and groups of them that the optimizer steps as one, on one of `tensor` ranks."""
+        kind, every = OPTIMIZERS[self.adapter.optimizer], len(self.adapter.divided)
+        own = [one for one in self.stepped if one.tensor.share(layers, every)]
+        kinds = [(one.kind, one.tensor.shape if kind.by_shape else ()) for one in own]
+        if kind.by_shape:
+            found = 0
+            for (_, shape), count in Counter(kinds).items():
+                size = next(one.tensor.size(tensor) for one in own if one.tensor.shape == shape)
+                found += -(-count // max(1, kind.at_once // size))
+            return len(own), found
+        groups = groupby(zip(own, kinds, strict=True), key=lambda pair: pair[1])
+        sizes = [sum(one.tensor.size(tensor) for one, _ in group) for _, group in groups]
+        return len(own), sum(-(-size // (kind.at_once or size)) for size in sizes)
+
+    @property
+    def with_longest(self) -> TaskLoad:
+        """The same with the longest record there is in the place of the longest one of a typical step."""
+        if self.longest_sequence == max(self.tokens):
+            return self
+        longest = max(range(len(self.tokens)), key=self.tokens.__getitem__)
+        first = longest - longest % self.together
+        tokens, labels = list(self.tokens), list(self.labels)
+        for i in range(first, min(first + self.together, len(tokens))):
+            labels[i] = -(-labels[i] * self.longest_sequence // max(1, tokens[i]))
+            tokens[i] = self.longest_sequence
+        return replace(self, tokens=tuple(tokens), labels=tuple(labels))
+
     @property
     def total(self) -> int:
         """Tokens of a typical step."""
         return sum(self.tokens)
 
 
-def _stepped_as_one(spec: TaskSpec, shape: BackboneShape) -> int:
-    """Groups of parameters that a task's optimizer steps as one, on a rank that has all of them."""
+def _stepped(spec: TaskSpec, shape: BackboneShape, adapter: TaskAdapters) -> tuple[SteppedTensor, ...]:
+    """A task's trained parameters, those that weight decay applies to behind the others, as in an `Arena`."""
     trained = [own for own in spec.adapter.tensors(shape).items() if own[1].trained]
-    trained.sort(key=lambda own: not own[1].decay)  # as in an `Arena`
-    alike = [(spec.training.decay_and_rate(key, t.shape, t.decay), t.shape) for key, t in trained]
-    if OPTIMIZERS[spec.training.optim].by_shape:
-        return len(set(alike))
-    return sum(1 for _ in groupby(kind for kind, _ in alike))
+    found = [
+        (t.decay, SteppedTensor(tensor, spec.training.decay_and_rate(key, t.shape, t.decay)))
+        for (key, t), tensor in zip(trained, adapter.tensors, strict=True)
+    ]
+    return tuple(own for _, own in sorted(found, key=lambda pair: not pair[0]))
 
 
 def adapts_experts(loads: Iterable[TaskLoad]) -> bool:

@@ -99,7 +99,7 @@ class Messages:
         pass, but none of a gradient that nothing needs; and those of layers that are recomputed."""
         layer, op = np.divmod(lowest, len(ORDER))
         each = np.array([1.0 if experts else 2.0 for experts in self._frozen.experts])
-        above = np.einsum("m,bms->bs", each, self._frozen.above[layer])
+        above = np.einsum("m,bms->bs", each, self._frozen.from_layer(layer))
         found = np.empty((len(lowest), 2, above.shape[1]))
         found[:, 0] = each @ self._frozen.layers
         found[:, 1] = above * (2 if self._layout.recomputes else 1)
@@ -113,7 +113,7 @@ class Messages:
         sizes = self._curves["exchange_sizes"].many(rows)[0]
         there, back = self._curves["exchange"].many(rows)
         forward, backward = (sizes + 2 * there)[:, None], (2 * back)[:, None]
-        above = np.einsum("m,bms->bs", self._with_experts, self._frozen.above[layer])
+        above = np.einsum("m,bms->bs", self._with_experts, self._frozen.from_layer(layer))
         found = np.empty((len(rows), 2, above.shape[1]))
         found[:, 0] = forward * (self._with_experts @ self._frozen.layers)
         found[:, 1] = (backward + forward * self._layout.recomputes) * above

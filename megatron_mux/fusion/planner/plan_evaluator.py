@@ -1,14 +1,17 @@
-"""Predicts what a plan takes and keeps, on the chunk grid of a step of typical lengths."""
+"""Predicts what a plan takes, on the chunk grid of a step of typical lengths, and what it keeps: in such a step, and in
+one in which each task has the longest record of its data in the place of a typical one.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_mux.fusion.alignment import padded_lengths
 from megatron_mux.fusion.graphs.launch_order import LaunchOrder, Overlap
@@ -21,22 +24,19 @@ from megatron_mux.fusion.planner.cost import (
     busiest,
     entry_orders,
     kept_limit,
-    seconds_per_step,
 )
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planning_context import PlanningContext
+from megatron_mux.fusion.planner.simulated_step import step_of
+from megatron_mux.fusion.planner.stage_cost import StageCosts
 from megatron_mux.fusion.step import (
     Lengths,
     StepGrid,
-    is_structured,
     lockstep,
     must_keep_step,
     step_grid,
-    step_template,
 )
 from megatron_mux.pipeline.bucket import BucketCost
-from megatron_mux.pipeline.simulate import simulate
-from megatron_mux.pipeline.structured import StructuredRun
 
 _MANY_PASSES = 10_000
 """Passes of a step beyond which one entry order is tried: an order changes how the pipeline is filled, which then
@@ -44,6 +44,24 @@ takes a hundredth of a step on eight stages, and that once in several steps."""
 
 Sizes = tuple[int, ...]
 """Chunks of each micro-batch of a bucket, on one pipeline."""
+
+_Bytes = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
+"""`[S]` bytes that a chunk keeps, and those that its passes take besides."""
+
+
+class _Priced(NamedTuple):
+    """A bucket.
+
+    Attributes:
+        cost: Mean seconds of its chunks in a typical step; the most bytes that one keeps and takes, also in a step in
+            which each task has its longest record.
+        sizes: Its chunks on each pipeline in a typical step.
+        most: The same in a step with longest records.
+    """
+
+    cost: BucketCost
+    sizes: list[Sizes]
+    most: list[Sizes]
 
 
 @dataclass(frozen=True)
@@ -68,6 +86,9 @@ class PlanEvaluator:
 
     Args:
         context: With at least one task.
+
+    Attributes:
+        not_interleaved: The plan of its tasks that hides no messages, once somebody has asked for it.
     """
 
     def __init__(self, context: PlanningContext) -> None:
@@ -83,20 +104,31 @@ class PlanEvaluator:
         self.costs = self.context.costs()
         self.weights = self.costs.weights()
         self.tokens = [float(load.total) for load in self.loads]
-        self.lengths = {
-            name: Lengths(load.tokens, load.labels, self.pad_to.get(name, 0), load.together)
-            for name, load in self.raw.items()
-        }
+        self.lengths = self._lengths(self.raw)
+        self._most_lengths = self._lengths({name: load.with_longest for name, load in self.raw.items()})
         self.limit: list[float] | None = None
         self.stage_limit: list[float] | None = None
         if context.memory_limit is not None:
             self.limit = [max(0.0, context.memory_limit - r) for r in self.resident]
             self.stage_limit = self._divided(self.limit)
+        self.not_interleaved: Plan | None = None
         self._index = {load.name: i for i, load in enumerate(self.loads)}
         self._evaluated: dict[tuple[Bucket, ...], Evaluation] = {}
-        self._buckets: dict[Bucket, tuple[BucketCost, list[Sizes]]] = {}
+        self._buckets: dict[Bucket, _Priced] = {}
+
+    def _lengths(self, loads: Mapping[str, TaskLoad]) -> dict[str, Lengths]:
+        return {
+            name: Lengths(load.tokens, load.labels, self.pad_to.get(name, 0), load.together)
+            for name, load in loads.items()
+        }
 
     # -- memory
+
+    @cached_property
+    def _most_costs(self) -> StageCosts:
+        """Bytes of a step in which each task has its longest record."""
+        tasks = {name: load.with_longest for name, load in self.context.tasks.items()}
+        return replace(self.context, tasks=tasks).costs()
 
     @cached_property
     def resident(self) -> list[float]:
@@ -196,9 +228,9 @@ class PlanEvaluator:
     def best_order(self, plan: Plan) -> Evaluation:
         """Evaluate a plan with its buckets in the entry order that makes its steps the shortest of those tried."""
         priced = self._priced(plan)
-        costs = [cost for cost, _ in priced]
-        work = max(busiest(costs, [sizes[p] for _, sizes in priced], plan.ranks) for p in range(plan.data))
-        passes = 2 * plan.stages * sum(sum(sizes[0]) for _, sizes in priced)
+        costs = [own.cost for own in priced]
+        work = max(busiest(costs, [own.sizes[p] for own in priced], plan.ranks) for p in range(plan.data))
+        passes = 2 * plan.stages * sum(sum(own.sizes[0]) for own in priced)
         overhead = self._overhead(plan)
         best: Evaluation | None = None
         for order in entry_orders(costs):
@@ -218,7 +250,7 @@ class PlanEvaluator:
 
     def _evaluate(self, plan: Plan) -> Evaluation:
         priced = self._priced(plan)
-        costs = [cost for cost, _ in priced]
+        costs = [own.cost for own in priced]
         limit = () if self.limit is None else kept_limit(costs, self.limit)
         plan = replace(
             plan,
@@ -226,18 +258,21 @@ class PlanEvaluator:
             buckets=tuple(
                 replace(
                     bucket,
-                    chunks=sizes[0],
-                    forward=cost.forward,
-                    backward=cost.backward,
-                    memory=cost.memory,
-                    transfer=cost.transfer,
+                    chunks=own.sizes[0],
+                    forward=own.cost.forward,
+                    backward=own.cost.backward,
+                    memory=own.cost.memory,
+                    transfer=own.cost.transfer,
                 )
-                for bucket, (cost, sizes) in zip(plan.buckets, priced, strict=True)
+                for bucket, own in zip(plan.buckets, priced, strict=True)
             ),
             activation_limit=tuple(limit),
         )
-        runs = [_run(plan, costs, [sizes[pipeline] for _, sizes in priced]) for pipeline in range(plan.data)]
-        peaks = [max(taken[rank] for _, taken in runs) for rank in range(plan.ranks)]
+        steps = [[own.sizes[pipeline] for own in priced] for pipeline in range(plan.data)]
+        longest = [[own.most[pipeline] for own in priced] for pipeline in range(plan.data)]
+        runs = [step_of(plan, costs, sizes) for sizes in steps]
+        others = [step_of(plan, costs, sizes) for sizes in longest if sizes not in steps]
+        peaks = [max(taken[rank] for _, taken in (*runs, *others)) for rank in range(plan.ranks)]
         fits = self.limit is None or all(
             peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, self.limit, strict=True)
         )
@@ -280,7 +315,7 @@ class PlanEvaluator:
             launch.append(LaunchOrder(*(overlap.order(ways[way], s, bool(way)) for way in (0, 1))))
         return tuple(turns), tuple(launch)
 
-    def _priced(self, plan: Plan) -> list[tuple[BucketCost, list[Sizes]]]:
+    def _priced(self, plan: Plan) -> list[_Priced]:
         """For each bucket, the cost of its chunks and their numbers on each pipeline."""
         if plan.data > 1:  # where one bucket's sequences go depends on what is before it
             return self._price(plan)
@@ -289,12 +324,20 @@ class PlanEvaluator:
             self._buckets.update(zip(new, self._price(replace(plan, buckets=new)), strict=True))
         return [self._buckets[bucket] for bucket in plan.buckets]
 
-    def _price(self, plan: Plan) -> list[tuple[BucketCost, list[Sizes]]]:
-        grids = [step_grid(plan, self.lengths, rank) for rank in range(plan.data)]
-        if self.context.in_step or must_keep_step(plan):
-            grids = lockstep(grids)
-        sizes = [[grid.sizes[b] for grid in grids] for b in range(len(plan.buckets))]
-        return list(zip(self._mean_costs(grids, sizes), sizes, strict=True))
+    def _price(self, plan: Plan) -> list[_Priced]:
+        typical, longest = self._grids(plan, self.lengths), self._grids(plan, self._most_lengths)
+        sizes, most = (
+            [list(own) for own in zip(*(g.sizes for g in grids), strict=True)] for grids in (typical, longest)
+        )
+        costs = self._mean_costs(typical, sizes)
+        if self._most_lengths != self.lengths:
+            costs = [_at_least(cost, own) for cost, own in zip(costs, self._most_bytes(longest), strict=True)]
+        return [_Priced(*own) for own in zip(costs, sizes, most, strict=True)]
+
+    def _grids(self, plan: Plan, lengths: Mapping[str, Lengths]) -> list[StepGrid]:
+        """What each pipeline computes in a step of these lengths."""
+        grids = [step_grid(plan, lengths, rank) for rank in range(plan.data)]
+        return lockstep(grids) if self.context.in_step or must_keep_step(plan) else grids
 
     def _mean_costs(self, grids: Sequence[StepGrid], sizes: Sequence[Sequence[Sizes]]) -> list[BucketCost]:
         """For each bucket, the mean seconds of its chunks on all pipelines, and the most bytes that one keeps."""
@@ -304,6 +347,18 @@ class PlanEvaluator:
         for bucket, chunks in units:
             of_bucket[bucket].append(bucket_cost([next(costs) for _ in chunks]))
         return [self._mean(own, size) for own, size in zip(of_bucket, sizes, strict=True)]
+
+    def _most_bytes(self, grids: Sequence[StepGrid]) -> list[_Bytes]:
+        """For each bucket, the most bytes that a unit of these grids, with longest records, keeps and takes."""
+        units = [(unit.bucket, chunks) for grid in grids for unit, chunks in grid.chunks.items()]
+        taken = self._most_costs.bytes_of([chunk for _, chunks in units for chunk in chunks])
+        kept, working = taken.lasting, taken.working
+        starts = np.cumsum([0, *(len(chunks) for _, chunks in units[:-1])])
+        together = np.maximum if self.costs.interleaving is None else np.add  # as in `bucket_cost`
+        by_unit = np.add.reduceat(kept, starts), together.reduceat(working, starts)
+        bucket = np.array([own for own, _ in units])
+        numbers = range(len(grids[0].sizes))
+        return [(by_unit[0][bucket == b].max(axis=0), by_unit[1][bucket == b].max(axis=0)) for b in numbers]
 
     def _mean(self, costs: Sequence[BucketCost], sizes: Sequence[Sizes]) -> BucketCost:
         stages, count = range(self.context.mesh.stages), len(costs)
@@ -318,23 +373,11 @@ class PlanEvaluator:
         )
 
 
-def _run(plan: Plan, costs: Sequence[BucketCost], sizes: list[Sizes]) -> tuple[float, list[float]]:
-    """Seconds of a step of a plan on one pipeline, and `[ranks]` the most bytes that its passes keep and take."""
-    most = [0.0] * plan.ranks
-
-    def simulated(steps: int) -> float:
-        latency, peaks = _simulated(plan, costs, sizes * steps)
-        most[:] = map(max, most, peaks)
-        return latency
-
-    seconds = seconds_per_step(simulated, busiest(costs, sizes, plan.ranks), plan.rolling)
-    assert seconds is not None, "without a bound there is an answer"
-    return seconds, most
-
-
-def _simulated(plan: Plan, costs: Sequence[BucketCost], sizes: list[Sizes]) -> tuple[float, list[float]]:
-    if is_structured(plan, sizes):  # its scheduler is a simulation already
-        run = StructuredRun(costs, plan.activation_limit or None, sizes, plan.virtual)
-        return run.latency, run.peaks()
-    found = simulate(step_template(plan, sizes), costs, sizes=sizes)
-    return found.latency, list(found.peaks)
+def _at_least(cost: BucketCost, most: _Bytes) -> BucketCost:
+    """The same cost, of a bucket that may keep and take as many bytes."""
+    memory, working = (own.tolist() for own in most)
+    return replace(
+        cost,
+        memory=tuple(map(max, cost.memory, memory)),
+        working=tuple(map(max, cost.working, working)),
+    )

@@ -59,7 +59,6 @@ class Planner:
     def __init__(self, context: PlanningContext) -> None:
         self.context = context
         self._last: PlanEvaluator | None = None
-        self._off: Plan | None = None
 
     @property
     def memory_limit(self) -> float | None:
@@ -137,16 +136,20 @@ class Planner:
         return Comparison(found, padding)
 
     def _evaluator(self, tasks: Mapping[str, TaskLoad]) -> PlanEvaluator:
-        """The evaluator for these tasks; the last one is kept, with all that it has evaluated."""
-        if self._last is None or self._last.raw != tasks:
-            self._last, self._off = PlanEvaluator(self.context.with_tasks(tasks)), None
-        return self._last
+        """The evaluator for these tasks; the last one is kept, with all that it has evaluated.
+
+        Another thread may check other tasks meanwhile, and keep theirs: nobody relies on the last one being his.
+        """
+        last = self._last
+        if last is None or last.raw != tasks:
+            self._last = last = PlanEvaluator(self.context.with_tasks(tasks))
+        return last
 
     def _not_interleaved(self, evaluator: PlanEvaluator) -> Plan:
-        """The plan of the last evaluator's tasks that would be made if no messages were hidden."""
-        if self._off is None:
-            self._off = Planner(replace(self.context, interleave="off")).plan(evaluator.raw)
-        return self._off
+        """The plan of an evaluator's tasks that would be made if no messages were hidden."""
+        if evaluator.not_interleaved is None:
+            evaluator.not_interleaved = Planner(replace(self.context, interleave="off")).plan(evaluator.raw)
+        return evaluator.not_interleaved
 
     def _best(self, evaluator: PlanEvaluator) -> Evaluation:
         """The fastest of the search's layouts and the plain policies that fit; else one record at a time."""

@@ -32,6 +32,7 @@ from megatron_mux.fusion.profiler.core_attention import StageAttention
 from megatron_mux.fusion.profiler.layer_operators import ORDER
 from megatron_mux.fusion.profiler.profile import Profile
 from megatron_mux.gpus import assumed
+from megatron_mux.memory.forms.engine_bytes import Passes
 from megatron_mux.memory.forms.engine_memory import Rows
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.task_adapters import AdaptedOp
@@ -107,9 +108,18 @@ class StageCosts:
             kind, _, measured = name.rpartition(":")
             if kind.count(":") == 1 and measured.isdigit():
                 insort(self._adapter_sizes.setdefault(kind, []), int(measured))
-        # `[K, ranks]` values that each rank trains.
-        of_stages = np.array([[load.adapter.values(own, method.tensor) for own in stages] for load in loads])
-        self._values = of_stages.reshape(len(loads), -1, method.pipeline).sum(axis=1)
+        # `[K, ranks, 3]` values that each rank trains, parameters and groups of them that are stepped as one.
+        of_stages = np.array(
+            [
+                [
+                    (load.adapter.values(own, method.tensor), *load.updates(own, method.tensor))
+                    for own in stages
+                ]
+                for load in loads
+            ]
+        )
+        self._stepped = of_stages.reshape(len(loads), -1, method.pipeline, 3).sum(axis=1)
+        self._values = self._stepped[:, :, 0]
         self._frozen = Frozen(profile, shape, self.stages)
         layout = Layout(method.tensor > 1, method.sequence_parallel, exchanges, self.recomputes)
         self._messages = Messages(self._frozen, shape, layout)
@@ -150,6 +160,16 @@ class StageCosts:
 
     def chunks(self, chunks: Sequence[Chunk]) -> list[HybridCost]:
         """Exactly these chunks of hybrid tasks, their sequences' lengths and pasts as they are."""
+        rows, labels, attention, kept = self._laid_out(chunks)
+        return self._combine(rows, labels, attention, np.zeros(len(chunks)), kept, np.ones(len(chunks)))
+
+    def bytes_of(self, chunks: Sequence[Chunk]) -> Passes:
+        """What exactly these chunks keep and take, without their seconds."""
+        rows, labels, _, kept = self._laid_out(chunks)
+        return self.memory.passes(Rows(rows, rows.sum(axis=1), labels, kept))
+
+    def _laid_out(self, chunks: Sequence[Chunk]) -> tuple[Array, Array, Array, Array]:
+        """Rows, labels, attention and copied rows of chunks: see `_combine`."""
         rows = np.zeros((len(chunks), len(self.loads)))
         labels, kept = np.zeros(len(chunks)), np.zeros(len(chunks))
         attention = np.zeros((len(chunks), 2, len(self.stages)))
@@ -164,7 +184,7 @@ class StageCosts:
                 attention[i] += self._attention_of(piece.tokens, load.virtual_tokens + piece.start)
                 # Put together with what comes before them, and left for later chunks: in each place a copy.
                 kept[i] += load.virtual_tokens + piece.start + piece.tokens * (piece.stop < whole)
-        return self._combine(rows, labels, attention, np.zeros(len(chunks)), kept, np.ones(len(chunks)))
+        return rows, labels, attention, kept
 
     def longest(self, tasks: Sequence[int], length: float | None = None) -> Array:
         """`[T, S]` bytes of one sequence that a task may have (of a pair: both): kept, and taken besides.
@@ -314,14 +334,15 @@ class StageCosts:
         for task in tasks:
             load = self.loads[task]
             price = self.profile.updates[OPTIMIZERS[load.adapter.optimizer].names[0]]
-            parts = (load.tensors * price.tensor + load.runs * price.run) / ranks
-            found += parts + self._values[task] * price.value + price.task * (not price.together)
+            found += self._stepped[task] @ [price.value, price.tensor, price.run]
+            found += price.task * (not price.together)
             together = max(together, price.task * price.together)
         return found + together
 
     def _kl_term(self, task: int) -> float:
         """Seconds of the pass over a step's mismatched completions, with adapter and reference, stage after stage."""
-        seconds = sum(self.hybrid((task,), 1).forward)
+        cost = self.hybrid((task,), 1)
+        seconds = sum(cost.forward) + sum(cost.communication_forward)  # which nothing hides
         return seconds if self.loads[task].refers else 2 * seconds
 
     def _gradients(self, tasks: Sequence[int]) -> float:
@@ -356,9 +377,12 @@ def _by_stage(
 
 
 def _lowest(load: TaskLoad, layers: int) -> int:
-    """The lowest BaseOp that has an adapter: layer times BaseOps of a layer, and its index; all of them: none has."""
+    """The lowest BaseOp that has an adapter: layer times BaseOps of a layer, and its index.
+
+    All of them: none has. -1: rows of the embedding are trained, which need the gradient of all that is above.
+    """
     if load.adapter.embeds:
-        return 0
+        return -1
     return min(
         (site.layer * len(ORDER) + ORDER.index(site.op) for site in load.ops),
         default=layers * len(ORDER),

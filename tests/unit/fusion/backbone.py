@@ -77,18 +77,20 @@ def load(
         max_length=max(lengths),
         accumulation=1,
         adapter=TaskAdapters(name, "adamw_torch", sites, values, (0.0,) * layers, 1, 64),
-        tensors=4 * layers,
     )
     return dataclasses.replace(found, **changes)
 
 
 def random_loads(seed: int, count: int | None = None, layers: int = 8) -> dict[str, TaskLoad]:
     """One to eight tasks of random lengths and kinds."""
-    r = random.Random(seed)
+    r, others = random.Random(seed), random.Random(-seed - 1)
     loads = {}
     for i in range(count or r.randint(1, 8)):
         longest = r.choice([16, 64, 128, 256, 512])
         lengths = sorted(r.randint(4, longest) for _ in range(r.randint(1, 8)))
         kind, size = r.choice([("LORA", 16), ("LORA_DROPOUT", 8), ("IA3", 0), ("DIFF_PRUNING", 0)])
-        loads[f"t{i}"] = load(f"t{i}", lengths, layers, kind=kind, size=size)
+        most = others.choice(
+            [0, lengths[-1] + others.randint(1, longest)]
+        )  # a step need not have the longest record
+        loads[f"t{i}"] = load(f"t{i}", lengths, layers, kind=kind, size=size, longest=most)
     return loads

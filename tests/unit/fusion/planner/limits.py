@@ -22,7 +22,22 @@ MESHES = (Mesh(), Mesh(pipeline=2), Mesh(pipeline=4), Mesh(pipeline=2, split=(2,
 
 
 def most_bytes(plan: Plan, context: PlanningContext) -> float:
-    """The peak of three steps, on the rank where it comes nearest to the limit, from every chunk's own cost."""
+    """The peak of three steps, on the rank where it comes nearest to the limit, from every chunk's own cost.
+
+    Of steps of typical lengths, and of steps in which each task has its longest record instead of its last one.
+    """
+    longest = {
+        name: replace(
+            load,
+            tokens=(*load.tokens[:-1], load.longest_sequence),
+            labels=(*load.labels[:-1], load.labels[-1] * load.longest_sequence // load.tokens[-1]),
+        )
+        for name, load in context.tasks.items()
+    }
+    return max(_most_bytes(plan, context), _most_bytes(plan, replace(context, tasks=longest)))
+
+
+def _most_bytes(plan: Plan, context: PlanningContext) -> float:
     made = PlanEvaluator(context)
     peaks = []
     for pipeline in range(plan.data):

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner.cost import kept_limit
+from megatron_mux.fusion.planner.plan_evaluator import PlanEvaluator
+from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.simulate import simulate
 from megatron_mux.pipeline.structured import StructuredRun
@@ -31,6 +33,15 @@ def test_a_plan_under_a_limit_has_one_and_keeps_to_it(seed: int, mesh: Mesh, sha
         limited.memory_limit is not None and limited.fits(plan) and len(plan.activation_limit) == plan.ranks
     )
     assert most_bytes(plan, limited.context) <= limited.memory_limit * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_a_plain_plan_counts_records_longer_than_those_of_a_typical_step(chunk: int | None) -> None:
+    loads = {name: backbone.load(name, [64] * 4, longest=512) for name in "ab"}
+    context = PlanningContext(backbone.profile(), backbone.info(), Mesh(pipeline=2), chunk=chunk)
+    evaluator = PlanEvaluator(context.with_tasks(loads))
+    found = evaluator.evaluate(evaluator.of_policy("spatial", micro_batches=4))
+    assert most_bytes(found.plan, evaluator.context) <= max(found.memory) * (1 + 1e-9)
 
 
 def test_what_one_bucket_works_with_is_no_reason_to_drop_the_limit() -> None:

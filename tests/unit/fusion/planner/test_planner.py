@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan, dumps
+from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.step import Lengths, step_grid
@@ -108,6 +110,24 @@ def test_a_pipeline_cuts_what_is_long() -> None:
     loads = {"a": backbone.load("a", [2048, 2048])}
     plan = planner(Mesh(pipeline=4)).plan(loads)
     assert plan.buckets[0].chunk is not None and max(plan.buckets[0].chunks) > 1
+
+
+def test_other_tasks_are_checked_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, in the middle of the plan without interleaving: each plan is of its own tasks."""
+    made = planner(Mesh(2), memory_limit=1e12)
+    first, second = ({name: backbone.load(name, [64] * 4) for name in names} for names in ("ab", "cd"))
+    whole = Planner.plan
+
+    def plan(self: Planner, tasks: Mapping[str, TaskLoad]) -> Plan:
+        found = whole(self, tasks)
+        if self.context.interleave == "off" and "a" in tasks:
+            made.check(second)
+        return found
+
+    monkeypatch.setattr(Planner, "plan", plan)
+    assert sorted(made.plan(first).tasks) == sorted(first)
+    assert sorted(made.plan(second).tasks) == sorted(second)
+    assert made.plan(second) == planner(Mesh(2), memory_limit=1e12).plan(second)
 
 
 def test_no_task_no_bucket() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +19,11 @@ from megatron_mux.fusion.planner.cost import HybridCost
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.stage_cost import StageCosts
 from megatron_mux.fusion.profiler.profile import Curve
-from megatron_mux.fusion.profiler.updates import UpdateSeconds
+from megatron_mux.fusion.profiler.updates import UpdateSeconds, _Parameter
 from megatron_mux.memory.forms.method import Method, Recompute
+from megatron_mux.optimizers.adafactor import Adafactor
+from megatron_mux.optimizers.optimizer import Options, Place, Run, Slot
+from megatron_mux.optimizers.registry import OPTIMIZERS
 from megatron_mux.tasks import TaskSpec
 from tests.unit.fusion import backbone
 from tests.unit.task_files import task
@@ -39,7 +44,7 @@ def whole(chunk_of: list[TaskLoad]) -> tuple[Slice, ...]:
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000))
 def test_the_quick_way_and_the_exact_way_agree_on_whole_steps(seed: int) -> None:
-    loads = list(backbone.random_loads(seed).values())
+    loads = [dataclasses.replace(load, longest=0) for load in backbone.random_loads(seed).values()]
     model = costs(loads, stages=2)
     quick, exact = model.hybrid(tuple(range(len(loads))), 1), model.chunks([whole(loads)])[0]
     assert quick.forward == pytest.approx(exact.forward)
@@ -121,6 +126,28 @@ def test_tensor_ranks_leave_communication_to_hide() -> None:
     plain = costs(loads, profile=profile, method=two).hybrid((0,), 1)
     assert not plain.communicates, "by default nothing is hidden"
     assert plain.alone() == pytest.approx(overlapped.alone())
+
+
+def test_rows_of_the_embedding_need_the_gradient_of_all_layers() -> None:
+    plain = backbone.load("a", [64] * 4)
+    embeds = dataclasses.replace(plain, adapter=dataclasses.replace(plain.adapter, embeds=True))
+    profile = backbone.profile(LAYERS, tensor_parallel=2)
+    without, found = (
+        costs([load], 2, profile=profile, method=Method(tensor=2), overlap=True).hybrid((0,), 1)
+        for load in (plain, embeds)
+    )
+    one = profile.curves["all_reduce"].at(256)[0]
+    assert found.communication_backward == pytest.approx((LAYERS * one, LAYERS * one))
+    assert found.backward[0] > without.backward[0] and found.backward[1] == without.backward[1]
+
+
+def test_nothing_hides_the_messages_of_a_kl_term() -> None:
+    loads = [backbone.load("a", [64] * 4, needs_kl=True)]
+    profile = backbone.profile(LAYERS, tensor_parallel=2)
+    hidden, plain = (
+        costs(loads, profile=profile, method=Method(tensor=2), overlap=overlap) for overlap in (True, False)
+    )
+    assert hidden.step_overhead([(0,)]) == pytest.approx(plain.step_overhead([(0,)]))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -211,10 +238,40 @@ def test_optimizers_step_groups_of_parameters() -> None:
         spec = TaskSpec.model_validate(task(adapter=section, training={"optim": optim, **training}))
         return TaskLoad.of(spec, np.array([64], np.int32), np.array([8], np.int32), backbone.shape(LAYERS))
 
-    ratio = {"loraplus_lr_ratio": 16.0}
-    assert load("adamw_torch").runs == load("lion_32bit").runs == 1
-    assert load("adamw_torch", **ratio).runs == load("adamw_torch").tensors == 4 * LAYERS, "A and B in turn"
-    assert load("adafactor").runs == 3, "A, and B of query and value"
+    ratio, every = {"loraplus_lr_ratio": 16.0}, range(LAYERS)
+    assert load("adamw_torch").updates(every, 1) == load("lion_32bit").updates(every, 1) == (4 * LAYERS, 1)
+    assert load("adamw_torch", **ratio).updates(every, 1) == (4 * LAYERS, 4 * LAYERS), "A and B in turn"
+    assert load("adafactor").updates(every, 1) == (4 * LAYERS, 3), "A, and B of query and value"
+    half = range(LAYERS // 2)
+    assert load("adafactor").updates(half, 1) == (2 * LAYERS, 3), (
+        "a stage steps all kinds, with fewer of each"
+    )
+    assert load("adamw_torch", **ratio).updates(half, 1) == (2 * LAYERS, 2 * LAYERS)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor"])
+def test_every_rank_runs_its_own_groups(optim: str) -> None:
+    """On two stages each rank has the groups that the engine has with half of the layers."""
+    section = {"peft_type": "LORA", "target_modules": ["q_proj", "v_proj"]}
+    spec = TaskSpec.model_validate(
+        task(adapter=section, training={"optim": optim, "loraplus_lr_ratio": 16.0})
+    )
+    load = TaskLoad.of(spec, np.array([64], np.int32), np.array([8], np.int32), backbone.shape(LAYERS))
+    price = UpdateSeconds(task=0.0, run=1.0, tensor=0.0, value=0.0)
+    profile = dataclasses.replace(
+        backbone.profile(LAYERS, updates={optim: price}), step_seconds=0.0, sequence_seconds=0.0
+    )
+    model = costs([load], stages=2, profile=profile, method=Method(pipeline=2))
+    slots, at = [], 0
+    for one in load.stepped:
+        if one.tensor.share(range(LAYERS // 2), LAYERS):
+            shape = one.tensor.shape
+            slots.append(Slot(_Parameter(str(at), shape), shape, Run(at, at + math.prod(shape), *one.kind)))
+            at += math.prod(shape)
+    place = Place(torch.zeros(at), torch.zeros(at), [slot.run for slot in slots], slots)
+    kind = OPTIMIZERS[optim](place, Options())
+    groups = len(kind._stacks) if isinstance(kind, Adafactor) else len(place.runs)
+    assert model.step_overhead([(0,)]) == groups
 
 
 def test_kernels_step_a_bucket_at_once_and_each_rank_its_own_values() -> None:

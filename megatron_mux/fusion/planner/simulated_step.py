@@ -1,0 +1,38 @@
+"""Simulates steps of a plan: their seconds, and what ranks keep and take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.planner.cost import busiest, seconds_per_step
+from megatron_mux.fusion.step import is_structured, step_template
+from megatron_mux.pipeline.bucket import BucketCost
+from megatron_mux.pipeline.simulate import simulate
+from megatron_mux.pipeline.structured import StructuredRun
+
+
+def step_of(
+    plan: Plan, costs: Sequence[BucketCost], sizes: list[tuple[int, ...]]
+) -> tuple[float, list[float]]:
+    """Seconds of a step of a plan on one pipeline, and `[ranks]` the most bytes that its passes keep and take."""
+    most = [0.0] * plan.ranks
+
+    def simulated(steps: int) -> float:
+        latency, peaks = _simulated(plan, costs, sizes * steps)
+        most[:] = map(max, most, peaks)
+        return latency
+
+    seconds = seconds_per_step(simulated, busiest(costs, sizes, plan.ranks), plan.rolling)
+    assert seconds is not None, "without a bound there is an answer"
+    return seconds, most
+
+
+def _simulated(
+    plan: Plan, costs: Sequence[BucketCost], sizes: list[tuple[int, ...]]
+) -> tuple[float, list[float]]:
+    if is_structured(plan, sizes):  # its scheduler is a simulation already
+        run = StructuredRun(costs, plan.activation_limit or None, sizes, plan.virtual)
+        return run.latency, run.peaks()
+    found = simulate(step_template(plan, sizes), costs, sizes=sizes)
+    return found.latency, list(found.peaks)
