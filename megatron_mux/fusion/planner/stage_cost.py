@@ -118,7 +118,9 @@ class StageCosts:
                 for load in loads
             ]
         )
-        self._stepped = of_stages.reshape(len(loads), -1, method.pipeline, 3).sum(axis=1)
+        self._stepped = of_stages.reshape(len(loads), len(stages) // method.pipeline, method.pipeline, 3).sum(
+            axis=1
+        )
         self._values = self._stepped[:, :, 0]
         self._frozen = Frozen(profile, shape, self.stages)
         layout = Layout(method.tensor > 1, method.sequence_parallel, exchanges, self.recomputes)

@@ -114,20 +114,24 @@ def test_a_pipeline_cuts_what_is_long() -> None:
 
 def test_other_tasks_are_checked_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """By another thread, in the middle of the plan without interleaving: each plan is of its own tasks."""
-    made = planner(Mesh(2), memory_limit=1e12)
+    made = planner(Mesh(2), memory_limit=1e12, interleave="auto")
+    checked = 0
     first, second = ({name: backbone.load(name, [64] * 4) for name in names} for names in ("ab", "cd"))
     whole = Planner.plan
 
     def plan(self: Planner, tasks: Mapping[str, TaskLoad]) -> Plan:
+        nonlocal checked
         found = whole(self, tasks)
         if self.context.interleave == "off" and "a" in tasks:
             made.check(second)
+            checked += 1
         return found
 
     monkeypatch.setattr(Planner, "plan", plan)
     assert sorted(made.plan(first).tasks) == sorted(first)
     assert sorted(made.plan(second).tasks) == sorted(second)
-    assert made.plan(second) == planner(Mesh(2), memory_limit=1e12).plan(second)
+    assert made.plan(second) == planner(Mesh(2), memory_limit=1e12, interleave="auto").plan(second)
+    assert checked == 1
 
 
 def test_no_task_no_bucket() -> None:

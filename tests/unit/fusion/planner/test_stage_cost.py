@@ -41,6 +41,12 @@ def whole(chunk_of: list[TaskLoad]) -> tuple[Slice, ...]:
     return tuple(Slice(load.name, i, 0, n) for load in chunk_of for i, n in enumerate(load.tokens))
 
 
+def test_without_tasks_only_the_backbone_is_there() -> None:
+    model = costs([], stages=4, method=Method(pipeline=2))
+    assert model.step_overhead(()) == model.profile.step_seconds
+    assert (model.memory.lasting.total > 0).all()
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000))
 def test_the_quick_way_and_the_exact_way_agree_on_whole_steps(seed: int) -> None:
