@@ -134,14 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All sets; what the first process found, nothing elsewhere."""
     import torch
-    from engine_bench import (
-        QUICKSTART,
-        MachineSpeed,
-        environment,
-        load_or_measure_profile,
-        random_backbone,
-        use_processor_time,
-    )
+    from engine_bench import MachineSpeed, environment, load_or_measure_profile, use_processor_time
 
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.fusion.mesh import Mesh
@@ -162,11 +155,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     threads = torch.get_num_threads()
     parallel = initialize(mesh.tensor, expert_parallel=mesh.expert, device=arguments.device)
     dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
-    path = arguments.backbone
-    if path is None:
-        shape = arguments.shape or ("mid" if pipeline else "moe" if arguments.experts else "wide")
-        random = two or arguments.shape
-        path = random_backbone(shape, dtype, parallel.rank) if random else QUICKSTART / "backbone"
+    path = _backbone(arguments, dtype, parallel.rank)
     backbone = Backbone.load(path, parallel, dtype)
     if arguments.link is not None:
         limit_bandwidth(1e6 * arguments.link)
@@ -198,6 +187,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         if parallel.rank == 0:
             print(json.dumps(found), file=sys.stderr, flush=True)
     return result if parallel.rank == 0 else {}
+
+
+def _backbone(arguments: argparse.Namespace, dtype: Any, rank: int) -> Path:
+    """The directory of the backbone that the flags ask for: a given one, a random one, or the quickstart's."""
+    from engine_bench import QUICKSTART, random_backbone
+
+    if arguments.backbone is not None:
+        return Path(arguments.backbone)
+    shape = arguments.shape or ("mid" if arguments.stages > 1 else "moe" if arguments.experts else "wide")
+    random = arguments.stages > 1 or arguments.link is not None or arguments.shape
+    return random_backbone(shape, dtype, rank) if random else QUICKSTART / "backbone"
 
 
 def _one_set(

@@ -121,14 +121,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.mux_tf32:
         check_tf32(parallel.device.type, bf16)
         use_tf32()
-    about = about_run(
-        info.shape,
-        parallel.device.type,
-        dtype,
-        tensor,
-        expert_parallel=expert,
-        expert_tensor=expert_tensor,
-    )
+    divided = {"expert_parallel": expert, "expert_tensor": expert_tensor}
+    about = about_run(info.shape, parallel.device.type, dtype, tensor, **divided)
     directory = arguments.directory or profile_directory()
     profile = None if arguments.force else load_profile(about, directory)
     if profile is not None and parallel.world_size > 1 and not profile.links:

@@ -19,7 +19,7 @@ class Lion(FlatOptimizer):
     names = ("lion_32bit",)
     states_per_value = 1
     state_names = ("exp_avg",)
-    launches, traffic = 9, 100
+    launches, traffic, at_once = 9, 100, _AT_ONCE
 
     def __init__(self, place: Place, options: Options) -> None:
         super().__init__(place, options)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.fusion.alignment import Slice
-from megatron_mux.fusion.planner.load import TaskLoad, typical
+from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
@@ -50,13 +50,8 @@ class EvaluatedLoad:
             choices: Completions that are scored with every prompt; 0: the record's own alone.
             shape: Of the backbone.
         """
-        chosen = typical(lengths, min(len(lengths), _MOST_RECORDS))
-        load = replace(
-            TaskLoad.of(spec, lengths, label_counts, shape),
-            tokens=tuple(int(lengths[i]) for i in chosen),
-            labels=tuple(int(label_counts[i]) for i in chosen),
-        )
-        return cls(load, len(lengths) / len(chosen) * max(choices, 1))
+        load = TaskLoad.of(spec, lengths, label_counts, shape, _MOST_RECORDS)
+        return cls(load, len(lengths) / len(load.tokens) * max(choices, 1))
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ class TaskLoad:
         lengths: npt.NDArray[np.int32],
         label_counts: npt.NDArray[np.int32],
         shape: BackboneShape,
+        sequences: int | None = None,
     ) -> TaskLoad:
         """Of a validated task.
 
@@ -82,9 +83,9 @@ class TaskLoad:
             lengths: `[n]` tokens of each record of its data.
             label_counts: `[n]` labelled tokens of each.
             shape: Of the backbone.
+            sequences: The most of them to choose; None: those of a step.
         """
-        count = min(spec.sequences_per_step, len(lengths))
-        chosen = typical(lengths, count)
+        chosen = typical(lengths, min(sequences or spec.sequences_per_step, len(lengths)))
         adapter = TaskAdapters.of(spec, shape)
         return cls(
             name=spec.name,

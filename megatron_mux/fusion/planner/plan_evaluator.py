@@ -54,9 +54,9 @@ class _Priced(NamedTuple):
 
     Attributes:
         cost: Mean seconds of its chunks in a typical step; the most bytes that one keeps and takes, also in a step in
-            which each task has its longest record.
+            which each task has its longest record, if such steps count.
         sizes: Its chunks on each pipeline in a typical step.
-        most: The same in a step with longest records.
+        most: The same in a step with longest records, or of the typical one.
     """
 
     cost: BucketCost
@@ -243,13 +243,19 @@ class PlanEvaluator:
         return best
 
     def evaluate(self, plan: Plan) -> Evaluation:
-        """Predict the costs of a plan's buckets, its latency and its memory; buckets enter in the plan's order."""
+        """Predict the costs of a plan's buckets, its latency and its memory; buckets enter in the plan's order.
+
+        Without a limit the memory is that of a typical step: see `with_longest`.
+        """
         if plan.buckets not in self._evaluated:
-            self._evaluated[plan.buckets] = self._evaluate(plan)
+            self._evaluated[plan.buckets] = self._evaluate(plan, self._priced(plan))
         return self._evaluated[plan.buckets]
 
-    def _evaluate(self, plan: Plan) -> Evaluation:
-        priced = self._priced(plan)
+    def with_longest(self, found: Evaluation) -> Evaluation:
+        """The same with the memory of a step with longest records, which nothing but a limit asks for before."""
+        return found if self.limit is not None else self._evaluate(found.plan, self._price(found.plan, True))
+
+    def _evaluate(self, plan: Plan, priced: Sequence[_Priced]) -> Evaluation:
         costs = [own.cost for own in priced]
         limit = () if self.limit is None else kept_limit(costs, self.limit)
         plan = replace(
@@ -317,22 +323,23 @@ class PlanEvaluator:
 
     def _priced(self, plan: Plan) -> list[_Priced]:
         """For each bucket, the cost of its chunks and their numbers on each pipeline."""
+        limited = self.limit is not None
         if plan.data > 1:  # where one bucket's sequences go depends on what is before it
-            return self._price(plan)
+            return self._price(plan, limited)
         new = tuple(bucket for bucket in plan.buckets if bucket not in self._buckets)
         if new:
-            self._buckets.update(zip(new, self._price(replace(plan, buckets=new)), strict=True))
+            self._buckets.update(zip(new, self._price(replace(plan, buckets=new), limited), strict=True))
         return [self._buckets[bucket] for bucket in plan.buckets]
 
-    def _price(self, plan: Plan) -> list[_Priced]:
-        typical, longest = self._grids(plan, self.lengths), self._grids(plan, self._most_lengths)
-        sizes, most = (
-            [list(own) for own in zip(*(g.sizes for g in grids), strict=True)] for grids in (typical, longest)
-        )
+    def _price(self, plan: Plan, with_longest: bool) -> list[_Priced]:
+        typical = self._grids(plan, self.lengths)
+        sizes = _by_bucket(typical)
         costs = self._mean_costs(typical, sizes)
-        if self._most_lengths != self.lengths:
-            costs = [_at_least(cost, own) for cost, own in zip(costs, self._most_bytes(longest), strict=True)]
-        return [_Priced(*own) for own in zip(costs, sizes, most, strict=True)]
+        if not with_longest or self._most_lengths == self.lengths:
+            return [_Priced(*own) for own in zip(costs, sizes, sizes, strict=True)]
+        longest = self._grids(plan, self._most_lengths)
+        costs = [_at_least(cost, own) for cost, own in zip(costs, self._most_bytes(longest), strict=True)]
+        return [_Priced(*own) for own in zip(costs, sizes, _by_bucket(longest), strict=True)]
 
     def _grids(self, plan: Plan, lengths: Mapping[str, Lengths]) -> list[StepGrid]:
         """What each pipeline computes in a step of these lengths."""
@@ -371,6 +378,11 @@ class PlanEvaluator:
             working=tuple(max(c.working[s] for c in costs) for s in stages),
             transfer=tuple(sum(c.transfer[s] for c in costs) / count for s in stages[:-1]),
         )
+
+
+def _by_bucket(grids: Sequence[StepGrid]) -> list[list[Sizes]]:
+    """For each bucket its chunks on each pipeline."""
+    return [list(own) for own in zip(*(grid.sizes for grid in grids), strict=True)]
 
 
 def _at_least(cost: BucketCost, most: _Bytes) -> BucketCost:

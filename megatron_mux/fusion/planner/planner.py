@@ -138,7 +138,8 @@ class Planner:
     def _evaluator(self, tasks: Mapping[str, TaskLoad]) -> PlanEvaluator:
         """The evaluator for these tasks; the last one is kept, with all that it has evaluated.
 
-        Another thread may check other tasks meanwhile, and keep theirs: nobody relies on the last one being his.
+        Another thread may check other tasks meanwhile, and keep their evaluator: what is made here is returned, never
+        read back.
         """
         last = self._last
         if last is None or last.raw != tasks:
@@ -233,6 +234,7 @@ class Planner:
         return [None, *sorted(size for size in sizes if size < longest)]
 
     def _with_predictions(self, evaluator: PlanEvaluator, found: Evaluation) -> Plan:
+        found = evaluator.with_longest(found)
         memory = found.memory if self.context.mesh.predicts_memory else ()
         plan = replace(found.plan, predicted_latency_s=found.latency, memory_bytes=memory)
         return self._described(evaluator.with_launch_orders(plan))

@@ -11,7 +11,7 @@ Shapes: S stages, K tasks; arrays `[2, ...]` hold forward and backward.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -103,24 +103,8 @@ class StageCosts:
                 for load in self.loads
             ]
         ).reshape(-1, 2, len(self.stages))
-        self._adapter_sizes: dict[str, list[int]] = {}
-        for name in self._curves:
-            kind, _, measured = name.rpartition(":")
-            if kind.count(":") == 1 and measured.isdigit():
-                insort(self._adapter_sizes.setdefault(kind, []), int(measured))
-        # `[K, ranks, 3]` values that each rank trains, parameters and groups of them that are stepped as one.
-        of_stages = np.array(
-            [
-                [
-                    (load.adapter.values(own, method.tensor), *load.updates(own, method.tensor))
-                    for own in stages
-                ]
-                for load in loads
-            ]
-        )
-        self._stepped = of_stages.reshape(len(loads), len(stages) // method.pipeline, method.pipeline, 3).sum(
-            axis=1
-        )
+        self._adapter_sizes = _measured_sizes(profile.curves)
+        self._stepped = _stepped(self.loads, self.stages, method)
         self._values = self._stepped[:, :, 0]
         self._frozen = Frozen(profile, shape, self.stages)
         layout = Layout(method.tensor > 1, method.sequence_parallel, exchanges, self.recomputes)
@@ -243,10 +227,8 @@ class StageCosts:
             if not self.overlap:
                 seconds += messages
                 messages = messages[:, :, :0]
-        transfer = np.zeros((len(rows), 0))
-        if len(self.stages) > 1:
-            one = self._curves["transfer"].many(total + referred)[0]
-            transfer = np.repeat(one[:, None], len(self.stages) - 1, axis=1)
+        one = self._curves["transfer"].many(total + referred)[0]
+        transfer = np.repeat(one[:, None], len(self.stages) - 1, axis=1)
         most = np.maximum(total, longest)
         memory = self.memory.passes(Rows(rows, most, labels * most / np.maximum(total, 1e-9), copied))
         passes, messages = seconds.swapaxes(0, 1), messages.swapaxes(0, 1)
@@ -363,6 +345,29 @@ class StageCosts:
         head = self._curves["head"]
         label = (head.forward[-1] + head.backward[-1]) / head.sizes[-1]
         return Weights(token, pair, label)
+
+
+def _measured_sizes(curves: Iterable[str]) -> dict[str, list[int]]:
+    """For each kind of adapter at a BaseOp the sizes that were measured, from the names of a profile's curves."""
+    found: dict[str, list[int]] = {}
+    for name in curves:
+        kind, _, measured = name.rpartition(":")
+        if kind.count(":") == 1 and measured.isdigit():
+            insort(found.setdefault(kind, []), int(measured))
+    return found
+
+
+def _stepped(loads: Sequence[TaskLoad], stages: Sequence[range], method: Method) -> Array:
+    """`[K, ranks, 3]` values that each rank trains of a task, parameters and groups of them that are stepped as one."""
+    found = np.array(
+        [
+            [(load.adapter.values(own, method.tensor), *load.updates(own, method.tensor)) for own in stages]
+            for load in loads
+        ]
+    )
+    ranks = method.pipeline
+    summed: Array = found.reshape(len(loads), len(stages) // ranks, ranks, 3).sum(axis=1)
+    return summed
 
 
 def _by_stage(

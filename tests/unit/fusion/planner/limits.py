@@ -68,5 +68,6 @@ def limited_planner(loads: Mapping[str, TaskLoad], mesh: Mesh, share: float) -> 
         loads
     )
     made = PlanEvaluator(context)
-    resident, free = max(made.resident), max(made.evaluate(made.of_policy("spatial")).memory)
+    whole = made.with_longest(made.evaluate(made.of_policy("spatial")))
+    resident, free = max(made.resident), max(whole.memory)
     return Planner(replace(context, memory_limit=resident + share * (free - resident)))

@@ -40,7 +40,7 @@ def test_a_plain_plan_counts_records_longer_than_those_of_a_typical_step(chunk: 
     loads = {name: backbone.load(name, [64] * 4, longest=512) for name in "ab"}
     context = PlanningContext(backbone.profile(), backbone.info(), Mesh(pipeline=2), chunk=chunk)
     evaluator = PlanEvaluator(context.with_tasks(loads))
-    found = evaluator.evaluate(evaluator.of_policy("spatial", micro_batches=4))
+    found = evaluator.with_longest(evaluator.evaluate(evaluator.of_policy("spatial", micro_batches=4)))
     assert most_bytes(found.plan, evaluator.context) <= max(found.memory) * (1 + 1e-9)
 
 

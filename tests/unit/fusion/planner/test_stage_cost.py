@@ -21,6 +21,7 @@ from megatron_mux.fusion.planner.stage_cost import StageCosts
 from megatron_mux.fusion.profiler.profile import Curve
 from megatron_mux.fusion.profiler.updates import UpdateSeconds, _Parameter
 from megatron_mux.memory.forms.method import Method, Recompute
+from megatron_mux.optimizers import lion
 from megatron_mux.optimizers.adafactor import Adafactor
 from megatron_mux.optimizers.optimizer import Options, Place, Run, Slot
 from megatron_mux.optimizers.registry import OPTIMIZERS
@@ -278,6 +279,22 @@ def test_every_rank_runs_its_own_groups(optim: str) -> None:
     kind = OPTIMIZERS[optim](place, Options())
     groups = len(kind._stacks) if isinstance(kind, Adafactor) else len(place.runs)
     assert model.step_overhead([(0,)]) == groups
+
+
+def test_groups_are_divided_where_an_optimizer_steps_no_more_values_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lion, "_AT_ONCE", 100)
+    monkeypatch.setattr(lion.Lion, "at_once", 100)
+    spec = TaskSpec.model_validate(task(training={"optim": "lion_32bit"}))
+    load = TaskLoad.of(spec, np.array([64], np.int32), np.array([8], np.int32), backbone.shape(LAYERS))
+    _, groups = load.updates(range(LAYERS), 1)
+    count = sum(math.prod(one.tensor.shape) for one in load.stepped)
+    place = Place(torch.zeros(count), torch.zeros(count), [Run(0, count, *load.stepped[0].kind)], [])
+    calls: list[object] = []
+    monkeypatch.setattr(lion.Lion, "_update", lambda *arguments: calls.append(arguments))
+    lion.Lion(place, Options()).update(0, 1.0, torch.zeros(()))
+    assert groups == len(calls) > 10
 
 
 def test_kernels_step_a_bucket_at_once_and_each_rank_its_own_values() -> None:
