@@ -208,7 +208,7 @@ _PRECEDENCES: tuple[Callable[[PieceCost, int], Any], ...] = (
     lambda piece, depth: depth,
     lambda piece, depth: piece.compute,
 )
-"""Of random chains the best of these and of Algorithm 1 is 0.06% behind the best of eleven rules, 1.8% at most."""
+"""The best of these and of Algorithm 1 is held against all orders of small random chains in the tests."""
 
 
 @dataclass(frozen=True)
