@@ -23,7 +23,7 @@ from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.dry_run.depth import read_info
 from megatron_mux.dry_run.known_values import assumed_routes
 from megatron_mux.dry_run.real_host import RealHostMode, gather_own_object, read_fake_value
-from megatron_mux.dry_run.run_spec import STEP, Recording, RunSpec, TaskRecords
+from megatron_mux.dry_run.run_spec import JOINS, STEP, Recording, RunSpec, TaskRecords
 from megatron_mux.dry_run.stand_ins import LengthsOnlyDataset
 from megatron_mux.dry_run.tracker import StepTracker
 from megatron_mux.engine import Engine, Planning, Task
@@ -138,7 +138,9 @@ def record_steps(
         place.enter(JOIN)
         engine = Engine(stages, parallel, Planning("auto", plan.stages, given=plan))
         watch.follow_adapters(engine.adapters)
-        engine.register_tasks([_task(one, stages[0].shape) for one in run.tasks])
+        for one in run.tasks:
+            watch.mark(JOINS)
+            engine.register_tasks([_task(one, stages[0].shape)])
         watch.label(engine)
         _steps(engine, run, place, watch, around)
         if names := [one.name for one in run.tasks if one.held_out]:

@@ -23,6 +23,9 @@ Dtype = Precision | Literal["float64"]
 STEP = "step"
 """Mark of the start of a step, or of several rolling steps."""
 
+JOINS = ""
+"""Mark of a task's registration, which is no action of a step."""
+
 Mark = tuple[int, str]
 """Number of events before something started, and its name."""
 

@@ -1,0 +1,118 @@
+"""Runs of the engine on fake tensors at a few sizes, from which tables are solved.
+
+A signature is a task's adapter, loss and optimizer. Each group of signatures has tasks and a bucket of its own, so that
+one step runs a micro-batch of every group; each step has records of other lengths. The last batch of an epoch is short,
+which tells the bytes of a sequence from those of its rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_mux.dry_run.depth import read_info
+from megatron_mux.dry_run.heaviest_batch import STEPS, STEPS_THAT_PRUNE
+from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
+from megatron_mux.footprint.content import COUNTS
+from megatron_mux.footprint.table import Group
+from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
+from megatron_mux.memory.trace.model import configuration
+from megatron_mux.tasks import TaskSpec
+
+SHALLOW, DEEP = 3, 4
+"""Layers of a stage where layers are alike."""
+_RECORDS = 3
+"""Of a batch that is not short, on each pipeline."""
+_LENGTHS = (256, 2048)
+"""Tokens of the shortest and of the longest record."""
+
+Signature = Mapping[str, Any]
+"""A task of `tasks.yaml` without name and data, as `signature_of` makes it."""
+
+_SIZES = ("adapter", "training")
+_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs", "seed")
+
+
+def signature_of(task: Mapping[str, Any]) -> Signature:
+    """What of a task decides the bytes of its rows.
+
+    Args:
+        task: A task, as `TaskSpec.plain` gives it.
+    """
+    found = {name: dict(task[name]) for name in _SIZES}
+    for name in (*_OF_A_STEP, "learning_rate", "lr_scheduler_type", "warmup_steps", "warmup_ratio"):
+        found["training"].pop(name, None)
+    return found
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A run at a few sizes.
+
+    Attributes:
+        run: With one bucket for each group, in their order.
+        groups: The signatures of each group.
+        warm: Steps before those that count: what is allocated once is there after them.
+    """
+
+    run: RunSpec
+    groups: tuple[Group, ...]
+    warm: int
+
+
+def rehearsal(base: RunSpec, signatures: Sequence[Signature], groups: Sequence[Group], layers: int) -> Rehearsal:
+    """The run of these groups.
+
+    Args:
+        base: Backbone, ranks, and how memory is saved; its tasks and buckets are not used.
+        signatures: What tasks may be like.
+        groups: Which of them share a micro-batch.
+        layers: Of each stage; all stages together have them if the backbone has no more.
+    """
+    stages = base.plan.ranks
+    whole = read_info(base.config, base.quantise).shape.layers
+    config, split = base.config, base.plan.split
+    if layers * stages < whole:
+        config = json.loads(configuration(base.config, layers * stages).to_json_string(use_diff=False))
+        split = (layers,) * stages
+    sizes = max(map(len, groups)) + len(COUNTS)
+    tasks, buckets, warm = [], [], STEPS
+    generator = np.random.default_rng(0)
+    seconds = (1.0,) * stages
+    for number, group in enumerate(groups):
+        names = []
+        for signature in group:
+            name = f"{number}-{signature}"
+            records, steps = _records(name, signatures[signature], sizes, base.plan.data, generator)
+            tasks.append(records)
+            names.append(name)
+            warm = max(warm, steps)
+        buckets.append(Bucket((HybridTask(tuple(sorted(names))),), 1, forward=seconds, backward=seconds))
+    tasks = [_with_steps(one, warm + sizes) for one in tasks]
+    plan = Plan("auto", stages, tuple(buckets), split=split, schedule="1f1b", tensor=base.tensor, data=base.plan.data)
+    run = replace(base, config=config, tasks=tasks, plan=plan, steps=warm + sizes, rolling=False)
+    return Rehearsal(run, tuple(groups), warm)
+
+
+def _records(
+    name: str, signature: Signature, sizes: int, pipelines: int, generator: np.random.Generator
+) -> tuple[TaskRecords, int]:
+    """A task with a batch for each size, one of them short, and the steps it takes until all that lasts is there."""
+    batch = _RECORDS * pipelines
+    training = {**signature["training"], "per_device_train_batch_size": batch, "gradient_accumulation_steps": 1}
+    data = {"path": "none", "max_length": _LENGTHS[1], "shuffle": False}
+    spec = TaskSpec.model_validate({"name": name, "adapter": signature["adapter"], "data": data, "training": training})
+    count = (batch * (sizes - 1) + pipelines) * spec.training.sequences_per_record
+    lengths = generator.integers(*_LENGTHS, count)
+    labels = np.maximum(2, lengths * generator.uniform(0.1, 1.0, count)).astype(int)
+    steps = STEPS_THAT_PRUNE if spec.adapter.acts_after_steps else STEPS
+    return TaskRecords(spec.plain(), lengths.tolist(), labels.tolist()), steps
+
+
+def _with_steps(one: TaskRecords, steps: int) -> TaskRecords:
+    training = {**one.task["training"], "max_steps": steps, "num_train_epochs": None}
+    return replace(one, task={**one.task, "training": training})

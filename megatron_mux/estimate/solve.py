@@ -1,0 +1,173 @@
+"""Solves a rehearsal's recordings for the terms of a stage's table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_mux.estimate.windows import Window, Windows
+from megatron_mux.footprint.content import COUNTS, Array
+from megatron_mux.footprint.table import Group, Lasting, PassTable, StageTable
+
+TOLERANCE = 0.002
+"""Of the largest bytes of a pass: what a moment's line may be off at sizes that were run."""
+_DRAWN = 400
+"""Contents at which moments are compared, to drop those that are never the largest."""
+
+
+class NotLinear(ValueError):
+    """Bytes of a pass are not linear in what a micro-batch contains; the message says which."""
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """Lines of a group's passes on one depth."""
+
+    kept: Array
+    forward: Array
+    backward: Array
+    reaches_forward: Array
+    reaches_backward: Array
+
+
+def stage_table(shallow: Windows, deep: Windows, layers: tuple[int, int], chunk: int) -> StageTable:
+    """The table of the stage that both rehearsals ran with a different number of layers.
+
+    Args:
+        shallow, deep: Passes on the same kind of rank; the same where all layers were run.
+        layers: Of the stage in each.
+        chunk: Rows whose logits are computed at once.
+
+    Raises:
+        NotLinear: Lines do not meet what was run.
+    """
+    same = layers[0] == layers[1]
+    lasting = _lasting(deep)
+    further = Lasting(0.0, np.zeros_like(lasting.tasks), np.zeros_like(lasting.tasks))
+    if not same:
+        few, more = _lasting(shallow), layers[1] - layers[0]
+        further = Lasting(
+            (lasting.backbone - few.backbone) / more,
+            (lasting.tasks - few.tasks) / more,
+            (lasting.updating - few.updating) / more,
+        )
+    passes = {}
+    for bucket, group in enumerate(deep.rehearsal.groups):
+        own = _solved(deep, bucket, chunk)
+        deeper = np.zeros_like(own.kept)
+        if not same:
+            deeper = (own.kept - _solved(shallow, bucket, chunk).kept) / (layers[1] - layers[0])
+        passes[group] = _pass_table(own, deeper, chunk)
+    return StageTable(layers[1], lasting, further, passes)
+
+
+def _solved(windows: Windows, bucket: int, chunk: int) -> _Solved:
+    forward, reaches_forward, kept = _lines(windows, "F", bucket, chunk)
+    backward, reaches_backward, _ = _lines(windows, "B", bucket, chunk)
+    return _Solved(kept, forward, backward + kept, reaches_forward, reaches_backward)
+
+
+def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> tuple[Array, Array, Array]:
+    """`[M, F]` lines of a pass's moments, `[M]` whether further layers hold what they keep then, `[F]` of its end."""
+    own = windows.of(kind, bucket)
+    count = Counter(w.stop - w.start for w in own).most_common(1)[0][0]
+    own = [w for w in own if w.stop - w.start == count]
+    features = windows.contents(own).features(chunk)
+    held = np.array([windows.delta(w) for w in own])
+    used = _used(features)
+    if np.linalg.matrix_rank(features[:, used]) < len(used):
+        raise NotLinear(f"{len(own)} micro-batches of group {bucket} are too few")
+    scale = np.abs(features).max(axis=0)[used]
+    found = np.zeros((held.shape[1], features.shape[1]))
+    found[:, used] = (np.linalg.lstsq(features[:, used] / scale, held, rcond=None)[0] / scale[:, None]).T
+    off = np.abs(features @ found.T - held).max(axis=0)
+    most = np.abs(held).max()
+    if off.max() > TOLERANCE * most + 4096:
+        at = int(off.argmax())
+        moment = windows.recording.stream.moment(own[0].start + at)
+        raise NotLinear(f"{kind} of group {windows.rehearsal.groups[bucket]}: {off[at]:.0f} of {most:.0f} at {moment}")
+    return found, _reach(windows, own[0], kind), found[-1]
+
+
+def _used(features: Array) -> list[int]:
+    """Features that differ between micro-batches; that of chunked labels only if labels fill more than a chunk."""
+    varied = [i for i in range(features.shape[1]) if i == 0 or np.ptp(features[:, i]) > 0]
+    labels, of_chunk = COUNTS.index("labels"), COUNTS.index("labels of a chunk")
+    if np.array_equal(features[:, labels], features[:, of_chunk]):
+        varied = [i for i in varied if i != labels]
+    return [i for i in varied if i != COUNTS.index("squares")]
+
+
+def _reach(windows: Windows, window: Window, kind: str) -> Array:
+    """`[M]` 1 at the moments at which the middle layers hold what they keep."""
+    layers = windows.layers(window)
+    first = min((n for n in layers.tolist() if n >= 0), default=0)
+    local = np.where(layers < 0, -1, layers - first)
+    if kind == "F":  # from the third layer on
+        passed = np.maximum.accumulate(local) >= 2
+    else:  # until the second
+        below = np.flatnonzero((local >= 0) & (local <= 1))
+        passed = np.arange(len(local)) < (below[0] if len(below) else len(local))
+    return passed.astype(np.float64)
+
+
+def _pass_table(own: _Solved, deeper: Array, chunk: int) -> PassTable:
+    moments = np.concatenate([own.forward, own.backward])
+    reach = np.concatenate([own.reaches_forward, own.reaches_backward])
+    drawn = _contents(moments.shape[1], chunk)
+    largest = set()
+    for further in (0.0, 4.0, 76.0):
+        held = drawn @ moments.T + further * (drawn @ deeper)[:, None] * reach
+        largest |= set(held.argmax(axis=1).tolist())
+    chosen = sorted(largest)
+    return PassTable(own.kept, deeper, moments[chosen], reach[chosen])
+
+
+def _contents(width: int, chunk: int) -> Array:
+    generator = np.random.default_rng(0)
+    rows = np.exp(generator.uniform(np.log(8), np.log(1 << 17), (_DRAWN, width - len(COUNTS))))
+    rows *= generator.integers(0, 2, rows.shape) | (rows == rows.max(axis=1, keepdims=True))
+    total = rows.sum(axis=1)
+    labels = total * generator.uniform(0, 1, _DRAWN)
+    sequences = np.ceil(total * generator.uniform(0, 0.02, _DRAWN))
+    zeros = np.zeros(_DRAWN)
+    counts = (np.ones(_DRAWN), labels, np.minimum(labels, chunk), sequences, zeros, zeros)
+    found: Array = np.concatenate([np.stack(counts, axis=1), rows], axis=1)
+    return found
+
+
+def _lasting(windows: Windows) -> Lasting:
+    """What lasts: of the backbone, of a task of each signature; and the most that its update takes besides."""
+    groups = windows.rehearsal.groups
+    alone = {group[0]: number for number, group in enumerate(groups) if len(group) == 1}
+    joins = iter(windows.joins)
+    joined = [[next(joins) for _ in group] for group in groups]
+    tasks, updating = np.zeros(len(alone)), np.zeros(len(alone))
+    for signature, number in alone.items():
+        ((start, stop),) = joined[number]
+        tasks[signature] = windows.held(stop) - windows.held(start) + _after_first(windows, number)
+        updating[signature] = max((windows.delta(w).max(initial=0.0) for k in "NU" for w in windows.of(k, number)), default=0.0)
+    every = sum(tasks[signature] for group in groups for signature in group)
+    last = windows.all[-1]
+    return Lasting(windows.held(last.stop) - every, tasks, updating)
+
+
+def _after_first(windows: Windows, bucket: int) -> float:
+    """Bytes that a bucket's updates before those that count left behind."""
+    every = len(windows.rehearsal.groups)
+    return sum(
+        windows.held(w.stop) - windows.held(w.start)
+        for w in windows.all
+        if w.action.kind in "NU" and w.action.bucket % every == bucket and w.step < windows.rehearsal.warm
+    )
+
+
+def subsets(signatures: int) -> list[Group]:
+    """The groups to run: each signature alone, each pair, and all of them."""
+    singles: Sequence[Group] = [(i,) for i in range(signatures)]
+    pairs: Sequence[Group] = [(i, j) for j in range(signatures) for i in range(j)]
+    whole: Sequence[Group] = [tuple(range(signatures))] if signatures > 2 else []
+    return [*singles, *pairs, *whole]

@@ -1,0 +1,137 @@
+"""What a recording says of each pass: the bytes held at its moments, and what the micro-batch contained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_mux.dry_run.run_spec import JOINS, STEP, Recording, TaskRecords
+from megatron_mux.estimate.rehearsal import Rehearsal
+from megatron_mux.footprint.content import Array, Contents
+from megatron_mux.fusion.step import Lengths, StepGrid, step_grid
+from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.tasks import TaskSpec
+
+Layers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The events of an action.
+
+    Attributes:
+        step: From 0.
+        action: The action.
+        start, stop: Its first event, and the one behind its last.
+    """
+
+    step: int
+    action: Action
+    start: int
+    stop: int
+
+
+class Windows:
+    """The passes of a rehearsal on one rank.
+
+    Args:
+        rehearsal: What was run.
+        recording: Of the rank.
+        pipeline: Which of the pipelines the rank belongs to.
+    """
+
+    def __init__(self, rehearsal: Rehearsal, recording: Recording, pipeline: int = 0) -> None:
+        self.rehearsal = rehearsal
+        self.recording = recording
+        self.pipeline = pipeline
+        live = np.array(recording.stream.live(), np.float64)
+        self._live = np.concatenate([[0.0], live])  # before each event, and after the last
+        self._layers = np.array([-1 if m.layer is None else m.layer for m in recording.stream.moment_names])
+        self._moments = np.array(recording.stream.moments)
+
+    def held(self, event: int) -> float:
+        """Bytes before an event."""
+        return float(self._live[event])
+
+    @cached_property
+    def joins(self) -> list[tuple[int, int]]:
+        """The events of each task's registration."""
+        marks = self.recording.marks
+        begins = [index for index, what in marks if what == JOINS]
+        first = next(index for index, what in marks if what == STEP)
+        return list(zip(begins, [*begins[1:], first], strict=True))
+
+    @cached_property
+    def all(self) -> list[Window]:
+        """The actions of all steps."""
+        found, step = [], -1
+        marks = [*self.recording.marks, (len(self._live) - 1, STEP)]
+        for (start, what), (stop, _) in zip(marks, marks[1:], strict=False):
+            if what == STEP:
+                step += 1
+            elif what != JOINS:
+                found.append(Window(step, Action.parse(what), start, stop))
+        return found
+
+    def of(self, kind: str, bucket: int) -> list[Window]:
+        """The actions of this kind of a bucket, in the steps that count."""
+        every = len(self.rehearsal.groups)
+        return [
+            w
+            for w in self.all
+            if w.action.kind == kind and w.action.bucket % every == bucket and w.step >= self.rehearsal.warm
+        ]
+
+    def delta(self, window: Window) -> Array:
+        """`[N]` bytes after each event of a window, above those before it."""
+        found: Array = self._live[window.start + 1 : window.stop + 1] - self._live[window.start]
+        return found
+
+    def layers(self, window: Window) -> Layers:
+        """`[N]` the layer of each event; -1 outside layers."""
+        found: Layers = self._layers[self._moments[window.start : window.stop]]
+        return found
+
+    def contents(self, windows: Sequence[Window]) -> Contents:
+        """What the micro-batches of these windows contain, in rows of the group's signatures."""
+        made = [self._content(w) for w in windows]
+        rows, counts = zip(*made, strict=True)
+        columns = np.array(counts, np.float64).T
+        return Contents(np.array(rows, np.float64), *columns)
+
+    def _content(self, window: Window) -> tuple[list[float], tuple[float, float, float, float]]:
+        bucket = window.action.bucket % len(self.rehearsal.groups)
+        grid, lengths = self._grids[window.step]
+        pieces = [p for chunk in grid.chunks[Unit(bucket, window.action.micro_batch, window.action.chunk)] for p in chunk]
+        rows: dict[int, float] = dict.fromkeys(self.rehearsal.groups[bucket], 0.0)
+        labels = copied = 0.0
+        for piece in pieces:
+            rows[int(piece.task.split("-")[1])] += piece.tokens
+            own = lengths[piece.task]
+            whole, labelled = own.tokens[piece.sequence], own.labels[piece.sequence]
+            labels += max(0, min(piece.stop, whole) - max(piece.start, whole - labelled))
+            copied += piece.start + piece.tokens * (piece.stop < whole)
+        squares = float(sum(piece.tokens**2 for piece in pieces))
+        return list(rows.values()), (labels, float(len(pieces)), squares, copied)
+
+    @cached_property
+    def _grids(self) -> list[tuple[StepGrid, dict[str, Lengths]]]:
+        run = self.rehearsal.run
+        found = []
+        for step in range(run.steps):
+            lengths = {one.name: _lengths(one, step) for one in run.tasks}
+            found.append((step_grid(run.plan, lengths, self.pipeline), lengths))
+        return found
+
+
+def _lengths(one: TaskRecords, step: int) -> Lengths:
+    """The records of a task's step: batches follow each other, the last of an epoch is short."""
+    spec = TaskSpec.model_validate(one.task)
+    batch = spec.sequences_per_step
+    start = step % -(-len(one.lengths) // batch) * batch
+    tokens, labels = (tuple(own[start : start + batch]) for own in (one.lengths, one.labels))
+    return Lengths(tokens, labels, together=spec.training.sequences_per_record)
