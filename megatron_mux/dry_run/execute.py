@@ -138,6 +138,7 @@ def record_steps(
         place.enter(JOIN)
         engine = Engine(stages, parallel, Planning("auto", plan.stages, given=plan))
         watch.follow_adapters(engine.adapters)
+        watch.follow_transfers(engine.communicator)
         for one in run.tasks:
             watch.mark(JOINS)
             engine.register_tasks([_task(one, stages[0].shape)])

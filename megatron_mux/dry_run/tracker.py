@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from megatron_mux.adapters.attach import AdapterSet, Site
@@ -17,6 +18,7 @@ from megatron_mux.memory.fake_gpu.place import BACKWARD, FORWARD, LOAD, OPTIMIZE
 from megatron_mux.memory.fake_gpu.recorder import Recorder
 from megatron_mux.memory.stream.events import Category
 from megatron_mux.pipeline.action import Action
+from megatron_mux.pipeline.communicate import Communicator, Incoming
 from megatron_mux.shape import Module
 
 _PHASES = {"F": FORWARD, "B": BACKWARD, "N": OPTIMIZER, "U": OPTIMIZER}
@@ -82,6 +84,22 @@ class StepTracker(Heartbeat):
         setattr(host, "sites", sites)  # noqa: B010 (on the instance)
         for op in adapters.ops:
             setattr(op, "prepare", self._on_layer(op.info.layer, op.prepare))  # noqa: B010 (likewise)
+
+    def follow_transfers(self, communicator: Communicator) -> None:
+        """Label what is sent to other stages and received from them."""
+        receive, send = communicator.receive, communicator.send
+
+        def receiving(shape: tuple[int, ...], dtype: torch.dtype, backward: bool) -> Incoming:
+            incoming = receive(shape, dtype, backward)
+            self._recorder.label(incoming.tensor, Category.COMMUNICATION)
+            return incoming
+
+        def sending(tensor: Tensor, backward: bool) -> None:
+            self._recorder.label(tensor, Category.COMMUNICATION)
+            send(tensor, backward)
+
+        setattr(communicator, "receive", receiving)  # noqa: B010 (on the instance)
+        setattr(communicator, "send", sending)  # noqa: B010 (likewise)
 
     def _on_layer(self, layer: int, function: Callable[[], None]) -> Callable[[], None]:
         def tracked() -> None:

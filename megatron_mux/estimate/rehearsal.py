@@ -17,7 +17,6 @@ import numpy as np
 from megatron_mux.dry_run.depth import read_info
 from megatron_mux.dry_run.heaviest_batch import STEPS, STEPS_THAT_PRUNE
 from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
-from megatron_mux.footprint.content import COUNTS
 from megatron_mux.footprint.table import Group
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
 from megatron_mux.memory.trace.model import configuration
@@ -27,6 +26,8 @@ SHALLOW, DEEP = 3, 4
 """Layers of a stage where layers are alike."""
 _RECORDS = 3
 """Of a batch that is not short, on each pipeline."""
+_MORE_SIZES = 3
+"""Sizes beyond two for each signature: for what is constant, for the sequences, and one to check."""
 _LENGTHS = (256, 2048)
 """Tokens of the shortest and of the longest record."""
 
@@ -79,7 +80,7 @@ def rehearsal(base: RunSpec, signatures: Sequence[Signature], groups: Sequence[G
     if layers * stages < whole:
         config = json.loads(configuration(base.config, layers * stages).to_json_string(use_diff=False))
         split = (layers,) * stages
-    sizes = max(map(len, groups)) + len(COUNTS)
+    sizes = 2 * max(map(len, groups)) + _MORE_SIZES
     tasks, buckets, warm = [], [], STEPS
     generator = np.random.default_rng(0)
     seconds = (1.0,) * stages

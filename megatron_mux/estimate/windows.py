@@ -13,6 +13,7 @@ from megatron_mux.dry_run.run_spec import JOINS, STEP, Recording, TaskRecords
 from megatron_mux.estimate.rehearsal import Rehearsal
 from megatron_mux.footprint.content import Array, Contents
 from megatron_mux.fusion.step import Lengths, StepGrid, step_grid
+from megatron_mux.memory.stream.events import CATEGORIES, Category
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.tasks import TaskSpec
 
@@ -48,8 +49,13 @@ class Windows:
         self.rehearsal = rehearsal
         self.recording = recording
         self.pipeline = pipeline
-        live = np.array(recording.stream.live(), np.float64)
-        self._live = np.concatenate([[0.0], live])  # before each event, and after the last
+        stream = recording.stream
+        codes = np.array(stream.codes)
+        blocks = np.where(codes < 0, ~codes, codes)
+        # Messages of other micro-batches come and go meanwhile: `footprint.memory` counts them.
+        counts = np.array(stream.categories) != CATEGORIES.index(Category.COMMUNICATION)
+        sizes = (np.array(stream.sizes, np.float64) * counts)[blocks]
+        self._live = np.concatenate([[0.0], np.cumsum(np.where(codes < 0, -sizes, sizes))])  # before each event
         self._layers = np.array([-1 if m.layer is None else m.layer for m in recording.stream.moment_names])
         self._moments = np.array(recording.stream.moments)
 
@@ -96,27 +102,33 @@ class Windows:
         found: Layers = self._layers[self._moments[window.start : window.stop]]
         return found
 
+    def keys(self, window: Window) -> list[int]:
+        """`[N]` what tells events of passes with other sizes apart: moment, and whether they allocate."""
+        codes = np.array(self.recording.stream.codes[window.start : window.stop])
+        found: list[int] = (2 * self._moments[window.start : window.stop].astype(np.int64) + (codes < 0)).tolist()
+        return found
+
     def contents(self, windows: Sequence[Window]) -> Contents:
         """What the micro-batches of these windows contain, in rows of the group's signatures."""
         made = [self._content(w) for w in windows]
-        rows, counts = zip(*made, strict=True)
-        columns = np.array(counts, np.float64).T
-        return Contents(np.array(rows, np.float64), *columns)
+        rows, labels, counts = (np.array(own, np.float64) for own in zip(*made, strict=True))
+        return Contents(rows, labels, *counts.T)
 
-    def _content(self, window: Window) -> tuple[list[float], tuple[float, float, float, float]]:
+    def _content(self, window: Window) -> tuple[list[float], list[float], list[float]]:
         bucket = window.action.bucket % len(self.rehearsal.groups)
         grid, lengths = self._grids[window.step]
         pieces = [p for chunk in grid.chunks[Unit(bucket, window.action.micro_batch, window.action.chunk)] for p in chunk]
         rows: dict[int, float] = dict.fromkeys(self.rehearsal.groups[bucket], 0.0)
-        labels = copied = 0.0
+        labels, copied = rows.copy(), 0.0
         for piece in pieces:
-            rows[int(piece.task.split("-")[1])] += piece.tokens
+            signature = int(piece.task.split("-")[1])
+            rows[signature] += piece.tokens
             own = lengths[piece.task]
             whole, labelled = own.tokens[piece.sequence], own.labels[piece.sequence]
-            labels += max(0, min(piece.stop, whole) - max(piece.start, whole - labelled))
+            labels[signature] += max(0, min(piece.stop, whole) - max(piece.start, whole - labelled))
             copied += piece.start + piece.tokens * (piece.stop < whole)
         squares = float(sum(piece.tokens**2 for piece in pieces))
-        return list(rows.values()), (labels, float(len(pieces)), squares, copied)
+        return [*rows.values()], [*labels.values()], [float(len(pieces)), squares, copied]
 
     @cached_property
     def _grids(self) -> list[tuple[StepGrid, dict[str, Lengths]]]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-COUNTS = ("one", "labels", "labels of a chunk", "sequences", "squares", "copied")
-"""Features of a micro-batch besides the rows of each signature, which follow them."""
+COUNTS = ("one", "labels of a chunk", "sequences", "squares", "copied")
+"""Features of a micro-batch before those of each signature: its rows, then its labelled rows."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Contents:
 
     Attributes:
         rows: `[B, K]` tokens of each signature's tasks.
-        labels: `[B]` labelled tokens.
+        labels: `[B, K]` labelled ones of them: above the last layer's attention only these are computed.
         sequences: `[B]` their number.
         squares: `[B]` the sum of squared lengths.
         copied: `[B]` rows of keys and values from earlier chunks, or left for later ones.
@@ -32,17 +32,25 @@ class Contents:
     copied: Array
 
     def features(self, chunk: int) -> Array:
-        """`[B, 6 + K]`: `COUNTS`, then rows.
+        """`[B, 5 + 2 K]`: `COUNTS`, then rows and labels of each signature.
 
         Args:
             chunk: Rows whose logits are computed at once.
         """
         counts = (
             np.ones(len(self.rows)),
-            self.labels,
-            np.minimum(self.labels, chunk),
+            np.minimum(self.labels.sum(axis=1), chunk),
             self.sequences,
             self.squares,
             self.copied,
         )
-        return np.concatenate([np.stack(counts, axis=1), self.rows], axis=1)
+        return np.concatenate([np.stack(counts, axis=1), self.rows, self.labels], axis=1)
+
+    def of(self, chosen: npt.NDArray[np.int64]) -> Contents:
+        """Only these micro-batches."""
+        return Contents(*(own[chosen] for own in vars(self).values()))
+
+    def only(self, signatures: tuple[int, ...]) -> Contents:
+        """Only the rows of these signatures."""
+        columns = list(signatures)
+        return replace(self, rows=self.rows[:, columns], labels=self.labels[:, columns])

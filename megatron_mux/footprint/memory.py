@@ -1,0 +1,171 @@
+"""The memory of a run's stages from tables: what lasts, and what micro-batches keep and take (equation 5 of MuxTune).
+
+Rows of several signatures are priced from tables of each signature and of each pair: what one signature's adapters keep
+of all rows, others may keep too. Signatures are added one after another, each beside the one with which it shares most,
+along the heaviest spanning tree of what pairs share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from megatron_mux.footprint.content import Array, Contents
+from megatron_mux.footprint.table import Group, StageTable
+from megatron_mux.pipeline.communicate import sends_kept
+from megatron_mux.pipeline.transfers import received_ahead
+
+_SHARED_AT = 1 << 12
+"""Rows, half of them labelled, at which signatures are compared for what they share."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """`[B, S]` bytes of micro-batches.
+
+    Attributes:
+        kept: From the forward to the backward pass.
+        working: The most that is held besides while one is computed.
+    """
+
+    kept: Array
+    working: Array
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of tasks on a backbone divided into stages.
+
+    Attributes:
+        tables: Of each stage; stages of one kind share theirs.
+        layers: How many each stage has.
+        chunk: Rows whose logits are computed at once.
+        message: Bytes of a row's hidden states on a rank.
+        ranks: Of the pipeline.
+        sends_zeros: Whether the first stage keeps zeros to send where memory runs out.
+    """
+
+    tables: Sequence[StageTable]
+    layers: Sequence[int]
+    chunk: int
+    message: float = 0.0
+    ranks: int = 1
+    sends_zeros: bool = True
+
+    def lasting(self, counts: Array) -> Array:
+        """`[S]` bytes that last with so many tasks of each signature."""
+        return np.array([own.lasts(counts, n) for own, n in zip(self.tables, self.layers, strict=True)])
+
+    def updating(self, present: Array) -> Array:
+        """`[S]` temporary bytes of an optimizer's step, of the task among the signatures present that takes most."""
+        steps = [
+            own.lasting.updating + (n - own.layers) * own.deeper.updating
+            for own, n in zip(self.tables, self.layers, strict=True)
+        ]
+        return (np.array(steps) * present).max(axis=1)
+
+    def passes(self, contents: Contents, in_step: float = np.inf) -> Taken:
+        """Bytes of micro-batches on every stage.
+
+        Args:
+            contents: The micro-batches.
+            in_step: The most micro-batches of a step.
+        """
+        found = Taken(*(np.zeros((len(contents.rows), len(self.tables))) for _ in range(2)))
+        patterns, which = np.unique(contents.rows > 0, axis=0, return_inverse=True)
+        for number, pattern in enumerate(patterns):
+            group = tuple(np.flatnonzero(pattern).tolist())
+            at = np.flatnonzero(which.reshape(-1) == number)
+            if not group:
+                continue
+            own = contents.of(at)
+            for stage, table in enumerate(self.tables):
+                found.kept[at, stage], found.working[at, stage] = self._taken(table, stage, group, own)
+        total = contents.rows.sum(axis=1)[:, None] * self.message
+        ends = np.arange(len(self.tables))
+        found.kept[:] += total * ((ends > 0).astype(float) + (ends < len(self.tables) - 1))
+        found.working[:] += total * self._messages(in_step)
+        return found
+
+    def _taken(self, table: StageTable, stage: int, group: Group, contents: Contents) -> Array:
+        """`[2, B]` kept and working bytes of micro-batches with rows of exactly this group's signatures."""
+        further = self.layers[stage] - table.layers
+        if group in table.passes:
+            return np.array(table.passes[group].at(contents.only(group).features(self.chunk), further))
+        first, *others = self._tree(stage, group)
+        at = _Priced(table, further, self.chunk, contents)
+        found = at.all_of(first[0])
+        for new, beside in others:
+            found = found + at.pair(beside, new, share=0.0) - at.all_of(beside)
+            found = found + at.pair(first[0], new, share=1.0) - at.pair(first[0], new, share=0.0)
+        return np.maximum(found, 0.0)
+
+    def _tree(self, stage: int, group: Group) -> list[tuple[int, int]]:
+        """The signatures in the order in which they are added, and beside which each is."""
+        table, further = self.tables[stage], self.layers[stage] - self.tables[stage].layers
+        rows = np.zeros((1, 1 + max(group)))
+        zeros = np.zeros(1)
+        at = _Priced(table, further, self.chunk, Contents(rows + _SHARED_AT, rows + _SHARED_AT / 2, zeros, zeros, zeros))
+        left, order = list(group[1:]), [(group[0], group[0])]
+        while left:
+            more = {
+                (new, old): (at.pair(old, new, share=0.0) - at.all_of(old))[0, 0]
+                for new in left
+                for old, _ in order
+            }
+            best = min(more, key=lambda pair: more[pair])
+            order.append(best)
+            left.remove(best[0])
+        return order
+
+    def _messages(self, in_step: float) -> Array:
+        """`[S]` gradients that a stage uses, and hidden states that it has received ahead, or has sent and keeps."""
+        stages, ranks = len(self.tables), self.ranks
+        share = ranks / stages  # a rank's stages share what it keeps
+        inputs, gradients = (
+            min(received_ahead(stages, ranks, backward), in_step - 1) * share for backward in (False, True)
+        )
+        sent = min(sends_kept(ranks), in_step - 1) * share
+        outputs = min(sends_kept(ranks), in_step) * share  # all are sent by the last backward passes
+        found = np.zeros(stages)
+        found[1:] += inputs + sent
+        found[:-1] += 1 + gradients + np.maximum(0.0, outputs - np.arange(stages, 1, -1))
+        if ranks > 1 and self.sends_zeros:
+            found[0] += 1
+        return found
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """Micro-batches as if all their rows were of one signature or of two."""
+
+    table: StageTable
+    further: int
+    chunk: int
+    contents: Contents
+
+    @cached_property
+    def total(self) -> tuple[Array, Array]:
+        """`[B]` rows, and labelled ones, of all signatures."""
+        return self.contents.rows.sum(axis=1), self.contents.labels.sum(axis=1)
+
+    def all_of(self, signature: int) -> Array:
+        """`[2, B]` kept and working bytes if all rows were of this signature."""
+        rows, labels = (own[:, None] for own in self.total)
+        return self._at((signature,), rows, labels)
+
+    def pair(self, one: int, other: int, share: float) -> Array:
+        """`[2, B]` the same with all rows of `one`, but a share of the other's own rows, in presence of both."""
+        columns = []
+        for own, total in zip((self.contents.rows, self.contents.labels), self.total, strict=True):
+            others = own[:, other] * share
+            both = {one: total - others, other: others}
+            columns.append(np.stack([both[i] for i in sorted(both)], axis=1))
+        return self._at((min(one, other), max(one, other)), *columns)
+
+    def _at(self, group: Group, rows: Array, labels: Array) -> Array:
+        features = replace(self.contents, rows=rows, labels=labels).features(self.chunk)
+        return np.array(self.table.passes[group].at(features, self.further))
