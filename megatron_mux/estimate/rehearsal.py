@@ -26,10 +26,13 @@ SHALLOW, DEEP = 3, 4
 """Layers of a stage where layers are alike."""
 _RECORDS = 3
 """Of a batch that is not short, on each pipeline."""
-_MORE_SIZES = 3
-"""Sizes beyond two for each signature: for what is constant, for the sequences, and one to check."""
-_LENGTHS = (256, 2048)
-"""Tokens of the shortest and of the longest record."""
+_MORE_SIZES = 6
+"""Sizes beyond two for each signature: for what is constant, for sequences, their squares, chunks of logits, and two to
+check."""
+_SHORTEST, _LONGEST = 256, 8192
+"""Tokens of a record; none is longer than a chunk of logits, so that some micro-batches fill one and some do not."""
+_LABELLED = ((0.05, 0.2), (0.6, 1.0))
+"""Shares of a record's tokens that are labelled, in turns."""
 
 Signature = Mapping[str, Any]
 """A task of `tasks.yaml` without name and data, as `signature_of` makes it."""
@@ -65,14 +68,17 @@ class Rehearsal:
     warm: int
 
 
-def rehearsal(base: RunSpec, signatures: Sequence[Signature], groups: Sequence[Group], layers: int) -> Rehearsal:
+def rehearsal(
+    base: RunSpec, signatures: Sequence[Signature], groups: Sequence[Group], layers: int, chunk: int
+) -> Rehearsal:
     """The run of these groups.
 
     Args:
         base: Backbone, ranks, and how memory is saved; its tasks and buckets are not used.
         signatures: What tasks may be like.
         groups: Which of them share a micro-batch.
-        layers: Of each stage; all stages together have them if the backbone has no more.
+        layers: Of each stage, if the backbone has more.
+        chunk: Rows whose logits are computed at once.
     """
     stages = base.plan.ranks
     whole = read_info(base.config, base.quantise).shape.layers
@@ -88,7 +94,9 @@ def rehearsal(base: RunSpec, signatures: Sequence[Signature], groups: Sequence[G
         names = []
         for signature in group:
             name = f"{number}-{signature}"
-            records, steps = _records(name, signatures[signature], sizes, base.plan.data, generator)
+            records, steps = _records(
+                name, signatures[signature], sizes, base.plan.data, _longest(chunk), generator
+            )
             tasks.append(records)
             names.append(name)
             warm = max(warm, steps)
@@ -100,18 +108,28 @@ def rehearsal(base: RunSpec, signatures: Sequence[Signature], groups: Sequence[G
 
 
 def _records(
-    name: str, signature: Signature, sizes: int, pipelines: int, generator: np.random.Generator
+    name: str,
+    signature: Signature,
+    sizes: int,
+    pipelines: int,
+    longest: int,
+    generator: np.random.Generator,
 ) -> tuple[TaskRecords, int]:
     """A task with a batch for each size, one of them short, and the steps it takes until all that lasts is there."""
     batch = _RECORDS * pipelines
     training = {**signature["training"], "per_device_train_batch_size": batch, "gradient_accumulation_steps": 1}
-    data = {"path": "none", "max_length": _LENGTHS[1], "shuffle": False}
+    data = {"path": "none", "max_length": longest, "shuffle": False}
     spec = TaskSpec.model_validate({"name": name, "adapter": signature["adapter"], "data": data, "training": training})
     count = (batch * (sizes - 1) + pipelines) * spec.training.sequences_per_record
-    lengths = generator.integers(*_LENGTHS, count)
-    labels = np.maximum(2, lengths * generator.uniform(0.1, 1.0, count)).astype(int)
+    lengths = generator.integers(_SHORTEST, longest, count)
+    least, most = np.array(_LABELLED)[np.arange(count) // spec.sequences_per_step % 2].T
+    labels = np.maximum(2, lengths * generator.uniform(least, most)).astype(int)
     steps = STEPS_THAT_PRUNE if spec.adapter.acts_after_steps else STEPS
     return TaskRecords(spec.plain(), lengths.tolist(), labels.tolist()), steps
+
+
+def _longest(chunk: int) -> int:
+    return max(4 * _SHORTEST, min(chunk, _LONGEST))
 
 
 def _with_steps(one: TaskRecords, steps: int) -> TaskRecords:

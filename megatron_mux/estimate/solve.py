@@ -76,7 +76,7 @@ def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> tuple[Array,
     own = windows.of(kind, bucket)
     features = windows.contents(own).features(chunk)
     least, held = _aligned(windows, own)
-    used = _used(features)
+    used = _used(features, windows.rehearsal.run.device)
     if np.linalg.matrix_rank(features[:, used]) < len(used):
         raise NotLinear(f"{len(own)} micro-batches of group {bucket} are too few")
     scale = np.abs(features).max(axis=0)[used]
@@ -117,9 +117,14 @@ def _aligned(windows: Windows, own: Sequence[Window]) -> tuple[Window, Array]:
     return least, held
 
 
-def _used(features: Array) -> list[int]:
-    """Features that differ between micro-batches."""
-    unused = {COUNTS.index("squares"), COUNTS.index("labels of a chunk")}
+def _used(features: Array, device: str) -> list[int]:
+    """Features that differ between micro-batches, each for itself."""
+    unused = set()
+    if device == "cuda":  # a CPU's short sequences are computed with those beside them
+        unused.add(COUNTS.index("squares"))
+    of_chunk = COUNTS.index("labels of a chunk")
+    if np.array_equal(features[:, of_chunk], features[:, -(-(features.shape[1] + len(COUNTS)) // 2) :].sum(axis=1)):
+        unused.add(of_chunk)  # none fills a chunk
     return [i for i in range(features.shape[1]) if i == 0 or (np.ptp(features[:, i]) > 0 and i not in unused)]
 
 
@@ -164,7 +169,7 @@ def _lasting(windows: Windows) -> Lasting:
     alone = {group[0]: number for number, group in enumerate(groups) if len(group) == 1}
     joins = iter(windows.joins)
     joined = [[next(joins) for _ in group] for group in groups]
-    tasks, updating = np.zeros(len(alone)), np.zeros(len(alone))
+    tasks, updating = (np.zeros(1 + max(alone)) for _ in range(2))
     for signature, number in alone.items():
         ((start, stop),) = joined[number]
         tasks[signature] = windows.held(stop) - windows.held(start) + _after_first(windows, number)
@@ -183,8 +188,3 @@ def _after_first(windows: Windows, bucket: int) -> float:
         if w.action.kind in "NU" and w.action.bucket % every == bucket and w.step < windows.rehearsal.warm
     )
 
-
-def subsets(signatures: int) -> list[Group]:
-    """The groups to run: each signature alone, and each pair."""
-    singles: list[Group] = [(i,) for i in range(signatures)]
-    return [*singles, *((i, j) for j in range(signatures) for i in range(j))]
