@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_mux import runtime
+from megatron_mux import megatron_core, runtime
 from megatron_mux.adapters.kind import blank
 from megatron_mux.attributes import replaced
 from megatron_mux.backbone.model import load_stages
@@ -45,6 +45,9 @@ def import_all(run: RunSpec) -> None:
         UserError: The backbone's config is invalid.
     """
     from transformers.optimization import get_scheduler  # noqa: F401
+
+    with megatron_core.quiet():
+        import megatron.core.models.gpt  # noqa: F401
 
     for one in run.tasks:
         TaskSpec.model_validate(one.task)

@@ -26,9 +26,9 @@ SHALLOW, DEEP = 3, 4
 """Layers of a stage where layers are alike."""
 _RECORDS = 3
 """Of a batch that is not short, on each pipeline."""
-_MORE_SIZES = 6
-"""Sizes beyond two for each signature: for what is constant, for sequences, their squares, chunks of logits, and two to
-check."""
+_MORE_SIZES = 4
+"""Sizes beyond two for each signature: for what is constant, sequences, chunks of logits, and one to check; on a CPU
+another for squared lengths."""
 _SHORTEST, _LONGEST = 256, 8192
 """Tokens of a record; none is longer than a chunk of logits, so that some micro-batches fill one and some do not."""
 _LABELLED = ((0.05, 0.2), (0.6, 1.0))
@@ -38,7 +38,13 @@ Signature = Mapping[str, Any]
 """A task of `tasks.yaml` without name and data, as `signature_of` makes it."""
 
 _SIZES = ("adapter", "training")
-_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs", "seed")
+_OF_A_STEP = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_steps",
+    "num_train_epochs",
+    "seed",
+)
 
 
 def signature_of(task: Mapping[str, Any]) -> Signature:
@@ -86,7 +92,7 @@ def rehearsal(
     if layers * stages < whole:
         config = json.loads(configuration(base.config, layers * stages).to_json_string(use_diff=False))
         split = (layers,) * stages
-    sizes = 2 * max(map(len, groups)) + _MORE_SIZES
+    sizes = 2 * max(map(len, groups)) + _MORE_SIZES + (base.device == "cpu")
     tasks, buckets, warm = [], [], STEPS
     generator = np.random.default_rng(0)
     seconds = (1.0,) * stages
@@ -102,7 +108,9 @@ def rehearsal(
             warm = max(warm, steps)
         buckets.append(Bucket((HybridTask(tuple(sorted(names))),), 1, forward=seconds, backward=seconds))
     tasks = [_with_steps(one, warm + sizes) for one in tasks]
-    plan = Plan("auto", stages, tuple(buckets), split=split, schedule="1f1b", tensor=base.tensor, data=base.plan.data)
+    plan = Plan(
+        "auto", stages, tuple(buckets), split=split, schedule="1f1b", tensor=base.tensor, data=base.plan.data
+    )
     run = replace(base, config=config, tasks=tasks, plan=plan, steps=warm + sizes, rolling=False)
     return Rehearsal(run, tuple(groups), warm)
 
@@ -117,9 +125,15 @@ def _records(
 ) -> tuple[TaskRecords, int]:
     """A task with a batch for each size, one of them short, and the steps it takes until all that lasts is there."""
     batch = _RECORDS * pipelines
-    training = {**signature["training"], "per_device_train_batch_size": batch, "gradient_accumulation_steps": 1}
+    training = {
+        **signature["training"],
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": 1,
+    }
     data = {"path": "none", "max_length": longest, "shuffle": False}
-    spec = TaskSpec.model_validate({"name": name, "adapter": signature["adapter"], "data": data, "training": training})
+    spec = TaskSpec.model_validate(
+        {"name": name, "adapter": signature["adapter"], "data": data, "training": training}
+    )
     count = (batch * (sizes - 1) + pipelines) * spec.training.sequences_per_record
     lengths = generator.integers(_SHORTEST, longest, count)
     least, most = np.array(_LABELLED)[np.arange(count) // spec.sequences_per_step % 2].T

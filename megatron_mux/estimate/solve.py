@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_mux.estimate.windows import Window, Windows
 from megatron_mux.footprint.content import COUNTS, Array, Contents
-from megatron_mux.footprint.table import Group, Lasting, PassTable, StageTable
+from megatron_mux.footprint.table import Lasting, PassTable, StageTable
+
+Events = npt.NDArray[np.int64]
 
 TOLERANCE = 0.01
 """Of the largest bytes of a pass: what a moment's line may be off at sizes that were run. Kernels take scratch in steps
@@ -75,46 +78,54 @@ def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> tuple[Array,
     """`[M, F]` lines of a pass's moments, `[M]` whether further layers hold what they keep then, `[F]` of its end."""
     own = windows.of(kind, bucket)
     features = windows.contents(own).features(chunk)
-    least, held = _aligned(windows, own)
+    least, events, held = _aligned(windows, own)
+    ends = np.array([windows.delta(w)[-1] for w in own])
     used = _used(features, windows.rehearsal.run.device)
-    if np.linalg.matrix_rank(features[:, used]) < len(used):
-        raise NotLinear(f"{len(own)} micro-batches of group {bucket} are too few")
     scale = np.abs(features).max(axis=0)[used]
-    found = np.zeros((held.shape[1], features.shape[1]))
-    found[:, used] = (np.linalg.lstsq(features[:, used] / scale, held, rcond=None)[0] / scale[:, None]).T
-    beyond = held - features @ found.T
+    if np.linalg.matrix_rank(features[:, used] / scale) < len(used):
+        raise NotLinear(f"{len(own)} micro-batches of group {windows.rehearsal.groups[bucket]} are too few")
+    values = np.column_stack([held, ends])
+    found = np.zeros((values.shape[1], features.shape[1]))
+    found[:, used] = (np.linalg.lstsq(features[:, used] / scale, values, rcond=None)[0] / scale[:, None]).T
+    beyond = values - features @ found.T
     off = np.abs(beyond).max(axis=0)
-    most = np.abs(held).max()
+    most = np.abs(values).max()
     if off.max() > TOLERANCE * most + 4096:
         at = int(off.argmax())
-        moment = windows.recording.stream.moment(least.start + at)
-        raise NotLinear(f"{kind} of group {windows.rehearsal.groups[bucket]}: {off[at]:.0f} of {most:.0f} at {moment}")
-    kept = found[-1].copy()
-    found[:, 0] += beyond.max(axis=0)  # what takes most at some size is not to be missed
-    return found, _reach(windows, least, kind), kept
+        moment = windows.recording.stream.moment(events[min(at, len(events) - 1)])
+        group = windows.rehearsal.groups[bucket]
+        raise NotLinear(f"{kind} of group {group}: {off[at]:.0f} of {most:.0f} at {moment}")
+    found[:-1, 0] += beyond.max(axis=0)[:-1]  # what takes most at some size is not to be missed
+    return found[:-1], _reach(windows, least, events, kind), found[-1]
 
 
-def _aligned(windows: Windows, own: Sequence[Window]) -> tuple[Window, Array]:
-    """The window with the fewest events, and `[N, M]` bytes of all at its moments.
+def _aligned(windows: Windows, own: Sequence[Window]) -> tuple[Window, Events, Array]:
+    """The window with the fewest events, those of its allocations that all have, and `[N, M]` bytes of all until the
+    next of these.
 
-    Kernels are chosen by the number of rows: some take scratch that others do not. The most that is held until the next
-    common event counts for the common one before.
+    Kernels are chosen by the number of rows: some take scratch that others do not, which counts for what comes before.
     """
     least = min(own, key=lambda w: w.stop - w.start)
-    keys = windows.keys(least)
-    held = np.zeros((len(own), len(keys)))
-    for row, window in zip(held, own, strict=True):
-        bytes_, others = windows.delta(window), windows.keys(window)
+    keys, first = windows.allocations(least)
+    places = {}
+    for number, window in enumerate(own):
+        others, events = windows.allocations(window)
         if others == keys:
-            row[:] = bytes_
-            continue
-        blocks = SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()
-        places = [(a + i, b + i) for a, b, size in blocks for i in range(size)]
-        if len(places) < len(keys):
-            raise NotLinear(f"{window.action} allocates otherwise at other sizes")
-        for (at, start), (_, stop) in zip(places, [*places[1:], (0, len(others))], strict=True):
-            row[at] = bytes_[start:stop].max()
-    return least, held
+            pairs = dict(zip(range(len(keys)), events, strict=True))
+        else:
+            blocks = SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()
+            pairs = {a + i: events[b + i] for a, b, size in blocks for i in range(size)}
+        places[number] = pairs
+    common = sorted(set.intersection(*(set(pairs) for pairs in places.values())))
+    if not common:
+        raise NotLinear(f"{least.action} allocates nothing that it does at all sizes")
+    held = np.zeros((len(own), len(common)))
+    for number, window in enumerate(own):
+        bytes_ = windows.delta(window)
+        starts = [places[number][at] - window.start for at in common]
+        for column, (start, stop) in enumerate(zip(starts, [*starts[1:], len(bytes_)], strict=True)):
+            held[number, column] = bytes_[start:stop].max()
+    return least, np.array([first[at] for at in common]), held
 
 
 def _used(features: Array, device: str) -> list[int]:
@@ -123,13 +134,15 @@ def _used(features: Array, device: str) -> list[int]:
     if device == "cuda":  # a CPU's short sequences are computed with those beside them
         unused.add(COUNTS.index("squares"))
     of_chunk = COUNTS.index("labels of a chunk")
-    if np.array_equal(features[:, of_chunk], features[:, -(-(features.shape[1] + len(COUNTS)) // 2) :].sum(axis=1)):
+    if np.array_equal(
+        features[:, of_chunk], features[:, -(-(features.shape[1] + len(COUNTS)) // 2) :].sum(axis=1)
+    ):
         unused.add(of_chunk)  # none fills a chunk
     return [i for i in range(features.shape[1]) if i == 0 or (np.ptp(features[:, i]) > 0 and i not in unused)]
 
 
-def _reach(windows: Windows, window: Window, kind: str) -> Array:
-    """`[M]` 1 at the moments at which the middle layers hold what they keep."""
+def _reach(windows: Windows, window: Window, events: Events, kind: str) -> Array:
+    """`[M]` 1 at those events of a window at which the middle layers hold what they keep."""
     layers = windows.layers(window)
     first = min((n for n in layers.tolist() if n >= 0), default=0)
     local = np.where(layers < 0, -1, layers - first)
@@ -138,7 +151,8 @@ def _reach(windows: Windows, window: Window, kind: str) -> Array:
     else:  # until the second
         below = np.flatnonzero((local >= 0) & (local <= 1))
         passed = np.arange(len(local)) < (below[0] if len(below) else len(local))
-    return passed.astype(np.float64)
+    found: Array = passed[events - window.start].astype(np.float64)
+    return found
 
 
 def _pass_table(own: _Solved, deeper: Array, chunk: int) -> PassTable:
@@ -173,7 +187,9 @@ def _lasting(windows: Windows) -> Lasting:
     for signature, number in alone.items():
         ((start, stop),) = joined[number]
         tasks[signature] = windows.held(stop) - windows.held(start) + _after_first(windows, number)
-        updating[signature] = max((windows.delta(w).max(initial=0.0) for k in "NU" for w in windows.of(k, number)), default=0.0)
+        updating[signature] = max(
+            (windows.delta(w).max(initial=0.0) for k in "NU" for w in windows.of(k, number)), default=0.0
+        )
     every = sum(tasks[signature] for group in groups for signature in group)
     last = windows.all[-1]
     return Lasting(windows.held(last.stop) - every, tasks, updating)
@@ -187,4 +203,3 @@ def _after_first(windows: Windows, bucket: int) -> float:
         for w in windows.all
         if w.action.kind in "NU" and w.action.bucket % every == bucket and w.step < windows.rehearsal.warm
     )
-

@@ -30,6 +30,9 @@ from megatron_mux.tasks import TaskSpec
 
 _FORMAT = 1
 
+Entry = list[dict[str, Any]]
+"""What a file has: the table of each kind of stage, as plain data."""
+
 
 class Tables:
     """Tables of a backbone that is divided and run in one way.
@@ -89,13 +92,15 @@ class Tables:
         """Stages of a rehearsal: the first, one between, the last."""
         return list(range(min(3, len(self.layers))))
 
-    def _rehearsed(self, groups: Sequence[Group], signatures: Sequence[Signature]) -> list[dict[str, Any]]:
+    def _rehearsed(self, groups: Sequence[Group], signatures: Sequence[Signature]) -> list[Entry]:
         """Entries of groups, from dry runs."""
         plan = self._base.plan
         stages = len(self._kinds)
         depths = [SHALLOW, DEEP] if self._are_alike(signatures) else [max(self.layers)]
         base = replace(self._base, plan=replace(plan, stages=stages, virtual=1, split=()))
-        alone = [(i,) for i in sorted({i for group in groups for i in group})]  # whose tasks last is told by them
+        alone = [
+            (i,) for i in sorted({i for group in groups for i in group})
+        ]  # whose tasks last is told by them
         every = [*alone, *(group for group in groups if len(group) > 1)]
         runs = [rehearsal(base, signatures, every, depth, self.chunk) for depth in depths]
         each = runs[0].run.world // stages
@@ -128,19 +133,17 @@ class Tables:
         text = json.dumps(about, sort_keys=True, default=str)
         return self._directory / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
-    def _read(self, group: Group, signatures: Sequence[Signature]) -> dict[str, Any] | None:
+    def _read(self, group: Group, signatures: Sequence[Signature]) -> Entry | None:
         try:
-            found: dict[str, Any] = json.loads(self._path(group, signatures).read_text())
+            found: Entry = json.loads(self._path(group, signatures).read_text())
             return found
         except (OSError, ValueError):  # none, or not whole: it is made anew
             return None
 
-    def _write(self, group: Group, signatures: Sequence[Signature], entry: Mapping[str, Any]) -> None:
+    def _write(self, group: Group, signatures: Sequence[Signature], entry: Entry) -> None:
         write_atomically(self._path(group, signatures), json.dumps(entry))
 
-    def _assembled(
-        self, entries: Mapping[Group, Any], singles: Sequence[Group], kind: int
-    ) -> StageTable:
+    def _assembled(self, entries: Mapping[Group, Any], singles: Sequence[Group], kind: int) -> StageTable:
         """The table of a kind of stage from the entries of groups."""
         made = {group: StageTable.of_json(entry[kind]) for group, entry in entries.items()}
         lasting, deeper = (
@@ -151,11 +154,13 @@ class Tables:
             )
             for name in ("lasting", "deeper")
         )
-        passes: dict[Group, PassTable] = {group: next(iter(own.passes.values())) for group, own in made.items()}
+        passes: dict[Group, PassTable] = {
+            group: next(iter(own.passes.values())) for group, own in made.items()
+        }
         return StageTable(made[singles[0]].layers, lasting, deeper, passes)
 
 
-def _entry(tables: Sequence[StageTable], group: Group) -> list[dict[str, Any]]:
+def _entry(tables: Sequence[StageTable], group: Group) -> Entry:
     """What is kept of a group: for each kind of stage the table of these signatures alone."""
     own = list(group)
     return [

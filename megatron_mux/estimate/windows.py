@@ -55,7 +55,9 @@ class Windows:
         # Messages of other micro-batches come and go meanwhile: `footprint.memory` counts them.
         counts = np.array(stream.categories) != CATEGORIES.index(Category.COMMUNICATION)
         sizes = (np.array(stream.sizes, np.float64) * counts)[blocks]
-        self._live = np.concatenate([[0.0], np.cumsum(np.where(codes < 0, -sizes, sizes))])  # before each event
+        self._live = np.concatenate(
+            [[0.0], np.cumsum(np.where(codes < 0, -sizes, sizes))]
+        )  # before each event
         self._layers = np.array([-1 if m.layer is None else m.layer for m in recording.stream.moment_names])
         self._moments = np.array(recording.stream.moments)
 
@@ -102,11 +104,11 @@ class Windows:
         found: Layers = self._layers[self._moments[window.start : window.stop]]
         return found
 
-    def keys(self, window: Window) -> list[int]:
-        """`[N]` what tells events of passes with other sizes apart: moment, and whether they allocate."""
+    def allocations(self, window: Window) -> tuple[list[int], list[int]]:
+        """The moment of each allocation in a window, by which passes of other sizes are matched, and its event."""
         codes = np.array(self.recording.stream.codes[window.start : window.stop])
-        found: list[int] = (2 * self._moments[window.start : window.stop].astype(np.int64) + (codes < 0)).tolist()
-        return found
+        events = np.flatnonzero(codes >= 0) + window.start
+        return self._moments[events].tolist(), events.tolist()
 
     def contents(self, windows: Sequence[Window]) -> Contents:
         """What the micro-batches of these windows contain, in rows of the group's signatures."""
@@ -117,7 +119,11 @@ class Windows:
     def _content(self, window: Window) -> tuple[list[float], list[float], list[float]]:
         bucket = window.action.bucket % len(self.rehearsal.groups)
         grid, lengths = self._grids[window.step]
-        pieces = [p for chunk in grid.chunks[Unit(bucket, window.action.micro_batch, window.action.chunk)] for p in chunk]
+        pieces = [
+            p
+            for chunk in grid.chunks[Unit(bucket, window.action.micro_batch, window.action.chunk)]
+            for p in chunk
+        ]
         rows: dict[int, float] = dict.fromkeys(self.rehearsal.groups[bucket], 0.0)
         labels, copied = rows.copy(), 0.0
         for piece in pieces:

@@ -65,7 +65,8 @@ class Memory:
             own.lasting.updating + (n - own.layers) * own.deeper.updating
             for own, n in zip(self.tables, self.layers, strict=True)
         ]
-        return (np.array(steps) * present).max(axis=1)
+        found: Array = (np.array(steps) * present).max(axis=1)
+        return found
 
     def passes(self, contents: Contents, in_step: float = np.inf) -> Taken:
         """Bytes of micro-batches on every stage.
@@ -108,17 +109,26 @@ class Memory:
         table, further = self.tables[stage], self.layers[stage] - self.tables[stage].layers
         rows = np.zeros((1, 1 + max(group)))
         zeros = np.zeros(1)
-        at = _Priced(table, further, self.chunk, Contents(rows + _SHARED_AT, rows + _SHARED_AT / 2, zeros, zeros, zeros))
+        at = _Priced(
+            table,
+            further,
+            self.chunk,
+            Contents(rows + _SHARED_AT, rows + _SHARED_AT / 2, zeros, zeros, zeros),
+        )
         left, order = list(group[1:]), [(group[0], group[0])]
+
+        def more(new: int, old: int) -> float:
+            """Bytes that all rows keep more beside `old` if `new` comes."""
+            return float((at.pair(old, new, share=0.0) - at.all_of(old))[0, 0])
+
+        def shared(new: int, old: int) -> float:
+            """What both have all rows keep, but for a constant."""
+            return more(new, group[0]) - more(group[0], new) - more(new, old)
+
         while left:
-            more = {
-                (new, old): (at.pair(old, new, share=0.0) - at.all_of(old))[0, 0]
-                for new in left
-                for old, _ in order
-            }
-            best = min(more, key=lambda pair: more[pair])
-            order.append(best)
-            left.remove(best[0])
+            pairs = [(new, old) for new in left for old, _ in order]
+            order.append(max(pairs, key=lambda pair: shared(*pair)))
+            left.remove(order[-1][0])
         return order
 
     def _messages(self, in_step: float) -> Array:

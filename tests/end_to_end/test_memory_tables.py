@@ -1,0 +1,29 @@
+"""Tables of bytes against dry runs of deeper stages at other sizes: a part of `benchmarks/memory_tables.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.table_cases import Case, compare
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
+CASES = (
+    Case("llama", ("LORA",), "PP2", layers=8),
+    Case("mixtral", ("LORA on experts",), "EP2", layers=6),
+    Case("gpt2", ("LORA with dropout",), "TP2", "recomputed", layers=8),
+    Case("qwen3", ("DPO",), "DP2 sharded", layers=8),
+    Case("gemma3_text", ("DIFF_PRUNING",), saving="NF4", layers=6),
+    Case("llama", ("LORA", "BOTTLENECK", "DoRA"), saving="offloaded", layers=6),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_peaks_are_those_of_dry_runs(case: Case, tmp_path: Path) -> None:
+    for one in compare(case, tmp_path):
+        print(one)
+        # Of a pipeline, the messages on their way are bounded from above.
+        assert -0.001 <= one.off <= (0.025 if case.ranks == "PP2" else 0.001)
+        assert abs(one.off_lasting) <= 0.001

@@ -1,0 +1,50 @@
+"""Tables are solved from what passes hold at a few sizes; what no line meets is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_mux.estimate.rehearsal import DEEP, SHALLOW
+from megatron_mux.estimate.solve import NotLinear, stage_table
+from megatron_mux.footprint.content import Contents
+from megatron_mux.footprint.memory import Memory
+from megatron_mux.footprint.table import Group
+from tests.unit.estimate.played import ADAPTER, CHUNK, MOMENTS, WEIGHTS, RowBytes, played
+
+GROUPS: list[Group] = [(0,), (1,), (0, 1)]
+
+
+def solved(kept: RowBytes, layers: int = 30) -> Memory:
+    """A deep stage's memory, from passes of three and four layers."""
+    shallow, deep = (played(GROUPS, depth, kept) for depth in (SHALLOW, DEEP))
+    return Memory([stage_table(shallow, deep, (SHALLOW, DEEP), CHUNK)], [layers], CHUNK)
+
+
+def test_deep_stages_at_other_sizes_follow_from_few_layers() -> None:
+    memory = solved(lambda rows: int(8 * rows) + 40)
+    rows = np.array([[100_000.0, 0.0], [7.0, 3000.0]])
+    taken = memory.passes(Contents(rows, rows / 2, np.ones(2), np.zeros(2), np.zeros(2)))
+    total = rows.sum(axis=1)
+    assert taken.kept[:, 0] == pytest.approx(30 * (8 * total + 40) + 64, abs=8)
+    assert taken.working[:, 0] == pytest.approx(total, abs=8)
+    lasts = memory.lasting(np.array([2.0, 1.0]))[0]
+    assert lasts == pytest.approx(30 * (WEIGHTS + 3 * (ADAPTER + MOMENTS)))
+    # In the first step moments are allocated, too; they count as lasting.
+    assert memory.updating(np.array([1.0, 0.0]))[0] == pytest.approx(300)
+
+
+def test_scratch_in_steps_of_rows_is_never_missed() -> None:
+    exact = solved(lambda rows: int(4000 * rows))
+    stepped = solved(lambda rows: int(4000 * rows) + 4096 * int(rows > 6000))
+    rows = np.array([[9000.0, 0.0]])
+    contents = Contents(rows, rows, np.ones(1), np.zeros(1), np.zeros(1))
+    least, found = (
+        float((own.passes(contents).kept + own.passes(contents).working)[0, 0]) for own in (exact, stepped)
+    )
+    assert least <= found <= 1.01 * least
+
+
+def test_what_is_not_linear_is_refused() -> None:
+    with pytest.raises(NotLinear, match=r"group \(0,\).*layer 3, op"):
+        solved(lambda rows: int(rows**2))

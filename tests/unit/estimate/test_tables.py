@@ -1,0 +1,77 @@
+"""Tables are kept by group: a task that joins has only its own made, and what is not whole is made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_mux.estimate import tables
+from megatron_mux.estimate.rehearsal import SHALLOW, Signature
+from megatron_mux.estimate.solve import stage_table
+from megatron_mux.estimate.tables import Tables
+from megatron_mux.footprint.table import Group
+from tests.unit.estimate.played import CHUNK, base, played, signature
+
+SIGNATURES = [signature(), signature(r=8)]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
+    """The groups that have been rehearsed."""
+    found: list[Group] = []
+
+    def rehearsed(self: Tables, groups: Sequence[Group], signatures: Sequence[Signature]) -> Any:
+        found.extend(groups)
+        own = played([(0,), (1,), (0, 1)], SHALLOW, lambda rows: int(2 * rows))
+        whole = stage_table(own, own, (SHALLOW, SHALLOW), CHUNK)
+        return [tables._entry([whole], group) for group in groups]
+
+    monkeypatch.setattr(Tables, "_rehearsed", rehearsed)
+    return found
+
+
+def test_only_what_is_new_is_rehearsed(tmp_path: Path, made: list[Group]) -> None:
+    first = Tables(base(), tmp_path).memory(SIGNATURES[:1])
+    assert made == [(0,)]
+    second = Tables(base(), tmp_path).memory(SIGNATURES)
+    assert made == [(0,), (1,), (0, 1)]
+    assert second.lasting(np.array([1.0, 0.0])) == pytest.approx(first.lasting(np.ones(1)))
+    again = Tables(base(), tmp_path).memory(SIGNATURES)
+    assert len(made) == 3 and again.lasting(np.ones(2)) == second.lasting(np.ones(2))
+
+
+def test_other_runs_have_tables_of_their_own(tmp_path: Path, made: list[Group]) -> None:
+    for run in (base(), replace(base(), recompute="full"), replace(base(), dtype="float32")):
+        Tables(run, tmp_path).memory(SIGNATURES[:1])
+    assert made == [(0,)] * 3
+    Tables(replace(base(), steps=9), tmp_path).memory(SIGNATURES[:1])
+    assert len(made) == 3
+
+
+def test_a_file_that_is_not_whole_is_made_anew(tmp_path: Path, made: list[Group]) -> None:
+    memory = Tables(base(), tmp_path).memory(SIGNATURES[:1])
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text()[:50])
+    again = Tables(base(), tmp_path).memory(SIGNATURES[:1])
+    assert len(made) == 2 and again.lasting(np.ones(1)) == memory.lasting(np.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "alike"),
+    [({}, True), ({"layers_to_transform": [1, 2]}, False), ({"use_dora": True}, True)],
+)
+def test_all_layers_are_run_where_adapters_differ(adapter: dict[str, Any], alike: bool) -> None:
+    assert Tables(base())._are_alike([signature(**adapter)]) == alike
+
+
+def test_all_layers_are_run_where_the_backbone_differs_or_is_shallow() -> None:
+    config = {**base().config, "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 64}
+    assert not Tables(replace(base(), config=config))._are_alike([signature()])
+    assert not Tables(replace(base(), config={**base().config, "num_hidden_layers": 4}))._are_alike(
+        [signature()]
+    )

@@ -1,0 +1,105 @@
+"""Bytes from tables: linear arithmetic, depth, signatures that share, messages."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_mux.footprint.content import COUNTS, Array, Contents
+from megatron_mux.footprint.memory import Memory
+from megatron_mux.footprint.table import Group, Lasting, PassTable, StageTable
+
+FROZEN = 100.0
+"""Bytes of a row that the frozen layers keep."""
+OWN = (0.0, 7.0, 0.0, 30.0)
+"""Bytes that each signature keeps of its own rows."""
+INPUTS = ({"qkv": 5.0}, {"qkv": 5.0, "mlp": 3.0}, {"out": 11.0}, {"mlp": 3.0, "out": 11.0})
+"""What each signature has all rows keep; the same name is kept once."""
+
+
+def line(group: Group, rows: Array, constant: float = 0.0) -> Array:
+    """`[F]` of bytes of each row of a group's signatures."""
+    found = np.zeros(len(COUNTS) + 2 * len(group))
+    found[0] = constant
+    found[len(COUNTS) : len(COUNTS) + len(group)] = rows
+    return found
+
+
+def row_bytes(group: Group) -> Array:
+    """Bytes that each signature's rows keep in a group."""
+    kept = {name: size for i in group for name, size in INPUTS[i].items()}
+    return np.array([FROZEN + OWN[i] + sum(kept.values()) for i in group])
+
+
+def stage_table(count: int = 4) -> StageTable:
+    """A table of signatures alone and in pairs, for a stage of four layers."""
+    singles = [(i,) for i in range(count)]
+    pairs = [*itertools.combinations(range(count), 2)]
+    passes = {}
+    for group in [*singles, *pairs]:
+        kept = line(group, 4 * row_bytes(group))
+        moments = np.stack([kept + line(group, np.full(len(group), 50.0), 9.0), kept * 0.5])
+        passes[group] = PassTable(kept, kept / 4, moments, np.array([1.0, 0.0]))
+    tasks = np.arange(1.0, 1 + count)
+    lasting = Lasting(4000.0, 4 * tasks, 10 * tasks)
+    return StageTable(4, lasting, Lasting(1000.0, tasks, 0 * tasks), passes)
+
+
+def contents(rows: list[list[float]]) -> Contents:
+    """Micro-batches without labels."""
+    zeros = np.zeros(len(rows))
+    of_tasks = np.array(rows, np.float64)
+    return Contents(of_tasks, 0 * of_tasks, zeros, zeros, zeros)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 5000), min_size=4, max_size=4), min_size=1, max_size=5),
+    st.integers(4, 90),
+)
+def test_any_set_of_signatures_keeps_what_pairs_say_it_shares(rows: list[list[float]], layers: int) -> None:
+    memory = Memory([stage_table()], [layers], chunk=64)
+    taken = memory.passes(contents(rows))
+    for batch, own in enumerate(rows):
+        group = tuple(i for i in range(4) if own[i])
+        expected = layers * sum(own[i] * size for i, size in zip(group, row_bytes(group), strict=True))
+        assert taken.kept[batch, 0] == pytest.approx(expected)
+        assert taken.working[batch, 0] == pytest.approx(50 * sum(own) + 9 if group else 0)
+
+
+def test_what_lasts_is_counted_by_task_and_layer() -> None:
+    memory = Memory([stage_table(), stage_table()], [4, 6], chunk=64)
+    assert memory.lasting(np.array([1.0, 0.0, 2.0, 0.0])).tolist() == [4000 + 4 * 7, 6000 + 6 * 7]
+    assert memory.updating(np.array([1.0, 0.0, 1.0, 0.0])).tolist() == [30, 30]
+
+
+def test_messages_are_kept_by_the_stages_that_send_or_receive_them() -> None:
+    tables = [stage_table()] * 3
+    alone = Memory(tables, [4] * 3, 64).passes(contents([[10, 0, 0, 0]]), in_step=1)
+    memory = Memory(tables, [4] * 3, 64, message=2.0, ranks=3)
+    taken = memory.passes(contents([[10, 0, 0, 0]]), in_step=1)
+    # The first has its output, the last its input, the middle both.
+    assert (taken.kept - alone.kept).tolist() == [[20, 40, 20]]
+    # A gradient each but on the last; the first has zeros to send where memory runs out.
+    assert (taken.working - alone.working).tolist() == [[40, 20, 0]]
+    more = memory.passes(contents([[10, 0, 0, 0]]), in_step=9).working - taken.working
+    # One is received ahead; eight gradients are still being sent, and of as many outputs six are not in flight.
+    assert more[0, 1] == (1 + 8 + 6) * 20
+
+
+def test_logits_are_counted_up_to_a_chunk() -> None:
+    one = contents([[100, 0, 0, 0]])
+    labelled = Contents(one.rows, one.rows, *(np.zeros(1) for _ in range(3)))
+    assert labelled.features(64)[0, COUNTS.index("labels of a chunk")] == 64
+    assert labelled.features(640)[0, COUNTS.index("labels of a chunk")] == 100
+
+
+def test_a_table_survives_a_file() -> None:
+    table = stage_table()
+    again = StageTable.of_json(json.loads(json.dumps(table.to_json())))
+    one, other = (Memory([own], [7], 64).passes(contents([[1, 2, 3, 4]])) for own in (table, again))
+    assert one.kept.tolist() == other.kept.tolist() and one.working.tolist() == other.working.tolist()
