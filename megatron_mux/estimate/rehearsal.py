@@ -2,7 +2,8 @@
 
 A signature is a task's adapter, loss and optimizer. Each group of signatures has tasks and a bucket of its own, so that
 one step runs a micro-batch of every group; each step has records of other lengths. The last batch of an epoch is short,
-which tells the bytes of a sequence from those of its rows.
+which tells the bytes of a sequence from those of its rows. The first bucket cuts its micro-batches into chunks, for
+what copies of earlier chunks' keys and values take; what is allocated once for all tasks falls to it, too.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
 
 from megatron_mux.dry_run.depth import read_info
-from megatron_mux.dry_run.heaviest_batch import STEPS, STEPS_THAT_PRUNE
+from megatron_mux.dry_run.heaviest_batch import STEPS
 from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.footprint.table import Group
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
@@ -64,8 +66,8 @@ class Rehearsal:
     """A run at a few sizes.
 
     Attributes:
-        run: With one bucket for each group, in their order.
-        groups: The signatures of each group.
+        run: With a bucket for chunks, then one for each group.
+        groups: The signatures of each bucket.
         warm: Steps before those that count: what is allocated once is there after them.
     """
 
@@ -93,59 +95,51 @@ def rehearsal(
         config = json.loads(configuration(base.config, layers * stages).to_json_string(use_diff=False))
         split = (layers,) * stages
     sizes = 2 * max(map(len, groups)) + _MORE_SIZES + (base.device == "cpu")
-    tasks, buckets, warm = [], [], STEPS
+    specs = [_spec("task", one, 1, 1) for one in signatures]
+    steps = next(n for n in count(sizes) if n - _warm(specs, n) >= sizes)
+    tasks, buckets = [], []
     generator = np.random.default_rng(0)
     seconds = (1.0,) * stages
+    groups = [groups[0][:1], *groups]
     for number, group in enumerate(groups):
         names = []
         for signature in group:
             name = f"{number}-{signature}"
-            records, steps = _records(
-                name, signatures[signature], sizes, base.plan.data, _longest(chunk), generator
-            )
-            tasks.append(records)
+            spec = _spec(name, signatures[signature], _RECORDS * base.plan.data, steps)
+            tasks.append(_records(spec, sizes, base.plan.data, _longest(chunk), generator))
             names.append(name)
-            warm = max(warm, steps)
-        buckets.append(Bucket((HybridTask(tuple(sorted(names))),), 1, forward=seconds, backward=seconds))
-    tasks = [_with_steps(one, warm + sizes) for one in tasks]
+        cut = _longest(chunk) // 2 if number == 0 else None
+        buckets.append(Bucket((HybridTask(tuple(sorted(names))),), 1, cut, forward=seconds, backward=seconds))
     plan = Plan(
         "auto", stages, tuple(buckets), split=split, schedule="1f1b", tensor=base.tensor, data=base.plan.data
     )
-    run = replace(base, config=config, tasks=tasks, plan=plan, steps=warm + sizes, rolling=False)
-    return Rehearsal(run, tuple(groups), warm)
+    run = replace(base, config=config, tasks=tasks, plan=plan, steps=steps, rolling=False)
+    return Rehearsal(run, tuple(groups), _warm(specs, steps))
+
+
+def _warm(specs: Sequence[TaskSpec], steps: int) -> int:
+    """Steps until all that lasts is there: a mask that is frozen on the way, too."""
+    return max(STEPS, *(spec.adapter.freezes_after(steps) or 0 for spec in specs))
+
+
+def _spec(name: str, signature: Signature, batch: int, steps: int) -> TaskSpec:
+    training = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 1, "max_steps": steps}
+    data = {"path": "none", "max_length": _LONGEST, "shuffle": False}
+    task = {"name": name, "adapter": signature["adapter"], "data": data}
+    return TaskSpec.model_validate({**task, "training": {**signature["training"], **training}})
 
 
 def _records(
-    name: str,
-    signature: Signature,
-    sizes: int,
-    pipelines: int,
-    longest: int,
-    generator: np.random.Generator,
-) -> tuple[TaskRecords, int]:
-    """A task with a batch for each size, one of them short, and the steps it takes until all that lasts is there."""
-    batch = _RECORDS * pipelines
-    training = {
-        **signature["training"],
-        "per_device_train_batch_size": batch,
-        "gradient_accumulation_steps": 1,
-    }
-    data = {"path": "none", "max_length": longest, "shuffle": False}
-    spec = TaskSpec.model_validate(
-        {"name": name, "adapter": signature["adapter"], "data": data, "training": training}
-    )
-    count = (batch * (sizes - 1) + pipelines) * spec.training.sequences_per_record
-    lengths = generator.integers(_SHORTEST, longest, count)
-    least, most = np.array(_LABELLED)[np.arange(count) // spec.sequences_per_step % 2].T
+    spec: TaskSpec, sizes: int, pipelines: int, longest: int, generator: np.random.Generator
+) -> TaskRecords:
+    """A task with a batch for each size, one of them short."""
+    batch = spec.training.per_device_train_batch_size
+    number = (batch * (sizes - 1) + pipelines) * spec.training.sequences_per_record
+    lengths = generator.integers(_SHORTEST, longest, number)
+    least, most = np.array(_LABELLED)[np.arange(number) // spec.sequences_per_step % 2].T
     labels = np.maximum(2, lengths * generator.uniform(least, most)).astype(int)
-    steps = STEPS_THAT_PRUNE if spec.adapter.acts_after_steps else STEPS
-    return TaskRecords(spec.plain(), lengths.tolist(), labels.tolist()), steps
+    return TaskRecords(spec.plain(), lengths.tolist(), labels.tolist())
 
 
 def _longest(chunk: int) -> int:
     return max(4 * _SHORTEST, min(chunk, _LONGEST))
-
-
-def _with_steps(one: TaskRecords, steps: int) -> TaskRecords:
-    training = {**one.task["training"], "max_steps": steps, "num_train_epochs": None}
-    return replace(one, task={**one.task, "training": training})

@@ -52,26 +52,54 @@ def stage_table(shallow: Windows, deep: Windows, layers: tuple[int, int], chunk:
     lasting = _lasting(deep)
     further = Lasting(0.0, np.zeros_like(lasting.tasks), np.zeros_like(lasting.tasks))
     if not same:
-        few, more = _lasting(shallow), layers[1] - layers[0]
+        fewer, more = _lasting(shallow), layers[1] - layers[0]
         further = Lasting(
-            (lasting.backbone - few.backbone) / more,
-            (lasting.tasks - few.tasks) / more,
-            (lasting.updating - few.updating) / more,
+            (lasting.backbone - fewer.backbone) / more,
+            (lasting.tasks - fewer.tasks) / more,
+            (lasting.updating - fewer.updating) / more,
         )
-    passes = {}
-    for bucket, group in enumerate(deep.rehearsal.groups):
-        own = _solved(deep, bucket, chunk)
+    passes, copied = {}, _copied(deep, chunk)
+    for bucket, group in list(enumerate(deep.rehearsal.groups))[1:]:
+        own = _solved(deep, bucket, chunk, copied)
         deeper = np.zeros_like(own.kept)
         if not same:
-            deeper = (own.kept - _solved(shallow, bucket, chunk).kept) / (layers[1] - layers[0])
+            few = _solved(shallow, bucket, chunk, _copied(shallow, chunk))
+            deeper = (own.kept - few.kept) / (layers[1] - layers[0])
         passes[group] = _pass_table(own, deeper, chunk)
     return StageTable(layers[1], lasting, further, passes)
 
 
-def _solved(windows: Windows, bucket: int, chunk: int) -> _Solved:
+def _solved(windows: Windows, bucket: int, chunk: int, copied: float) -> _Solved:
     forward, reaches_forward, kept = _lines(windows, "F", bucket, chunk)
     backward, reaches_backward, _ = _lines(windows, "B", bucket, chunk)
+    at = COUNTS.index("copied")
+    kept[at] = forward[:, at] = copied
     return _Solved(kept, forward, backward + kept, reaches_forward, reaches_backward)
+
+
+def _copied(windows: Windows, chunk: int) -> float:
+    """Bytes kept of a row of keys and values that is copied, from the bucket with chunks."""
+    own = windows.of("F", 0)
+    contents = windows.contents(own)
+    computed = np.flatnonzero(contents.rows[:, 0])  # where pipelines keep step, some passes are empty
+    kept = np.array([[windows.delta(own[i])[-1]] for i in computed])
+    found = _line(contents.of(computed).features(chunk), kept)
+    return max(0.0, float(found[0, COUNTS.index("copied")]))
+
+
+def _line(features: Array, values: Array) -> Array:
+    """`[M, F]` by least squares from `[N, F]` features and `[N, M]` values; features that do not vary get nothing.
+
+    Raises:
+        NotLinear: The features do not tell themselves apart.
+    """
+    used = _used(features)
+    scale = np.abs(features).max(axis=0)[used]
+    if np.linalg.matrix_rank(features[:, used] / scale) < len(used):
+        raise NotLinear(f"{len(features)} micro-batches are too few to tell {len(used)} terms apart")
+    found = np.zeros((values.shape[1], features.shape[1]))
+    found[:, used] = (np.linalg.lstsq(features[:, used] / scale, values, rcond=None)[0] / scale[:, None]).T
+    return found
 
 
 def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> tuple[Array, Array, Array]:
@@ -80,13 +108,8 @@ def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> tuple[Array,
     features = windows.contents(own).features(chunk)
     least, events, held = _aligned(windows, own)
     ends = np.array([windows.delta(w)[-1] for w in own])
-    used = _used(features, windows.rehearsal.run.device)
-    scale = np.abs(features).max(axis=0)[used]
-    if np.linalg.matrix_rank(features[:, used] / scale) < len(used):
-        raise NotLinear(f"{len(own)} micro-batches of group {windows.rehearsal.groups[bucket]} are too few")
     values = np.column_stack([held, ends])
-    found = np.zeros((values.shape[1], features.shape[1]))
-    found[:, used] = (np.linalg.lstsq(features[:, used] / scale, values, rcond=None)[0] / scale[:, None]).T
+    found = _line(features, values)
     beyond = values - features @ found.T
     off = np.abs(beyond).max(axis=0)
     most = np.abs(values).max()
@@ -128,17 +151,13 @@ def _aligned(windows: Windows, own: Sequence[Window]) -> tuple[Window, Events, A
     return least, np.array([first[at] for at in common]), held
 
 
-def _used(features: Array, device: str) -> list[int]:
+def _used(features: Array) -> list[int]:
     """Features that differ between micro-batches, each for itself."""
-    unused = set()
-    if device == "cuda":  # a CPU's short sequences are computed with those beside them
-        unused.add(COUNTS.index("squares"))
-    of_chunk = COUNTS.index("labels of a chunk")
-    if np.array_equal(
-        features[:, of_chunk], features[:, -(-(features.shape[1] + len(COUNTS)) // 2) :].sum(axis=1)
-    ):
-        unused.add(of_chunk)  # none fills a chunk
-    return [i for i in range(features.shape[1]) if i == 0 or (np.ptp(features[:, i]) > 0 and i not in unused)]
+    varied = [i for i in range(features.shape[1]) if i == 0 or np.ptp(features[:, i]) > 0]
+    of_chunk, labels = COUNTS.index("labels of a chunk"), (features.shape[1] + len(COUNTS)) // 2
+    if np.array_equal(features[:, of_chunk], features[:, labels:].sum(axis=1)):  # none fills a chunk
+        varied.remove(of_chunk)
+    return varied
 
 
 def _reach(windows: Windows, window: Window, events: Events, kind: str) -> Array:
@@ -180,26 +199,16 @@ def _contents(width: int, chunk: int) -> Array:
 def _lasting(windows: Windows) -> Lasting:
     """What lasts: of the backbone, of a task of each signature; and the most that its update takes besides."""
     groups = windows.rehearsal.groups
-    alone = {group[0]: number for number, group in enumerate(groups) if len(group) == 1}
+    alone = {group[0]: number for number, group in enumerate(groups) if number and len(group) == 1}
     joins = iter(windows.joins)
     joined = [[next(joins) for _ in group] for group in groups]
     tasks, updating = (np.zeros(1 + max(alone)) for _ in range(2))
     for signature, number in alone.items():
         ((start, stop),) = joined[number]
-        tasks[signature] = windows.held(stop) - windows.held(start) + _after_first(windows, number)
+        tasks[signature] = windows.held(stop) - windows.held(start) + windows.left(number)
         updating[signature] = max(
             (windows.delta(w).max(initial=0.0) for k in "NU" for w in windows.of(k, number)), default=0.0
         )
     every = sum(tasks[signature] for group in groups for signature in group)
     last = windows.all[-1]
     return Lasting(windows.held(last.stop) - every, tasks, updating)
-
-
-def _after_first(windows: Windows, bucket: int) -> float:
-    """Bytes that a bucket's updates before those that count left behind."""
-    every = len(windows.rehearsal.groups)
-    return sum(
-        windows.held(w.stop) - windows.held(w.start)
-        for w in windows.all
-        if w.action.kind in "NU" and w.action.bucket % every == bucket and w.step < windows.rehearsal.warm
-    )

@@ -87,12 +87,16 @@ class Windows:
 
     def of(self, kind: str, bucket: int) -> list[Window]:
         """The actions of this kind of a bucket, in the steps that count."""
+        return [w for w in self._of(bucket) if w.action.kind == kind and w.step >= self.rehearsal.warm]
+
+    def left(self, bucket: int) -> float:
+        """Bytes that a bucket's actions before the steps that count have left behind."""
+        own = (w for w in self._of(bucket) if w.step < self.rehearsal.warm)
+        return sum(self.held(w.stop) - self.held(w.start) for w in own)
+
+    def _of(self, bucket: int) -> list[Window]:
         every = len(self.rehearsal.groups)
-        return [
-            w
-            for w in self.all
-            if w.action.kind == kind and w.action.bucket % every == bucket and w.step >= self.rehearsal.warm
-        ]
+        return [w for w in self.all if w.action.bucket % every == bucket]
 
     def delta(self, window: Window) -> Array:
         """`[N]` bytes after each event of a window, above those before it."""
@@ -118,12 +122,9 @@ class Windows:
 
     def _content(self, window: Window) -> tuple[list[float], list[float], list[float]]:
         bucket = window.action.bucket % len(self.rehearsal.groups)
-        grid, lengths = self._grids[window.step]
-        pieces = [
-            p
-            for chunk in grid.chunks[Unit(bucket, window.action.micro_batch, window.action.chunk)]
-            for p in chunk
-        ]
+        grid, lengths = self.grids[window.step]
+        unit = Unit(bucket, window.action.micro_batch, window.action.chunk)
+        pieces = [p for chunk in grid.chunks.get(unit, ()) for p in chunk]
         rows: dict[int, float] = dict.fromkeys(self.rehearsal.groups[bucket], 0.0)
         labels, copied = rows.copy(), 0.0
         for piece in pieces:
@@ -133,11 +134,13 @@ class Windows:
             whole, labelled = own.tokens[piece.sequence], own.labels[piece.sequence]
             labels[signature] += max(0, min(piece.stop, whole) - max(piece.start, whole - labelled))
             copied += piece.start + piece.tokens * (piece.stop < whole)
-        squares = float(sum(piece.tokens**2 for piece in pieces))
+        # A GPU's attention takes sequences one by one; on a CPU short ones are padded to those beside them.
+        squares = float(sum(piece.tokens**2 for piece in pieces)) * (self.rehearsal.run.device == "cpu")
         return [*rows.values()], [*labels.values()], [float(len(pieces)), squares, copied]
 
     @cached_property
-    def _grids(self) -> list[tuple[StepGrid, dict[str, Lengths]]]:
+    def grids(self) -> list[tuple[StepGrid, dict[str, Lengths]]]:
+        """What each step computes, and its records."""
         run = self.rehearsal.run
         found = []
         for step in range(run.steps):

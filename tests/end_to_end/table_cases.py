@@ -72,6 +72,8 @@ SAVINGS: Mapping[str, Mapping[str, Any]] = {
     "NF4": {"quantise": "nf4"},
 }
 _LENGTHS = (40, 4000)
+_CHUNKED = 0.2
+"""Share of drawn cases whose micro-batches are cut."""
 _SEQUENCES = 4
 """Records of a micro-batch."""
 
@@ -86,6 +88,7 @@ class Case:
         ranks, saving: Names of `RANKS` and `SAVINGS`.
         layers: Of a stage.
         seed: Of the records' lengths.
+        chunk: Tokens of a chunk, of a single stage; None: micro-batches are not cut.
     """
 
     family: str
@@ -94,11 +97,13 @@ class Case:
     saving: str = "plain"
     layers: int = 9
     seed: int = 0
+    chunk: int | None = None
 
     @property
     def name(self) -> str:
         """In words."""
-        return f"{self.family}, {' + '.join(self.kinds)}, {self.ranks}, {self.saving}, {self.layers} layers"
+        chunks = f", chunks of {self.chunk}" if self.chunk else ""
+        return f"{self.family}, {' + '.join(self.kinds)}, {self.ranks}, {self.saving}, {self.layers} layers{chunks}"
 
     @property
     def base(self) -> RunSpec:
@@ -205,6 +210,8 @@ def drawn(count: int, seed: int, mixed: int = 0) -> list[Case]:
             2 * int(generator.integers(3, 7)),
             int(generator.integers(1 << 16)),
         )
+        if case.ranks != "PP2" and generator.random() < _CHUNKED:
+            case = replace(case, chunk=1200)
         if case.exists:
             found.append(case)
     return found
@@ -231,7 +238,8 @@ def compare(case: Case, tables: Path) -> Iterator[Compared]:
         taken = memory.passes(windows.contents(forward), in_step=len(forward))
         counts = np.ones(len(group))
         lasting = float(memory.lasting(counts)[stage])
-        most = max(_in_flight(taken, stage, run.plan.ranks), float(memory.updating(counts)[stage]))
+        flight = len(forward) if case.chunk else min(run.plan.ranks - stage, len(forward))
+        most = max(_in_flight(taken, stage, flight), float(memory.updating(counts)[stage]))
         yield Compared(case, stage, *_really(recording), lasting + most, lasting)
 
 
@@ -245,15 +253,14 @@ def _run(case: Case, base: RunSpec) -> RunSpec:
         lengths = generator.integers(*_LENGTHS, spec.sequences_per_step)
         labels = np.maximum(2, lengths * generator.uniform(0.1, 1.0, len(lengths))).astype(int)
         tasks.append(TaskRecords(spec.plain(), lengths.tolist(), labels.tolist()))
-    plan = plan_for("spatial", {one.name: 1 for one in tasks}, stages, micro_batches)
+    plan = plan_for("spatial", {one.name: 1 for one in tasks}, stages, micro_batches, case.chunk)
     plan = replace(plan, data=data, tensor=base.tensor, schedule="1f1b")
     return replace(base, tasks=tasks, plan=plan, steps=STEPS_THAT_PRUNE)
 
 
-def _in_flight(taken: Taken, stage: int, stages: int) -> float:
-    """The most that 1F1B holds on a stage at a time."""
+def _in_flight(taken: Taken, stage: int, flight: int) -> float:
+    """The most that a stage holds at a time with so many micro-batches, or chunks of one, in flight."""
     kept, working = taken.kept[:, stage], taken.working[:, stage]
-    flight = min(stages - stage, len(kept))
     return max(
         float(kept[max(0, m - flight + 1) : m + 1].sum() + working[computed])
         for m in range(len(kept))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from megatron_mux.dry_run.run_spec import JOINS, STEP, Mark, Recording, RunSpec
-from megatron_mux.estimate.rehearsal import Rehearsal, Signature, rehearsal, signature_of
+from megatron_mux.estimate.rehearsal import Signature, rehearsal, signature_of
 from megatron_mux.estimate.windows import Windows
 from megatron_mux.footprint.table import Group
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.memory.stream.events import Moment, Stream, StreamBuilder
+from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.tasks import TaskSpec
 
 CONFIG: dict[str, Any] = {
@@ -22,10 +20,12 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 WEIGHTS, ADAPTER, MOMENTS = 1000, 10, 20
 """Bytes of a layer that last: of the backbone, of a task, of its optimizer after the first step."""
+COPIED = 3
+"""Bytes of a layer for each row of keys and values that is copied."""
 CHUNK = 512
 """Rows of a chunk of logits."""
 
-RowBytes = Callable[[float], int]
+RowBytes = Callable[[int], int]
 """Bytes that a layer keeps of so many rows."""
 
 
@@ -44,51 +44,67 @@ def base() -> RunSpec:
 def played(groups: list[Group], layers: int, kept: RowBytes) -> Windows:
     """A rehearsal of two signatures whose layers keep bytes by rows, and the same again while they go backward."""
     made = rehearsal(base(), [signature(), signature(r=8)], groups, layers, CHUNK)
-    rows = _rows(made)
-    builder, marks = StreamBuilder(), list[Mark]()
-
-    def mark(what: str) -> None:
-        marks.append((len(builder._stream), what))
-
-    builder.allocate(WEIGHTS * layers, Moment("load"))
+    grids = Windows(made, Recording(Stream.empty(), ())).grids
+    player = _Player(layers, kept)
+    player.allocate(WEIGHTS * layers, Moment("load"))
     for _ in made.run.tasks:
-        mark(JOINS)
-        builder.allocate(ADAPTER * layers, Moment("join"))
-    for step in range(made.run.steps):
-        mark(STEP)
-        for bucket, group in enumerate(groups):
-            mark(f"0F{bucket}.0")
-            blocks = [
-                builder.allocate(kept(rows[step, bucket]), Moment("forward", i, "op")) for i in range(layers)
-            ]
-            loss = builder.allocate(64, Moment("forward", None, "loss"))
-            mark(f"0B{bucket}.0")
-            for layer in reversed(range(layers)):
-                builder.free(
-                    builder.allocate(int(rows[step, bucket]), Moment("backward", layer, "op")),
-                    Moment("backward", layer),
+        player.mark(JOINS)
+        player.allocate(ADAPTER * layers, Moment("join"))
+    for step, (grid, lengths) in enumerate(grids):
+        player.mark(STEP)
+        for bucket, own in enumerate(made.run.plan.buckets):
+            units = sorted(unit for unit in grid.chunks if unit.bucket == bucket)
+            for unit in units:
+                pieces = [piece for chunk in grid.chunks[unit] for piece in chunk]
+                copied = sum(
+                    piece.start + piece.tokens * (piece.stop < lengths[piece.task].tokens[piece.sequence])
+                    for piece in pieces
                 )
-                builder.free(blocks[layer], Moment("backward", layer))
-            builder.free(loss, Moment("backward"))
-            mark(f"0N{bucket}")
-            mark(f"0U{bucket}")
-            builder.free(builder.allocate(300, Moment("optimizer", None, "step")), Moment("optimizer"))
-            for _ in group if step == 0 else ():
-                builder.allocate(MOMENTS * layers, Moment("optimizer", None, "zeros"))
-    return Windows(made, Recording(builder.done(), tuple(marks)))
+                player.forward(unit, sum(piece.tokens for piece in pieces), copied)
+            for unit in reversed(units):
+                player.backward(unit)
+            player.update(bucket, MOMENTS * layers * len(own.tasks) if step == 0 else 0)
+    return Windows(made, Recording(player.builder.done(), tuple(player.marks)))
 
 
-def _rows(made: Rehearsal) -> dict[tuple[int, int], float]:
-    """Rows of each step's buckets, as `Windows` reads them off the plan."""
-    every = range(len(made.groups))
-    marks = tuple(
-        (0, what) for step in range(made.run.steps) for what in (STEP, *(f"0F{b}.0" for b in every))
-    )
-    made = replace(made, warm=0)
-    windows = Windows(made, Recording(Stream.empty((Moment("load"),)), ((0, JOINS), *marks)))
-    found: dict[tuple[int, int], float] = {}
-    for bucket in every:
-        own = windows.of("F", bucket)
-        for window, rows in zip(own, windows.contents(own).rows.sum(axis=1), strict=True):
-            found[window.step, bucket] = float(np.round(rows))
-    return found
+class _Player:
+    """Writes a recording."""
+
+    def __init__(self, layers: int, kept: RowBytes) -> None:
+        self.builder = StreamBuilder()
+        self.marks: list[Mark] = []
+        self._events = 0
+        self._layers, self._kept = layers, kept
+        self._held: dict[Unit, tuple[int, list[int], int]] = {}
+
+    def mark(self, what: object) -> None:
+        self.marks.append((self._events, str(what)))
+
+    def allocate(self, size: int, moment: Moment) -> int:
+        self._events += 1
+        return self.builder.allocate(size, moment)
+
+    def free(self, block: int, phase: str) -> None:
+        self._events += 1
+        self.builder.free(block, Moment(phase))
+
+    def forward(self, unit: Unit, rows: int, copied: int) -> None:
+        self.mark(Action.of(0, "F", unit))
+        size = self._kept(rows) + COPIED * copied
+        blocks = [self.allocate(size, Moment("forward", layer, "op")) for layer in range(self._layers)]
+        self._held[unit] = rows, blocks, self.allocate(64, Moment("forward", None, "loss"))
+
+    def backward(self, unit: Unit) -> None:
+        self.mark(Action.of(0, "B", unit))
+        rows, blocks, loss = self._held.pop(unit)
+        for layer in reversed(range(self._layers)):
+            self.free(self.allocate(rows, Moment("backward", layer, "op")), "backward")
+            self.free(blocks[layer], "backward")
+        self.free(loss, "backward")
+
+    def update(self, bucket: int, moments: int) -> None:
+        self.mark(Action(0, "N", bucket))
+        self.mark(Action(0, "U", bucket))
+        self.free(self.allocate(300, Moment("optimizer", None, "step")), "optimizer")
+        if moments:
+            self.allocate(moments, Moment("optimizer", None, "zeros"))

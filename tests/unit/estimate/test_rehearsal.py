@@ -45,15 +45,29 @@ def test_batches_and_rates_do_not_make_a_signature() -> None:
 
 def test_every_group_has_a_bucket_with_tasks_of_its_own() -> None:
     made = rehearsal(base(), [signature(), signature(r=8)], [(0,), (0, 1)], 3, CHUNK)
-    assert [bucket.tasks for bucket in made.run.plan.buckets] == [("0-0",), ("1-0", "1-1")]
+    buckets = made.run.plan.buckets
+    assert [bucket.tasks for bucket in buckets] == [("0-0",), ("1-0",), ("2-0", "2-1")]
+    assert [bool(bucket.chunk) for bucket in buckets] == [True, False, False]
     assert read_info(made.run.config).shape.layers == 3
     assert made.run.steps > made.warm
+
+
+def test_a_mask_is_frozen_before_the_steps_that_count() -> None:
+    pruned = {"peft_type": "DIFF_PRUNING", "target_modules": ["q_proj"]}
+    spec = TaskSpec.model_validate(
+        {"name": "a", "adapter": pruned, "data": {"path": "none"}, "training": {"max_steps": 3}}
+    )
+    plain, made = (
+        rehearsal(base(), [one], [(0,)], 3, CHUNK) for one in (signature(), signature_of(spec.plain()))
+    )
+    assert made.warm == spec.adapter.freezes_after(made.run.steps) and made.warm > plain.warm
+    assert made.run.steps - made.warm == plain.run.steps - plain.warm
 
 
 @pytest.mark.parametrize("group", [(0,), (0, 1)])
 def test_sizes_tell_rows_labels_and_sequences_apart(group: tuple[int, ...]) -> None:
     windows = played([group], 3, int)
-    contents = windows.contents(windows.of("F", 0))
+    contents = windows.contents(windows.of("F", 1))
     features = contents.features(CHUNK)
     unused = [COUNTS.index(name) for name in ("squares", "copied")]
     told = np.delete(features, unused, axis=1)
