@@ -224,7 +224,9 @@ class StructuredRun:
         """Let a tensor travel to `stage`: one at a time in each direction of a link."""
         when = (max(start, arrived[-1]) if arrived else start) + seconds
         arrived.append(when)
-        heapq.heappush(self.events, (when, stage % self.ranks))
+        rank = stage % self.ranks
+        if self.free_at[rank] <= when + self.tolerance:  # else it looks when it is free
+            heapq.heappush(self.events, (when, rank))
 
     def _is_backward_ready(self, stage: int, by: float) -> bool:
         number = self.backwards[stage]

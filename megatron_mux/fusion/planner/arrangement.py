@@ -150,7 +150,8 @@ class ArrangementEvaluator:
             return StructuredRun(buckets, limit, sizes * steps, self.virtual).latency
 
         work = busiest(buckets, sizes, buckets[0].stages // self.virtual)
-        seconds = seconds_per_step(simulated, work, self.steps, below)
+        # A bucket by itself waits for its own step to end: its steps are alike.
+        seconds = seconds_per_step(simulated, work, self.steps if len(buckets) > 1 else 1, below)
         if seconds is None:
             return None
         return Arrangement(grouped, micro_batches, seconds)

@@ -245,14 +245,14 @@ class PlanEvaluator:
     def evaluate(self, plan: Plan) -> Evaluation:
         """Predict the costs of a plan's buckets, its latency and its memory; buckets enter in the plan's order.
 
-        Without a limit the memory is that of a typical step: see `with_longest`.
+        Without a limit passes count as if they took no memory: see `with_longest`.
         """
         if plan.buckets not in self._evaluated:
             self._evaluated[plan.buckets] = self._evaluate(plan, self._priced(plan))
         return self._evaluated[plan.buckets]
 
     def with_longest(self, found: Evaluation) -> Evaluation:
-        """The same with the memory of a step with longest records, which nothing but a limit asks for before."""
+        """The same with its memory, also in steps with longest records, which nothing but a limit asks for before."""
         return found if self.limit is not None else self._evaluate(found.plan, self._price(found.plan, True))
 
     def _evaluate(self, plan: Plan, priced: Sequence[_Priced]) -> Evaluation:
@@ -335,10 +335,14 @@ class PlanEvaluator:
         typical = self._grids(plan, self.lengths)
         sizes = _by_bucket(typical)
         costs = self._mean_costs(typical, sizes)
-        if not with_longest or self._most_lengths == self.lengths:
-            return [_Priced(*own) for own in zip(costs, sizes, sizes, strict=True)]
-        longest = self._grids(plan, self._most_lengths)
-        costs = [_at_least(cost, own) for cost, own in zip(costs, self._most_bytes(longest), strict=True)]
+        longest, bytes_of = typical, []
+        if with_longest and not self.costs.counts_bytes:
+            bytes_of.append(self._most_bytes(self.costs, typical))
+        if with_longest and self._most_lengths != self.lengths:
+            longest = self._grids(plan, self._most_lengths)
+            bytes_of.append(self._most_bytes(self._most_costs, longest))
+        for most in bytes_of:
+            costs = [_at_least(*own) for own in zip(costs, most, strict=True)]
         return [_Priced(*own) for own in zip(costs, sizes, _by_bucket(longest), strict=True)]
 
     def _grids(self, plan: Plan, lengths: Mapping[str, Lengths]) -> list[StepGrid]:
@@ -355,10 +359,10 @@ class PlanEvaluator:
             of_bucket[bucket].append(bucket_cost([next(costs) for _ in chunks]))
         return [self._mean(own, size) for own, size in zip(of_bucket, sizes, strict=True)]
 
-    def _most_bytes(self, grids: Sequence[StepGrid]) -> list[_Bytes]:
-        """For each bucket, the most bytes that a unit of these grids, with longest records, keeps and takes."""
+    def _most_bytes(self, model: StageCosts, grids: Sequence[StepGrid]) -> list[_Bytes]:
+        """For each bucket, the most bytes that a unit of these grids keeps and takes."""
         units = [(unit.bucket, chunks) for grid in grids for unit, chunks in grid.chunks.items()]
-        taken = self._most_costs.bytes_of([chunk for _, chunks in units for chunk in chunks])
+        taken = model.bytes_of([chunk for _, chunks in units for chunk in chunks])
         kept, working = taken.lasting, taken.working
         starts = np.cumsum([0, *(len(chunks) for _, chunks in units[:-1])])
         together = np.maximum if self.costs.interleaving is None else np.add  # as in `bucket_cost`

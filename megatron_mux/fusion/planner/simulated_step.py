@@ -23,7 +23,9 @@ def step_of(
         most[:] = map(max, most, peaks)
         return latency
 
-    seconds = seconds_per_step(simulated, busiest(costs, sizes, plan.ranks), plan.rolling)
+    # A bucket by itself waits for its own step to end: its steps are alike.
+    steps = 1 if len(costs) == 1 and is_structured(plan, sizes) else plan.rolling
+    seconds = seconds_per_step(simulated, busiest(costs, sizes, plan.ranks), steps)
     assert seconds is not None, "without a bound there is an answer"
     return seconds, most
 

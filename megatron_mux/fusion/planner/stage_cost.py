@@ -58,6 +58,7 @@ class StageCosts:
             part of every pass.
         interleave: How they do, if so; None: as well as computation and link allow.
         exchanges: Whether rows go to other ranks for their experts.
+        counts_bytes: Whether costs have what batches keep and take, which takes as long to find as their seconds.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class StageCosts:
         overlap: bool = False,
         interleave: Interleave | None = None,
         exchanges: bool = False,
+        counts_bytes: bool = True,
     ) -> None:
         self.overlap = overlap
+        self.counts_bytes = counts_bytes
         self.profile = profile
         self.shape = shape
         self.loads = list(loads)
@@ -229,10 +232,12 @@ class StageCosts:
                 messages = messages[:, :, :0]
         one = self._curves["transfer"].many(total + referred)[0]
         transfer = np.repeat(one[:, None], len(self.stages) - 1, axis=1)
-        most = np.maximum(total, longest)
-        memory = self.memory.passes(Rows(rows, most, labels * most / np.maximum(total, 1e-9), copied))
-        passes, messages = seconds.swapaxes(0, 1), messages.swapaxes(0, 1)
-        columns = (*passes, memory.lasting, memory.working, transfer, *messages)
+        kept = working = transfer[:, :0]
+        if self.counts_bytes:
+            most = np.maximum(total, longest)
+            memory = self.memory.passes(Rows(rows, most, labels * most / np.maximum(total, 1e-9), copied))
+            kept, working = memory.lasting, memory.working
+        columns = (*seconds.swapaxes(0, 1), kept, working, transfer, *messages.swapaxes(0, 1))
         listed = zip(parts.astype(int).tolist(), *(map(tuple, own.tolist()) for own in columns), strict=True)
         found = [
             HybridCost(count, forward, backward, 1, kept, working, sent, (), ahead, back)
