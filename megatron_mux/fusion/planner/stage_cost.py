@@ -35,10 +35,12 @@ from megatron_mux.gpus import assumed
 from megatron_mux.memory.forms.engine_bytes import Passes
 from megatron_mux.memory.forms.engine_memory import Rows
 from megatron_mux.memory.forms.method import Method
-from megatron_mux.memory.forms.task_adapters import AdaptedOp
 from megatron_mux.optimizers.registry import OPTIMIZERS
 
 Array = npt.NDArray[np.float64]
+
+_Adapters = tuple[tuple[Curve, tuple[int, ...]], ...]
+"""The adapters of a task at a BaseOp: for each, how many layers of each stage have it."""
 
 _MOST_ENTRIES = 1 << 18
 """Batches times tasks that are priced at once: 2 MiB of a table of numbers, of which there are some dozens."""
@@ -90,7 +92,7 @@ class StageCosts:
         self._curves = profile.curves
         self._depths = np.array([float(len(own)) for own in stages])
         self._cores = StageAttention(profile.curves, shape.windows, self.stages)
-        self._sites = [_by_stage(load.ops, self.stages) for load in self.loads]
+        self._alike = _alike(self.loads, self.stages)
         self._lowest = np.array([_lowest(load, shape.layers) for load in self.loads], dtype=np.int64)
         self._count = np.array([load.records for load in self.loads])
         self._together = np.array([float(load.together) for load in self.loads])
@@ -266,19 +268,24 @@ class StageCosts:
         """`[B, 2, S, ops]` seconds of the adapters: at each BaseOp `max(sum of u_a t_a, max of t_a)`."""
         shape = (len(rows), 2, len(self.stages), len(ORDER))
         fused, longest = np.zeros(shape), np.zeros(shape)
-        for task in np.flatnonzero(rows.any(axis=0)).tolist():
-            present = np.flatnonzero(rows[:, task])
-            sizes = rows[present, task]
-            of_ops: dict[int, Array] = {}
-            for (op, curve), counts in self._sites[task].items():
-                alone = self._adapter(curve, op, sizes)  # [2, N]
-                shares = self._curves.get(f"utilisation:{curve.name}")
-                used = alone if shares is None else alone * shares.many(sizes)
-                index = ORDER.index(op)
-                fused[present, :, :, index] += used.T[:, :, None] * counts
-                of_ops[index] = of_ops.get(index, 0.0) + alone.T[:, :, None] * counts
-            for index, own in of_ops.items():
-                longest[present, :, :, index] = np.maximum(longest[present, :, :, index], own)
+        for (op, adapters), tasks in self._alike.items():
+            batch, member = np.nonzero(rows[:, tasks])
+            if not len(batch):
+                continue
+            sizes = rows[batch, np.array(tasks)[member]]
+            present, starts = np.unique(batch, return_index=True)
+            alone = np.array([self._adapter(curve, op, sizes) for curve, _ in adapters])  # [C, 2, N]
+            used = alone.copy()
+            for own, (curve, _) in zip(used, adapters, strict=True):
+                if (shares := self._curves.get(f"utilisation:{curve.name}")) is not None:
+                    own *= shares.many(sizes)
+            # Stages that have as many layers with each adapter are alike.
+            counts, stage = np.unique(np.array([own for _, own in adapters]), axis=1, return_inverse=True)
+            place = (present, slice(None), slice(None), ORDER.index(op))
+            total = np.add.reduceat(np.einsum("cwn,cs->nws", used, counts), starts)
+            most = np.maximum.reduceat(np.einsum("cwn,cs->nws", alone, counts), starts)
+            fused[place] += total[:, :, stage]
+            longest[place] = np.maximum(longest[place], most[:, :, stage])
         found: Array = np.maximum(fused, longest)
         return found
 
@@ -375,16 +382,21 @@ def _stepped(loads: Sequence[TaskLoad], stages: Sequence[range], method: Method)
     return summed
 
 
-def _by_stage(
-    sites: Sequence[AdaptedOp], stages: Sequence[range]
-) -> dict[tuple[BaseOpName, Curve], npt.NDArray[np.int64]]:
-    """For each adapter at a BaseOp that takes seconds, `[S]` how many layers of each stage have it."""
-    found: dict[tuple[BaseOpName, Curve], npt.NDArray[np.int64]] = {}
+def _alike(
+    loads: Sequence[TaskLoad], stages: Sequence[range]
+) -> dict[tuple[BaseOpName, _Adapters], list[int]]:
+    """The tasks that have the same adapters at a BaseOp, of those that take seconds."""
+    found: dict[tuple[BaseOpName, _Adapters], list[int]] = {}
     stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
-    for site in sites:
-        if site.curve is not None:
-            counts = found.setdefault((site.op, site.curve), np.zeros(len(stages), np.int64))
-            counts[stage_of[site.layer]] += 1
+    for task, load in enumerate(loads):
+        of_ops: dict[BaseOpName, dict[Curve, list[int]]] = {}
+        for site in load.ops:
+            if site.curve is not None:
+                counts = of_ops.setdefault(site.op, {}).setdefault(site.curve, [0] * len(stages))
+                counts[stage_of[site.layer]] += 1
+        for op, own in of_ops.items():
+            adapters = tuple((curve, tuple(counts)) for curve, counts in own.items())
+            found.setdefault((op, adapters), []).append(task)
     return found
 
 
