@@ -115,6 +115,7 @@ class PlanEvaluator:
         self._index = {load.name: i for i, load in enumerate(self.loads)}
         self._evaluated: dict[tuple[Bucket, ...], Evaluation] = {}
         self._buckets: dict[Bucket, _Priced] = {}
+        self._of_several: dict[tuple[Bucket, ...], list[_Priced]] = {}
 
     def _lengths(self, loads: Mapping[str, TaskLoad]) -> dict[str, Lengths]:
         return {
@@ -228,19 +229,25 @@ class PlanEvaluator:
     def best_order(self, plan: Plan) -> Evaluation:
         """Evaluate a plan with its buckets in the entry order that makes its steps the shortest of those tried."""
         priced = self._priced(plan)
-        costs = [own.cost for own in priced]
-        work = max(busiest(costs, [own.sizes[p] for own in priced], plan.ranks) for p in range(plan.data))
         passes = 2 * plan.stages * sum(sum(own.sizes[0]) for own in priced)
         overhead = self._overhead(plan)
+        enough = overhead + (self.least(plan) - overhead) * BUSY_ENOUGH
         best: Evaluation | None = None
-        for order in entry_orders(costs):
+        for order in entry_orders([own.cost for own in priced]):
             found = self.evaluate(replace(plan, buckets=tuple(plan.buckets[i] for i in order)))
             if best is None or (not found.fits, found.latency) < (not best.fits, best.latency):
                 best = found
-            if passes > _MANY_PASSES or best.latency <= overhead + work * BUSY_ENOUGH:
+            if passes > _MANY_PASSES or best.latency <= enough:
                 break
         assert best is not None
         return best
+
+    def least(self, plan: Plan) -> float:
+        """Seconds that no entry order of a plan's buckets can beat: those of the busiest rank."""
+        priced = self._priced(plan)
+        costs = [own.cost for own in priced]
+        work = max(busiest(costs, [own.sizes[p] for own in priced], plan.ranks) for p in range(plan.data))
+        return self._overhead(plan) + work
 
     def evaluate(self, plan: Plan) -> Evaluation:
         """Predict the costs of a plan's buckets, its latency and its memory; buckets enter in the plan's order.
@@ -325,7 +332,9 @@ class PlanEvaluator:
         """For each bucket, the cost of its chunks and their numbers on each pipeline."""
         limited = self.limit is not None
         if plan.data > 1:  # where one bucket's sequences go depends on what is before it
-            return self._price(plan, limited)
+            if plan.buckets not in self._of_several:
+                self._of_several[plan.buckets] = self._price(plan, limited)
+            return self._of_several[plan.buckets]
         new = tuple(bucket for bucket in plan.buckets if bucket not in self._buckets)
         if new:
             self._buckets.update(zip(new, self._price(replace(plan, buckets=new), limited), strict=True))

@@ -7,6 +7,7 @@ lengths, and the best is taken: a plan is never predicted to be slower than one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
@@ -154,19 +155,19 @@ class Planner:
 
     def _best(self, evaluator: PlanEvaluator) -> Evaluation:
         """The fastest of the search's layouts and the plain policies that fit; else one record at a time."""
+        if evaluator.too_large:
+            raise UserError(*_too_large(evaluator))
         counts, ranks = self._counts(evaluator), self.context.mesh.pipeline
         plans = [evaluator.of_policy(policy) for policy in _PLAIN]
         if self.memory_limit is not None or not self._is_full(counts[0], evaluator):
             # As `serial` fills a pipeline with each task, but without a flush between them.
             plans.append(evaluator.of_policy("temporal", micro_batches=max(2 * ranks, counts[0])))
-        found = [evaluator.best_order(plan) for plan in plans]
-        if evaluator.too_large:
-            raise UserError(*_too_large(evaluator))
-        found += [evaluator.best_order(halved) for plan in plans if (halved := self._in_halves(plan))]
+        halves = [halved for plan in plans if (halved := self._in_halves(plan))]
+        others = []
         if self.context.hides_messages and self.context.interleave == "auto":
             # Of many tasks this search finds more hybrid tasks: it need not look for buckets of several.
             off = self._not_interleaved(evaluator)
-            found += [evaluator.evaluate(layout) for layout in (off, self._in_halves(off)) if layout]
+            others = [evaluator.evaluate(layout) for layout in (off, self._in_halves(off)) if layout]
         arrangement = search(
             evaluator.costs,
             evaluator.tokens,
@@ -176,8 +177,10 @@ class Planner:
             self.context.steps_per_flush,
         )
         if arrangement is not None:
-            found += self._variants(evaluator, arrangement)
-        if fitting := [own for own in found if own.fits]:
+            others += self._variants(evaluator, arrangement)
+        least = min((own.latency for own in others if own.fits), default=math.inf) * (1 + 1e-9)
+        plain = [evaluator.best_order(plan) for plan in (*plans, *halves) if evaluator.least(plan) <= least]
+        if fitting := [own for own in (*plain, *others) if own.fits]:
             return min(fitting, key=lambda own: own.latency)  # of equally fast ones a plain one
         smallest = evaluator.evaluate(evaluator.smallest())
         if not smallest.fits:
