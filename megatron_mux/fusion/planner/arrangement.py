@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from megatron_mux.fusion.graphs.launch_order import MOST_CHAINS
 from megatron_mux.fusion.planner.cost import (
@@ -19,7 +20,7 @@ from megatron_mux.fusion.planner.cost import (
     busiest,
     fits,
     kept_limit,
-    lower_bound,
+    lower_bounds,
     seconds_per_step,
 )
 from megatron_mux.fusion.planner.grouping import (
@@ -119,20 +120,29 @@ class ArrangementEvaluator:
             grouping = balanced(latencies, count)
             yield tuple(tuple(partition[i] for i in bucket) for bucket in grouping)
 
-    def least(self, hybrids: Sequence[Hybrid], micro_batches: int) -> float:
-        """Seconds that no grouping of these hybrid tasks can beat; infinite if one of them does not fit."""
-        self.spent += len(hybrids)
-        return self._least(self.hybrids(hybrids, micro_batches))
+    def least(self, partitions: Sequence[Sequence[Hybrid]], micro_batches: int) -> list[float]:
+        """Seconds that no grouping of each of these partitions can beat; infinite if a hybrid task does not fit."""
+        self.spent += sum(map(len, partitions))
+        costs = iter(self.hybrids([hybrid for own in partitions for hybrid in own], micro_batches))
+        return self._least([list(islice(costs, len(own))) for own in partitions])
 
     def bound(self, buckets: Buckets, micro_batches: int) -> float:
         """Seconds that no order of these buckets can beat; infinite if one of them does not fit."""
         self.spent += len(buckets)
         if max(map(len, buckets)) > MOST_CHAINS:
             return math.inf
-        return self._least([self._bucket(hybrids, micro_batches) for hybrids in buckets])
+        return self._least([[self._bucket(hybrids, micro_batches) for hybrids in buckets]])[0]
 
-    def _least(self, costs: Sequence[BucketCost]) -> float:
-        return lower_bound(costs, self.steps) if all(fits(cost, self.limit) for cost in costs) else math.inf
+    def _least(self, sets: Sequence[Sequence[BucketCost]]) -> list[float]:
+        if not sets:
+            return []
+        bounds = lower_bounds(sets, self.steps)
+        if self.limit is None:
+            return bounds
+        return [
+            bound if all(fits(cost, self.limit) for cost in own) else math.inf
+            for own, bound in zip(sets, bounds, strict=True)
+        ]
 
     def descending(self, buckets: Buckets, micro_batches: int) -> Buckets:
         """Buckets in the entry order of MuxTune's rule 1."""

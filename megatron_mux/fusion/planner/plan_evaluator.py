@@ -230,8 +230,7 @@ class PlanEvaluator:
         """Evaluate a plan with its buckets in the entry order that makes its steps the shortest of those tried."""
         priced = self._priced(plan)
         passes = 2 * plan.stages * sum(sum(own.sizes[0]) for own in priced)
-        overhead = self._overhead(plan)
-        enough = overhead + (self.least(plan) - overhead) * BUSY_ENOUGH
+        enough = self.least(plan) * BUSY_ENOUGH
         best: Evaluation | None = None
         for order in entry_orders([own.cost for own in priced]):
             found = self.evaluate(replace(plan, buckets=tuple(plan.buckets[i] for i in order)))

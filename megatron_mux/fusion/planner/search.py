@@ -68,7 +68,7 @@ def _starts(evaluator: ArrangementEvaluator, order: Sequence[int], count: int) -
     """What equations 6 and 7 propose for a number of micro-batches, in the order of bounds, while the budget lasts."""
     partitions = [partition for _, partition in consecutive(evaluator, order, count, evaluator.limit)]
     found: list[Arrangement] = []
-    for _, partition in sorted((evaluator.least(own, count), own) for own in partitions):
+    for _, partition in sorted(zip(evaluator.least(partitions, count), partitions, strict=True)):
         for buckets in evaluator.groupings(partition, count):
             if found and evaluator.is_exhausted:
                 return found
@@ -93,13 +93,8 @@ def _improved(
         improved = False
         moves = _other_buckets(best.buckets) if tokens is None else _other_tasks(best.buckets, tokens)
         neighbours = list(islice(moves, evaluator.affordable(len(best.buckets))))
-        evaluator.hybrids([hybrid for own in neighbours for hybrid in _hybrids(own)], count)
-        bounds = (
-            (evaluator.least(_hybrids(own), count), i)
-            for i, own in enumerate(neighbours)
-            if not evaluator.is_exhausted
-        )
-        for least, i in sorted(bounds):
+        bounds = evaluator.least([_hybrids(own) for own in neighbours], count)
+        for least, i in sorted(zip(bounds, range(len(neighbours)), strict=True)):
             below = best.latency * (1 - 1e-9)
             if least >= below or evaluator.is_exhausted:
                 break

@@ -59,10 +59,11 @@ def exhaustive(
         The best arrangement; None if none is faster than `below`.
     """
     evaluator = ArrangementEvaluator(model, memory_limit, steps=steps)
+    partitions = list(every_partition(range(tasks)))
     candidates = [
-        (evaluator.least(partition, count), count, partition)
-        for partition in every_partition(range(tasks))
+        (least, count, partition)
         for count in micro_batches
+        for least, partition in zip(evaluator.least(partitions, count), partitions, strict=True)
     ]
     heapq.heapify(candidates)
     best: Arrangement | None = None
