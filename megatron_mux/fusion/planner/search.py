@@ -50,7 +50,8 @@ def search(
     starts: list[Arrangement] = []
     for count in micro_batches:
         evaluator.renew(1 / len(micro_batches))
-        starts += _starts(evaluator, order, count)
+        best = min((own.latency for own in starts), default=math.inf)
+        starts += _starts(evaluator, order, count, best if len(order) > _FEW else math.inf)
     if not starts:
         return None
     starts.sort(key=lambda start: start.latency)
@@ -64,17 +65,26 @@ def search(
     return _improved(evaluator, best)
 
 
-def _starts(evaluator: ArrangementEvaluator, order: Sequence[int], count: int) -> list[Arrangement]:
-    """What equations 6 and 7 propose for a number of micro-batches, in the order of bounds, while the budget lasts."""
+def _starts(
+    evaluator: ArrangementEvaluator, order: Sequence[int], count: int, below: float
+) -> list[Arrangement]:
+    """What equations 6 and 7 propose for a number of micro-batches, in the order of bounds, while the budget lasts.
+
+    Of many tasks only what is faster than `below` and all before it: the budget does not improve more than a few.
+    """
     partitions = [partition for _, partition in consecutive(evaluator, order, count, evaluator.limit)]
     found: list[Arrangement] = []
-    for _, partition in sorted(zip(evaluator.least(partitions, count), partitions, strict=True)):
+    for least, partition in sorted(zip(evaluator.least(partitions, count), partitions, strict=True)):
+        if least >= below:
+            break
         for buckets in evaluator.groupings(partition, count):
-            if found and evaluator.is_exhausted:
+            if below < math.inf and evaluator.is_exhausted:
                 return found
-            if evaluator.bound(buckets, count) < math.inf:
-                start = evaluator.latency(evaluator.descending(buckets, count), count)
-                found += [start] if start is not None else []
+            if evaluator.bound(buckets, count) < below:
+                start = evaluator.latency(evaluator.descending(buckets, count), count, below)
+                if start is not None:
+                    found.append(start)
+                    below = start.latency if len(order) > _FEW else below
     return found
 
 
@@ -92,7 +102,7 @@ def _improved(
     while improved:
         improved = False
         moves = _other_buckets(best.buckets) if tokens is None else _other_tasks(best.buckets, tokens)
-        neighbours = list(islice(moves, evaluator.affordable(len(best.buckets))))
+        neighbours = list(islice(moves, evaluator.affordable(2 * len(best.buckets))))
         bounds = evaluator.least([_hybrids(own) for own in neighbours], count)
         for least, i in sorted(zip(bounds, range(len(neighbours)), strict=True)):
             below = best.latency * (1 - 1e-9)
