@@ -21,7 +21,7 @@ _ROUNDING = 1e-12
 """Relative difference of sums of the same seconds in another order."""
 
 BUSY_ENOUGH = 1.002
-"""Latency over the busiest rank's work below which no other entry order is tried: there is hardly anything to gain."""
+"""Latency over its bound below which no other entry order is tried: there is hardly anything to gain."""
 
 Hybrid = tuple[int, ...]
 """A hybrid task: indices of its tasks, ascending."""

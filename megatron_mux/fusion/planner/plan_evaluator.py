@@ -24,6 +24,7 @@ from megatron_mux.fusion.planner.cost import (
     busiest,
     entry_orders,
     kept_limit,
+    lower_bounds,
 )
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planning_context import PlanningContext
@@ -229,7 +230,7 @@ class PlanEvaluator:
     def best_order(self, plan: Plan) -> Evaluation:
         """Evaluate a plan with its buckets in the entry order that makes its steps the shortest of those tried."""
         priced = self._priced(plan)
-        passes = 2 * plan.stages * sum(sum(own.sizes[0]) for own in priced)
+        passes = 2 * self.forwards(plan)
         enough = self.least(plan) * BUSY_ENOUGH
         best: Evaluation | None = None
         for order in entry_orders([own.cost for own in priced]):
@@ -242,11 +243,23 @@ class PlanEvaluator:
         return best
 
     def least(self, plan: Plan) -> float:
-        """Seconds that no entry order of a plan's buckets can beat: those of the busiest rank."""
+        """Seconds that no entry order of a plan's buckets can beat."""
         priced = self._priced(plan)
-        costs = [own.cost for own in priced]
-        work = max(busiest(costs, [own.sizes[p] for own in priced], plan.ranks) for p in range(plan.data))
-        return self._overhead(plan) + work
+        found = 0.0
+        for pipeline in range(plan.data):
+            sizes = [own.sizes[pipeline] for own in priced]
+            work = busiest([own.cost for own in priced], sizes, plan.ranks)
+            passes = [
+                replace(own.cost, micro_batches=sum(size))
+                for own, size in zip(priced, sizes, strict=True)
+                if size
+            ]
+            found = max(found, work, *lower_bounds([passes], plan.rolling))
+        return self._overhead(plan) + found
+
+    def forwards(self, plan: Plan) -> int:
+        """Forward passes of a step on all stages of the first pipeline."""
+        return plan.stages * sum(sum(own.sizes[0]) for own in self._priced(plan))
 
     def evaluate(self, plan: Plan) -> Evaluation:
         """Predict the costs of a plan's buckets, its latency and its memory; buckets enter in the plan's order.

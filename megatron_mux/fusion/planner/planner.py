@@ -208,7 +208,7 @@ class Planner:
 
     def _variants(self, evaluator: PlanEvaluator, found: Arrangement) -> Iterator[Evaluation]:
         """The arrangement with other numbers of micro-batches and with chunks: pipelines like many short passes."""
-        spent = 0
+        spent, best = 0, math.inf
         counts = [found.micro_batches, *(c for c in self._counts(evaluator) if c != found.micro_batches)]
         for count in counts if self.context.mesh.pipeline > 1 else counts[:1]:
             for chunk in self._chunks(evaluator):
@@ -216,9 +216,11 @@ class Planner:
                     return
                 plan = evaluator.of_arrangement(found, count, chunk)
                 for layout in filter(None, (plan, self._in_halves(plan))):
-                    evaluation = evaluator.evaluate(layout)
-                    spent += evaluation.plan.stages * sum(sum(b.chunks) for b in evaluation.plan.buckets)
-                    yield evaluation
+                    spent += evaluator.forwards(layout)
+                    if evaluator.least(layout) < best:
+                        evaluation = evaluator.evaluate(layout)
+                        best = min(best, evaluation.latency if evaluation.fits else math.inf)
+                        yield evaluation
 
     def _in_halves(self, plan: Plan) -> Plan | None:
         """The plan with the hybrid tasks of each bucket in two halves; None if tensor ranks would not gain by it."""

@@ -50,8 +50,8 @@ def search(
     starts: list[Arrangement] = []
     for count in micro_batches:
         evaluator.renew(1 / len(micro_batches))
-        best = min((own.latency for own in starts), default=math.inf)
-        starts += _starts(evaluator, order, count, best if len(order) > _FEW else math.inf)
+        below = min((own.latency for own in starts), default=math.inf)
+        starts += _starts(evaluator, order, count, below if len(order) > _FEW else math.inf)
     if not starts:
         return None
     starts.sort(key=lambda start: start.latency)

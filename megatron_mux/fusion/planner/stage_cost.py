@@ -109,8 +109,14 @@ class StageCosts:
             ]
         ).reshape(-1, 2, len(self.stages))
         self._adapter_sizes = _measured_sizes(profile.curves)
-        self._stepped = _stepped(self.loads, self.stages, method)
-        self._values = self._stepped[:, :, 0]
+        stepped = _stepped(self.loads, self.stages, method)
+        self._values = stepped[:, :, 0]
+        # `[K, ranks]` seconds of each task's optimizer step; `[K]` those that a bucket has once.
+        prices = [profile.updates[OPTIMIZERS[load.adapter.optimizer].names[0]] for load in self.loads]
+        of_one = np.array([(p.value, p.tensor, p.run) for p in prices]).reshape(-1, 1, 3)
+        once = np.array([p.task * p.together for p in prices])
+        self._updates = (stepped * of_one).sum(axis=2) + (np.array([p.task for p in prices]) - once)[:, None]
+        self._once = once
         self._frozen = Frozen(profile, shape, self.stages)
         layout = Layout(method.tensor > 1, method.sequence_parallel, exchanges, self.recomputes)
         self._messages = Messages(self._frozen, shape, layout)
@@ -314,7 +320,8 @@ class StageCosts:
         gradients over pipelines, KL terms.
         """
         tasks = [task for bucket in buckets for task in bucket]
-        updates = np.sum([self._updates(bucket) for bucket in buckets], axis=0)  # [ranks]
+        updates = self._updates[tasks].sum(axis=0)  # [ranks]
+        updates += sum(self._once[list(bucket)].max(initial=0.0) for bucket in buckets)
         return (
             self.profile.step_seconds
             + sum(len(self.loads[t].tokens) for t in tasks) * self.profile.sequence_seconds
@@ -322,18 +329,6 @@ class StageCosts:
             + self._gradients(tasks)
             + sum(self._kl_term(t) for t in tasks if self.loads[t].needs_kl)
         )
-
-    def _updates(self, tasks: Sequence[int]) -> Array:
-        """`[ranks]` seconds of the optimizer steps of a bucket's tasks."""
-        ranks = self._values.shape[1]
-        found, together = np.zeros(ranks), 0.0
-        for task in tasks:
-            load = self.loads[task]
-            price = self.profile.updates[OPTIMIZERS[load.adapter.optimizer].names[0]]
-            found += self._stepped[task] @ [price.value, price.tensor, price.run]
-            found += price.task * (not price.together)
-            together = max(together, price.task * price.together)
-        return found + together
 
     def _kl_term(self, task: int) -> float:
         """Seconds of the pass over a step's mismatched completions, with adapter and reference, stage after stage."""
