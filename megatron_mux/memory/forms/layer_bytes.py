@@ -110,7 +110,7 @@ def _kept(layer: EngineLayer, selective: bool) -> Array:
             plain,
             layer.bytes(layer.kept()),
             layer.bytes(layer.kept(first="linear_proj")),
-            *(layer.bytes(layer.kept(selective, frozenset([op]))) - plain for op in OPS),
+            *(layer.bytes(layer.adapter_inputs(frozenset([op]), selective)) for op in OPS),
             *(plain - layer.bytes(layer.kept(selective, first=at)) for at in FIRSTS),
         ]
     )
