@@ -14,12 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.fusion.alignment import padded_lengths
-from megatron_mux.fusion.graphs.launch_order import LaunchOrder, Overlap
-from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, StageTurns, plan_for
+from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
 from megatron_mux.fusion.planner.arrangement import Arrangement
 from megatron_mux.fusion.planner.cost import (
     BUSY_ENOUGH,
-    HybridCost,
     bucket_cost,
     busiest,
     entry_orders,
@@ -46,8 +44,7 @@ takes a hundredth of a step on eight stages, and that once in several steps."""
 Sizes = tuple[int, ...]
 """Chunks of each micro-batch of a bucket, on one pipeline."""
 
-_Bytes = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
-"""`[S]` bytes that a chunk keeps, and those that its passes take besides."""
+_Bytes = npt.NDArray[np.float64]
 
 
 class _Priced(NamedTuple):
@@ -311,35 +308,6 @@ class PlanEvaluator:
     def _overhead(self, plan: Plan) -> float:
         return self.costs.step_overhead([[self._index[name] for name in b.tasks] for b in plan.buckets])
 
-    def with_launch_orders(self, plan: Plan) -> Plan:
-        """The plan with launch orders for buckets that compute several batches side by side."""
-        overlap = self.costs.interleaving
-        if overlap is None or all(bucket.batches == 1 for bucket in plan.buckets):
-            return plan
-        chunks = step_grid(plan, self.lengths).chunks
-        buckets = []
-        for b, bucket in enumerate(plan.buckets):
-            own = [side_by_side for unit, side_by_side in chunks.items() if unit.bucket == b]
-            most = max(own, key=len, default=())
-            if len(most) == bucket.batches > 1:
-                turns, launch = self._launched(self.costs.chunks(most), overlap)
-                buckets.append(replace(bucket, launch=launch, turns=turns))
-            else:
-                buckets.append(replace(bucket, launch=(), turns=()))
-        return replace(plan, buckets=tuple(buckets))
-
-    @staticmethod
-    def _launched(
-        costs: Sequence[HybridCost], overlap: Overlap
-    ) -> tuple[tuple[StageTurns, ...], tuple[LaunchOrder, ...]]:
-        """`[S]` predictions for these batches of a pass, and the launch orders that are chosen by them."""
-        turns, launch = [], []
-        for s, layers in enumerate(overlap.stages):
-            ways = [tuple(cost.pass_cost(s, backward) for cost in costs) for backward in (False, True)]
-            turns.append(StageTurns(ways[0], ways[1], layers, overlap.share))
-            launch.append(LaunchOrder(*(overlap.order(ways[way], s, bool(way)) for way in (0, 1))))
-        return tuple(turns), tuple(launch)
-
     def _priced(self, plan: Plan) -> list[_Priced]:
         """For each bucket, the cost of its chunks and their numbers on each pipeline."""
         limited = self.limit is not None
@@ -356,15 +324,18 @@ class PlanEvaluator:
         typical = self._grids(plan, self.lengths)
         sizes = _by_bucket(typical)
         costs = self._mean_costs(typical, sizes)
-        longest, bytes_of = typical, []
-        if with_longest and not self.costs.counts_bytes:
-            bytes_of.append(self._most_bytes(self.costs, typical))
-        if with_longest and self._most_lengths != self.lengths:
-            longest = self._grids(plan, self._most_lengths)
-            bytes_of.append(self._most_bytes(self._most_costs, longest))
-        for most in bytes_of:
-            costs = [_at_least(*own) for own in zip(costs, most, strict=True)]
-        return [_Priced(*own) for own in zip(costs, sizes, _by_bucket(longest), strict=True)]
+        if not with_longest:
+            return [_Priced(*own) for own in zip(costs, sizes, sizes, strict=True)]
+        longest = typical if self._most_lengths == self.lengths else self._grids(plan, self._most_lengths)
+        kept, working = self._most_bytes(self.costs, typical)
+        if longest is not typical:
+            of_longest = self._most_bytes(self._most_costs, longest)
+            kept, working = np.maximum(kept, of_longest[0]), np.maximum(working, of_longest[1])
+        counted = [
+            replace(cost, memory=tuple(own), working=tuple(taken))
+            for cost, own, taken in zip(costs, kept.tolist(), working.tolist(), strict=True)
+        ]
+        return [_Priced(*own) for own in zip(counted, sizes, _by_bucket(longest), strict=True)]
 
     def _grids(self, plan: Plan, lengths: Mapping[str, Lengths]) -> list[StepGrid]:
         """What each pipeline computes in a step of these lengths."""
@@ -372,25 +343,27 @@ class PlanEvaluator:
         return lockstep(grids) if self.context.in_step or must_keep_step(plan) else grids
 
     def _mean_costs(self, grids: Sequence[StepGrid], sizes: Sequence[Sequence[Sizes]]) -> list[BucketCost]:
-        """For each bucket, the mean seconds of its chunks on all pipelines, and the most bytes that one keeps."""
+        """For each bucket, the mean seconds of its chunks on all pipelines."""
         units = [(unit.bucket, chunks) for grid in grids for unit, chunks in grid.chunks.items()]
-        costs = iter(self.costs.chunks([chunk for _, chunks in units for chunk in chunks]))
+        costs = iter(
+            self.costs.chunks([chunk for _, chunks in units for chunk in chunks], counts_bytes=False)
+        )
         of_bucket: list[list[BucketCost]] = [[] for _ in sizes]
         for bucket, chunks in units:
             of_bucket[bucket].append(bucket_cost([next(costs) for _ in chunks]))
         return [self._mean(own, size) for own, size in zip(of_bucket, sizes, strict=True)]
 
-    def _most_bytes(self, model: StageCosts, grids: Sequence[StepGrid]) -> list[_Bytes]:
-        """For each bucket, the most bytes that a unit of these grids keeps and takes."""
+    def _most_bytes(self, model: StageCosts, grids: Sequence[StepGrid]) -> tuple[_Bytes, _Bytes]:
+        """`[buckets, S]` the most bytes that a unit of these grids keeps, and that its passes take besides."""
         units = [(unit.bucket, chunks) for grid in grids for unit, chunks in grid.chunks.items()]
         taken = model.bytes_of([chunk for _, chunks in units for chunk in chunks])
-        kept, working = taken.lasting, taken.working
         starts = np.cumsum([0, *(len(chunks) for _, chunks in units[:-1])])
         together = np.maximum if self.costs.interleaving is None else np.add  # as in `bucket_cost`
-        by_unit = np.add.reduceat(kept, starts), together.reduceat(working, starts)
+        by_unit = np.add.reduceat(taken.lasting, starts), together.reduceat(taken.working, starts)
         bucket = np.array([own for own, _ in units])
-        numbers = range(len(grids[0].sizes))
-        return [(by_unit[0][bucket == b].max(axis=0), by_unit[1][bucket == b].max(axis=0)) for b in numbers]
+        own = [bucket == b for b in range(len(grids[0].sizes))]
+        kept, working = (np.array([part[of].max(axis=0) for of in own]) for part in by_unit)
+        return kept, working
 
     def _mean(self, costs: Sequence[BucketCost], sizes: Sequence[Sizes]) -> BucketCost:
         stages, count = range(self.context.mesh.stages), len(costs)
@@ -399,8 +372,6 @@ class PlanEvaluator:
             forward=tuple(sum(c.forward[s] for c in costs) / count for s in stages),
             backward=tuple(sum(c.backward[s] for c in costs) / count for s in stages),
             chunks=max(max(own, default=1) for own in sizes),
-            memory=tuple(max(c.memory[s] for c in costs) for s in stages),
-            working=tuple(max(c.working[s] for c in costs) for s in stages),
             transfer=tuple(sum(c.transfer[s] for c in costs) / count for s in stages[:-1]),
         )
 
@@ -408,13 +379,3 @@ class PlanEvaluator:
 def _by_bucket(grids: Sequence[StepGrid]) -> list[list[Sizes]]:
     """For each bucket its chunks on each pipeline."""
     return [list(own) for own in zip(*(grid.sizes for grid in grids), strict=True)]
-
-
-def _at_least(cost: BucketCost, most: _Bytes) -> BucketCost:
-    """The same cost, of a bucket that may keep and take as many bytes."""
-    memory, working = (own.tolist() for own in most)
-    return replace(
-        cost,
-        memory=tuple(map(max, cost.memory, memory)),
-        working=tuple(map(max, cost.working, working)),
-    )

@@ -8,18 +8,21 @@ lengths, and the best is taken: a plan is never predicted to be slower than one 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padding_shares, paper_chunk
-from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.graphs.launch_order import LaunchOrder, Overlap
+from megatron_mux.fusion.plan import Plan, StageTurns
 from megatron_mux.fusion.planner.arrangement import Arrangement
+from megatron_mux.fusion.planner.cost import HybridCost
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.plan_evaluator import Evaluation, PlanEvaluator
 from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.planner.search import search
+from megatron_mux.fusion.step import step_grid
 from megatron_mux.memory.sizes import show_size
 
 _MAX_FORWARDS = 1_000
@@ -242,7 +245,7 @@ class Planner:
         found = evaluator.with_longest(found)
         memory = found.memory if self.context.mesh.predicts_memory else ()
         plan = replace(found.plan, predicted_latency_s=found.latency, memory_bytes=memory)
-        return self._described(evaluator.with_launch_orders(plan))
+        return self._described(_with_launch_orders(plan, evaluator))
 
     def _described(self, plan: Plan) -> Plan:
         """Add mesh, backbone, profile and memory limit to a plan."""
@@ -294,6 +297,36 @@ def choose_recompute(
         )
         return divide(replace(context, recompute="full"))
     return found
+
+
+def _with_launch_orders(plan: Plan, evaluator: PlanEvaluator) -> Plan:
+    """The plan with launch orders for buckets that compute several batches side by side."""
+    overlap = evaluator.costs.interleaving
+    if overlap is None or all(bucket.batches == 1 for bucket in plan.buckets):
+        return plan
+    chunks = step_grid(plan, evaluator.lengths).chunks
+    buckets = []
+    for b, bucket in enumerate(plan.buckets):
+        own = [side_by_side for unit, side_by_side in chunks.items() if unit.bucket == b]
+        most = max(own, key=len, default=())
+        if len(most) == bucket.batches > 1:
+            turns, launch = _launched(evaluator.costs.chunks(most, counts_bytes=False), overlap)
+            buckets.append(replace(bucket, launch=launch, turns=turns))
+        else:
+            buckets.append(replace(bucket, launch=(), turns=()))
+    return replace(plan, buckets=tuple(buckets))
+
+
+def _launched(
+    costs: Sequence[HybridCost], overlap: Overlap
+) -> tuple[tuple[StageTurns, ...], tuple[LaunchOrder, ...]]:
+    """`[S]` predictions for these batches of a pass, and the launch orders that are chosen by them."""
+    turns, launch = [], []
+    for s, layers in enumerate(overlap.stages):
+        ways = [tuple(cost.pass_cost(s, backward) for cost in costs) for backward in (False, True)]
+        turns.append(StageTurns(ways[0], ways[1], layers, overlap.share))
+        launch.append(LaunchOrder(*(overlap.order(ways[way], s, bool(way)) for way in (0, 1))))
+    return tuple(turns), tuple(launch)
 
 
 def _too_large(evaluator: PlanEvaluator) -> list[str]:

@@ -35,6 +35,7 @@ def _simulated(
 ) -> tuple[float, list[float]]:
     if is_structured(plan, sizes):  # its scheduler is a simulation already
         run = StructuredRun(costs, plan.activation_limit or None, sizes, plan.virtual)
-        return run.latency, run.peaks()
+        counted = any(any(cost.memory) or any(cost.working) for cost in costs)
+        return run.latency, run.peaks() if counted else [0.0] * plan.ranks
     found = simulate(step_template(plan, sizes), costs, sizes=sizes)
     return found.latency, list(found.peaks)
