@@ -136,7 +136,7 @@ class ArrangementEvaluator:
     def _least(self, sets: Sequence[Sequence[BucketCost]]) -> list[float]:
         if not sets:
             return []
-        bounds = lower_bounds(sets, self.steps)
+        bounds = lower_bounds(sets, self.steps, self.virtual)
         if self.limit is None:
             return bounds
         return [

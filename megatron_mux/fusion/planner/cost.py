@@ -146,23 +146,24 @@ def kept_limit(buckets: Sequence[BucketCost], rank_limit: Sequence[float]) -> li
     return [max(0.0, limit - own) for limit, own in zip(rank_limit, works, strict=True)]
 
 
-def lower_bounds(sets: Sequence[Sequence[BucketCost]], steps: int = 1) -> list[float]:
+def lower_bounds(sets: Sequence[Sequence[BucketCost]], steps: int = 1, virtual: int = 1) -> list[float]:
     """For each set of buckets, seconds of a step that no order of their micro-batches can beat, over so many steps
     without a flush.
 
-    Every stage does its own work; before its first forward some micro-batch has passed the stages before it, and after
+    Every rank does its own work; before its first forward some micro-batch has passed the stages before it, and after
     its last backward some micro-batch's gradient has still to go back through them. And a bucket's step takes as long
     as it does alone, since its next one waits for it: the way of a micro-batch there and back, and for each further one
-    the longest pass; or what a stage does, and the way there and back.
+    the longest pass; or what a rank does, and the way there and back. There are `virtual` stages to a rank.
     """
     distinct = {id(bucket): bucket for buckets in sets for bucket in buckets}
     index = {key: i for i, key in enumerate(distinct)}
     counts = np.array([[bucket.micro_batches] for bucket in distinct.values()])  # [N, 1]
     passes = np.array([(bucket.forward, bucket.backward) for bucket in distinct.values()])  # [N, 2, S]
-    work = counts * passes.sum(axis=1)
+    ranks = passes.shape[2] // virtual
+    work = counts * passes.reshape(len(counts), 2 * virtual, ranks).sum(axis=1)
     way = passes.copy()
     way[:, :, :-1] += np.array([[bucket.transfer] for bucket in distinct.values()])
-    before = way.cumsum(axis=2) - way
+    before = (way.cumsum(axis=2) - way)[:, :, :ranks]
     further = (counts[:, 0] - 1) * passes.max(axis=(1, 2))
     alone = np.maximum(way.sum(axis=(1, 2)) + further, (before.sum(axis=1) + work).max(axis=1))
     at = [index[id(bucket)] for buckets in sets for bucket in buckets]

@@ -19,7 +19,6 @@ from megatron_mux.fusion.planner.arrangement import Arrangement
 from megatron_mux.fusion.planner.cost import (
     BUSY_ENOUGH,
     bucket_cost,
-    busiest,
     entry_orders,
     kept_limit,
     lower_bounds,
@@ -244,14 +243,12 @@ class PlanEvaluator:
         priced = self._priced(plan)
         found = 0.0
         for pipeline in range(plan.data):
-            sizes = [own.sizes[pipeline] for own in priced]
-            work = busiest([own.cost for own in priced], sizes, plan.ranks)
             passes = [
-                replace(own.cost, micro_batches=sum(size))
-                for own, size in zip(priced, sizes, strict=True)
-                if size
+                replace(own.cost, micro_batches=count)
+                for own in priced
+                if (count := sum(own.sizes[pipeline]))
             ]
-            found = max(found, work, *lower_bounds([passes], plan.rolling))
+            found = max(found, *lower_bounds([passes], plan.rolling, plan.virtual))
         return self._overhead(plan) + found
 
     def forwards(self, plan: Plan) -> int:

@@ -12,7 +12,7 @@ from itertools import combinations, islice, permutations, product
 
 from megatron_mux.fusion.planner.arrangement import Arrangement, ArrangementEvaluator, Buckets
 from megatron_mux.fusion.planner.cost import CostModel, Hybrid
-from megatron_mux.fusion.planner.grouping import consecutive
+from megatron_mux.fusion.planner.grouping import Partition, consecutive
 
 _BUDGET = 120_000
 """Effort of improving what was found: passes simulated or hybrid tasks compared. Finding starts for all numbers of
@@ -47,11 +47,17 @@ def search(
     budget = _BUDGET * (1 if len(tokens) <= _FEW else _FRACTION)
     evaluator = ArrangementEvaluator(model, memory_limit, budget, virtual, steps)
     order = sorted(range(len(tokens)), key=lambda i: (tokens[i], i))
+    # What is best for one number of micro-batches may be better for another.
+    proposed = [
+        own for count in micro_batches for _, own in consecutive(evaluator, order, count, memory_limit)
+    ]
+    partitions = list(dict.fromkeys(proposed))
     starts: list[Arrangement] = []
     for count in micro_batches:
+        candidates = sorted(zip(evaluator.least(partitions, count), partitions, strict=True))
         evaluator.renew(1 / len(micro_batches))
         below = min((own.latency for own in starts), default=math.inf)
-        starts += _starts(evaluator, order, count, below if len(order) > _FEW else math.inf)
+        starts += _starts(evaluator, candidates, count, below if len(order) > _FEW else None)
     if not starts:
         return None
     starts.sort(key=lambda start: start.latency)
@@ -66,25 +72,32 @@ def search(
 
 
 def _starts(
-    evaluator: ArrangementEvaluator, order: Sequence[int], count: int, below: float
+    evaluator: ArrangementEvaluator,
+    candidates: Sequence[tuple[float, Partition]],
+    count: int,
+    below: float | None,
 ) -> list[Arrangement]:
-    """What equations 6 and 7 propose for a number of micro-batches, in the order of bounds, while the budget lasts.
+    """Partitions in buckets by equation 7, while the budget lasts.
 
-    Of many tasks only what is faster than `below` and all before it: the budget does not improve more than a few.
+    Args:
+        evaluator: Evaluates them.
+        candidates: What equation 6 proposes, in the order of bounds.
+        count: Micro-batches.
+        below: Only what is faster than this and all before it; None: all. Of many tasks few starts can be improved.
     """
-    partitions = [partition for _, partition in consecutive(evaluator, order, count, evaluator.limit)]
     found: list[Arrangement] = []
-    for least, partition in sorted(zip(evaluator.least(partitions, count), partitions, strict=True)):
-        if least >= below:
+    most = math.inf if below is None else below
+    for least, partition in candidates:
+        if least >= most:
             break
         for buckets in evaluator.groupings(partition, count):
-            if below < math.inf and evaluator.is_exhausted:
+            if (found or most < math.inf) and evaluator.is_exhausted:
                 return found
-            if evaluator.bound(buckets, count) < below:
-                start = evaluator.latency(evaluator.descending(buckets, count), count, below)
+            if evaluator.bound(buckets, count) < most:
+                start = evaluator.latency(evaluator.descending(buckets, count), count, most)
                 if start is not None:
                     found.append(start)
-                    below = start.latency if len(order) > _FEW else below
+                    most = most if below is None else start.latency
     return found
 
 
