@@ -144,7 +144,11 @@ class PlanEvaluator:
         everyone = range(len(self.loads))
         if any(r > (self.context.memory_limit or 0.0) for r in self.resident):
             return list(everyone)
-        return np.flatnonzero((self.costs.longest(everyone) > limit).any(axis=1)).tolist()
+        return np.flatnonzero((self.longest(everyone) > limit).any(axis=1)).tolist()
+
+    def longest(self, tasks: Sequence[int]) -> _Bytes:
+        """`[T, S]` bytes of the longest sequence of a task, in a typical step or in one with longest records."""
+        return np.maximum(self.costs.longest(tasks), self._most_costs.longest(tasks))
 
     def longest_that_fits(self, task: int) -> int:
         """Tokens of the longest sequence of a task that fits alone; 0 if none does."""

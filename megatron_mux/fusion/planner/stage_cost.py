@@ -192,8 +192,11 @@ class StageCosts:
         most = lengths * self._together[own]
         rows[np.arange(len(own)), own] = most
         virtual = np.array([float(self.loads[task].virtual_tokens) for task in own])
-        found = self.memory.passes(Rows(rows, most, most, virtual), length=lengths)
-        return found.lasting + found.working
+        one = Rows(rows, most, most, virtual)
+        # Plans count a sequence's rows as the average of its task's, which may take more.
+        known = [self.memory.passes(one, length=own) for own in (lengths, None)[: 1 if length else 2]]
+        found: Array = np.max([own.lasting + own.working for own in known], axis=0)
+        return found
 
     def _combine(
         self, rows: Array, labels: Array, attention: Array, parts: Array, passes: Passes | None
