@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,22 +22,9 @@ from megatron_mux.fusion.profiler.profile import Profile
 Array = npt.NDArray[np.float64]
 
 
-class _Alike(NamedTuple):
-    """Tasks that have the same adapters at a BaseOp.
-
-    Attributes:
-        op: The BaseOp.
-        tasks: Which.
-        curves: `[C]` the adapters.
-        counts: `[C, kinds]` how many layers have each, of a kind of stages.
-        stage: `[S]` the kind of each stage.
-    """
-
-    op: BaseOpName
-    tasks: list[int]
-    curves: tuple[Curve, ...]
-    counts: npt.NDArray[np.int64]
-    stage: npt.NDArray[np.int64]
+_Alike = tuple[BaseOpName, list[int], tuple[Curve, ...], npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Tasks with the same adapters at a BaseOp: the BaseOp, the tasks, `[C]` the adapters, `[C, kinds]` how many layers
+have each in a kind of stages, and `[S]` the kind of each stage."""
 
 
 class AdapterSeconds:
@@ -59,24 +46,23 @@ class AdapterSeconds:
         """`[B, 2, S, ops]` seconds of the adapters: at each BaseOp `max(sum of u_a t_a, max of t_a)`."""
         shape = (len(rows), 2, self._stages, len(ORDER))
         fused, longest = np.zeros(shape), np.zeros(shape)
-        for alike in self._alike:
-            own = rows[:, alike.tasks]
+        for op, tasks, curves, counts, kind in self._alike:
+            own = rows[:, tasks]
             batch, member = np.nonzero(own)
             if not len(batch):
                 continue
             sizes = own[batch, member]
             starts = np.flatnonzero(np.diff(batch, prepend=-1))
-            alone = np.array([self._one(curve, alike.op, sizes) for curve in alike.curves])  # [C, 2, N]
+            alone = np.array([self._one(curve, op, sizes) for curve in curves])  # [C, 2, N]
             used = alone.copy()
-            for one, curve in zip(used, alike.curves, strict=True):
+            for one, curve in zip(used, curves, strict=True):
                 if (shares := self._curves.get(f"utilisation:{curve.name}")) is not None:
                     one *= shares.many(sizes)
-            counts, stage = alike.counts, alike.stage
-            place = (batch[starts], slice(None), slice(None), ORDER.index(alike.op))
+            place = (batch[starts], slice(None), slice(None), ORDER.index(op))
             total = np.add.reduceat(np.einsum("cwn,cs->nws", used, counts), starts)
             most = np.maximum.reduceat(np.einsum("cwn,cs->nws", alone, counts), starts)
-            fused[place] += total[:, :, stage]
-            longest[place] = np.maximum(longest[place], most[:, :, stage])
+            fused[place] += total[:, :, kind]
+            longest[place] = np.maximum(longest[place], most[:, :, kind])
         found: Array = np.maximum(fused, longest)
         return found
 
@@ -122,6 +108,6 @@ def _alike(loads: Sequence[TaskLoad], stages: Sequence[range]) -> list[_Alike]:
         for op, own in of_ops.items():
             found.setdefault((op, tuple(own), tuple(map(tuple, own.values()))), []).append(task)
     return [
-        _Alike(op, tasks, curves, *np.unique(np.array(counts), axis=1, return_inverse=True))
+        (op, tasks, curves, *np.unique(np.array(counts), axis=1, return_inverse=True))
         for (op, curves, counts), tasks in found.items()
     ]

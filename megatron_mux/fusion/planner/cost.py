@@ -91,13 +91,14 @@ def bucket_cost(costs: Sequence[HybridCost]) -> BucketCost:
     """Hybrid tasks interleaved in one clock: each one's communication hides behind the computation of the others."""
     if len(costs) == 1 and not costs[0].communicates:
         return costs[0]
-    stages = range(costs[0].stages)
+    stages, together = range(costs[0].stages), max if costs[0].overlap is None else sum
     return BucketCost(
         micro_batches=max(cost.micro_batches for cost in costs),
         forward=tuple(_clock(costs, s, backward=False) for s in stages),
         backward=tuple(_clock(costs, s, backward=True) for s in stages),
         memory=tuple(sum(c.memory[s] for c in costs) for s in stages),
-        working=tuple(_working(costs, s) for s in stages),
+        # What is interleaved is in the middle together.
+        working=tuple(together(c.working[s] for c in costs) for s in stages),
         transfer=tuple(sum(c.transfer[s] for c in costs) for s in stages[:-1]),
     )
 
@@ -115,12 +116,6 @@ def _clock(costs: Sequence[HybridCost], stage: int, backward: bool) -> float:
     messages = [cost.communication_backward if backward else cost.communication_forward for cost in costs]
     sent = [own[stage] if own else 0.0 for own in messages]
     return max(sum(compute), sum(sent), *map(sum, zip(compute, sent, strict=True)))
-
-
-def _working(costs: Sequence[HybridCost], stage: int) -> float:
-    """Bytes taken while hybrid tasks that share a clock are computed: interleaved ones are in the middle together."""
-    each = [cost.working[stage] for cost in costs]
-    return max(each) if costs[0].overlap is None else sum(each)
 
 
 def fits(bucket: BucketCost, memory_limit: Sequence[float] | None) -> bool:

@@ -328,13 +328,12 @@ class PlanEvaluator:
         if not with_longest:
             return [_Priced(*own) for own in zip(costs, sizes, sizes, strict=True)]
         longest = typical if self._most_lengths == self.lengths else self._grids(plan, self._most_lengths)
-        kept, working = self._most_bytes(self.costs, typical)
+        most = self._most_bytes(self.costs, typical)
         if longest is not typical:
-            of_longest = self._most_bytes(self._most_costs, longest)
-            kept, working = np.maximum(kept, of_longest[0]), np.maximum(working, of_longest[1])
+            most = np.maximum(most, self._most_bytes(self._most_costs, longest))
         counted = [
-            replace(cost, memory=tuple(own), working=tuple(taken))
-            for cost, own, taken in zip(costs, kept.tolist(), working.tolist(), strict=True)
+            replace(cost, memory=tuple(kept), working=tuple(working))
+            for cost, kept, working in zip(costs, *most.tolist(), strict=True)
         ]
         return [_Priced(*own) for own in zip(counted, sizes, _by_bucket(longest), strict=True)]
 
@@ -354,8 +353,8 @@ class PlanEvaluator:
             of_bucket[bucket].append(bucket_cost([next(costs) for _ in chunks]))
         return [self._mean(own, size) for own, size in zip(of_bucket, sizes, strict=True)]
 
-    def _most_bytes(self, model: StageCosts, grids: Sequence[StepGrid]) -> tuple[_Bytes, _Bytes]:
-        """`[buckets, S]` the most bytes that a unit of these grids keeps, and that its passes take besides."""
+    def _most_bytes(self, model: StageCosts, grids: Sequence[StepGrid]) -> _Bytes:
+        """`[2, buckets, S]` the most bytes that a unit of these grids keeps, and that its passes take besides."""
         units = [(unit.bucket, chunks) for grid in grids for unit, chunks in grid.chunks.items()]
         taken = model.bytes_of([chunk for _, chunks in units for chunk in chunks])
         starts = np.cumsum([0, *(len(chunks) for _, chunks in units[:-1])])
@@ -363,8 +362,7 @@ class PlanEvaluator:
         by_unit = np.add.reduceat(taken.lasting, starts), together.reduceat(taken.working, starts)
         bucket = np.array([own for own, _ in units])
         own = [bucket == b for b in range(len(grids[0].sizes))]
-        kept, working = (np.array([part[of].max(axis=0) for of in own]) for part in by_unit)
-        return kept, working
+        return np.array([[part[of].max(axis=0) for of in own] for part in by_unit])
 
     def _mean(self, costs: Sequence[BucketCost], sizes: Sequence[Sizes]) -> BucketCost:
         stages, count = range(self.context.mesh.stages), len(costs)

@@ -8,16 +8,15 @@ lengths, and the best is taken: a plan is never predicted to be slower than one 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padding_shares, paper_chunk
-from megatron_mux.fusion.graphs.launch_order import LaunchOrder, Overlap
+from megatron_mux.fusion.graphs.launch_order import LaunchOrder
 from megatron_mux.fusion.plan import Plan, StageTurns
 from megatron_mux.fusion.planner.arrangement import Arrangement
-from megatron_mux.fusion.planner.cost import HybridCost
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.plan_evaluator import Evaluation, PlanEvaluator
 from megatron_mux.fusion.planner.planning_context import PlanningContext
@@ -87,11 +86,8 @@ class Planner:
         Raises:
             UserError: Says which, and what would make it fit.
         """
-        if self.memory_limit is None or not tasks:
-            return
-        evaluator = self._evaluator(tasks)
-        if evaluator.too_large:
-            raise UserError(*_too_large(evaluator))
+        if self.memory_limit is not None and tasks:
+            _refuse_too_large(self._evaluator(tasks))
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan of this planner is predicted to keep to its limit."""
@@ -104,9 +100,7 @@ class Planner:
         Raises:
             UserError: Says which task is too large, if one is.
         """
-        evaluator = self._evaluator(tasks)
-        if evaluator.too_large:
-            raise UserError(*_too_large(evaluator))
+        _refuse_too_large(self._evaluator(tasks))
         raise UserError(
             f"the memory limit of {show_size(self.memory_limit or 0)} is less than the "
             f"{show_size(max(plan.memory_bytes))} that a rank needs for a record at a time with the schedule "
@@ -158,8 +152,7 @@ class Planner:
 
     def _best(self, evaluator: PlanEvaluator) -> Evaluation:
         """The fastest of the search's layouts and the plain policies that fit; else one record at a time."""
-        if evaluator.too_large:
-            raise UserError(*_too_large(evaluator))
+        _refuse_too_large(evaluator)
         counts, ranks = self._counts(evaluator), self.context.mesh.pipeline
         plans = [evaluator.of_policy(policy) for policy in _PLAIN]
         if self.memory_limit is not None or not self._is_full(counts[0], evaluator):
@@ -300,44 +293,42 @@ def choose_recompute(
 
 
 def _with_launch_orders(plan: Plan, evaluator: PlanEvaluator) -> Plan:
-    """The plan with launch orders for buckets that compute several batches side by side."""
+    """The plan with predictions and launch orders for buckets that compute several batches side by side."""
     overlap = evaluator.costs.interleaving
     if overlap is None or all(bucket.batches == 1 for bucket in plan.buckets):
         return plan
     chunks = step_grid(plan, evaluator.lengths).chunks
     buckets = []
     for b, bucket in enumerate(plan.buckets):
-        own = [side_by_side for unit, side_by_side in chunks.items() if unit.bucket == b]
-        most = max(own, key=len, default=())
+        turns, launch = [], []
+        most = max((own for unit, own in chunks.items() if unit.bucket == b), key=len, default=())
         if len(most) == bucket.batches > 1:
-            turns, launch = _launched(evaluator.costs.chunks(most, counts_bytes=False), overlap)
-            buckets.append(replace(bucket, launch=launch, turns=turns))
-        else:
-            buckets.append(replace(bucket, launch=(), turns=()))
+            costs = evaluator.costs.chunks(most, counts_bytes=False)
+            for s, layers in enumerate(overlap.stages):
+                ways = [tuple(cost.pass_cost(s, backward) for cost in costs) for backward in (False, True)]
+                turns.append(StageTurns(ways[0], ways[1], layers, overlap.share))
+                launch.append(LaunchOrder(*(overlap.order(ways[way], s, bool(way)) for way in (0, 1))))
+        buckets.append(replace(bucket, launch=tuple(launch), turns=tuple(turns)))
     return replace(plan, buckets=tuple(buckets))
 
 
-def _launched(
-    costs: Sequence[HybridCost], overlap: Overlap
-) -> tuple[tuple[StageTurns, ...], tuple[LaunchOrder, ...]]:
-    """`[S]` predictions for these batches of a pass, and the launch orders that are chosen by them."""
-    turns, launch = [], []
-    for s, layers in enumerate(overlap.stages):
-        ways = [tuple(cost.pass_cost(s, backward) for cost in costs) for backward in (False, True)]
-        turns.append(StageTurns(ways[0], ways[1], layers, overlap.share))
-        launch.append(LaunchOrder(*(overlap.order(ways[way], s, bool(way)) for way in (0, 1))))
-    return tuple(turns), tuple(launch)
+def _refuse_too_large(evaluator: PlanEvaluator) -> None:
+    """Refuse tasks of which some do not fit into memory in any plan.
 
-
-def _too_large(evaluator: PlanEvaluator) -> list[str]:
-    """Which tasks do not fit, and what would make them fit."""
+    Raises:
+        UserError: Says which, and what would make them fit.
+    """
     context, resident = evaluator.context, evaluator.resident
+    if not evaluator.too_large:
+        return
     assert context.memory_limit is not None
     if max(resident) > context.memory_limit:
         rank = max(range(len(resident)), key=lambda r: resident[r])
         held = f"{show_size(resident[rank])} that stage {rank} holds of the backbone and the adapters"
         more = "give more memory, more stages or tensor ranks, or bf16"
-        return [f"the memory limit of {show_size(context.memory_limit)} is less than the {held}: {more}"]
+        raise UserError(
+            f"the memory limit of {show_size(context.memory_limit)} is less than the {held}: {more}"
+        )
     problems = []
     for task in evaluator.too_large:
         load, ranks = evaluator.loads[task], context.mesh.pipeline
@@ -353,4 +344,4 @@ def _too_large(evaluator: PlanEvaluator) -> list[str]:
             f"task {load.name!r}: one sequence of {load.longest_sequence} tokens needs {show_size(needed)} on a rank, "
             f"the limit is {show_size(context.memory_limit)}: {advice}or give more memory, stages or tensor ranks"
         )
-    return problems
+    raise UserError(*problems)

@@ -77,13 +77,8 @@ def _starts(
     count: int,
     below: float | None,
 ) -> list[Arrangement]:
-    """Partitions in buckets by equation 7, while the budget lasts.
-
-    Args:
-        evaluator: Evaluates them.
-        candidates: What equation 6 proposes, in the order of bounds.
-        count: Micro-batches.
-        below: Only what is faster than this and all before it; None: all. Of many tasks few starts can be improved.
+    """Partitions, in the order of their bounds, in buckets by equation 7, while the budget lasts; of many tasks, with
+    `below`, only what is faster than that and all before it, since few can be improved.
     """
     found: list[Arrangement] = []
     most = math.inf if below is None else below
