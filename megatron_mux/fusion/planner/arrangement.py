@@ -18,6 +18,7 @@ from megatron_mux.fusion.planner.cost import (
     HybridCost,
     bucket_cost,
     busiest,
+    entry_orders,
     fits,
     kept_limit,
     lower_bounds,
@@ -29,7 +30,7 @@ from megatron_mux.fusion.planner.grouping import (
     numbers,
 )
 from megatron_mux.pipeline.bucket import BucketCost, sizes_of
-from megatron_mux.pipeline.structured import StructuredRun, descending
+from megatron_mux.pipeline.structured import StructuredRun
 
 _LAUNCHES = 200
 """Pieces of a hybrid task that are launched to price a bucket on a stage: a few layers, both passes, each order."""
@@ -83,6 +84,7 @@ class ArrangementEvaluator:
         self.spent = 0.0
         self._costs: dict[tuple[Hybrid, int], HybridCost] = {}
         self._buckets: dict[tuple[tuple[Hybrid, ...], int], BucketCost] = {}
+        self._at_least: dict[tuple[Buckets, int], float] = {}
 
     def hybrids(self, sets: Sequence[Hybrid], micro_batches: int) -> list[HybridCost]:
         """The model's answers, the new ones asked for together."""
@@ -146,11 +148,17 @@ class ArrangementEvaluator:
 
     def descending(self, buckets: Buckets, micro_batches: int) -> Buckets:
         """Buckets in the entry order of MuxTune's rule 1."""
-        order = descending([self._bucket(hybrids, micro_batches) for hybrids in buckets])
-        return tuple(buckets[i] for i in order)
+        return self.orders(buckets, micro_batches)[0]
+
+    def orders(self, buckets: Buckets, micro_batches: int) -> list[Buckets]:
+        """Buckets in the entry orders that are worth trying, that of rule 1 first."""
+        found = entry_orders([self._bucket(hybrids, micro_batches) for hybrids in buckets])
+        return [tuple(buckets[i] for i in order) for order in found]
 
     def latency(self, grouped: Buckets, micro_batches: int, below: float = math.inf) -> Arrangement | None:
         """These buckets, entering in this order; None if they take at least `below`."""
+        if self._at_least.get((grouped, micro_batches), -math.inf) >= below:
+            return None
         buckets = [self._bucket(hybrids, micro_batches) for hybrids in grouped]
         limit = None if self.rank_limit is None else kept_limit(buckets, self.rank_limit)
         sizes = sizes_of(buckets)
@@ -162,6 +170,7 @@ class ArrangementEvaluator:
         work = busiest(buckets, sizes, buckets[0].stages // self.virtual)
         # A bucket by itself waits for its own step to end: its steps are alike.
         seconds = seconds_per_step(simulated, work, self.steps if len(buckets) > 1 else 1, below)
+        self._at_least[grouped, micro_batches] = below if seconds is None else seconds
         if seconds is None:
             return None
         return Arrangement(grouped, micro_batches, seconds)

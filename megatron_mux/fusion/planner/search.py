@@ -62,13 +62,15 @@ def search(
         return None
     starts.sort(key=lambda start: start.latency)
     evaluator.renew()
-    best = starts[0]
+    found = starts[:1]
     for start in starts:
         if evaluator.is_exhausted:
             break
-        best = min(best, _improved(evaluator, start, tokens), key=lambda found: found.latency)
+        found.append(_improved(evaluator, start, tokens))
     evaluator.renew()
-    return _improved(evaluator, best)
+    by_latency = sorted(dict.fromkeys(found), key=lambda own: own.latency)
+    moved = [_improved(evaluator, own) for own in by_latency if not evaluator.is_exhausted]
+    return min(moved, key=lambda own: own.latency)
 
 
 def _starts(
@@ -107,6 +109,7 @@ def _improved(
         tokens: Of each task: single tasks are moved; None: hybrid tasks and buckets.
     """
     count, improved = best.micro_batches, True
+    few = sum(map(len, _hybrids(best.buckets))) <= _FEW
     while improved:
         improved = False
         moves = _other_buckets(best.buckets) if tokens is None else _other_tasks(best.buckets, tokens)
@@ -117,10 +120,11 @@ def _improved(
             if least >= below or evaluator.is_exhausted:
                 break
             if evaluator.bound(neighbours[i], count) < below:
-                buckets = neighbours[i] if tokens is None else evaluator.descending(neighbours[i], count)
-                found = evaluator.latency(buckets, count, below)
-                if found is not None:
-                    best, improved = found, True
+                orders = [neighbours[i]] if tokens is None else evaluator.orders(neighbours[i], count)
+                for buckets in orders[: None if few else 1]:
+                    found = evaluator.latency(buckets, count, best.latency * (1 - 1e-9))
+                    if found is not None:
+                        best, improved = found, True
     return best
 
 
