@@ -146,12 +146,8 @@ class ArrangementEvaluator:
             for own, bound in zip(sets, bounds, strict=True)
         ]
 
-    def descending(self, buckets: Buckets, micro_batches: int) -> Buckets:
-        """Buckets in the entry order of MuxTune's rule 1."""
-        return self.orders(buckets, micro_batches)[0]
-
     def orders(self, buckets: Buckets, micro_batches: int) -> list[Buckets]:
-        """Buckets in the entry orders that are worth trying, that of rule 1 first."""
+        """Buckets in the entry orders that are worth trying, that of MuxTune's rule 1 first."""
         found = entry_orders([self._bucket(hybrids, micro_batches) for hybrids in buckets])
         return [tuple(buckets[i] for i in order) for order in found]
 

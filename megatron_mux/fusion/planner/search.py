@@ -91,7 +91,7 @@ def _starts(
             if (found or most < math.inf) and evaluator.is_exhausted:
                 return found
             if evaluator.bound(buckets, count) < most:
-                start = evaluator.latency(evaluator.descending(buckets, count), count, most)
+                start = evaluator.latency(evaluator.orders(buckets, count)[0], count, most)
                 if start is not None:
                     found.append(start)
                     most = most if below is None else start.latency

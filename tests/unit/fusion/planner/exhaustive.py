@@ -97,7 +97,7 @@ def plain_equation_6(
         for value, partition in consecutive(evaluator, order, count, memory_limit)
     )
     groupings = [g for g in evaluator.groupings(partition, count) if evaluator.bound(g, count) < math.inf]
-    found = [evaluator.latency(evaluator.descending(g, count), count) for g in groupings]
+    found = [evaluator.latency(evaluator.orders(g, count)[0], count) for g in groupings]
     return min((own for own in found if own is not None), key=lambda own: own.latency)
 
 
