@@ -36,7 +36,7 @@ from megatron_mux.fusion.planner.balance import balanced_split
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import ROLLING_STEPS, PlanningContext
-from megatron_mux.fusion.profiler.profile_store import find_profile
+from megatron_mux.fusion.profiler.profile_store import about_run, find_profile
 from megatron_mux.fusion.step import step_template
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.bucket import BucketCost
@@ -57,7 +57,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.picture is None:
         profile = load_or_measure_profile(backbone)
     else:  # a roofline will do: its plan is priced by what is measured
-        profile = find_profile(backbone.shape, arguments.device, dtype, 1)
+        profile = find_profile(backbone.shape, about_run(backbone.shape, arguments.device, dtype, 1))
     info, result = backbone.info, environment(backbone, 1)
     del backbone
     parallel = initialize(pipeline_parallel=2, device=arguments.device)

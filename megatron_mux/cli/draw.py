@@ -148,7 +148,7 @@ def _traced(arguments: argparse.Namespace) -> Sequence[LayerSubgraphs]:
 
     from megatron_mux.backbone.registry import info_without_weights
     from megatron_mux.dry_run.layer_subgraphs import SubgraphQuestion, subgraphs_of
-    from megatron_mux.fusion.profiler.profile_store import find_profile
+    from megatron_mux.fusion.profiler.profile_store import about_run, find_profile
     from megatron_mux.gpus import known
 
     if arguments.device != "cpu":
@@ -156,7 +156,8 @@ def _traced(arguments: argparse.Namespace) -> Sequence[LayerSubgraphs]:
     info = info_without_weights(arguments.backbone)
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
     ranks = arguments.tensor_parallel
-    profile = find_profile(info.shape, arguments.device, dtype, ranks, 1, busy=ranks)
+    about = about_run(info.shape, arguments.device, dtype, ranks, threads=1, busy=ranks)
+    profile = find_profile(info.shape, about)
     return subgraphs_of(
         SubgraphQuestion(
             info, profile, dtype, arguments.sequence_parallel, arguments.rows, arguments.lora_rank

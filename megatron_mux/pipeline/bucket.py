@@ -7,10 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-
-import numpy as np
-import numpy.typing as npt
 
 from megatron_mux.pipeline.action import Action, Unit
 
@@ -66,14 +62,6 @@ class BucketCost:
         """Seconds that an action takes."""
         of_kind = {"F": self.forward, "B": self.backward, "U": self.update}.get(action.kind)
         return of_kind[action.stage] if of_kind else 0.0
-
-    @cached_property
-    def path(self) -> npt.NDArray[np.float64]:
-        """`[3, S]` seconds: of a stage's work; of a micro-batch on the stages before it; of the way back from it."""
-        passes = np.array([self.forward, self.backward])
-        on_the_way = (passes[:, :-1] + np.array(self.transfer)).cumsum(axis=1)
-        before = np.concatenate([np.zeros((2, 1)), on_the_way], axis=1)
-        return np.concatenate([self.micro_batches * passes.sum(axis=0)[None], before])
 
 
 Sizes = Sequence[Sequence[int]]

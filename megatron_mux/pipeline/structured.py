@@ -107,6 +107,8 @@ class StructuredRun:
         sizes = sizes_of(buckets) if sizes is None else sizes
         self.last = stages - 1
         self.ranks = stages // virtual
+        self.own = [range(rank, stages, self.ranks) for rank in range(self.ranks)]
+        self.leads = [lead(self.last - stage) for stage in range(stages)]
         self.limit = memory_limit
         self.buckets = buckets
         self.sizes = sizes
@@ -180,10 +182,10 @@ class StructuredRun:
     def _next(self, rank: int, now: float) -> None:
         """Begin the next pass of a free rank: a forward that builds its lead, else a backward, else any forward."""
         by = now + self.tolerance
-        own = range(rank, self.last + 1, self.ranks)
+        own = self.own[rank]
         for stage in own:
             ahead = self.forwards[stage] - self.backwards[stage]
-            if ahead < lead(self.last - stage) and self._is_forward_ready(stage, by):
+            if ahead < self.leads[stage] and self._is_forward_ready(stage, by):
                 return self._begin_forward(rank, stage, now)
         for stage in own:
             if self._is_backward_ready(stage, by):
@@ -224,7 +226,9 @@ class StructuredRun:
         """Let a tensor travel to `stage`: one at a time in each direction of a link."""
         when = (max(start, arrived[-1]) if arrived else start) + seconds
         arrived.append(when)
-        heapq.heappush(self.events, (when, stage % self.ranks))
+        rank = stage % self.ranks
+        if self.free_at[rank] <= when + self.tolerance:  # else it looks when it is free
+            heapq.heappush(self.events, (when, rank))
 
     def _is_backward_ready(self, stage: int, by: float) -> bool:
         number = self.backwards[stage]

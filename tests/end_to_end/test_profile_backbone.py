@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_mux.backbone.registry import read_shape
-from megatron_mux.fusion.profiler.profile_store import find_profile
+from megatron_mux.fusion.profiler.profile_store import about_run, find_profile
 from tests import tiny_models, warm
 from tests.end_to_end.ranks import run_tool
 
@@ -33,10 +33,9 @@ def test_a_profile_of_expert_ranks_is_found(name: str, server: warm.Server, tmp_
     assert about["busy"] == 2 and about["expert_parallel"] == 2
 
     def found(ranks: int) -> str:
-        shape, threads = read_shape(path), about["threads"]
-        return find_profile(
-            shape, "cpu", torch.float32, 1, threads, cache, busy=2, expert_parallel=ranks
-        ).source
+        shape = read_shape(path)
+        asked = about_run(shape, "cpu", torch.float32, 1, about["threads"], busy=2, expert_parallel=ranks)
+        return find_profile(shape, asked, cache).source
 
     assert found(2) == "measured"
     assert found(1) == "roofline", "that of undivided experts is another one"

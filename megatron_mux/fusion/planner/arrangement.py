@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from megatron_mux.fusion.graphs.launch_order import MOST_CHAINS
 from megatron_mux.fusion.planner.cost import (
@@ -17,9 +18,10 @@ from megatron_mux.fusion.planner.cost import (
     HybridCost,
     bucket_cost,
     busiest,
+    entry_orders,
     fits,
     kept_limit,
-    lower_bound,
+    lower_bounds,
     seconds_per_step,
 )
 from megatron_mux.fusion.planner.grouping import (
@@ -28,7 +30,7 @@ from megatron_mux.fusion.planner.grouping import (
     numbers,
 )
 from megatron_mux.pipeline.bucket import BucketCost, sizes_of
-from megatron_mux.pipeline.structured import StructuredRun, descending
+from megatron_mux.pipeline.structured import StructuredRun
 
 _LAUNCHES = 200
 """Pieces of a hybrid task that are launched to price a bucket on a stage: a few layers, both passes, each order."""
@@ -82,6 +84,7 @@ class ArrangementEvaluator:
         self.spent = 0.0
         self._costs: dict[tuple[Hybrid, int], HybridCost] = {}
         self._buckets: dict[tuple[tuple[Hybrid, ...], int], BucketCost] = {}
+        self._at_least: dict[tuple[Buckets, int], float] = {}
 
     def hybrids(self, sets: Sequence[Hybrid], micro_batches: int) -> list[HybridCost]:
         """The model's answers, the new ones asked for together."""
@@ -119,28 +122,39 @@ class ArrangementEvaluator:
             grouping = balanced(latencies, count)
             yield tuple(tuple(partition[i] for i in bucket) for bucket in grouping)
 
-    def least(self, hybrids: Sequence[Hybrid], micro_batches: int) -> float:
-        """Seconds that no grouping of these hybrid tasks can beat; infinite if one of them does not fit."""
-        self.spent += len(hybrids)
-        return self._least(self.hybrids(hybrids, micro_batches))
+    def least(self, partitions: Sequence[Sequence[Hybrid]], micro_batches: int) -> list[float]:
+        """Seconds that no grouping of each of these partitions can beat; infinite if a hybrid task does not fit."""
+        self.spent += sum(map(len, partitions))
+        costs = iter(self.hybrids([hybrid for own in partitions for hybrid in own], micro_batches))
+        return self._least([list(islice(costs, len(own))) for own in partitions])
 
     def bound(self, buckets: Buckets, micro_batches: int) -> float:
         """Seconds that no order of these buckets can beat; infinite if one of them does not fit."""
         self.spent += len(buckets)
         if max(map(len, buckets)) > MOST_CHAINS:
             return math.inf
-        return self._least([self._bucket(hybrids, micro_batches) for hybrids in buckets])
+        return self._least([[self._bucket(hybrids, micro_batches) for hybrids in buckets]])[0]
 
-    def _least(self, costs: Sequence[BucketCost]) -> float:
-        return lower_bound(costs, self.steps) if all(fits(cost, self.limit) for cost in costs) else math.inf
+    def _least(self, sets: Sequence[Sequence[BucketCost]]) -> list[float]:
+        if not sets:
+            return []
+        bounds = lower_bounds(sets, self.steps, self.virtual)
+        if self.limit is None:
+            return bounds
+        return [
+            bound if all(fits(cost, self.limit) for cost in own) else math.inf
+            for own, bound in zip(sets, bounds, strict=True)
+        ]
 
-    def descending(self, buckets: Buckets, micro_batches: int) -> Buckets:
-        """Buckets in the entry order of MuxTune's rule 1."""
-        order = descending([self._bucket(hybrids, micro_batches) for hybrids in buckets])
-        return tuple(buckets[i] for i in order)
+    def orders(self, buckets: Buckets, micro_batches: int) -> list[Buckets]:
+        """Buckets in the entry orders that are worth trying, that of MuxTune's rule 1 first."""
+        found = entry_orders([self._bucket(hybrids, micro_batches) for hybrids in buckets])
+        return [tuple(buckets[i] for i in order) for order in found]
 
     def latency(self, grouped: Buckets, micro_batches: int, below: float = math.inf) -> Arrangement | None:
         """These buckets, entering in this order; None if they take at least `below`."""
+        if self._at_least.get((grouped, micro_batches), -math.inf) >= below:
+            return None
         buckets = [self._bucket(hybrids, micro_batches) for hybrids in grouped]
         limit = None if self.rank_limit is None else kept_limit(buckets, self.rank_limit)
         sizes = sizes_of(buckets)
@@ -150,7 +164,9 @@ class ArrangementEvaluator:
             return StructuredRun(buckets, limit, sizes * steps, self.virtual).latency
 
         work = busiest(buckets, sizes, buckets[0].stages // self.virtual)
-        seconds = seconds_per_step(simulated, work, self.steps, below)
+        # A bucket by itself waits for its own step to end: its steps are alike.
+        seconds = seconds_per_step(simulated, work, self.steps if len(buckets) > 1 else 1, below)
+        self._at_least[grouped, micro_batches] = below if seconds is None else seconds
         if seconds is None:
             return None
         return Arrangement(grouped, micro_batches, seconds)

@@ -18,28 +18,22 @@ from megatron_mux.fusion.planner.planning_context import PlanningContext
 def balanced_split(context: PlanningContext, virtual: int = 1) -> Split:
     """The split whose slowest stage is the fastest; of several such, the most even one.
 
+    The embedding counts with the first layer, the loss head with the last.
+
     Args:
         context: The split of its mesh is ignored; without tasks, stages get equal numbers of layers.
         virtual: Stages per rank.
     """
-    layers, stages = context.info.shape.layers, context.mesh.pipeline * virtual
-    if stages == 1 or not context.tasks:
+    mesh, tasks, layers = context.mesh, context.tasks, context.info.shape.layers
+    stages = mesh.pipeline * virtual
+    if stages == 1 or not tasks:
         return even_split(layers, stages)
-    return least_maximum(layer_seconds(context), stages)
-
-
-def layer_seconds(context: PlanningContext) -> list[float]:
-    """`[L]` seconds of a step of the tasks in each layer, forward and backward.
-
-    The embedding counts with the first layer, the loss head with the last.
-    """
-    mesh, tasks = context.mesh, context.tasks
-    one_layer_each = Mesh(mesh.tensor, 1, mesh.data, (1,) * context.info.shape.layers)
-    costs = replace(context, mesh=one_layer_each).costs()
+    one_layer_each = Mesh(mesh.tensor, 1, mesh.data, (1,) * layers)
     # As many parts as fill the pipeline: small ones have more overhead.
     parts = max(2 * mesh.pipeline, *(load.accumulation for load in tasks.values()))
-    cost = costs.hybrid(tuple(range(len(tasks))), parts)
-    return [forward + backward for forward, backward in zip(cost.forward, cost.backward, strict=True)]
+    cost = replace(context, mesh=one_layer_each).costs().hybrid(tuple(range(len(tasks))), parts)
+    seconds = [forward + backward for forward, backward in zip(cost.forward, cost.backward, strict=True)]
+    return least_maximum(seconds, stages)
 
 
 def least_maximum(weights: Sequence[float], parts: int) -> Split:

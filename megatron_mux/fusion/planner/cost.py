@@ -21,7 +21,7 @@ _ROUNDING = 1e-12
 """Relative difference of sums of the same seconds in another order."""
 
 BUSY_ENOUGH = 1.002
-"""Latency over the busiest rank's work below which no other entry order is tried: there is hardly anything to gain."""
+"""Latency over its bound below which no other entry order is tried: there is hardly anything to gain."""
 
 Hybrid = tuple[int, ...]
 """A hybrid task: indices of its tasks, ascending."""
@@ -91,13 +91,14 @@ def bucket_cost(costs: Sequence[HybridCost]) -> BucketCost:
     """Hybrid tasks interleaved in one clock: each one's communication hides behind the computation of the others."""
     if len(costs) == 1 and not costs[0].communicates:
         return costs[0]
-    stages = range(costs[0].stages)
+    stages, together = range(costs[0].stages), max if costs[0].overlap is None else sum
     return BucketCost(
         micro_batches=max(cost.micro_batches for cost in costs),
         forward=tuple(_clock(costs, s, backward=False) for s in stages),
         backward=tuple(_clock(costs, s, backward=True) for s in stages),
         memory=tuple(sum(c.memory[s] for c in costs) for s in stages),
-        working=tuple(_working(costs, s) for s in stages),
+        # What is interleaved is in the middle together.
+        working=tuple(together(c.working[s] for c in costs) for s in stages),
         transfer=tuple(sum(c.transfer[s] for c in costs) for s in stages[:-1]),
     )
 
@@ -115,12 +116,6 @@ def _clock(costs: Sequence[HybridCost], stage: int, backward: bool) -> float:
     messages = [cost.communication_backward if backward else cost.communication_forward for cost in costs]
     sent = [own[stage] if own else 0.0 for own in messages]
     return max(sum(compute), sum(sent), *map(sum, zip(compute, sent, strict=True)))
-
-
-def _working(costs: Sequence[HybridCost], stage: int) -> float:
-    """Bytes taken while hybrid tasks that share a clock are computed: interleaved ones are in the middle together."""
-    each = [cost.working[stage] for cost in costs]
-    return max(each) if costs[0].overlap is None else sum(each)
 
 
 def fits(bucket: BucketCost, memory_limit: Sequence[float] | None) -> bool:
@@ -146,15 +141,32 @@ def kept_limit(buckets: Sequence[BucketCost], rank_limit: Sequence[float]) -> li
     return [max(0.0, limit - own) for limit, own in zip(rank_limit, works, strict=True)]
 
 
-def lower_bound(buckets: Sequence[BucketCost], steps: int = 1) -> float:
-    """Seconds of a step that no order of these buckets' micro-batches can beat, over so many steps without a flush.
+def lower_bounds(sets: Sequence[Sequence[BucketCost]], steps: int = 1, virtual: int = 1) -> list[float]:
+    """For each set of buckets, seconds of a step that no order of their micro-batches can beat, over so many steps
+    without a flush.
 
-    Every stage does its own work; before its first forward some micro-batch has passed the stages before it, and after
-    its last backward some micro-batch's gradient has still to go back through them.
+    Every rank does its own work; before its first forward some micro-batch has passed the stages before it, and after
+    its last backward some micro-batch's gradient has still to go back through them. And a bucket's step takes as long
+    as it does alone, since its next one waits for it: the way of a micro-batch there and back, and for each further one
+    the longest pass; or what a rank does, and the way there and back. There are `virtual` stages to a rank.
     """
-    paths = np.stack([bucket.path for bucket in buckets])  # [N, 3, S]
-    fill = paths[:, 1].min(axis=0) + paths[:, 2].min(axis=0)
-    return float((paths[:, 0].sum(axis=0) + fill / steps).max()) * (1 - _ROUNDING)
+    distinct = {id(bucket): bucket for buckets in sets for bucket in buckets}
+    index = {key: i for i, key in enumerate(distinct)}
+    counts = np.array([[bucket.micro_batches] for bucket in distinct.values()])  # [N, 1]
+    passes = np.array([(bucket.forward, bucket.backward) for bucket in distinct.values()])  # [N, 2, S]
+    ranks = passes.shape[2] // virtual
+    work = counts * passes.reshape(len(counts), 2 * virtual, ranks).sum(axis=1)
+    way = passes.copy()
+    way[:, :, :-1] += np.array([[bucket.transfer] for bucket in distinct.values()])
+    before = (way.cumsum(axis=2) - way)[:, :, :ranks]
+    further = (counts[:, 0] - 1) * passes.max(axis=(1, 2))
+    alone = np.maximum(way.sum(axis=(1, 2)) + further, (before.sum(axis=1) + work).max(axis=1))
+    at = [index[id(bucket)] for buckets in sets for bucket in buckets]
+    starts = np.cumsum([0, *map(len, sets[:-1])])
+    fill = np.minimum.reduceat(before[at], starts).sum(axis=1)
+    together = (np.add.reduceat(work[at], starts) + fill / steps).max(axis=1)
+    found = np.maximum(together, np.maximum.reduceat(alone[at], starts))
+    return [float(seconds) * (1 - _ROUNDING) for seconds in found]
 
 
 def entry_orders(buckets: Sequence[BucketCost]) -> list[list[int]]:

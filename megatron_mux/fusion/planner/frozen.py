@@ -11,13 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.fusion.profiler.layer_operators import (
-    ORDER,
-    attention_operators,
-    base_ops,
-    below,
-    mlp_operators,
-)
+from megatron_mux.fusion.profiler.layer_operators import ORDER, base_ops, below, mlp_operators
 from megatron_mux.fusion.profiler.profile import Curve, Profile, summed
 from megatron_mux.shape import BackboneShape
 
@@ -44,7 +38,7 @@ class Frozen:
         has_experts = [shape.has_experts(layer) for layer in range(shape.layers)]
         self.experts = sorted(set(has_experts))
         self.kinds = [self.experts.index(own) for own in has_experts]
-        self.half = summed([curves[op] for op in attention_operators(shape)])
+        self.half = curves["attention_half"]
         self.mlps = [summed([curves[op] for op in mlp_operators(shape, experts)]) for experts in self.experts]
         known = base_ops(shape)
         self.below = [
@@ -96,23 +90,14 @@ class Frozen:
         found[:, 0, -1] += trimmed[0]
         trained = above[:, :, -1].sum(axis=1) > 0
         found[:, 1, -1] = np.maximum(0.0, found[:, 1, -1] + trimmed[1] * trained)
-        found += self._dequantising(above)
+        if "dequantise" in self.curves:  # once a pass, whatever the rows
+            once = self.curves["dequantise"].at(1)
+            found[:, 0] += once[0] * self.layers.sum(axis=0)
+            found[:, 1] += once[1] * above.sum(axis=1)
         if recomputes:
             found[:, 1] += np.einsum("bm,bms->bs", whole[0], above) + attention[:, 0] * above.sum(axis=1)
             found[:, 1, -1] += trimmed[0] * trained
         return found
-
-    def _dequantising(self, above: Array) -> Array:
-        """`[B, 2, S]` seconds of dequantising weights, once a pass, whatever the rows.
-
-        Args:
-            above: `[B, M, S]` layers with a backward pass.
-        """
-        if "dequantise" not in self.curves:
-            return np.zeros((len(above), 2, len(self.starts)))
-        forward, backward = self.curves["dequantise"].at(1)
-        layers = np.broadcast_to(self.layers.sum(axis=0), (len(above), len(self.starts)))
-        return np.stack((forward * layers, backward * above.sum(axis=1)), axis=1)
 
     def outside(self, rows: Array, labels: Array) -> Array:
         """`[B, 2, S]` seconds of embedding and loss head, for `[B]` rows and labels."""

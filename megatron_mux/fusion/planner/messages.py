@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from megatron_mux.base_ops import ATTENTION_OPS, EXPERT_OPS, LATENT_OPS, MLP_OPS, SHARED_OPS
 from megatron_mux.fusion.graphs.launch_order import LayerCost, PieceCost
 from megatron_mux.fusion.planner.frozen import Frozen
-from megatron_mux.fusion.profiler.layer_operators import ORDER, attention_operators, mlp_operators
+from megatron_mux.fusion.profiler.layer_operators import ORDER, mlp_operators
 from megatron_mux.shape import BackboneShape
 
 Array = npt.NDArray[np.float64]
@@ -62,22 +63,20 @@ class Messages:
         frozen: Seconds of layers without them.
         shape: The backbone's.
         layout: How ranks divide layers.
+
+    Attributes:
+        any: Whether passes have messages.
     """
 
     def __init__(self, frozen: Frozen, shape: BackboneShape, layout: Layout) -> None:
         self._frozen, self._layout = frozen, layout
         self._curves = frozen.curves
         self._with_experts = [float(own) for own in frozen.experts]
+        self._exchanging = layout.exchanges and any(frozen.experts)
+        self.any = layout.tensor or self._exchanging
         self._last_has_experts = shape.has_experts(shape.layers - 1)
         known = [name for experts in frozen.experts for name in mlp_operators(shape, experts)]
-        self._parts = {
-            name.removesuffix("_half"): self._curves[name] for name in (*attention_operators(shape), *known)
-        }
-
-    @property
-    def any(self) -> bool:
-        """Whether passes have messages."""
-        return self._layout.tensor or (self._layout.exchanges and any(self._frozen.experts))
+        self._parts = {name.removesuffix("_half"): self._curves[name] for name in ("attention_half", *known)}
 
     def seconds(self, rows: Array, labels: Array, lowest: npt.NDArray[np.int64]) -> Array:
         """`[B, 2, S]` seconds of the messages of passes.
@@ -90,7 +89,7 @@ class Messages:
         if self._layout.tensor:
             one = self._curves["all_reduce"].many(rows)[0]
             found += one[:, None, None] * self._all_reduces(lowest)
-        if self._layout.exchanges and any(self._frozen.experts):
+        if self._exchanging:
             found += self._exchanges(rows, labels, lowest // len(ORDER))
         return found
 
@@ -138,7 +137,8 @@ class Messages:
         seconds["attention"] = seconds["attention"] + attention
         count = self._frozen.layers.sum(axis=1)  # [M]
         for part, ops in PARTS.items():
-            kinds = [m for m, experts in enumerate(self._frozen.experts) if _has(part, experts)]
+            of_all = part == "attention"
+            kinds = [m for m, own in enumerate(self._frozen.experts) if of_all or (part == "mlp") != own]
             if part in seconds and ops and kinds:
                 own = adapters[:, :, [ORDER.index(op) for op in ops]].sum(axis=2)
                 seconds[part] = seconds[part] + own / max(1.0, count[kinds].sum())
@@ -149,20 +149,16 @@ class Messages:
         }
         found = []
         for b in range(len(rows)):
-            ways = []
-            for backward in (False, True):
-                one = _LayerSteps(
-                    self._layout,
-                    {part: (float(own[b, 0]), float(own[b, 1])) for part, own in seconds.items()},
-                    {name: (float(own[0, b]), float(own[1, b])) for name, own in messages.items()},
-                )
-                ways.append(tuple(one.cost(experts, backward) for experts in self._frozen.experts))
-            found.append((ways[0], ways[1]))
+            one = _LayerSteps(
+                self._layout,
+                {part: (float(own[b, 0]), float(own[b, 1])) for part, own in seconds.items()},
+                {name: (float(own[0, b]), float(own[1, b])) for name, own in messages.items()},
+            )
+            forward, backward = (
+                tuple(one.cost(experts, way) for experts in self._frozen.experts) for way in (False, True)
+            )
+            found.append((forward, backward))
         return found
-
-
-def _has(part: Part, experts: bool) -> bool:
-    return part == "attention" or (part == "mlp") != experts
 
 
 @dataclass(frozen=True)
@@ -190,15 +186,9 @@ class _LayerSteps:
         return LayerCost(tuple(pieces), before)
 
     def _steps(self, experts: bool, backward: bool) -> _Steps:
-        mlp = self._experts if experts else self._mlp
-        if backward:
-            yield from mlp(backward)
-        yield from self._divided("attention", backward)
-        if not backward:
-            yield from mlp(backward)
-
-    def _mlp(self, backward: bool) -> _Steps:
-        yield from self._divided("mlp", backward)
+        second = self._experts(backward) if experts else self._divided("mlp", backward)
+        halves = (self._divided("attention", backward), second)
+        return chain(*(reversed(halves) if backward else halves))
 
     def _divided(self, part: Part, backward: bool) -> _Steps:
         """A half layer that tensor ranks divide, if there are several."""

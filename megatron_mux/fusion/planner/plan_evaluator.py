@@ -14,16 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.fusion.alignment import padded_lengths
-from megatron_mux.fusion.graphs.launch_order import LaunchOrder, Overlap
-from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, StageTurns, plan_for
+from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
 from megatron_mux.fusion.planner.arrangement import Arrangement
 from megatron_mux.fusion.planner.cost import (
     BUSY_ENOUGH,
-    HybridCost,
     bucket_cost,
-    busiest,
     entry_orders,
     kept_limit,
+    lower_bounds,
 )
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planning_context import PlanningContext
@@ -45,8 +43,7 @@ takes a hundredth of a step on eight stages, and that once in several steps."""
 Sizes = tuple[int, ...]
 """Chunks of each micro-batch of a bucket, on one pipeline."""
 
-_Bytes = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
-"""`[S]` bytes that a chunk keeps, and those that its passes take besides."""
+_Bytes = npt.NDArray[np.float64]
 
 
 class _Priced(NamedTuple):
@@ -115,6 +112,7 @@ class PlanEvaluator:
         self._index = {load.name: i for i, load in enumerate(self.loads)}
         self._evaluated: dict[tuple[Bucket, ...], Evaluation] = {}
         self._buckets: dict[Bucket, _Priced] = {}
+        self._of_several: dict[tuple[Bucket, ...], list[_Priced]] = {}
 
     def _lengths(self, loads: Mapping[str, TaskLoad]) -> dict[str, Lengths]:
         return {
@@ -146,7 +144,11 @@ class PlanEvaluator:
         everyone = range(len(self.loads))
         if any(r > (self.context.memory_limit or 0.0) for r in self.resident):
             return list(everyone)
-        return np.flatnonzero((self.costs.longest(everyone) > limit).any(axis=1)).tolist()
+        return np.flatnonzero((self.longest(everyone) > limit).any(axis=1)).tolist()
+
+    def longest(self, tasks: Sequence[int]) -> _Bytes:
+        """`[T, S]` bytes of the longest sequence of a task, in a typical step or in one with longest records."""
+        return np.maximum(self.costs.longest(tasks), self._most_costs.longest(tasks))
 
     def longest_that_fits(self, task: int) -> int:
         """Tokens of the longest sequence of a task that fits alone; 0 if none does."""
@@ -228,31 +230,46 @@ class PlanEvaluator:
     def best_order(self, plan: Plan) -> Evaluation:
         """Evaluate a plan with its buckets in the entry order that makes its steps the shortest of those tried."""
         priced = self._priced(plan)
-        costs = [own.cost for own in priced]
-        work = max(busiest(costs, [own.sizes[p] for own in priced], plan.ranks) for p in range(plan.data))
-        passes = 2 * plan.stages * sum(sum(own.sizes[0]) for own in priced)
-        overhead = self._overhead(plan)
+        passes = 2 * self.forwards(plan)
+        enough = self.least(plan) * BUSY_ENOUGH
         best: Evaluation | None = None
-        for order in entry_orders(costs):
+        for order in entry_orders([own.cost for own in priced]):
             found = self.evaluate(replace(plan, buckets=tuple(plan.buckets[i] for i in order)))
             if best is None or (not found.fits, found.latency) < (not best.fits, best.latency):
                 best = found
-            if passes > _MANY_PASSES or best.latency <= overhead + work * BUSY_ENOUGH:
+            if passes > _MANY_PASSES or best.latency <= enough:
                 break
         assert best is not None
         return best
 
+    def least(self, plan: Plan) -> float:
+        """Seconds that no entry order of a plan's buckets can beat."""
+        priced = self._priced(plan)
+        found = 0.0
+        for pipeline in range(plan.data):
+            passes = [
+                replace(own.cost, micro_batches=count)
+                for own in priced
+                if (count := sum(own.sizes[pipeline]))
+            ]
+            found = max(found, *lower_bounds([passes], plan.rolling, plan.virtual))
+        return self._overhead(plan) + found
+
+    def forwards(self, plan: Plan) -> int:
+        """Forward passes of a step on all stages of the first pipeline."""
+        return plan.stages * sum(sum(own.sizes[0]) for own in self._priced(plan))
+
     def evaluate(self, plan: Plan) -> Evaluation:
         """Predict the costs of a plan's buckets, its latency and its memory; buckets enter in the plan's order.
 
-        Without a limit the memory is that of a typical step: see `with_longest`.
+        Without a limit passes count as if they took no memory: see `with_longest`.
         """
         if plan.buckets not in self._evaluated:
             self._evaluated[plan.buckets] = self._evaluate(plan, self._priced(plan))
         return self._evaluated[plan.buckets]
 
     def with_longest(self, found: Evaluation) -> Evaluation:
-        """The same with the memory of a step with longest records, which nothing but a limit asks for before."""
+        """The same with its memory, also in steps with longest records, which nothing but a limit asks for before."""
         return found if self.limit is not None else self._evaluate(found.plan, self._price(found.plan, True))
 
     def _evaluate(self, plan: Plan, priced: Sequence[_Priced]) -> Evaluation:
@@ -292,40 +309,13 @@ class PlanEvaluator:
     def _overhead(self, plan: Plan) -> float:
         return self.costs.step_overhead([[self._index[name] for name in b.tasks] for b in plan.buckets])
 
-    def with_launch_orders(self, plan: Plan) -> Plan:
-        """The plan with launch orders for buckets that compute several batches side by side."""
-        overlap = self.costs.interleaving
-        if overlap is None or all(bucket.batches == 1 for bucket in plan.buckets):
-            return plan
-        chunks = step_grid(plan, self.lengths).chunks
-        buckets = []
-        for b, bucket in enumerate(plan.buckets):
-            own = [side_by_side for unit, side_by_side in chunks.items() if unit.bucket == b]
-            most = max(own, key=len, default=())
-            if len(most) == bucket.batches > 1:
-                turns, launch = self._launched(self.costs.chunks(most), overlap)
-                buckets.append(replace(bucket, launch=launch, turns=turns))
-            else:
-                buckets.append(replace(bucket, launch=(), turns=()))
-        return replace(plan, buckets=tuple(buckets))
-
-    @staticmethod
-    def _launched(
-        costs: Sequence[HybridCost], overlap: Overlap
-    ) -> tuple[tuple[StageTurns, ...], tuple[LaunchOrder, ...]]:
-        """`[S]` predictions for these batches of a pass, and the launch orders that are chosen by them."""
-        turns, launch = [], []
-        for s, layers in enumerate(overlap.stages):
-            ways = [tuple(cost.pass_cost(s, backward) for cost in costs) for backward in (False, True)]
-            turns.append(StageTurns(ways[0], ways[1], layers, overlap.share))
-            launch.append(LaunchOrder(*(overlap.order(ways[way], s, bool(way)) for way in (0, 1))))
-        return tuple(turns), tuple(launch)
-
     def _priced(self, plan: Plan) -> list[_Priced]:
         """For each bucket, the cost of its chunks and their numbers on each pipeline."""
         limited = self.limit is not None
         if plan.data > 1:  # where one bucket's sequences go depends on what is before it
-            return self._price(plan, limited)
+            if plan.buckets not in self._of_several:
+                self._of_several[plan.buckets] = self._price(plan, limited)
+            return self._of_several[plan.buckets]
         new = tuple(bucket for bucket in plan.buckets if bucket not in self._buckets)
         if new:
             self._buckets.update(zip(new, self._price(replace(plan, buckets=new), limited), strict=True))
@@ -335,11 +325,17 @@ class PlanEvaluator:
         typical = self._grids(plan, self.lengths)
         sizes = _by_bucket(typical)
         costs = self._mean_costs(typical, sizes)
-        if not with_longest or self._most_lengths == self.lengths:
+        if not with_longest:
             return [_Priced(*own) for own in zip(costs, sizes, sizes, strict=True)]
-        longest = self._grids(plan, self._most_lengths)
-        costs = [_at_least(cost, own) for cost, own in zip(costs, self._most_bytes(longest), strict=True)]
-        return [_Priced(*own) for own in zip(costs, sizes, _by_bucket(longest), strict=True)]
+        longest = typical if self._most_lengths == self.lengths else self._grids(plan, self._most_lengths)
+        most = self._most_bytes(self.costs, typical)
+        if longest is not typical:
+            most = np.maximum(most, self._most_bytes(self._most_costs, longest))
+        counted = [
+            replace(cost, memory=tuple(kept), working=tuple(working))
+            for cost, kept, working in zip(costs, *most.tolist(), strict=True)
+        ]
+        return [_Priced(*own) for own in zip(counted, sizes, _by_bucket(longest), strict=True)]
 
     def _grids(self, plan: Plan, lengths: Mapping[str, Lengths]) -> list[StepGrid]:
         """What each pipeline computes in a step of these lengths."""
@@ -347,25 +343,26 @@ class PlanEvaluator:
         return lockstep(grids) if self.context.in_step or must_keep_step(plan) else grids
 
     def _mean_costs(self, grids: Sequence[StepGrid], sizes: Sequence[Sequence[Sizes]]) -> list[BucketCost]:
-        """For each bucket, the mean seconds of its chunks on all pipelines, and the most bytes that one keeps."""
+        """For each bucket, the mean seconds of its chunks on all pipelines."""
         units = [(unit.bucket, chunks) for grid in grids for unit, chunks in grid.chunks.items()]
-        costs = iter(self.costs.chunks([chunk for _, chunks in units for chunk in chunks]))
+        costs = iter(
+            self.costs.chunks([chunk for _, chunks in units for chunk in chunks], counts_bytes=False)
+        )
         of_bucket: list[list[BucketCost]] = [[] for _ in sizes]
         for bucket, chunks in units:
             of_bucket[bucket].append(bucket_cost([next(costs) for _ in chunks]))
         return [self._mean(own, size) for own, size in zip(of_bucket, sizes, strict=True)]
 
-    def _most_bytes(self, grids: Sequence[StepGrid]) -> list[_Bytes]:
-        """For each bucket, the most bytes that a unit of these grids, with longest records, keeps and takes."""
+    def _most_bytes(self, model: StageCosts, grids: Sequence[StepGrid]) -> _Bytes:
+        """`[2, buckets, S]` the most bytes that a unit of these grids keeps, and that its passes take besides."""
         units = [(unit.bucket, chunks) for grid in grids for unit, chunks in grid.chunks.items()]
-        taken = self._most_costs.bytes_of([chunk for _, chunks in units for chunk in chunks])
-        kept, working = taken.lasting, taken.working
+        taken = model.bytes_of([chunk for _, chunks in units for chunk in chunks])
         starts = np.cumsum([0, *(len(chunks) for _, chunks in units[:-1])])
         together = np.maximum if self.costs.interleaving is None else np.add  # as in `bucket_cost`
-        by_unit = np.add.reduceat(kept, starts), together.reduceat(working, starts)
+        by_unit = np.add.reduceat(taken.lasting, starts), together.reduceat(taken.working, starts)
         bucket = np.array([own for own, _ in units])
-        numbers = range(len(grids[0].sizes))
-        return [(by_unit[0][bucket == b].max(axis=0), by_unit[1][bucket == b].max(axis=0)) for b in numbers]
+        own = [bucket == b for b in range(len(grids[0].sizes))]
+        return np.array([[part[of].max(axis=0) for of in own] for part in by_unit])
 
     def _mean(self, costs: Sequence[BucketCost], sizes: Sequence[Sizes]) -> BucketCost:
         stages, count = range(self.context.mesh.stages), len(costs)
@@ -374,8 +371,6 @@ class PlanEvaluator:
             forward=tuple(sum(c.forward[s] for c in costs) / count for s in stages),
             backward=tuple(sum(c.backward[s] for c in costs) / count for s in stages),
             chunks=max(max(own, default=1) for own in sizes),
-            memory=tuple(max(c.memory[s] for c in costs) for s in stages),
-            working=tuple(max(c.working[s] for c in costs) for s in stages),
             transfer=tuple(sum(c.transfer[s] for c in costs) / count for s in stages[:-1]),
         )
 
@@ -383,13 +378,3 @@ class PlanEvaluator:
 def _by_bucket(grids: Sequence[StepGrid]) -> list[list[Sizes]]:
     """For each bucket its chunks on each pipeline."""
     return [list(own) for own in zip(*(grid.sizes for grid in grids), strict=True)]
-
-
-def _at_least(cost: BucketCost, most: _Bytes) -> BucketCost:
-    """The same cost, of a bucket that may keep and take as many bytes."""
-    memory, working = (own.tolist() for own in most)
-    return replace(
-        cost,
-        memory=tuple(map(max, cost.memory, memory)),
-        working=tuple(map(max, cost.working, working)),
-    )

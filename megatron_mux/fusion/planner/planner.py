@@ -7,18 +7,21 @@ lengths, and the best is taken: a plan is never predicted to be slower than one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padding_shares, paper_chunk
-from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.graphs.launch_order import LaunchOrder
+from megatron_mux.fusion.plan import Plan, StageTurns
 from megatron_mux.fusion.planner.arrangement import Arrangement
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.plan_evaluator import Evaluation, PlanEvaluator
 from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.planner.search import search
+from megatron_mux.fusion.step import step_grid
 from megatron_mux.memory.sizes import show_size
 
 _MAX_FORWARDS = 1_000
@@ -83,11 +86,8 @@ class Planner:
         Raises:
             UserError: Says which, and what would make it fit.
         """
-        if self.memory_limit is None or not tasks:
-            return
-        evaluator = self._evaluator(tasks)
-        if evaluator.too_large:
-            raise UserError(*_too_large(evaluator))
+        if self.memory_limit is not None and tasks:
+            _refuse_too_large(self._evaluator(tasks))
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan of this planner is predicted to keep to its limit."""
@@ -100,9 +100,7 @@ class Planner:
         Raises:
             UserError: Says which task is too large, if one is.
         """
-        evaluator = self._evaluator(tasks)
-        if evaluator.too_large:
-            raise UserError(*_too_large(evaluator))
+        _refuse_too_large(self._evaluator(tasks))
         raise UserError(
             f"the memory limit of {show_size(self.memory_limit or 0)} is less than the "
             f"{show_size(max(plan.memory_bytes))} that a rank needs for a record at a time with the schedule "
@@ -154,19 +152,18 @@ class Planner:
 
     def _best(self, evaluator: PlanEvaluator) -> Evaluation:
         """The fastest of the search's layouts and the plain policies that fit; else one record at a time."""
+        _refuse_too_large(evaluator)
         counts, ranks = self._counts(evaluator), self.context.mesh.pipeline
         plans = [evaluator.of_policy(policy) for policy in _PLAIN]
         if self.memory_limit is not None or not self._is_full(counts[0], evaluator):
             # As `serial` fills a pipeline with each task, but without a flush between them.
             plans.append(evaluator.of_policy("temporal", micro_batches=max(2 * ranks, counts[0])))
-        found = [evaluator.best_order(plan) for plan in plans]
-        if evaluator.too_large:
-            raise UserError(*_too_large(evaluator))
-        found += [evaluator.best_order(halved) for plan in plans if (halved := self._in_halves(plan))]
+        halves = [halved for plan in plans if (halved := self._in_halves(plan))]
+        others = []
         if self.context.hides_messages and self.context.interleave == "auto":
             # Of many tasks this search finds more hybrid tasks: it need not look for buckets of several.
             off = self._not_interleaved(evaluator)
-            found += [evaluator.evaluate(layout) for layout in (off, self._in_halves(off)) if layout]
+            others = [evaluator.evaluate(layout) for layout in (off, self._in_halves(off)) if layout]
         arrangement = search(
             evaluator.costs,
             evaluator.tokens,
@@ -176,8 +173,10 @@ class Planner:
             self.context.steps_per_flush,
         )
         if arrangement is not None:
-            found += self._variants(evaluator, arrangement)
-        if fitting := [own for own in found if own.fits]:
+            others += self._variants(evaluator, arrangement)
+        least = min((own.latency for own in others if own.fits), default=math.inf) * (1 + 1e-9)
+        plain = [evaluator.best_order(plan) for plan in (*plans, *halves) if evaluator.least(plan) <= least]
+        if fitting := [own for own in (*plain, *others) if own.fits]:
             return min(fitting, key=lambda own: own.latency)  # of equally fast ones a plain one
         smallest = evaluator.evaluate(evaluator.smallest())
         if not smallest.fits:
@@ -205,7 +204,7 @@ class Planner:
 
     def _variants(self, evaluator: PlanEvaluator, found: Arrangement) -> Iterator[Evaluation]:
         """The arrangement with other numbers of micro-batches and with chunks: pipelines like many short passes."""
-        spent = 0
+        spent, best = 0, math.inf
         counts = [found.micro_batches, *(c for c in self._counts(evaluator) if c != found.micro_batches)]
         for count in counts if self.context.mesh.pipeline > 1 else counts[:1]:
             for chunk in self._chunks(evaluator):
@@ -213,9 +212,11 @@ class Planner:
                     return
                 plan = evaluator.of_arrangement(found, count, chunk)
                 for layout in filter(None, (plan, self._in_halves(plan))):
-                    evaluation = evaluator.evaluate(layout)
-                    spent += evaluation.plan.stages * sum(sum(b.chunks) for b in evaluation.plan.buckets)
-                    yield evaluation
+                    spent += evaluator.forwards(layout)
+                    if evaluator.least(layout) < best:
+                        evaluation = evaluator.evaluate(layout)
+                        best = min(best, evaluation.latency if evaluation.fits else math.inf)
+                        yield evaluation
 
     def _in_halves(self, plan: Plan) -> Plan | None:
         """The plan with the hybrid tasks of each bucket in two halves; None if tensor ranks would not gain by it."""
@@ -237,7 +238,7 @@ class Planner:
         found = evaluator.with_longest(found)
         memory = found.memory if self.context.mesh.predicts_memory else ()
         plan = replace(found.plan, predicted_latency_s=found.latency, memory_bytes=memory)
-        return self._described(evaluator.with_launch_orders(plan))
+        return self._described(_with_launch_orders(plan, evaluator))
 
     def _described(self, plan: Plan) -> Plan:
         """Add mesh, backbone, profile and memory limit to a plan."""
@@ -291,19 +292,47 @@ def choose_recompute(
     return found
 
 
-def _too_large(evaluator: PlanEvaluator) -> list[str]:
-    """Which tasks do not fit, and what would make them fit."""
+def _with_launch_orders(plan: Plan, evaluator: PlanEvaluator) -> Plan:
+    """The plan with predictions and launch orders for buckets that compute several batches side by side."""
+    overlap = evaluator.costs.interleaving
+    if overlap is None or all(bucket.batches == 1 for bucket in plan.buckets):
+        return plan
+    chunks = step_grid(plan, evaluator.lengths).chunks
+    buckets = []
+    for b, bucket in enumerate(plan.buckets):
+        turns, launch = [], []
+        most = max((own for unit, own in chunks.items() if unit.bucket == b), key=len, default=())
+        if len(most) == bucket.batches > 1:
+            costs = evaluator.costs.chunks(most, counts_bytes=False)
+            for s, layers in enumerate(overlap.stages):
+                ways = [tuple(cost.pass_cost(s, backward) for cost in costs) for backward in (False, True)]
+                turns.append(StageTurns(ways[0], ways[1], layers, overlap.share))
+                launch.append(LaunchOrder(*(overlap.order(ways[way], s, bool(way)) for way in (0, 1))))
+        buckets.append(replace(bucket, launch=tuple(launch), turns=tuple(turns)))
+    return replace(plan, buckets=tuple(buckets))
+
+
+def _refuse_too_large(evaluator: PlanEvaluator) -> None:
+    """Refuse tasks of which some do not fit into memory in any plan.
+
+    Raises:
+        UserError: Says which, and what would make them fit.
+    """
     context, resident = evaluator.context, evaluator.resident
+    if not evaluator.too_large:
+        return
     assert context.memory_limit is not None
     if max(resident) > context.memory_limit:
         rank = max(range(len(resident)), key=lambda r: resident[r])
         held = f"{show_size(resident[rank])} that stage {rank} holds of the backbone and the adapters"
         more = "give more memory, more stages or tensor ranks, or bf16"
-        return [f"the memory limit of {show_size(context.memory_limit)} is less than the {held}: {more}"]
+        raise UserError(
+            f"the memory limit of {show_size(context.memory_limit)} is less than the {held}: {more}"
+        )
     problems = []
     for task in evaluator.too_large:
         load, ranks = evaluator.loads[task], context.mesh.pipeline
-        kept = evaluator.costs.longest([task])[0].reshape(-1, ranks).sum(axis=0).tolist()
+        kept = evaluator.longest([task])[0].reshape(-1, ranks).sum(axis=0).tolist()
         needed = max(r + k for r, k in zip(resident, kept, strict=True))
         length = evaluator.longest_that_fits(task)
         advice = f"lower its data.max_length to {length}, " if length >= 2 else ""
@@ -315,4 +344,4 @@ def _too_large(evaluator: PlanEvaluator) -> list[str]:
             f"task {load.name!r}: one sequence of {load.longest_sequence} tokens needs {show_size(needed)} on a rank, "
             f"the limit is {show_size(context.memory_limit)}: {advice}or give more memory, stages or tensor ranks"
         )
-    return problems
+    raise UserError(*problems)

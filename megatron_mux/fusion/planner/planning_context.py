@@ -126,4 +126,5 @@ class PlanningContext:
             self.hides_messages,
             self.interleave,
             self.mesh.exchanges,
+            self.memory_limit is not None,
         )

@@ -12,12 +12,12 @@ from itertools import combinations, islice, permutations, product
 
 from megatron_mux.fusion.planner.arrangement import Arrangement, ArrangementEvaluator, Buckets
 from megatron_mux.fusion.planner.cost import CostModel, Hybrid
-from megatron_mux.fusion.planner.grouping import consecutive
+from megatron_mux.fusion.planner.grouping import Partition, consecutive
 
 _BUDGET = 120_000
 """Effort of improving what was found: passes simulated or hybrid tasks compared. Finding starts for all numbers of
-micro-batches may take as much, moving buckets at last again: with 4 to 6 tasks the whole search took 0.48 s of CPU time
-in the median, 1.3 s at most (`benchmarks/results/planner.md`)."""
+micro-batches may take as much, moving buckets at last again: with 4 to 6 tasks the whole search took 0.34 s of CPU time
+in the median, 1.2 s at most (`benchmarks/results/planner.md`)."""
 
 _FEW = 16
 """Up to this number of tasks the search has the whole budget, and mostly finds the optimum."""
@@ -47,34 +47,54 @@ def search(
     budget = _BUDGET * (1 if len(tokens) <= _FEW else _FRACTION)
     evaluator = ArrangementEvaluator(model, memory_limit, budget, virtual, steps)
     order = sorted(range(len(tokens)), key=lambda i: (tokens[i], i))
+    # What is best for one number of micro-batches may be better for another.
+    proposed = [
+        own for count in micro_batches for _, own in consecutive(evaluator, order, count, memory_limit)
+    ]
+    partitions = list(dict.fromkeys(proposed))
     starts: list[Arrangement] = []
     for count in micro_batches:
+        candidates = sorted(zip(evaluator.least(partitions, count), partitions, strict=True))
         evaluator.renew(1 / len(micro_batches))
-        starts += _starts(evaluator, order, count)
+        below = min((own.latency for own in starts), default=math.inf)
+        starts += _starts(evaluator, candidates, count, below if len(order) > _FEW else None)
     if not starts:
         return None
     starts.sort(key=lambda start: start.latency)
     evaluator.renew()
-    best = starts[0]
+    found = starts[:1]
     for start in starts:
         if evaluator.is_exhausted:
             break
-        best = min(best, _improved(evaluator, start, tokens), key=lambda found: found.latency)
+        found.append(_improved(evaluator, start, tokens))
     evaluator.renew()
-    return _improved(evaluator, best)
+    by_latency = sorted(dict.fromkeys(found), key=lambda own: own.latency)
+    moved = [_improved(evaluator, own) for own in by_latency if not evaluator.is_exhausted]
+    return min(moved, key=lambda own: own.latency)
 
 
-def _starts(evaluator: ArrangementEvaluator, order: Sequence[int], count: int) -> list[Arrangement]:
-    """What equations 6 and 7 propose for a number of micro-batches, in the order of bounds, while the budget lasts."""
-    partitions = [partition for _, partition in consecutive(evaluator, order, count, evaluator.limit)]
+def _starts(
+    evaluator: ArrangementEvaluator,
+    candidates: Sequence[tuple[float, Partition]],
+    count: int,
+    below: float | None,
+) -> list[Arrangement]:
+    """Partitions, in the order of their bounds, in buckets by equation 7, while the budget lasts; of many tasks, with
+    `below`, only what is faster than that and all before it, since few can be improved.
+    """
     found: list[Arrangement] = []
-    for _, partition in sorted((evaluator.least(own, count), own) for own in partitions):
+    most = math.inf if below is None else below
+    for least, partition in candidates:
+        if least >= most:
+            break
         for buckets in evaluator.groupings(partition, count):
-            if found and evaluator.is_exhausted:
+            if (found or most < math.inf) and evaluator.is_exhausted:
                 return found
-            if evaluator.bound(buckets, count) < math.inf:
-                start = evaluator.latency(evaluator.descending(buckets, count), count)
-                found += [start] if start is not None else []
+            if evaluator.bound(buckets, count) < most:
+                start = evaluator.latency(evaluator.orders(buckets, count)[0], count, most)
+                if start is not None:
+                    found.append(start)
+                    most = most if below is None else start.latency
     return found
 
 
@@ -89,25 +109,22 @@ def _improved(
         tokens: Of each task: single tasks are moved; None: hybrid tasks and buckets.
     """
     count, improved = best.micro_batches, True
+    few = sum(map(len, _hybrids(best.buckets))) <= _FEW
     while improved:
         improved = False
         moves = _other_buckets(best.buckets) if tokens is None else _other_tasks(best.buckets, tokens)
-        neighbours = list(islice(moves, evaluator.affordable(len(best.buckets))))
-        evaluator.hybrids([hybrid for own in neighbours for hybrid in _hybrids(own)], count)
-        bounds = (
-            (evaluator.least(_hybrids(own), count), i)
-            for i, own in enumerate(neighbours)
-            if not evaluator.is_exhausted
-        )
-        for least, i in sorted(bounds):
+        neighbours = list(islice(moves, evaluator.affordable(2 * len(best.buckets))))
+        bounds = evaluator.least([_hybrids(own) for own in neighbours], count)
+        for least, i in sorted(zip(bounds, range(len(neighbours)), strict=True)):
             below = best.latency * (1 - 1e-9)
             if least >= below or evaluator.is_exhausted:
                 break
             if evaluator.bound(neighbours[i], count) < below:
-                buckets = neighbours[i] if tokens is None else evaluator.descending(neighbours[i], count)
-                found = evaluator.latency(buckets, count, below)
-                if found is not None:
-                    best, improved = found, True
+                orders = [neighbours[i]] if tokens is None else evaluator.orders(neighbours[i], count)
+                for buckets in orders[: None if few else 1]:
+                    found = evaluator.latency(buckets, count, best.latency * (1 - 1e-9))
+                    if found is not None:
+                        best, improved = found, True
     return best
 
 

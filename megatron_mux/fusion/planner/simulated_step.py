@@ -17,22 +17,20 @@ def step_of(
 ) -> tuple[float, list[float]]:
     """Seconds of a step of a plan on one pipeline, and `[ranks]` the most bytes that its passes keep and take."""
     most = [0.0] * plan.ranks
+    is_own = is_structured(plan, sizes)  # its scheduler is a simulation already
 
     def simulated(steps: int) -> float:
-        latency, peaks = _simulated(plan, costs, sizes * steps)
-        most[:] = map(max, most, peaks)
-        return latency
+        if not is_own:
+            found = simulate(step_template(plan, sizes * steps), costs, sizes=sizes * steps)
+            most[:] = map(max, most, found.peaks)
+            return found.latency
+        run = StructuredRun(costs, plan.activation_limit or None, sizes * steps, plan.virtual)
+        if any(any(cost.memory) or any(cost.working) for cost in costs):
+            most[:] = map(max, most, run.peaks())
+        return run.latency
 
-    seconds = seconds_per_step(simulated, busiest(costs, sizes, plan.ranks), plan.rolling)
+    # A bucket by itself waits for its own step to end: its steps are alike.
+    steps = 1 if len(costs) == 1 and is_own else plan.rolling
+    seconds = seconds_per_step(simulated, busiest(costs, sizes, plan.ranks), steps)
     assert seconds is not None, "without a bound there is an answer"
     return seconds, most
-
-
-def _simulated(
-    plan: Plan, costs: Sequence[BucketCost], sizes: list[tuple[int, ...]]
-) -> tuple[float, list[float]]:
-    if is_structured(plan, sizes):  # its scheduler is a simulation already
-        run = StructuredRun(costs, plan.activation_limit or None, sizes, plan.virtual)
-        return run.latency, run.peaks()
-    found = simulate(step_template(plan, sizes), costs, sizes=sizes)
-    return found.latency, list(found.peaks)

@@ -10,8 +10,7 @@ Shapes: S stages, K tasks; arrays `[2, ...]` hold forward and backward.
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -19,11 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.adapters.costs import Curve
-from megatron_mux.base_ops import BaseOpName
-from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Chunk, Weights
 from megatron_mux.fusion.graphs.launch_order import Interleave, Overlap
+from megatron_mux.fusion.planner.adapter_seconds import AdapterSeconds
 from megatron_mux.fusion.planner.cost import Hybrid, HybridCost
 from megatron_mux.fusion.planner.frozen import Frozen
 from megatron_mux.fusion.planner.load import TaskLoad, engine_memory
@@ -35,7 +32,6 @@ from megatron_mux.gpus import assumed
 from megatron_mux.memory.forms.engine_bytes import Passes
 from megatron_mux.memory.forms.engine_memory import Rows
 from megatron_mux.memory.forms.method import Method
-from megatron_mux.memory.forms.task_adapters import AdaptedOp
 from megatron_mux.optimizers.registry import OPTIMIZERS
 
 Array = npt.NDArray[np.float64]
@@ -58,6 +54,7 @@ class StageCosts:
             part of every pass.
         interleave: How they do, if so; None: as well as computation and link allow.
         exchanges: Whether rows go to other ranks for their experts.
+        counts_bytes: Whether hybrid tasks' costs have what they keep and take, which takes as long to find as seconds.
     """
 
     def __init__(
@@ -71,8 +68,10 @@ class StageCosts:
         overlap: bool = False,
         interleave: Interleave | None = None,
         exchanges: bool = False,
+        counts_bytes: bool = True,
     ) -> None:
         self.overlap = overlap
+        self.counts_bytes = counts_bytes
         self.profile = profile
         self.shape = shape
         self.loads = list(loads)
@@ -87,7 +86,7 @@ class StageCosts:
         self._curves = profile.curves
         self._depths = np.array([float(len(own)) for own in stages])
         self._cores = StageAttention(profile.curves, shape.windows, self.stages)
-        self._sites = [_by_stage(load.ops, self.stages) for load in self.loads]
+        self._adapters = AdapterSeconds(profile, self.loads, self.stages)
         self._lowest = np.array([_lowest(load, shape.layers) for load in self.loads], dtype=np.int64)
         self._count = np.array([load.records for load in self.loads])
         self._together = np.array([float(load.together) for load in self.loads])
@@ -103,9 +102,14 @@ class StageCosts:
                 for load in self.loads
             ]
         ).reshape(-1, 2, len(self.stages))
-        self._adapter_sizes = _measured_sizes(profile.curves)
-        self._stepped = _stepped(self.loads, self.stages, method)
-        self._values = self._stepped[:, :, 0]
+        stepped = _stepped(self.loads, self.stages, method)
+        self._values = stepped[:, :, 0]
+        # `[K, ranks]` seconds of each task's optimizer step; `[K]` those that a bucket has once.
+        prices = [profile.updates[OPTIMIZERS[load.adapter.optimizer].names[0]] for load in self.loads]
+        of_one = np.array([(p.value, p.tensor, p.run) for p in prices]).reshape(-1, 1, 3)
+        once = np.array([p.task * p.together for p in prices])
+        self._updates = (stepped * of_one).sum(axis=2) + (np.array([p.task for p in prices]) - once)[:, None]
+        self._once = once
         self._frozen = Frozen(profile, shape, self.stages)
         layout = Layout(method.tensor > 1, method.sequence_parallel, exchanges, self.recomputes)
         self._messages = Messages(self._frozen, shape, layout)
@@ -135,19 +139,22 @@ class StageCosts:
             member[i, list(tasks)] = 1.0
         # There are no more micro-batches than records.
         parts = np.maximum(1, np.minimum(micro_batches * self.data, member @ self._count))
-        return self._combine(
-            member * self._total / parts[:, None],
-            member @ self._labels / parts,
-            np.tensordot(member, self._attention, 1) / parts[:, None, None],
-            (member * self._longest * self._together).max(axis=1),
-            np.zeros(len(sets)),
-            np.ceil(parts / self.data),
-        )
+        rows, labels = member * self._total / parts[:, None], member @ self._labels / parts
+        attention = np.tensordot(member, self._attention, 1) / parts[:, None, None]
+        passes = None
+        if self.counts_bytes:
+            total = rows.sum(axis=1)
+            # Sequences are not divided among micro-batches.
+            most = np.maximum(total, (member * self._longest * self._together).max(axis=1))
+            copied = np.zeros(len(sets))
+            passes = self.memory.passes(Rows(rows, most, labels * most / np.maximum(total, 1e-9), copied))
+        return self._combine(rows, labels, attention, np.ceil(parts / self.data), passes)
 
-    def chunks(self, chunks: Sequence[Chunk]) -> list[HybridCost]:
+    def chunks(self, chunks: Sequence[Chunk], counts_bytes: bool = True) -> list[HybridCost]:
         """Exactly these chunks of hybrid tasks, their sequences' lengths and pasts as they are."""
-        rows, labels, attention, kept = self._laid_out(chunks)
-        return self._combine(rows, labels, attention, np.zeros(len(chunks)), kept, np.ones(len(chunks)))
+        rows, labels, attention, _ = self._laid_out(chunks)
+        passes = self.bytes_of(chunks) if counts_bytes else None
+        return self._combine(rows, labels, attention, np.ones(len(chunks)), passes)
 
     def bytes_of(self, chunks: Sequence[Chunk]) -> Passes:
         """What exactly these chunks keep and take, without their seconds."""
@@ -155,7 +162,7 @@ class StageCosts:
         return self.memory.passes(Rows(rows, rows.sum(axis=1), labels, kept))
 
     def _laid_out(self, chunks: Sequence[Chunk]) -> tuple[Array, Array, Array, Array]:
-        """Rows, labels, attention and copied rows of chunks: see `_combine`."""
+        """Rows, labels and attention of chunks as for `_combine`, and rows of keys and values that they copy."""
         rows = np.zeros((len(chunks), len(self.loads)))
         labels, kept = np.zeros(len(chunks)), np.zeros(len(chunks))
         attention = np.zeros((len(chunks), 2, len(self.stages)))
@@ -185,32 +192,28 @@ class StageCosts:
         most = lengths * self._together[own]
         rows[np.arange(len(own)), own] = most
         virtual = np.array([float(self.loads[task].virtual_tokens) for task in own])
-        found = self.memory.passes(Rows(rows, most, most, virtual), length=lengths)
-        return found.lasting + found.working
+        one = Rows(rows, most, most, virtual)
+        # Plans count a sequence's rows as the average of its task's, which may take more.
+        known = [self.memory.passes(one, length=own) for own in (lengths, None)[: 1 if length else 2]]
+        found: Array = np.max([own.lasting + own.working for own in known], axis=0)
+        return found
 
     def _combine(
-        self,
-        rows: Array,
-        labels: Array,
-        attention: Array,
-        longest: Array,
-        copied: Array,
-        parts: Array,
+        self, rows: Array, labels: Array, attention: Array, parts: Array, passes: Passes | None
     ) -> list[HybridCost]:
-        """Seconds and bytes of B batches.
+        """Costs of B batches.
 
         Args:
             rows: `[B, K]` of each task.
             labels: `[B]`.
             attention: `[B, 2, S]` seconds in a layer of each stage.
-            longest: `[B]` rows that a batch keeps at least: sequences are not divided among micro-batches.
-            copied: `[B]` rows of keys and values that it keeps a copy of, beside its own.
             parts: `[B]` micro-batches like it on a pipeline.
+            passes: What they keep and take; None: not asked for.
         """
         total = rows.sum(axis=1)
         nothing = len(ORDER) * self.shape.layers
         lowest = np.where(rows > 0, self._lowest, nothing).min(axis=1)
-        of_ops = self._adapters(rows)  # [B, 2, S, ops]
+        of_ops = self._adapters.of(rows)  # [B, 2, S, ops]
         adapters = of_ops.sum(axis=3)
         if self.recomputes:
             adapters[:, 1] += adapters[:, 0]
@@ -229,10 +232,8 @@ class StageCosts:
                 messages = messages[:, :, :0]
         one = self._curves["transfer"].many(total + referred)[0]
         transfer = np.repeat(one[:, None], len(self.stages) - 1, axis=1)
-        most = np.maximum(total, longest)
-        memory = self.memory.passes(Rows(rows, most, labels * most / np.maximum(total, 1e-9), copied))
-        passes, messages = seconds.swapaxes(0, 1), messages.swapaxes(0, 1)
-        columns = (*passes, memory.lasting, memory.working, transfer, *messages)
+        kept, working = (transfer[:, :0],) * 2 if passes is None else (passes.lasting, passes.working)
+        columns = (*seconds.swapaxes(0, 1), kept, working, transfer, *messages.swapaxes(0, 1))
         listed = zip(parts.astype(int).tolist(), *(map(tuple, own.tolist()) for own in columns), strict=True)
         found = [
             HybridCost(count, forward, backward, 1, kept, working, sent, (), ahead, back)
@@ -255,46 +256,6 @@ class StageCosts:
         found: Array = layers[:, 0] + self._frozen.outside(rows, labels)[:, 0]
         return found * (rows > 0)[:, None]
 
-    # -- adapters
-
-    def _adapters(self, rows: Array) -> Array:
-        """`[B, 2, S, ops]` seconds of the adapters: at each BaseOp `max(sum of u_a t_a, max of t_a)`."""
-        shape = (len(rows), 2, len(self.stages), len(ORDER))
-        fused, longest = np.zeros(shape), np.zeros(shape)
-        for task in np.flatnonzero(rows.any(axis=0)).tolist():
-            present = np.flatnonzero(rows[:, task])
-            sizes = rows[present, task]
-            of_ops: dict[int, Array] = {}
-            for (op, curve), counts in self._sites[task].items():
-                alone = self._adapter(curve, op, sizes)  # [2, N]
-                shares = self._curves.get(f"utilisation:{curve.name}")
-                used = alone if shares is None else alone * shares.many(sizes)
-                index = ORDER.index(op)
-                fused[present, :, :, index] += used.T[:, :, None] * counts
-                of_ops[index] = of_ops.get(index, 0.0) + alone.T[:, :, None] * counts
-            for index, own in of_ops.items():
-                longest[present, :, :, index] = np.maximum(longest[present, :, :, index], own)
-        found: Array = np.maximum(fused, longest)
-        return found
-
-    def _adapter(self, curve: Curve, op: str, rows: Array) -> Array:
-        """`[2, N]` seconds of one adapter: linear in its size between and beyond those that were measured.
-
-        Raises:
-            UserError: The profile has none of its kind.
-        """
-        known = self._adapter_sizes.get(f"{curve.name}:{op}", [])
-        if not known:
-            raise UserError(
-                f"the {self.profile.description} has no cost of {curve.name} adapters at {op}: measure it with "
-                "megatron-mux profile --force"
-            )
-        low, high = (self._curves[f"{curve.name}:{op}:{size}"].many(rows) for size in (known[0], known[-1]))
-        if len(known) == 1:
-            return low
-        share = (curve.size - known[0]) / (known[-1] - known[0])
-        return np.maximum(0.0, low + share * (high - low))
-
     # -- besides the passes
 
     def step_overhead(self, buckets: Sequence[Sequence[int]]) -> float:
@@ -302,7 +263,8 @@ class StageCosts:
         gradients over pipelines, KL terms.
         """
         tasks = [task for bucket in buckets for task in bucket]
-        updates = np.sum([self._updates(bucket) for bucket in buckets], axis=0)  # [ranks]
+        updates = self._updates[tasks].sum(axis=0)  # [ranks]
+        updates += sum(self._once[list(bucket)].max(initial=0.0) for bucket in buckets)
         return (
             self.profile.step_seconds
             + sum(len(self.loads[t].tokens) for t in tasks) * self.profile.sequence_seconds
@@ -310,18 +272,6 @@ class StageCosts:
             + self._gradients(tasks)
             + sum(self._kl_term(t) for t in tasks if self.loads[t].needs_kl)
         )
-
-    def _updates(self, tasks: Sequence[int]) -> Array:
-        """`[ranks]` seconds of the optimizer steps of a bucket's tasks."""
-        ranks = self._values.shape[1]
-        found, together = np.zeros(ranks), 0.0
-        for task in tasks:
-            load = self.loads[task]
-            price = self.profile.updates[OPTIMIZERS[load.adapter.optimizer].names[0]]
-            found += self._stepped[task] @ [price.value, price.tensor, price.run]
-            found += price.task * (not price.together)
-            together = max(together, price.task * price.together)
-        return found + together
 
     def _kl_term(self, task: int) -> float:
         """Seconds of the pass over a step's mismatched completions, with adapter and reference, stage after stage."""
@@ -347,16 +297,6 @@ class StageCosts:
         return Weights(token, pair, label)
 
 
-def _measured_sizes(curves: Iterable[str]) -> dict[str, list[int]]:
-    """For each kind of adapter at a BaseOp the sizes that were measured, from the names of a profile's curves."""
-    found: dict[str, list[int]] = {}
-    for name in curves:
-        kind, _, measured = name.rpartition(":")
-        if kind.count(":") == 1 and measured.isdigit():
-            insort(found.setdefault(kind, []), int(measured))
-    return found
-
-
 def _stepped(loads: Sequence[TaskLoad], stages: Sequence[range], method: Method) -> Array:
     """`[K, ranks, 3]` values that each rank trains of a task, parameters and groups of them that are stepped as one."""
     found = np.array(
@@ -368,19 +308,6 @@ def _stepped(loads: Sequence[TaskLoad], stages: Sequence[range], method: Method)
     ranks = method.pipeline
     summed: Array = found.reshape(len(loads), len(stages) // ranks, ranks, 3).sum(axis=1)
     return summed
-
-
-def _by_stage(
-    sites: Sequence[AdaptedOp], stages: Sequence[range]
-) -> dict[tuple[BaseOpName, Curve], npt.NDArray[np.int64]]:
-    """For each adapter at a BaseOp that takes seconds, `[S]` how many layers of each stage have it."""
-    found: dict[tuple[BaseOpName, Curve], npt.NDArray[np.int64]] = {}
-    stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
-    for site in sites:
-        if site.curve is not None:
-            counts = found.setdefault((site.op, site.curve), np.zeros(len(stages), np.int64))
-            counts[stage_of[site.layer]] += 1
-    return found
 
 
 def _lowest(load: TaskLoad, layers: int) -> int:

@@ -20,13 +20,8 @@ ORDER: tuple[BaseOpName, ...] = (
 """All BaseOps in the order in which a layer computes those that it has."""
 
 
-def attention_operators(shape: BackboneShape) -> tuple[str, ...]:
-    """Those of the half layer with attention; core attention has curves by sequence."""
-    return ("attention_half",)
-
-
 def mlp_operators(shape: BackboneShape, experts: bool) -> tuple[str, ...]:
-    """Those of the other half of a layer, without messages.
+    """Those of the half layer behind `attention_half`, without messages; core attention has curves by sequence.
 
     Args:
         shape: The backbone's.
@@ -48,7 +43,7 @@ def layer_operators(shape: BackboneShape) -> tuple[str, ...]:
     """All curves of the layers of a backbone, each once."""
     kinds = sorted({shape.has_experts(layer) for layer in range(shape.layers)})
     second = [name for own in kinds for name in mlp_operators(shape, own)]
-    return (*attention_operators(shape), *second, *base_ops(shape))
+    return ("attention_half", *second, *base_ops(shape))
 
 
 def below(shape: BackboneShape, op: BaseOpName) -> tuple[str, ...]:
@@ -66,7 +61,7 @@ def below(shape: BackboneShape, op: BaseOpName) -> tuple[str, ...]:
         "shared": SHARED_OPS,
         "experts": EXPERT_OPS,
     }
-    for part in (*attention_operators(shape), *mlp_operators(shape, op in (*SHARED_OPS, *EXPERT_OPS))):
+    for part in ("attention_half", *mlp_operators(shape, op in (*SHARED_OPS, *EXPERT_OPS))):
         ops = shape.attention_ops if part == "attention_half" else of_part.get(part, ())
         if op in ops:
             return (*found, *((part,) if op == ops[-1] else ops[: ops.index(op) + 1]))

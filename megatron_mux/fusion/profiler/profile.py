@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -47,7 +48,14 @@ class Curve:
     def at(self, size: float) -> tuple[float, float]:
         """Forward and backward seconds: between two points linear; below the first as there, above the last on the
         slope of the last two."""
-        forward, backward = self.many(np.array([size], np.float64))[:, 0].tolist()
+        known = self.sizes
+        if len(known) == 1:
+            return self.forward[0], self.backward[0]
+        i = min(max(bisect_right(known, size), 1), len(known) - 1)
+        share = (max(size, known[0]) - known[i - 1]) / (known[i] - known[i - 1])
+        forward, backward = (
+            max(0.0, own[i - 1] + share * (own[i] - own[i - 1])) for own in (self.forward, self.backward)
+        )
         return forward, backward
 
     @cached_property
@@ -60,10 +68,10 @@ class Curve:
         if len(known) == 1:
             return np.repeat(seconds, len(sizes), axis=1)
         clamped = np.maximum(sizes, known[0])
-        i = np.clip(np.searchsorted(known, clamped, side="right"), 1, len(known) - 1)
+        i = np.minimum(np.maximum(np.searchsorted(known, clamped, side="right"), 1), len(known) - 1)
         share = (clamped - known[i - 1]) / (known[i] - known[i - 1])
         found: npt.NDArray[np.float64] = seconds[:, i - 1] + share * (seconds[:, i] - seconds[:, i - 1])
-        return found.clip(min=0.0)
+        return np.maximum(found, 0.0)
 
 
 def summed(curves: Sequence[Curve]) -> Curve:

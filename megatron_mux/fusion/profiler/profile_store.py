@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
@@ -61,39 +60,29 @@ def about_run(
             "cores": os.cpu_count(),
             "busy": int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if busy is None else busy,
         }
+    changed = {
+        "quantised": shape.quantisation and str(shape.quantisation),
+        "tf32": kind == "cuda" and str(dtype) == "torch.float32" and uses_tf32(),
+        "expert_parallel": shape.experts and expert_parallel != 1 and expert_parallel,
+        "expert_tensor": shape.experts and expert_tensor != tensor_parallel and expert_tensor,
+    }
     return {
         **about,
         "backbone": hashlib.sha256(config.encode()).hexdigest()[:16],
         "dtype": str(dtype).removeprefix("torch."),
-        # Present only where it is true: other profiles keep their names.
-        **({} if shape.quantisation is None else {"quantised": str(shape.quantisation)}),
-        **({"tf32": True} if kind == "cuda" and uses_tf32() and str(dtype) == "torch.float32" else {}),
         "tensor_parallel": tensor_parallel,
-        **_expert_sizes(shape, tensor_parallel, expert_parallel, expert_tensor),
         "torch": torch.__version__,
         "megatron_core": version("megatron-core"),
+        # Present only where they are not the default: other profiles keep their names.
+        **{name: value for name, value in changed.items() if value},
     }
-
-
-def _expert_sizes(shape: Any, tensor: int, expert: int, expert_tensor: int | None) -> dict[str, int]:
-    """How experts are divided, as far as it is not the default: other profiles keep their names."""
-    if shape.experts is None:
-        return {}
-    found = {"expert_parallel": expert} if expert != 1 else {}
-    return found if expert_tensor in (None, tensor) else {**found, "expert_tensor": expert_tensor}
 
 
 def find_profile(
     shape: Any,
-    kind: str,
-    dtype: torch.dtype,
-    tensor_parallel: int,
-    threads: int | None = None,
+    about: dict[str, Any],
     directory: Path | None = None,
     say: Callable[[str], None] | None = None,
-    busy: int | None = None,
-    expert_parallel: int = 1,
-    expert_tensor: int | None = None,
 ) -> Profile:
     """The measured profile of a backbone on a device, else a roofline.
 
@@ -101,7 +90,8 @@ def find_profile(
     nearest in number.
 
     Args:
-        shape, kind, dtype, tensor_parallel, threads, busy, expert_parallel, expert_tensor: See `about_run`.
+        shape: The backbone's sizes.
+        about: Of the run, see `about_run`.
         directory: Where profiles are kept; by default `profile_directory`.
         say: Told of a stand-in, of a profile of an earlier version, and of a file that is not a profile, which is then
             ignored; without it, such a file is refused.
@@ -109,7 +99,6 @@ def find_profile(
     Raises:
         UserError: The file is not a profile.
     """
-    about = about_run(shape, kind, dtype, tensor_parallel, threads, busy, expert_parallel, expert_tensor)
     wanted = about.get("busy", 1)
     others = range(1, max(wanted, os.cpu_count() or 1) + 1) if "busy" in about else ()
     outdated = False
@@ -136,7 +125,7 @@ def find_profile(
                 f"{older}: a profile of an earlier version (format {FORMAT - 1}) is not used: measure again with "
                 "megatron-mux profile"
             )
-    return roofline(shape, about, dtype.itemsize, tensor_parallel)
+    return roofline(shape, about, getattr(torch, about["dtype"]).itemsize, about["tensor_parallel"])
 
 
 def profile_of_mesh(
@@ -153,13 +142,14 @@ def profile_of_mesh(
 
     Args:
         mesh: How the run's ranks are divided.
-        shape, kind, dtype, threads, directory, say, busy: See `find_profile`.
+        shape, kind, dtype, threads, busy: See `about_run`.
+        directory, say: See `find_profile`.
 
     Raises:
         UserError: The file is not a profile.
     """
-    tensor, sizes = mesh.tensor, (mesh.expert, mesh.expert_tensor)
-    found = find_profile(shape, kind, dtype, tensor, threads, directory, say, busy, *sizes)
+    about = about_run(shape, kind, dtype, mesh.tensor, threads, busy, mesh.expert, mesh.expert_tensor)
+    found = find_profile(shape, about, directory, say)
     return with_managers(found, shape, mesh.managers) if mesh.managers else found
 
 
@@ -199,13 +189,6 @@ def load_profile(about: Mapping[str, Any], directory: Path) -> Profile | None:
     except OSError as error:
         raise UserError(f"{path}: the profile cannot be read: {error.strerror or error}") from error
     try:
-        profile = _ADAPTER.validate_json(text)
+        return _ADAPTER.validate_json(text)
     except ValueError as error:  # pydantic's is one
-        form = re.search(r'"format": (\d+)', text)
-        if form is not None and int(form[1]) != FORMAT:
-            raise UserError(
-                f"{path}: is a profile of another version (format {form[1]}, not {FORMAT}): measure again with "
-                "megatron-mux profile --force"
-            ) from error
         raise UserError(f"{path}: is no profile: delete it, or measure anew with --force") from error
-    return profile

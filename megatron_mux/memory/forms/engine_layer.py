@@ -105,9 +105,9 @@ class EngineLayer:
             saved += self._norm("the norm behind attention") if a.output_norms else []
         saved += self._mlp(begins)
         saved += self._norm("the norm behind the MLP") if a.output_norms else []
-        return saved + self._inputs(inputs, selective, begins)
+        return saved + self.adapter_inputs(inputs, selective, begins)
 
-    def _inputs(self, inputs: frozenset[BaseOpName], selective: bool, begins: int) -> list[Row]:
+    def adapter_inputs(self, inputs: frozenset[BaseOpName], selective: bool, begins: int = 0) -> list[Row]:
         """Inputs of BaseOps that are kept for adapters only; see `kept`."""
         a, saved = self.architecture, list[Row]()
         if not inputs.isdisjoint(("linear_qkv", "linear_kv_down")):

@@ -85,10 +85,10 @@ class RowBytes:
     @cached_property
     def _of_tasks(self) -> Array:
         """`[K, ...]` the numbers of a `LayerBytes`, on average over a task's rows."""
-        found = []
+        found, alone = [], lru_cache(maxsize=None)(self._alone)
         for own, prefixed in zip(self.lengths, self.prefixed, strict=True):
             sizes, counts = np.unique(np.maximum(1, np.round(own)), return_counts=True)
-            kept = np.array([self._alone(size, prefixed) for size in sizes.tolist()])
+            kept = np.array([alone(size, prefixed) for size in sizes.tolist()])
             found.append(np.average(kept, axis=0, weights=sizes * counts))
         return np.array(found).reshape(len(found), _PARTS[-1] + len(FIRSTS))
 
@@ -110,7 +110,7 @@ def _kept(layer: EngineLayer, selective: bool) -> Array:
             plain,
             layer.bytes(layer.kept()),
             layer.bytes(layer.kept(first="linear_proj")),
-            *(layer.bytes(layer.kept(selective, frozenset([op]))) - plain for op in OPS),
+            *(layer.bytes(layer.adapter_inputs(frozenset([op]), selective)) for op in OPS),
             *(plain - layer.bytes(layer.kept(selective, first=at)) for at in FIRSTS),
         ]
     )

@@ -59,10 +59,11 @@ def exhaustive(
         The best arrangement; None if none is faster than `below`.
     """
     evaluator = ArrangementEvaluator(model, memory_limit, steps=steps)
+    partitions = list(every_partition(range(tasks)))
     candidates = [
-        (evaluator.least(partition, count), count, partition)
-        for partition in every_partition(range(tasks))
+        (least, count, partition)
         for count in micro_batches
+        for least, partition in zip(evaluator.least(partitions, count), partitions, strict=True)
     ]
     heapq.heapify(candidates)
     best: Arrangement | None = None
@@ -96,7 +97,7 @@ def plain_equation_6(
         for value, partition in consecutive(evaluator, order, count, memory_limit)
     )
     groupings = [g for g in evaluator.groupings(partition, count) if evaluator.bound(g, count) < math.inf]
-    found = [evaluator.latency(evaluator.descending(g, count), count) for g in groupings]
+    found = [evaluator.latency(evaluator.orders(g, count)[0], count) for g in groupings]
     return min((own for own in found if own is not None), key=lambda own: own.latency)
 
 

@@ -86,9 +86,8 @@ def test_a_profile_of_other_company_stands_in(tmp_path: Path, monkeypatch: pytes
     said: list[str] = []
 
     def found(kind: str = "cpu") -> int:
-        profile = find_profile(
-            backbone.shape(), kind, torch.float32, 1, threads=1, directory=tmp_path, say=said.append
-        )
+        about = about_run(backbone.shape(), kind, torch.float32, 1, threads=1)
+        profile = find_profile(backbone.shape(), about, tmp_path, said.append)
         return int(profile.about.get("busy", 0))
 
     def keep(busy: int) -> None:
@@ -116,16 +115,16 @@ def test_a_damaged_profile_is_named(tmp_path: Path) -> None:
 
 
 def test_a_profile_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
-    """It has another name; whoever looks for the new one is told, as is who gives it the new one's name."""
+    """It has another name; whoever looks for the new one is told. With the new one's name it is none."""
     about = about_run(backbone.shape(), "cpu", "torch.float32", 1, threads=1, busy=1)
     path = save_profile(backbone.profile(about=about, source="measured"), tmp_path)
     old = path.read_text().replace(f'"format": {FORMAT}', f'"format": {FORMAT - 1}')
     path.write_text(old)
-    with pytest.raises(UserError, match=rf"format {FORMAT - 1}, not {FORMAT}\): measure again"):
+    with pytest.raises(UserError, match="is no profile"):
         load_profile(about, tmp_path)
     path.rename(tmp_path / f"{key_of(about, FORMAT - 1)}.json")
     said: list[str] = []
-    found = find_profile(backbone.shape(), "cpu", torch.float32, 1, 1, tmp_path, say=said.append, busy=1)
+    found = find_profile(backbone.shape(), about, tmp_path, said.append)
     assert found.source == "roofline"
     assert len(said) == 1 and "of an earlier version" in said[0] and "megatron-mux profile" in said[0]
 
@@ -137,7 +136,8 @@ def test_a_stand_in_of_an_earlier_version_is_said(tmp_path: Path, monkeypatch: p
         about = about_run(backbone.shape(), "cpu", "torch.float32", 1, threads=1, busy=busy)
         (tmp_path / f"{key_of(about, FORMAT - 1)}.json").write_text("{}")
     said: list[str] = []
-    found = find_profile(backbone.shape(), "cpu", torch.float32, 1, 1, tmp_path, say=said.append, busy=1)
+    asked = about_run(backbone.shape(), "cpu", torch.float32, 1, threads=1, busy=1)
+    found = find_profile(backbone.shape(), asked, tmp_path, said.append)
     assert found.source == "roofline" and len(said) == 1 and "of an earlier version" in said[0]
 
 
