@@ -28,8 +28,8 @@ SHALLOW, DEEP = 3, 4
 """Layers of a stage where layers are alike."""
 _RECORDS = 3
 """Of a batch that is not short, on each pipeline."""
-_MORE_SIZES = 4
-"""Sizes beyond two for each signature: for what is constant, sequences, chunks of logits, and one to check; on a CPU
+_MORE_SIZES = 6
+"""Sizes beyond two for each signature: for what is constant, sequences, chunks of logits, and three to check; on a CPU
 another for squared lengths."""
 _SHORTEST, _LONGEST = 256, 8192
 """Tokens of a record; none is longer than a chunk of logits, so that some micro-batches fill one and some do not."""

@@ -71,11 +71,13 @@ def test_the_best_order_is_near_the_best_of_all() -> None:
         return [PieceCost(*map(float, generator.integers(1, 10, 2))) for _ in range(generator.integers(1, 3))]
 
     ratios = []
-    for found in ([of("5-1"), of("1-1 1-5")], *([drawn() for _ in range(2 + n % 2)] for n in range(300))):
+    sets: list[list[Chain]] = [[of("5-1"), of("1-1 1-5")]]
+    sets += [[drawn() for _ in range(2 + n % 2)] for n in range(300)]
+    for found in sets:
         launched = one_after_another(found)
         optimum = min(simulate(found, order).seconds for order in set(permutations(launched)))
         ratios.append(simulate(found, best_order(found, "auto")).seconds / optimum)
-    assert np.quantile(ratios, [0.75, 0.99, 1.0]) == pytest.approx([1.0, 1.2, 1.3], abs=0.05)
+    assert (np.quantile(ratios, [0.75, 0.99, 1.0]) <= [1 + 1e-9, 1.2, 1.35]).all()
 
 
 @settings(max_examples=5, deadline=None)
