@@ -31,6 +31,13 @@ from megatron_mux.memory.assumed_routes import Access, assumed_experts
 _KNOWN = "_known_values"
 _INTEGERS = (torch.int64, torch.int32, torch.uint8, torch.bool)
 _DYNAMIC = torch.Tag.dynamic_output_shape
+_HASHES = (
+    torch.ops.aten.bitwise_xor,
+    torch.ops.aten.bitwise_xor_,
+    torch.ops.aten.__ixor__,
+    torch.ops.aten.__xor__,
+)
+"""Operators of random masks, which decide no sizes and would take most of a dry run's time."""
 _MOST = 1 << 24
 """Elements of a tensor whose values are kept: they take host memory."""
 
@@ -90,7 +97,7 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if func.namespace not in ("aten", "prims") or any(known(tensor) is None for tensor in tensors):
         return None
-    if not tensors and not _makes_integers(func, args, kwargs):
+    if func.overloadpacket in _HASHES or (not tensors and not _makes_integers(func, args, kwargs)):
         return None
     if tensors and not all(tensor.dtype in _INTEGERS for tensor in tensors):
         return None

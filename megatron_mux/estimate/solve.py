@@ -205,10 +205,10 @@ def _lasting(windows: Windows) -> Lasting:
     tasks, updating = (np.zeros(1 + max(alone)) for _ in range(2))
     for signature, number in alone.items():
         ((start, stop),) = joined[number]
-        tasks[signature] = windows.held(stop) - windows.held(start) + windows.left(number)
+        tasks[signature] = windows.lasting(start, stop) + windows.updated(number)
         updating[signature] = max(
             (windows.delta(w).max(initial=0.0) for k in "NU" for w in windows.of(k, number)), default=0.0
         )
     every = sum(tasks[signature] for group in groups for signature in group)
-    last = windows.all[-1]
-    return Lasting(windows.held(last.stop) - every, tasks, updating)
+    everything = windows.lasting(0, len(windows.recording.stream))
+    return Lasting(everything - every, tasks, updating)

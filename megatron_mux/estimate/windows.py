@@ -55,15 +55,12 @@ class Windows:
         # Messages of other micro-batches come and go meanwhile: `footprint.memory` counts them.
         counts = np.array(stream.categories) != CATEGORIES.index(Category.COMMUNICATION)
         sizes = (np.array(stream.sizes, np.float64) * counts)[blocks]
-        self._live = np.concatenate(
-            [[0.0], np.cumsum(np.where(codes < 0, -sizes, sizes))]
-        )  # before each event
+        # Before each event, and after the last.
+        self._live = np.concatenate([[0.0], np.cumsum(np.where(codes < 0, -sizes, sizes))])
+        stay = np.isin(blocks, blocks[codes < 0], invert=True)
+        self._lasting = np.array(stream.sizes, np.float64)[blocks] * stay
         self._layers = np.array([-1 if m.layer is None else m.layer for m in recording.stream.moment_names])
         self._moments = np.array(recording.stream.moments)
-
-    def held(self, event: int) -> float:
-        """Bytes before an event."""
-        return float(self._live[event])
 
     @cached_property
     def joins(self) -> list[tuple[int, int]]:
@@ -89,10 +86,13 @@ class Windows:
         """The actions of this kind of a bucket, in the steps that count."""
         return [w for w in self._of(bucket) if w.action.kind == kind and w.step >= self.rehearsal.warm]
 
-    def left(self, bucket: int) -> float:
-        """Bytes that a bucket's actions before the steps that count have left behind."""
-        own = (w for w in self._of(bucket) if w.step < self.rehearsal.warm)
-        return sum(self.held(w.stop) - self.held(w.start) for w in own)
+    def lasting(self, start: int, stop: int) -> float:
+        """Bytes allocated by these events that are there at the end of the run."""
+        return float(self._lasting[start:stop].sum())
+
+    def updated(self, bucket: int) -> float:
+        """Bytes that a bucket's updates allocated and that are there at the end of the run."""
+        return sum(self.lasting(w.start, w.stop) for w in self._of(bucket) if not w.action.is_pass)
 
     def _of(self, bucket: int) -> list[Window]:
         every = len(self.rehearsal.groups)

@@ -88,6 +88,9 @@ class Memory:
         total = contents.rows.sum(axis=1)[:, None] * self.message
         ends = np.arange(len(self.tables))
         found.kept[:] += total * ((ends > 0).astype(float) + (ends < len(self.tables) - 1))
+        found.working[:] += total * np.array(
+            [1.0] * (len(self.tables) - 1) + [0.0]
+        )  # the gradient that is used
         found.working[:] += total * self._messages(in_step)
         return found
 
@@ -132,17 +135,17 @@ class Memory:
         return order
 
     def _messages(self, in_step: float) -> Array:
-        """`[S]` gradients that a stage uses, and hidden states that it has received ahead, or has sent and keeps."""
+        """`[S]` hidden states or gradients that a stage has received ahead, or has sent and keeps."""
         stages, ranks = len(self.tables), self.ranks
         share = ranks / stages  # a rank's stages share what it keeps
-        inputs, gradients = (
-            min(received_ahead(stages, ranks, backward), in_step - 1) * share for backward in (False, True)
-        )
-        sent = min(sends_kept(ranks), in_step - 1) * share
+        inputs, gradients = (received_ahead(stages, ranks, backward) for backward in (False, True))
+        # What comes ahead and what has been sent is of other micro-batches.
+        before = min(inputs + sends_kept(ranks), in_step - 1) * share
         outputs = min(sends_kept(ranks), in_step) * share  # all are sent by the last backward passes
         found = np.zeros(stages)
-        found[1:] += inputs + sent
-        found[:-1] += 1 + gradients + np.maximum(0.0, outputs - np.arange(stages, 1, -1))
+        found[1:] += before
+        found[:-1] += min(gradients, in_step - 1) * share
+        found[:-1] += np.maximum(0.0, outputs - np.arange(stages, 1, -1))
         if ranks > 1 and self.sends_zeros:
             found[0] += 1
         return found

@@ -250,8 +250,10 @@ def _run(case: Case, base: RunSpec) -> RunSpec:
     tasks = []
     for number, kind in enumerate(case.kinds):
         spec = case.task(f"t-{number}", kind, _SEQUENCES * data * micro_batches)
-        lengths = generator.integers(*_LENGTHS, spec.sequences_per_step)
+        # Micro-batches of a pipeline are alike: how many messages are on their way depends on which of them is largest.
+        lengths = generator.integers(*_LENGTHS, spec.sequences_per_step // micro_batches)
         labels = np.maximum(2, lengths * generator.uniform(0.1, 1.0, len(lengths))).astype(int)
+        lengths, labels = (np.tile(own, micro_batches) for own in (lengths, labels))
         tasks.append(TaskRecords(spec.plain(), lengths.tolist(), labels.tolist()))
     plan = plan_for("spatial", {one.name: 1 for one in tasks}, stages, micro_batches, case.chunk)
     plan = replace(plan, data=data, tensor=base.tensor, schedule="1f1b")

@@ -87,8 +87,8 @@ def test_messages_are_kept_by_the_stages_that_send_or_receive_them() -> None:
     # A gradient each but on the last; the first has zeros to send where memory runs out.
     assert (taken.working - alone.working).tolist() == [[40, 20, 0]]
     more = memory.passes(contents([[10, 0, 0, 0]]), in_step=9).working - taken.working
-    # One is received ahead; eight gradients are still being sent, and of as many outputs six are not in flight.
-    assert more[0, 1] == (1 + 8 + 6) * 20
+    # One is received ahead, seven gradients are still being sent, and of eight outputs six are not in flight.
+    assert more[0, 1] == (1 + 7 + 6) * 20
 
 
 def test_logits_are_counted_up_to_a_chunk() -> None:
