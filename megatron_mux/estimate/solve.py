@@ -205,7 +205,7 @@ def _lasting(windows: Windows) -> Lasting:
     tasks, updating = (np.zeros(1 + max(alone)) for _ in range(2))
     for signature, number in alone.items():
         ((start, stop),) = joined[number]
-        tasks[signature] = windows.lasting(start, stop) + windows.updated(number)
+        tasks[signature] = windows.grown(start, stop) + windows.updated(number)
         updating[signature] = max(
             (windows.delta(w).max(initial=0.0) for k in "NU" for w in windows.of(k, number)), default=0.0
         )

@@ -86,6 +86,10 @@ class Windows:
         """The actions of this kind of a bucket, in the steps that count."""
         return [w for w in self._of(bucket) if w.action.kind == kind and w.step >= self.rehearsal.warm]
 
+    def grown(self, start: int, stop: int) -> float:
+        """Bytes by which these events let grow what is held."""
+        return float(self._live[stop] - self._live[start])
+
     def lasting(self, start: int, stop: int) -> float:
         """Bytes allocated by these events that are there at the end of the run."""
         return float(self._lasting[start:stop].sum())
