@@ -31,7 +31,7 @@ from megatron_mux.tasks import TaskSpec
 _FORMAT = 1
 
 Entry = list[dict[str, Any]]
-"""What a file has: the table of each kind of stage, as plain data."""
+"""What a file has: the table of each stage that was run, as plain data."""
 
 
 class Tables:
@@ -65,51 +65,55 @@ class Tables:
             WorkerError: A dry run failed.
             NotLinear: Bytes are not linear in what micro-batches contain.
         """
+        alike = self._are_alike(signatures)
         singles: list[Group] = [(i,) for i in range(len(signatures))]
         groups = [*singles, *((i, j) for j in range(len(signatures)) for i in range(j))]
-        entries = {group: self._read(group, signatures) for group in groups}
+        paths = {group: self._path(group, signatures, alike) for group in groups}
+        entries = {group: _read(path) for group, path in paths.items()}
         if missing := [group for group in groups if entries[group] is None]:
             # Numbers in the entries are those of the group's own signatures: an entry serves any other set.
-            for group, entry in zip(missing, self._rehearsed(missing, signatures), strict=True):
+            for group, entry in zip(missing, self._rehearsed(missing, signatures, alike), strict=True):
                 entries[group] = entry
-                self._write(group, signatures, entry)
-        kinds = [self._assembled(entries, singles, kind) for kind in range(len(self._kinds))]
-        stages, plan = len(self.layers), self._base.plan
-        of_stage = [0 if s == 0 else len(kinds) - 1 if s == stages - 1 else 1 for s in range(stages)]
-        divided = self._base.tensor if self._base.sequence_parallel else 1
-        size = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[self._base.dtype]
+                write_atomically(paths[group], json.dumps(entry))
+        stages, base = len(self.layers), self._base
+        made = [_assembled(entries, singles, stage) for stage in range(len(self._run_stages(alike)))]
+        ends = {0: 0, stages - 1: len(made) - 1}
+        divided = base.tensor if base.sequence_parallel else 1
+        size = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[base.dtype]
         return Memory(
-            [kinds[k] for k in of_stage],
+            [made[ends.get(stage, 1) if alike else stage] for stage in range(stages)],
             self.layers,
             self.chunk,
             self._shape.hidden * size / divided,
-            plan.ranks,
-            self._base.tensor == 1 and self._base.residence != "sharded",
+            base.plan.ranks,
+            base.tensor == 1 and base.residence != "sharded",
         )
 
-    @cached_property
-    def _kinds(self) -> list[int]:
-        """Stages of a rehearsal: the first, one between, the last."""
-        return list(range(min(3, len(self.layers))))
+    def _run_stages(self, alike: bool) -> range:
+        """Stages of a rehearsal: where layers are alike, the first, one between, the last; else all of them."""
+        return range(min(3, len(self.layers)) if alike else len(self.layers))
 
-    def _rehearsed(self, groups: Sequence[Group], signatures: Sequence[Signature]) -> list[Entry]:
+    def _rehearsed(
+        self, groups: Sequence[Group], signatures: Sequence[Signature], alike: bool
+    ) -> list[Entry]:
         """Entries of groups, from dry runs."""
-        plan = self._base.plan
-        stages = len(self._kinds)
-        depths = [SHALLOW, DEEP] if self._are_alike(signatures) else [max(self.layers)]
-        base = replace(self._base, plan=replace(plan, stages=stages, virtual=1, split=()))
         alone = [
             (i,) for i in sorted({i for group in groups for i in group})
         ]  # whose tasks last is told by them
         every = [*alone, *(group for group in groups if len(group) > 1)]
+        stages = self._run_stages(alike)
+        split = () if alike else self.layers
+        plan = replace(self._base.plan, stages=len(stages), virtual=1, split=split)
+        base = replace(self._base, plan=plan)
+        depths = (SHALLOW, DEEP) if alike else (self._shape.layers,)
         runs = [rehearsal(base, signatures, every, depth, self.chunk) for depth in depths]
-        each = runs[0].run.world // stages
-        parts = [(run.run, kind * each) for kind in self._kinds for run in runs]
-        made = iter(dry_runs(parts, whole=True))
+        each = runs[0].run.world // len(stages)
+        made = iter(dry_runs([(run.run, stage * each) for stage in stages for run in runs], whole=True))
         tables = []
-        for _ in self._kinds:
+        for stage in stages:
             own = [Windows(run, next(made)) for run in runs]
-            tables.append(stage_table(own[0], own[-1], (depths[0], depths[-1]), self.chunk))
+            layers = depths if alike else (self.layers[stage],)
+            tables.append(stage_table(own[0], own[-1], (layers[0], layers[-1]), self.chunk))
         return [_entry(tables, group) for group in groups]
 
     def _are_alike(self, signatures: Sequence[Signature]) -> bool:
@@ -121,47 +125,43 @@ class Tables:
             return False
         return all(_is_everywhere(one, shape) for one in signatures)
 
-    # -- files
-
-    def _path(self, group: Group, signatures: Sequence[Signature]) -> Path:
+    def _path(self, group: Group, signatures: Sequence[Signature], alike: bool) -> Path:
         about = {
             "format": _FORMAT,
             "run": {k: v for k, v in asdict(self._base).items() if k not in ("tasks", "steps", "rolling")},
             "signatures": [signatures[i] for i in group],
+            "alike": alike,
             "versions": versions(),
         }
         text = json.dumps(about, sort_keys=True, default=str)
         return self._directory / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
-    def _read(self, group: Group, signatures: Sequence[Signature]) -> Entry | None:
-        try:
-            found: Entry = json.loads(self._path(group, signatures).read_text())
-            return found
-        except (OSError, ValueError):  # none, or not whole: it is made anew
-            return None
 
-    def _write(self, group: Group, signatures: Sequence[Signature], entry: Entry) -> None:
-        write_atomically(self._path(group, signatures), json.dumps(entry))
+def _read(path: Path) -> Entry | None:
+    try:
+        found: Entry = json.loads(path.read_text())
+        return found
+    except (OSError, ValueError):  # none, or not whole: it is made anew
+        return None
 
-    def _assembled(self, entries: Mapping[Group, Any], singles: Sequence[Group], kind: int) -> StageTable:
-        """The table of a kind of stage from the entries of groups."""
-        made = {group: StageTable.of_json(entry[kind]) for group, entry in entries.items()}
-        lasting, deeper = (
-            Lasting(
-                min(getattr(made[one], name).backbone for one in singles),
-                np.array([getattr(made[one], name).tasks[0] for one in singles]),
-                np.array([getattr(made[one], name).updating[0] for one in singles]),
-            )
-            for name in ("lasting", "deeper")
+
+def _assembled(entries: Mapping[Group, Any], singles: Sequence[Group], stage: int) -> StageTable:
+    """The table of a stage that was run, from the entries of groups."""
+    made = {group: StageTable.of_json(entry[stage]) for group, entry in entries.items()}
+    lasting, deeper = (
+        Lasting(
+            min(getattr(made[one], name).backbone for one in singles),
+            np.array([getattr(made[one], name).tasks[0] for one in singles]),
+            np.array([getattr(made[one], name).updating[0] for one in singles]),
         )
-        passes: dict[Group, PassTable] = {
-            group: next(iter(own.passes.values())) for group, own in made.items()
-        }
-        return StageTable(made[singles[0]].layers, lasting, deeper, passes)
+        for name in ("lasting", "deeper")
+    )
+    passes: dict[Group, PassTable] = {group: next(iter(own.passes.values())) for group, own in made.items()}
+    return StageTable(made[singles[0]].layers, lasting, deeper, passes)
 
 
 def _entry(tables: Sequence[StageTable], group: Group) -> Entry:
-    """What is kept of a group: for each kind of stage the table of these signatures alone."""
+    """What is kept of a group: for each stage that was run the table of these signatures alone."""
     own = list(group)
     return [
         replace(

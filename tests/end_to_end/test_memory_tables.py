@@ -12,6 +12,7 @@ pytestmark = pytest.mark.usefixtures("warm_workers")
 
 CASES = (
     Case("llama", ("LORA",), "PP2", layers=8),
+    Case("gemma3_text", ("IA3",), "PP2", layers=3),
     Case("mixtral", ("LORA on experts",), "EP2", layers=6),
     Case("gpt2", ("LORA with dropout",), "TP2", "recomputed", layers=8),
     Case("qwen3", ("LORA",), chunk=900, layers=7),

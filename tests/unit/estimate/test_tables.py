@@ -25,7 +25,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     """The groups that have been rehearsed."""
     found: list[Group] = []
 
-    def rehearsed(self: Tables, groups: Sequence[Group], signatures: Sequence[Signature]) -> Any:
+    def rehearsed(self: Tables, groups: Sequence[Group], signatures: Sequence[Signature], alike: bool) -> Any:
         found.extend(groups)
         own = played([(0,), (1,), (0, 1)], SHALLOW, lambda rows: int(2 * rows))
         whole = stage_table(own, own, (SHALLOW, SHALLOW), CHUNK)
