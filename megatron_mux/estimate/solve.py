@@ -105,7 +105,10 @@ def _line(features: Array, values: Array) -> Array:
 def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> tuple[Array, Array, Array]:
     """`[M, F]` lines of a pass's moments, `[M]` whether further layers hold what they keep then, `[F]` of its end."""
     own = windows.of(kind, bucket)
-    features = windows.contents(own).features(chunk)
+    contents = windows.contents(own)
+    # Pipelines share a batch out: a short one may leave this pipeline without rows of some task.
+    present = np.flatnonzero((contents.rows > 0).all(axis=1))
+    own, features = [own[i] for i in present], contents.of(present).features(chunk)
     least, events, held = _aligned(windows, own)
     ends = np.array([windows.delta(w)[-1] for w in own])
     values = np.column_stack([held, ends])
