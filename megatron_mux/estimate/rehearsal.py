@@ -39,7 +39,6 @@ _LABELLED = ((0.05, 0.2), (0.6, 1.0))
 Signature = Mapping[str, Any]
 """A task of `tasks.yaml` without name and data, as `signature_of` makes it."""
 
-_SIZES = ("adapter", "training")
 _OF_A_STEP = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -55,7 +54,7 @@ def signature_of(task: Mapping[str, Any]) -> Signature:
     Args:
         task: A task, as `TaskSpec.plain` gives it.
     """
-    found = {name: dict(task[name]) for name in _SIZES}
+    found = {name: dict(task[name]) for name in ("adapter", "training")}
     for name in (*_OF_A_STEP, "learning_rate", "lr_scheduler_type", "warmup_steps", "warmup_ratio"):
         found["training"].pop(name, None)
     return found

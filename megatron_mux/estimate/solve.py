@@ -58,12 +58,12 @@ def stage_table(shallow: Windows, deep: Windows, layers: tuple[int, int], chunk:
             (lasting.tasks - fewer.tasks) / more,
             (lasting.updating - fewer.updating) / more,
         )
-    passes, copied = {}, _copied(deep, chunk)
+    passes, copied, copied_by_few = {}, _copied(deep, chunk), _copied(shallow, chunk)
     for bucket, group in list(enumerate(deep.rehearsal.groups))[1:]:
         own = _solved(deep, bucket, chunk, copied)
         deeper = np.zeros_like(own.kept)
         if not same:
-            few = _solved(shallow, bucket, chunk, _copied(shallow, chunk))
+            few = _solved(shallow, bucket, chunk, copied_by_few)
             deeper = (own.kept - few.kept) / (layers[1] - layers[0])
         passes[group] = _pass_table(own, deeper, chunk)
     return StageTable(layers[1], lasting, further, passes)
@@ -156,11 +156,14 @@ def _aligned(windows: Windows, own: Sequence[Window]) -> tuple[Window, Events, A
 
 def _used(features: Array) -> list[int]:
     """Features that differ between micro-batches, each for itself."""
-    varied = [i for i in range(features.shape[1]) if i == 0 or np.ptp(features[:, i]) > 0]
     of_chunk, labels = COUNTS.index("labels of a chunk"), (features.shape[1] + len(COUNTS)) // 2
-    if np.array_equal(features[:, of_chunk], features[:, labels:].sum(axis=1)):  # none fills a chunk
-        varied.remove(of_chunk)
-    return varied
+    # Where none fills a chunk, labels of a chunk are all labels.
+    same = np.array_equal(features[:, of_chunk], features[:, labels:].sum(axis=1))
+    return [
+        i
+        for i in range(features.shape[1])
+        if i == 0 or (np.ptp(features[:, i]) > 0 and not (same and i == of_chunk))
+    ]
 
 
 def _reach(windows: Windows, window: Window, events: Events, kind: str) -> Array:

@@ -97,9 +97,8 @@ class Tables:
         self, groups: Sequence[Group], signatures: Sequence[Signature], alike: bool
     ) -> list[Entry]:
         """Entries of groups, from dry runs."""
-        alone = [
-            (i,) for i in sorted({i for group in groups for i in group})
-        ]  # whose tasks last is told by them
+        # Each signature alone tells what its tasks have that lasts.
+        alone = [(i,) for i in sorted({i for group in groups for i in group})]
         every = [*alone, *(group for group in groups if len(group) > 1)]
         stages = self._run_stages(alike)
         split = () if alike else self.layers

@@ -15,8 +15,7 @@ import numpy as np
 
 from megatron_mux.footprint.content import Array, Contents
 from megatron_mux.footprint.table import Group, StageTable
-from megatron_mux.pipeline.communicate import sends_kept
-from megatron_mux.pipeline.transfers import received_ahead
+from megatron_mux.pipeline.transfers import received_ahead, sends_kept
 
 _SHARED_AT = 1 << 12
 """Rows, half of them labelled, at which signatures are compared for what they share."""
@@ -88,10 +87,9 @@ class Memory:
         total = contents.rows.sum(axis=1)[:, None] * self.message
         ends = np.arange(len(self.tables))
         found.kept[:] += total * ((ends > 0).astype(float) + (ends < len(self.tables) - 1))
-        found.working[:] += total * np.array(
-            [1.0] * (len(self.tables) - 1) + [0.0]
-        )  # the gradient that is used
-        found.working[:] += total * self._messages(in_step)
+        found.working[:] += total * (
+            self._messages(in_step) + (ends < len(self.tables) - 1)
+        )  # and the gradient in use
         return found
 
     def _taken(self, table: StageTable, stage: int, group: Group, contents: Contents) -> Array:

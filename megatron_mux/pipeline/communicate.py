@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_mux.pipeline.transfers import sends_kept
 from megatron_mux.process_groups import pair_groups
 from megatron_mux.runtime import Parallel
 
@@ -43,11 +44,6 @@ class Incoming:
         if self.work is not None:
             self.work.wait()
         return self.tensor
-
-
-def sends_kept(ranks: int) -> int:
-    """How many sent tensors are kept alive in each direction."""
-    return 2 * (ranks + 1)
 
 
 class Communicator:

@@ -42,6 +42,11 @@ def received_ahead(stages: int, ranks: int, backward: bool) -> int:
     return int(not backward)
 
 
+def sends_kept(ranks: int) -> int:
+    """How many sent tensors are kept alive in each direction."""
+    return 2 * (ranks + 1)
+
+
 @dataclass(frozen=True)
 class Transfer:
     """A tensor on its way to the neighbouring stage.

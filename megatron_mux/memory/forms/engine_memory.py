@@ -33,8 +33,7 @@ from megatron_mux.memory.forms.phases import FRAGMENTATION
 from megatron_mux.memory.forms.stages import Stage, stages
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.memory.untraced import THREADS, cublas_of
-from megatron_mux.pipeline.communicate import sends_kept
-from megatron_mux.pipeline.transfers import received_ahead
+from megatron_mux.pipeline.transfers import received_ahead, sends_kept
 from megatron_mux.runtime import GRADIENTS_AT_ONCE
 
 Array = npt.NDArray[np.float64]

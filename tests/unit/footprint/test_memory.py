@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -103,3 +105,8 @@ def test_a_table_survives_a_file() -> None:
     again = StageTable.of_json(json.loads(json.dumps(table.to_json())))
     one, other = (Memory([own], [7], 64).passes(contents([[1, 2, 3, 4]])) for own in (table, again))
     assert one.kept.tolist() == other.kept.tolist() and one.working.tolist() == other.working.tolist()
+
+
+def test_tables_are_read_without_torch() -> None:
+    code = "import sys, megatron_mux.footprint.memory; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -14,9 +14,8 @@ import torch
 from megatron_mux.fusion.graphs.launch_order import Chain, kahn
 from megatron_mux.pipeline import execute as execution
 from megatron_mux.pipeline.action import Action
-from megatron_mux.pipeline.communicate import sends_kept
 from megatron_mux.pipeline.template import Template, gpipe, interleaved, one_f_one_b, plain
-from megatron_mux.pipeline.transfers import AHEAD, Transfer, issue_order, received_ahead
+from megatron_mux.pipeline.transfers import AHEAD, Transfer, issue_order, received_ahead, sends_kept
 from tests.unit.pipeline.nccl import Hang, PlayedDistributed, Queues, World
 from tests.unit.pipeline.orders import Order, ends_in_any_order, receives_two_ahead, sends_at_once
 from tests.unit.pipeline.pipelines import Run, checked, in_turns, play, random_run
