@@ -28,13 +28,12 @@ SHALLOW, DEEP = 3, 4
 """Layers of a stage where layers are alike."""
 _RECORDS = 3
 """Of a batch that is not short, on each pipeline."""
-_MORE_SIZES = 6
-"""Sizes beyond two for each signature: for what is constant, sequences, chunks of logits, and three to check; on a CPU
-another for squared lengths."""
+_SIZES = 4
+"""Of a group's micro-batches, to tell what each storage goes by: two features would do with three."""
 _SHORTEST, _LONGEST = 256, 8192
-"""Tokens of a record; none is longer than a chunk of logits, so that some micro-batches fill one and some do not."""
-_LABELLED = ((0.05, 0.2), (0.6, 1.0))
-"""Shares of a record's tokens that are labelled, in turns."""
+"""Tokens of a record; none is longer than a chunk of logits."""
+_LABELLED = ((0.02, 0.08), (0.6, 1.0))
+"""Shares of a record's tokens that are labelled, in turns: some micro-batches fill a chunk of logits, some do not."""
 
 Signature = Mapping[str, Any]
 """A task of `tasks.yaml` without name and data, as `signature_of` makes it."""
@@ -93,7 +92,7 @@ def rehearsal(
     if layers * stages < whole:
         config = json.loads(configuration(base.config, layers * stages).to_json_string(use_diff=False))
         split = (layers,) * stages
-    sizes = 2 * max(map(len, groups)) + _MORE_SIZES + (base.device == "cpu")
+    sizes = _SIZES + (base.plan.data > 1)
     specs = [_spec("task", one, 1, 1) for one in signatures]
     steps = next(n for n in count(sizes) if n - _warm(specs, n) >= sizes)
     tasks, buckets = [], []

@@ -1,19 +1,21 @@
-"""Solves a rehearsal's recordings for the terms of a stage's table."""
+"""Solves a rehearsal's recordings for the terms of a stage's table.
+
+What a storage takes is a product: some dimensions are the model's, at most one is of the micro-batch. So a few sizes tell
+for each allocation which of the features it goes by; sums over allocations are the lines of what is held.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from itertools import combinations
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_mux.estimate.windows import Window, Windows
+from megatron_mux.estimate.windows import Events, Window, Windows
 from megatron_mux.footprint.content import COUNTS, Array, Contents
 from megatron_mux.footprint.table import Lasting, PassTable, StageTable
-
-Events = npt.NDArray[np.int64]
 
 TOLERANCE = 0.02
 """Of the largest bytes of a pass: what a moment's line may be off at sizes that were run. Most lines meet them to some
@@ -27,14 +29,18 @@ class NotLinear(ValueError):
 
 
 @dataclass(frozen=True)
-class _Solved:
-    """Lines of a group's passes on one depth."""
+class _Lines:
+    """Lines of a group's pass on one depth.
 
-    kept: Array
-    forward: Array
-    backward: Array
-    reaches_forward: Array
-    reaches_backward: Array
+    Attributes:
+        moments: `[M, F]` of what is held after each allocation.
+        reach: `[M]` 1 where further layers hold what they keep.
+        end: `[F]` of what is held at the end.
+    """
+
+    moments: Array
+    reach: Array
+    end: Array
 
 
 def stage_table(shallow: Windows, deep: Windows, layers: tuple[int, int], chunk: int) -> StageTable:
@@ -51,119 +57,132 @@ def stage_table(shallow: Windows, deep: Windows, layers: tuple[int, int], chunk:
     same = layers[0] == layers[1]
     lasting = _lasting(deep)
     further = Lasting(0.0, np.zeros_like(lasting.tasks), np.zeros_like(lasting.tasks))
+    more = layers[1] - layers[0]
     if not same:
-        fewer, more = _lasting(shallow), layers[1] - layers[0]
+        fewer = _lasting(shallow)
         further = Lasting(
             (lasting.backbone - fewer.backbone) / more,
             (lasting.tasks - fewer.tasks) / more,
             (lasting.updating - fewer.updating) / more,
         )
-    passes, copied, copied_by_few = {}, _copied(deep, chunk), _copied(shallow, chunk)
+    passes, copied, further_copied = {}, 0.0, 0.0
     for bucket, group in list(enumerate(deep.rehearsal.groups))[1:]:
-        own = _solved(deep, bucket, chunk, copied)
-        deeper = np.zeros_like(own.kept)
-        if not same:
-            few = _solved(shallow, bucket, chunk, copied_by_few)
-            deeper = (own.kept - few.kept) / (layers[1] - layers[0])
-        passes[group] = _pass_table(own, deeper, chunk)
+        forward = _lines(deep, "F", bucket, chunk)
+        fewer_kept = forward.end if same else _lines(shallow, "F", bucket, chunk).end
+        deeper = (forward.end - fewer_kept) / max(1, more)
+        if bucket == 1:  # the same signature as that of the bucket with chunks
+            copied = _copied(deep, forward.end, chunk)
+            further_copied = (copied - _copied(shallow, fewer_kept, chunk)) / max(1, more)
+        at = COUNTS.index("copied")
+        forward.end[at] = forward.moments[:, at] = copied
+        deeper[at] = further_copied
+        backward = _lines(deep, "B", bucket, chunk)
+        passes[group] = _pass_table(forward, backward, deeper, chunk)
     return StageTable(layers[1], lasting, further, passes)
 
 
-def _solved(windows: Windows, bucket: int, chunk: int, copied: float) -> _Solved:
-    forward, reaches_forward, kept = _lines(windows, "F", bucket, chunk)
-    backward, reaches_backward, _ = _lines(windows, "B", bucket, chunk)
-    at = COUNTS.index("copied")
-    kept[at] = forward[:, at] = copied
-    return _Solved(kept, forward, backward + kept, reaches_forward, reaches_backward)
-
-
-def _copied(windows: Windows, chunk: int) -> float:
-    """Bytes kept of a row of keys and values that is copied, from the bucket with chunks."""
+def _copied(windows: Windows, kept: Array, chunk: int) -> float:
+    """Bytes kept of a row of keys and values that is copied: what chunks keep beyond the line of whole micro-batches."""
     own = windows.of("F", 0)
     contents = windows.contents(own)
     computed = np.flatnonzero(contents.rows[:, 0])  # where pipelines keep step, some passes are empty
-    kept = np.array([[windows.delta(own[i])[-1]] for i in computed])
-    found = _line(contents.of(computed).features(chunk), kept)
-    return max(0.0, float(found[0, COUNTS.index("copied")]))
+    features = contents.of(computed).features(chunk)
+    beyond = np.array([windows.delta(own[i])[-1] for i in computed]) - features @ kept
+    copied = features[:, COUNTS.index("copied")]
+    return max(0.0, float(beyond @ copied / max(1.0, copied @ copied)))
 
 
-def _line(features: Array, values: Array) -> Array:
-    """`[M, F]` by least squares from `[N, F]` features and `[N, M]` values; features that do not vary get nothing.
-
-    Raises:
-        NotLinear: The features do not tell themselves apart.
-    """
-    used = _used(features)
-    scale = np.abs(features).max(axis=0)[used]
-    if np.linalg.matrix_rank(features[:, used] / scale) < len(used):
-        raise NotLinear(f"{len(features)} micro-batches are too few to tell {len(used)} terms apart")
-    found = np.zeros((values.shape[1], features.shape[1]))
-    found[:, used] = (np.linalg.lstsq(features[:, used] / scale, values, rcond=None)[0] / scale[:, None]).T
-    return found
-
-
-def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> tuple[Array, Array, Array]:
-    """`[M, F]` lines of a pass's moments, `[M]` whether further layers hold what they keep then, `[F]` of its end."""
+def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> _Lines:
+    """Lines of the passes of this kind of a bucket."""
     own = windows.of(kind, bucket)
     contents = windows.contents(own)
     # Pipelines share a batch out: a short one may leave this pipeline without rows of some task.
     present = np.flatnonzero((contents.rows > 0).all(axis=1))
     own, features = [own[i] for i in present], contents.of(present).features(chunk)
-    least, events, held = _aligned(windows, own)
-    ends = np.array([windows.delta(w)[-1] for w in own])
-    values = np.column_stack([held, ends])
-    found = _line(features, values)
-    beyond = values - features @ found.T
-    off = np.abs(beyond).max(axis=0)
-    most = np.abs(values).max()
+    least, events, grown, held = _aligned(windows, own)
+    lines = np.cumsum(_terms(grown, features), axis=0)
+    # Kernels are chosen by the number of rows: some take scratch that others do not, which counts for what comes before.
+    lines += _terms(held - features @ lines.T, features)
+    beyond = held - features @ lines.T
+    off, most = np.abs(beyond).max(axis=0), np.abs(held).max()
     if off.max() > TOLERANCE * most + 4096:
         at = int(off.argmax())
-        moment = windows.recording.stream.moment(events[min(at, len(events) - 1)])
         group = windows.rehearsal.groups[bucket]
+        moment = windows.recording.stream.moment(int(events[at]))
         raise NotLinear(f"{kind} of group {group}: {off[at]:.0f} of {most:.0f} at {moment}")
-    found[:-1, 0] += beyond.max(axis=0)[:-1]  # what takes most at some size is not to be missed
-    return found[:-1], _reach(windows, least, events, kind), found[-1]
+    lines[:, 0] += beyond.max(axis=0)  # what takes most at some size is not to be missed
+    allocations = np.flatnonzero(grown.max(axis=0) > 0)
+    chosen = allocations if len(allocations) else np.arange(1)
+    return _Lines(lines[chosen], _reach(windows, least, events[chosen], kind), lines[-1])
 
 
-def _aligned(windows: Windows, own: Sequence[Window]) -> tuple[Window, Events, Array]:
-    """The window with the fewest events, those of its allocations that all have, and `[N, M]` bytes of all until the
-    next of these.
-
-    Kernels are chosen by the number of rows: some take scratch that others do not, which counts for what comes before.
+def _aligned(windows: Windows, own: Sequence[Window]) -> tuple[Window, Events, Array, Array]:
+    """The window with the fewest events, those of its events that all have, `[N, M]` bytes by which each lets grow what
+    is held, and the same of the most that is held until the next of them.
     """
-    least = min(own, key=lambda w: w.stop - w.start)
-    keys, first = windows.allocations(least)
-    places = {}
-    for number, window in enumerate(own):
-        others, events = windows.allocations(window)
-        if others == keys:
-            pairs = dict(zip(range(len(keys)), events, strict=True))
-        else:
-            blocks = SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()
-            pairs = {a + i: events[b + i] for a, b, size in blocks for i in range(size)}
-        places[number] = pairs
-    common = sorted(set.intersection(*(set(pairs) for pairs in places.values())))
+    every = [windows.events(window) for window in own]
+    fewest = min(range(len(own)), key=lambda number: len(every[number][0]))
+    least, (first, keys) = own[fewest], every[fewest]
+    places = []
+    for _, others in every:
+        blocks = SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()
+        places.append({a + i: b + i for a, b, size in blocks for i in range(size)})
+    common = sorted(set.intersection(*(set(pairs) for pairs in places)))
     if not common:
         raise NotLinear(f"{least.action} allocates nothing that it does at all sizes")
-    held = np.zeros((len(own), len(common)))
+    grown, held = (np.zeros((len(own), len(common))) for _ in range(2))
     for number, window in enumerate(own):
         bytes_ = windows.delta(window)
-        starts = [places[number][at] - window.start for at in common]
-        for column, (start, stop) in enumerate(zip(starts, [*starts[1:], len(bytes_)], strict=True)):
-            held[number, column] = bytes_[start:stop].max()
-    return least, np.array([first[at] for at in common]), held
+        starts = every[number][0][[places[number][at] for at in common]]
+        grown[number] = np.diff(bytes_, prepend=0.0)[starts]
+        held[number] = np.maximum.reduceat(bytes_, starts)
+    return least, first[common] + least.start, grown, held
 
 
-def _used(features: Array) -> list[int]:
-    """Features that differ between micro-batches, each for itself."""
-    of_chunk, labels = COUNTS.index("labels of a chunk"), (features.shape[1] + len(COUNTS)) // 2
-    # Where none fills a chunk, labels of a chunk are all labels.
-    same = np.array_equal(features[:, of_chunk], features[:, labels:].sum(axis=1))
-    return [
-        i
-        for i in range(features.shape[1])
-        if i == 0 or (np.ptp(features[:, i]) > 0 and not (same and i == of_chunk))
-    ]
+def _terms(values: Array, features: Array) -> Array:
+    """`[M, F]` terms of `[N, M]` values, each by the fewest features that meet it, from `[N, F]` features.
+
+    Where one or two features meet no value exactly, the two that come closest are taken.
+    """
+    found = np.zeros((values.shape[1], features.shape[1]))
+    distinct, which = np.unique(values, axis=1, return_inverse=True)
+    terms = np.zeros((distinct.shape[1], features.shape[1]))
+    least = np.abs(distinct).max(axis=0, initial=0.0)
+    left = np.flatnonzero(least > _EXACT)
+    for chosen in _candidates(features):
+        if not len(left):
+            break
+        columns = features @ chosen.T
+        scale = np.abs(columns).max(axis=0)
+        solution, _, rank, _ = np.linalg.lstsq(columns / scale, distinct[:, left], rcond=1e-9)
+        if rank < len(chosen):
+            continue
+        off = np.abs(distinct[:, left] - columns / scale @ solution).max(axis=0)
+        better = off < least[left] - _EXACT
+        at = left[better]
+        least[at] = off[better]
+        terms[at] = (solution[:, better] / scale[:, None]).T @ chosen
+        left = np.flatnonzero(least > _EXACT)
+    found[:] = terms[which.reshape(-1)]
+    return found
+
+
+_EXACT = 0.5
+"""Bytes to which a value is met."""
+
+
+def _candidates(features: Array) -> Iterator[Array]:
+    """`[1 or 2, F]` sums of features that a storage may go by, likely ones first."""
+    width = features.shape[1]
+    first, labels = len(COUNTS), (width + len(COUNTS)) // 2
+    identity = np.eye(width)
+    sums = [identity[0], identity[first:labels].sum(axis=0), identity[labels:].sum(axis=0)]
+    if labels - first > 1:
+        sums += list(identity[first:])
+    sums += [identity[COUNTS.index(name)] for name in ("labels of a chunk", "sequences", "squares")]
+    used = [one for one in sums if np.ptp(features @ one) > 0 or one[0]]
+    yield from (one[None] for one in used)
+    yield from (np.stack(pair) for pair in combinations(used, 2))
 
 
 def _reach(windows: Windows, window: Window, events: Events, kind: str) -> Array:
@@ -180,16 +199,16 @@ def _reach(windows: Windows, window: Window, events: Events, kind: str) -> Array
     return found
 
 
-def _pass_table(own: _Solved, deeper: Array, chunk: int) -> PassTable:
-    moments = np.concatenate([own.forward, own.backward])
-    reach = np.concatenate([own.reaches_forward, own.reaches_backward])
+def _pass_table(forward: _Lines, backward: _Lines, deeper: Array, chunk: int) -> PassTable:
+    moments = np.concatenate([forward.moments, backward.moments + forward.end])
+    reach = np.concatenate([forward.reach, backward.reach])
     drawn = _contents(moments.shape[1], chunk)
     largest = set()
     for further in (0.0, 4.0, 76.0):
         held = drawn @ moments.T + further * (drawn @ deeper)[:, None] * reach
         largest |= set(held.argmax(axis=1).tolist())
     chosen = sorted(largest)
-    return PassTable(own.kept, deeper, moments[chosen], reach[chosen])
+    return PassTable(forward.end, deeper, moments[chosen], reach[chosen])
 
 
 def _contents(width: int, chunk: int) -> Array:

@@ -17,7 +17,7 @@ from megatron_mux.memory.stream.events import CATEGORIES, Category
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.tasks import TaskSpec
 
-Layers = npt.NDArray[np.int64]
+Events = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,12 @@ class Windows:
         self.recording = recording
         self.pipeline = pipeline
         stream = recording.stream
-        codes = np.array(stream.codes)
+        self._codes = codes = np.array(stream.codes)
         blocks = np.where(codes < 0, ~codes, codes)
         # Messages of other micro-batches come and go meanwhile: `footprint.memory` counts them.
         counts = np.array(stream.categories) != CATEGORIES.index(Category.COMMUNICATION)
-        sizes = (np.array(stream.sizes, np.float64) * counts)[blocks]
+        self._counts = counts[blocks]
+        sizes = np.array(stream.sizes, np.float64)[blocks] * self._counts
         # Before each event, and after the last.
         self._live = np.concatenate([[0.0], np.cumsum(np.where(codes < 0, -sizes, sizes))])
         stay = np.isin(blocks, blocks[codes < 0], invert=True)
@@ -107,16 +108,20 @@ class Windows:
         found: Array = self._live[window.start + 1 : window.stop + 1] - self._live[window.start]
         return found
 
-    def layers(self, window: Window) -> Layers:
+    def layers(self, window: Window) -> Events:
         """`[N]` the layer of each event; -1 outside layers."""
-        found: Layers = self._layers[self._moments[window.start : window.stop]]
+        found: Events = self._layers[self._moments[window.start : window.stop]]
         return found
 
-    def allocations(self, window: Window) -> tuple[list[int], list[int]]:
-        """The moment of each allocation in a window, by which passes of other sizes are matched, and its event."""
-        codes = np.array(self.recording.stream.codes[window.start : window.stop])
-        events = np.flatnonzero(codes >= 0) + window.start
-        return self._moments[events].tolist(), events.tolist()
+    def events(self, window: Window) -> tuple[Events, list[int]]:
+        """The events of a window, from its start, and what tells each from others: passes of other sizes are matched by it.
+
+        Without those of messages, which come and go at other times.
+        """
+        own = slice(window.start, window.stop)
+        found = np.flatnonzero(self._counts[own])
+        keys: list[int] = (2 * self._moments[own] + (self._codes[own] < 0))[found].tolist()
+        return found, keys
 
     def contents(self, windows: Sequence[Window]) -> Contents:
         """What the micro-batches of these windows contain, in rows of the group's signatures."""
