@@ -1,6 +1,6 @@
 """Runs of the engine on fake tensors at a few sizes, from which tables are solved.
 
-A signature is a task's adapter, loss and optimizer. Each group of signatures has tasks and a bucket of its own, so that
+Each group of signatures has tasks and a bucket of its own, so that
 one step runs a micro-batch of every group; each step has records of other lengths. The last batch of an epoch is short,
 which tells the bytes of a sequence from those of its rows. The first bucket cuts its micro-batches into chunks, for
 what copies of earlier chunks' keys and values take; what is allocated once for all tasks falls to it, too.
@@ -9,16 +9,16 @@ what copies of earlier chunks' keys and values take; what is allocated once for 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
 
 import numpy as np
 
 from megatron_mux.dry_run.depth import read_info
 from megatron_mux.dry_run.heaviest_batch import STEPS
 from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
+from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
 from megatron_mux.memory.trace.model import configuration
@@ -34,29 +34,6 @@ _SHORTEST, _LONGEST = 256, 8192
 """Tokens of a record; none is longer than a chunk of logits."""
 _LABELLED = ((0.02, 0.08), (0.6, 1.0))
 """Shares of a record's tokens that are labelled, in turns: some micro-batches fill a chunk of logits, some do not."""
-
-Signature = Mapping[str, Any]
-"""A task of `tasks.yaml` without name and data, as `signature_of` makes it."""
-
-_OF_A_STEP = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "max_steps",
-    "num_train_epochs",
-    "seed",
-)
-
-
-def signature_of(task: Mapping[str, Any]) -> Signature:
-    """What of a task decides the bytes of its rows.
-
-    Args:
-        task: A task, as `TaskSpec.plain` gives it.
-    """
-    found = {name: dict(task[name]) for name in ("adapter", "training")}
-    for name in (*_OF_A_STEP, "learning_rate", "lr_scheduler_type", "warmup_steps", "warmup_ratio"):
-        found["training"].pop(name, None)
-    return found
 
 
 @dataclass(frozen=True)
@@ -93,6 +70,8 @@ def rehearsal(
         config = json.loads(configuration(base.config, layers * stages).to_json_string(use_diff=False))
         split = (layers,) * stages
     sizes = _SIZES + (base.plan.data > 1)
+    if base.device == "cpu":
+        sizes += 3 + 2 * max(map(len, groups))
     specs = [_spec("task", one, 1, 1) for one in signatures]
     steps = next(n for n in count(sizes) if n - _warm(specs, n) >= sizes)
     tasks, buckets = [], []
@@ -104,7 +83,9 @@ def rehearsal(
         for signature in group:
             name = f"{number}-{signature}"
             spec = _spec(name, signatures[signature], _RECORDS * base.plan.data, steps)
-            tasks.append(_records(spec, sizes, base.plan.data, _longest(chunk), generator))
+            tasks.append(
+                _records(spec, sizes, base.plan.data, _longest(chunk), generator, signature == group[0])
+            )
             names.append(name)
         cut = _longest(chunk) // 2 if number == 0 else None
         buckets.append(Bucket((HybridTask(tuple(sorted(names))),), 1, cut, forward=seconds, backward=seconds))
@@ -121,19 +102,20 @@ def _warm(specs: Sequence[TaskSpec], steps: int) -> int:
 
 
 def _spec(name: str, signature: Signature, batch: int, steps: int) -> TaskSpec:
-    training = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 1, "max_steps": steps}
+    sections = signature.sections
+    sections["training"] |= {"per_device_train_batch_size": batch, "max_steps": steps}
     data = {"path": "none", "max_length": _LONGEST, "shuffle": False}
-    task = {"name": name, "adapter": signature["adapter"], "data": data}
-    return TaskSpec.model_validate({**task, "training": {**signature["training"], **training}})
+    return TaskSpec.model_validate({"name": name, "data": data, **sections})
 
 
 def _records(
-    spec: TaskSpec, sizes: int, pipelines: int, longest: int, generator: np.random.Generator
+    spec: TaskSpec, sizes: int, pipelines: int, longest: int, generator: np.random.Generator, odd: bool
 ) -> TaskRecords:
-    """A task with a batch for each size, one of them short."""
+    """A task with a batch for each size, one of them short, whose rows are odd in number or divisible by eight."""
     batch = spec.training.per_device_train_batch_size
     number = (batch * (sizes - 1) + pipelines) * spec.training.sequences_per_record
-    lengths = generator.integers(_SHORTEST, longest, number)
+    # Tensor ranks that divide rows pad them, so rows of a micro-batch are never divisible, or passes would differ.
+    lengths = generator.integers(_SHORTEST // 8, longest // 8, number) * 8 + odd
     least, most = np.array(_LABELLED)[np.arange(number) // spec.sequences_per_step % 2].T
     labels = np.maximum(2, lengths * generator.uniform(least, most)).astype(int)
     return TaskRecords(spec.plain(), lengths.tolist(), labels.tolist())

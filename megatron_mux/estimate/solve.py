@@ -1,7 +1,7 @@
 """Solves a rehearsal's recordings for the terms of a stage's table.
 
-What a storage takes is a product: some dimensions are the model's, at most one is of the micro-batch. So a few sizes tell
-for each allocation which of the features it goes by; sums over allocations are the lines of what is held.
+What a storage takes is a product: some dimensions are the model's, at most one is of the micro-batch. So a few sizes
+tell for each allocation which of the features it goes by; sums over allocations are the lines of what is held.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def stage_table(shallow: Windows, deep: Windows, layers: tuple[int, int], chunk:
 
 
 def _copied(windows: Windows, kept: Array, chunk: int) -> float:
-    """Bytes kept of a row of keys and values that is copied: what chunks keep beyond the line of whole micro-batches."""
+    """Bytes kept of a row of keys and values that is copied: what chunks keep beyond what whole micro-batches would."""
     own = windows.of("F", 0)
     contents = windows.contents(own)
     computed = np.flatnonzero(contents.rows[:, 0])  # where pipelines keep step, some passes are empty
     features = contents.of(computed).features(chunk)
     beyond = np.array([windows.delta(own[i])[-1] for i in computed]) - features @ kept
     copied = features[:, COUNTS.index("copied")]
-    return max(0.0, float(beyond @ copied / max(1.0, copied @ copied)))
+    return max(0.0, float(beyond @ copied) / max(1.0, float(copied @ copied)))
 
 
 def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> _Lines:
@@ -101,8 +101,10 @@ def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> _Lines:
     own, features = [own[i] for i in present], contents.of(present).features(chunk)
     least, events, grown, held = _aligned(windows, own)
     lines = np.cumsum(_terms(grown, features), axis=0)
-    # Kernels are chosen by the number of rows: some take scratch that others do not, which counts for what comes before.
-    lines += _terms(held - features @ lines.T, features)
+    # Kernels are chosen by the number of rows: scratch that only some of them take counts for what comes before.
+    # On a CPU attention goes sequence by sequence.
+    left = _fitted if windows.rehearsal.run.device == "cpu" else _terms
+    lines += left(held - features @ lines.T, features)
     beyond = held - features @ lines.T
     off, most = np.abs(beyond).max(axis=0), np.abs(held).max()
     if off.max() > TOLERANCE * most + 4096:
@@ -147,7 +149,8 @@ def _terms(values: Array, features: Array) -> Array:
     found = np.zeros((values.shape[1], features.shape[1]))
     distinct, which = np.unique(values, axis=1, return_inverse=True)
     terms = np.zeros((distinct.shape[1], features.shape[1]))
-    least = np.abs(distinct).max(axis=0, initial=0.0)
+    most = np.abs(distinct).max(axis=0, initial=0.0)
+    least = most.copy()
     left = np.flatnonzero(least > _EXACT)
     for chosen in _candidates(features):
         if not len(left):
@@ -162,13 +165,24 @@ def _terms(values: Array, features: Array) -> Array:
         at = left[better]
         least[at] = off[better]
         terms[at] = (solution[:, better] / scale[:, None]).T @ chosen
-        left = np.flatnonzero(least > _EXACT)
+        left = np.flatnonzero(least > np.maximum(_EXACT, _ROUNDED * most * (len(chosen) == 1)))
     found[:] = terms[which.reshape(-1)]
+    return found
+
+
+def _fitted(values: Array, features: Array) -> Array:
+    """`[M, F]` by least squares."""
+    used = [i for i in range(features.shape[1]) if i == 0 or np.ptp(features[:, i]) > 0]
+    scale = np.abs(features).max(axis=0)[used]
+    found = np.zeros((values.shape[1], features.shape[1]))
+    found[:, used] = (np.linalg.lstsq(features[:, used] / scale, values, rcond=1e-9)[0] / scale[:, None]).T
     return found
 
 
 _EXACT = 0.5
 """Bytes to which a value is met."""
+_ROUNDED = 3e-4
+"""Share of a value that a row more or less makes, where tensor ranks or experts share rows out."""
 
 
 def _candidates(features: Array) -> Iterator[Array]:
@@ -236,4 +250,6 @@ def _lasting(windows: Windows) -> Lasting:
         )
     every = sum(tasks[signature] for group in groups for signature in group)
     everything = windows.lasting(0, len(windows.recording.stream))
-    return Lasting(everything - every, tasks, updating)
+    # A CPU's attention keeps the masks of some lengths for their next use.
+    masks = sum(windows.lasting(w.start, w.stop) for w in windows.all if w.action.is_pass)
+    return Lasting(everything - masks - every, tasks, updating)

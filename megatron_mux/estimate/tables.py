@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -17,18 +18,19 @@ from megatron_mux.backbone.split import even_split
 from megatron_mux.dry_run.depth import read_info
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import RunSpec
-from megatron_mux.estimate.rehearsal import DEEP, SHALLOW, Signature, rehearsal
+from megatron_mux.estimate.rehearsal import DEEP, SHALLOW, rehearsal
 from megatron_mux.estimate.solve import stage_table
 from megatron_mux.estimate.windows import Windows
 from megatron_mux.files import cache_directory, write_atomically
 from megatron_mux.footprint.memory import Memory
+from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group, Lasting, PassTable, StageTable
 from megatron_mux.kernels.loss_head import chunk_rows
 from megatron_mux.memory.store import versions
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 
-_FORMAT = 1
+_FORMAT = 2
 
 Entry = list[dict[str, Any]]
 """What a file has: the table of each stage that was run, as plain data."""
@@ -67,7 +69,12 @@ class Tables:
         """
         alike = self._are_alike(signatures)
         singles: list[Group] = [(i,) for i in range(len(signatures))]
-        groups = [*singles, *((i, j) for j in range(len(signatures)) for i in range(j))]
+        every = range(len(signatures))
+        # Beside a higher rank of its family a row takes what that takes.
+        groups = [
+            *singles,
+            *((i, j) for j in every for i in range(j) if signatures[i].family != signatures[j].family),
+        ]
         paths = {group: self._path(group, signatures, alike) for group in groups}
         entries = {group: _read(path) for group, path in paths.items()}
         if missing := [group for group in groups if entries[group] is None]:
@@ -81,6 +88,7 @@ class Tables:
         divided = base.tensor if base.sequence_parallel else 1
         size = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[base.dtype]
         return Memory(
+            signatures,
             [made[ends.get(stage, 1) if alike else stage] for stage in range(stages)],
             self.layers,
             self.chunk,
@@ -128,7 +136,7 @@ class Tables:
         about = {
             "format": _FORMAT,
             "run": {k: v for k, v in asdict(self._base).items() if k not in ("tasks", "steps", "rolling")},
-            "signatures": [signatures[i] for i in group],
+            "signatures": [signatures[i].sections for i in group],
             "alike": alike,
             "versions": versions(),
         }
@@ -179,10 +187,23 @@ def _only(lasting: Lasting, signatures: list[int]) -> Lasting:
 
 def _is_everywhere(signature: Signature, shape: BackboneShape) -> bool:
     """Whether an adapter has the same tensors in every layer."""
-    spec = TaskSpec.model_validate({"name": "task", "data": {"path": "none"}, **signature})
+    spec = _spec(signature)
     found = defaultdict(list)
     for tensor in spec.adapter.tensors(shape).values():
         if tensor.layer is not None:
             found[tensor.layer].append((tensor.shape, tensor.dim, tensor.trained))
     every = [sorted(map(str, own)) for own in found.values()]
     return not every or (len(every) == shape.layers and all(own == every[0] for own in every))
+
+
+def _spec(signature: Signature) -> TaskSpec:
+    return TaskSpec.model_validate({"name": "task", "data": {"path": "none"}, **signature.sections})
+
+
+def lasting_share(task: TaskSpec, shape: BackboneShape) -> float:
+    """Values that a task trains, as a share of those of its signature, which may have a higher rank."""
+    own, whole = (
+        sum(math.prod(tensor.shape) for tensor in spec.adapter.tensors(shape).values() if tensor.trained)
+        for spec in (task, _spec(Signature.of(task.plain())))
+    )
+    return own / max(1, whole)

@@ -114,7 +114,7 @@ class Windows:
         return found
 
     def events(self, window: Window) -> tuple[Events, list[int]]:
-        """The events of a window, from its start, and what tells each from others: passes of other sizes are matched by it.
+        """The events of a window, from its start, and what tells each from others, by which sizes are matched.
 
         Without those of messages, which come and go at other times.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -49,6 +50,14 @@ class Contents:
     def of(self, chosen: npt.NDArray[np.int64]) -> Contents:
         """Only these micro-batches."""
         return Contents(*(own[chosen] for own in vars(self).values()))
+
+    def moved(self, onto: Sequence[int]) -> Contents:
+        """Rows of each signature as if they were of another."""
+        rows, labels = (np.zeros_like(self.rows) for _ in range(2))
+        for old, new in enumerate(onto):
+            rows[:, new] += self.rows[:, old]
+            labels[:, new] += self.labels[:, old]
+        return replace(self, rows=rows, labels=labels)
 
     def only(self, signatures: tuple[int, ...]) -> Contents:
         """Only the rows of these signatures."""

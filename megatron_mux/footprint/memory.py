@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_mux.footprint.content import Array, Contents
+from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group, StageTable
 from megatron_mux.pipeline.transfers import received_ahead, sends_kept
 
@@ -39,6 +40,7 @@ class Memory:
     """The memory of tasks on a backbone divided into stages.
 
     Attributes:
+        signatures: Of the tasks.
         tables: Of each stage; stages of one kind share theirs.
         layers: How many each stage has.
         chunk: Rows whose logits are computed at once.
@@ -47,6 +49,7 @@ class Memory:
         sends_zeros: Whether the first stage keeps zeros to send where memory runs out.
     """
 
+    signatures: Sequence[Signature]
     tables: Sequence[StageTable]
     layers: Sequence[int]
     chunk: int
@@ -55,7 +58,7 @@ class Memory:
     sends_zeros: bool = True
 
     def lasting(self, counts: Array) -> Array:
-        """`[S]` bytes that last with so many tasks of each signature."""
+        """`[S]` bytes that last with so many tasks of each signature; one of a lower rank is less than one."""
         return np.array([own.lasts(counts, n) for own, n in zip(self.tables, self.layers, strict=True)])
 
     def updating(self, present: Array) -> Array:
@@ -81,7 +84,8 @@ class Memory:
             at = np.flatnonzero(which.reshape(-1) == number)
             if not group:
                 continue
-            own = contents.of(at)
+            onto = self._highest(group)
+            own, group = contents.of(at).moved(onto), tuple(sorted({onto[i] for i in group}))
             for stage, table in enumerate(self.tables):
                 found.kept[at, stage], found.working[at, stage] = self._taken(table, stage, group, own)
         total = contents.rows.sum(axis=1)[:, None] * self.message
@@ -91,6 +95,11 @@ class Memory:
             self._messages(in_step) + (ends < len(self.tables) - 1)
         )  # and the gradient in use
         return found
+
+    def _highest(self, group: Group) -> list[int]:
+        """For each signature the one of its family with the highest rank in a group: rows of both take the same."""
+        top = {self.signatures[i].family: i for i in sorted(group, key=lambda i: self.signatures[i].rank)}
+        return [top.get(own.family, i) for i, own in enumerate(self.signatures)]
 
     def _taken(self, table: StageTable, stage: int, group: Group, contents: Contents) -> Array:
         """`[2, B]` kept and working bytes of micro-batches with rows of exactly this group's signatures."""

@@ -19,6 +19,7 @@ CASES = (
     Case("qwen3", ("DPO",), "DP2 sharded", layers=8),
     Case("gemma3_text", ("VERA",), saving="NF4", layers=6),
     Case("llama", ("LORA", "BOTTLENECK", "DoRA"), saving="offloaded", layers=6),
+    Case("qwen3_moe", ("LORA on experts",), "TP2 sequence parallel", layers=6),
 )
 
 _BELOW = 0.005

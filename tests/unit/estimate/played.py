@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_mux.dry_run.run_spec import JOINS, STEP, Mark, Recording, RunSpec
-from megatron_mux.estimate.rehearsal import Signature, rehearsal, signature_of
+from megatron_mux.estimate.rehearsal import rehearsal
 from megatron_mux.estimate.windows import Windows
+from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.memory.stream.events import Moment, Stream, StreamBuilder
@@ -33,7 +34,10 @@ def signature(**adapter: Any) -> Signature:
     """Of a LoRA task."""
     task = {"name": "t", "adapter": {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], **adapter}}
     data = {"data": {"path": "none"}, "training": {"max_steps": 3}}
-    return signature_of(TaskSpec.model_validate({**task, **data}).plain())
+    return Signature.of(TaskSpec.model_validate({**task, **data}).plain())
+
+
+SIGNATURES = [signature(), signature(use_dora=True)]
 
 
 def base() -> RunSpec:
@@ -43,7 +47,7 @@ def base() -> RunSpec:
 
 def played(groups: list[Group], layers: int, kept: RowBytes) -> Windows:
     """A rehearsal of two signatures whose layers keep bytes by rows, and the same again while they go backward."""
-    made = rehearsal(base(), [signature(), signature(r=8)], groups, layers, CHUNK)
+    made = rehearsal(base(), SIGNATURES, groups, layers, CHUNK)
     grids = Windows(made, Recording(Stream.empty(), ())).grids
     player = _Player(layers, kept)
     player.allocate(WEIGHTS * layers, Moment("load"))

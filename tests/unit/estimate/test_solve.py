@@ -10,7 +10,7 @@ from megatron_mux.estimate.solve import NotLinear, stage_table
 from megatron_mux.footprint.content import Contents
 from megatron_mux.footprint.memory import Memory
 from megatron_mux.footprint.table import Group
-from tests.unit.estimate.played import ADAPTER, CHUNK, COPIED, MOMENTS, WEIGHTS, RowBytes, played
+from tests.unit.estimate.played import ADAPTER, CHUNK, COPIED, MOMENTS, SIGNATURES, WEIGHTS, RowBytes, played
 
 GROUPS: list[Group] = [(0,), (1,), (0, 1)]
 
@@ -18,7 +18,7 @@ GROUPS: list[Group] = [(0,), (1,), (0, 1)]
 def solved(kept: RowBytes, layers: int = 30) -> Memory:
     """A deep stage's memory, from passes of three and four layers."""
     shallow, deep = (played(GROUPS, depth, kept) for depth in (SHALLOW, DEEP))
-    return Memory([stage_table(shallow, deep, (SHALLOW, DEEP), CHUNK)], [layers], CHUNK)
+    return Memory(SIGNATURES, [stage_table(shallow, deep, (SHALLOW, DEEP), CHUNK)], [layers], CHUNK)
 
 
 def test_deep_stages_at_other_sizes_follow_from_few_layers() -> None:

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from megatron_mux.estimate import tables
-from megatron_mux.estimate.rehearsal import SHALLOW, Signature
+from megatron_mux.estimate.rehearsal import SHALLOW
 from megatron_mux.estimate.solve import stage_table
 from megatron_mux.estimate.tables import Tables
+from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group
-from tests.unit.estimate.played import CHUNK, base, played, signature
-
-SIGNATURES = [signature(), signature(r=8)]
+from tests.unit.estimate.played import CHUNK, SIGNATURES, base, played, signature
 
 
 @pytest.fixture

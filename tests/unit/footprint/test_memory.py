@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_mux.footprint.content import COUNTS, Array, Contents
 from megatron_mux.footprint.memory import Memory
+from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group, Lasting, PassTable, StageTable
 
 FROZEN = 100.0
@@ -22,6 +23,8 @@ OWN = (0.0, 7.0, 0.0, 30.0)
 """Bytes that each signature keeps of its own rows."""
 INPUTS = ({"qkv": 5.0}, {"qkv": 5.0, "mlp": 3.0}, {"out": 11.0}, {"mlp": 3.0, "out": 11.0})
 """What each signature has all rows keep; the same name is kept once."""
+
+SIGNATURES = [Signature(str(number), 0) for number in range(4)]
 
 
 def line(group: Group, rows: Array, constant: float = 0.0) -> Array:
@@ -64,7 +67,7 @@ def contents(rows: list[list[float]]) -> Contents:
     st.integers(4, 90),
 )
 def test_any_set_of_signatures_keeps_what_pairs_say_it_shares(rows: list[list[float]], layers: int) -> None:
-    memory = Memory([stage_table()], [layers], chunk=64)
+    memory = Memory(SIGNATURES, [stage_table()], [layers], chunk=64)
     taken = memory.passes(contents(rows))
     for batch, own in enumerate(rows):
         group = tuple(i for i in range(4) if own[i])
@@ -74,15 +77,15 @@ def test_any_set_of_signatures_keeps_what_pairs_say_it_shares(rows: list[list[fl
 
 
 def test_what_lasts_is_counted_by_task_and_layer() -> None:
-    memory = Memory([stage_table(), stage_table()], [4, 6], chunk=64)
+    memory = Memory(SIGNATURES, [stage_table(), stage_table()], [4, 6], chunk=64)
     assert memory.lasting(np.array([1.0, 0.0, 2.0, 0.0])).tolist() == [4000 + 4 * 7, 6000 + 6 * 7]
     assert memory.updating(np.array([1.0, 0.0, 1.0, 0.0])).tolist() == [30, 30]
 
 
 def test_messages_are_kept_by_the_stages_that_send_or_receive_them() -> None:
     tables = [stage_table()] * 3
-    alone = Memory(tables, [4] * 3, 64).passes(contents([[10, 0, 0, 0]]), in_step=1)
-    memory = Memory(tables, [4] * 3, 64, message=2.0, ranks=3)
+    alone = Memory(SIGNATURES, tables, [4] * 3, 64).passes(contents([[10, 0, 0, 0]]), in_step=1)
+    memory = Memory(SIGNATURES, tables, [4] * 3, 64, message=2.0, ranks=3)
     taken = memory.passes(contents([[10, 0, 0, 0]]), in_step=1)
     # The first has its output, the last its input, the middle both.
     assert (taken.kept - alone.kept).tolist() == [[20, 40, 20]]
@@ -103,10 +106,21 @@ def test_logits_are_counted_up_to_a_chunk() -> None:
 def test_a_table_survives_a_file() -> None:
     table = stage_table()
     again = StageTable.of_json(json.loads(json.dumps(table.to_json())))
-    one, other = (Memory([own], [7], 64).passes(contents([[1, 2, 3, 4]])) for own in (table, again))
+    one, other = (
+        Memory(SIGNATURES, [own], [7], 64).passes(contents([[1, 2, 3, 4]])) for own in (table, again)
+    )
     assert one.kept.tolist() == other.kept.tolist() and one.working.tolist() == other.working.tolist()
 
 
 def test_tables_are_read_without_torch() -> None:
     code = "import sys, megatron_mux.footprint.memory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_rows_beside_a_higher_rank_of_their_family_take_what_it_takes() -> None:
+    families = [Signature("a", 8), Signature("a", 64), Signature("b", 0), Signature("c", 0)]
+    memory = Memory(families, [stage_table()], [7], chunk=64)
+    apart = Memory(SIGNATURES, [stage_table()], [7], chunk=64)
+    found = memory.passes(contents([[10, 20, 0, 0], [10, 20, 5, 0], [10, 0, 5, 0]]))
+    wanted = apart.passes(contents([[0, 30, 0, 0], [0, 30, 5, 0], [10, 0, 5, 0]]))
+    assert np.array_equal(found.kept, wanted.kept) and np.array_equal(found.working, wanted.working)
