@@ -38,17 +38,21 @@ from megatron_mux.tasks import TaskSpec
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def import_all(run: RunSpec) -> None:
-    """Import what the engine imports lazily, so that forked processes share it.
-
-    Raises:
-        UserError: The backbone's config is invalid.
-    """
+def import_engine() -> None:
+    """Import what the engine imports lazily, so that forked processes share it."""
     from transformers.optimization import get_scheduler  # noqa: F401
 
     with megatron_core.quiet():
         import megatron.core.models.gpt  # noqa: F401
 
+
+def import_all(run: RunSpec) -> None:
+    """The same, and what this run imports.
+
+    Raises:
+        UserError: The backbone's config is invalid.
+    """
+    import_engine()
     for one in run.tasks:
         TaskSpec.model_validate(one.task)
     read_info(run.config, run.quantise)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar
@@ -26,22 +27,36 @@ Input = TypeVar("Input")
 Result = TypeVar("Result")
 
 
-def dry_runs(parts: Sequence[Part], whole: bool = False, seconds: float = _SECONDS) -> list[Recording]:
-    """Record what ranks allocate and free. No process outlives the call.
+def prepare(worker: Worker) -> None:
+    """Let a process import what dry runs need, while the caller goes on: seconds that its first dry run then spares."""
+    worker.submit(_imported)
+
+
+def _imported() -> None:
+    from megatron_mux.dry_run import execute
+
+    execute.import_engine()
+
+
+def dry_runs(
+    parts: Sequence[Part], whole: bool = False, seconds: float = _SECONDS, worker: Worker | None = None
+) -> list[Recording]:
+    """Record what ranks allocate and free. No process that it starts outlives the call.
 
     Args:
         parts: The ranks.
         whole: Execute all layers, also where a few tell.
         seconds: Time limit for all of them.
+        worker: The process to run them in; None: one of its own.
 
     Raises:
         WorkerError: One of them failed, was killed, or the time limit passed.
     """
     if not parts:
         return []
-    with Worker(seconds) as worker:
+    with nullcontext(worker) if worker is not None else Worker(seconds) as process:
         try:
-            return worker.submit(_recordings, parts, whole).result()
+            return process.submit(_recordings, parts, whole).result()
         except UserError as error:
             raise WorkerError(" ".join(str(error).split())) from None
 

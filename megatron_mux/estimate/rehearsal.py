@@ -98,7 +98,7 @@ def rehearsal(
 
 def _warm(specs: Sequence[TaskSpec], steps: int) -> int:
     """Steps until all that lasts is there: a mask that is frozen on the way, too."""
-    return max(STEPS, *(spec.adapter.freezes_after(steps) or 0 for spec in specs))
+    return max(STEPS - 1, *(spec.adapter.freezes_after(steps) or 0 for spec in specs))
 
 
 def _spec(name: str, signature: Signature, batch: int, steps: int) -> TaskSpec:

@@ -240,16 +240,17 @@ def _lasting(windows: Windows) -> Lasting:
     groups = windows.rehearsal.groups
     alone = {group[0]: number for number, group in enumerate(groups) if number and len(group) == 1}
     joins = iter(windows.joins)
-    joined = [[next(joins) for _ in group] for group in groups]
-    tasks, updating = (np.zeros(1 + max(alone)) for _ in range(2))
+    joined = [[windows.grown(*next(joins)) for _ in group] for group in groups]
+    updated = [windows.updated(number) for number in range(len(groups))]
+    tasks, updating = (np.zeros(1 + max(map(max, groups))) for _ in range(2))
     for signature, number in alone.items():
-        ((start, stop),) = joined[number]
-        tasks[signature] = windows.grown(start, stop) + windows.updated(number)
+        tasks[signature] = joined[number][0] + updated[number]
         updating[signature] = max(
             (windows.delta(w).max(initial=0.0) for k in "NU" for w in windows.of(k, number)), default=0.0
         )
-    every = sum(tasks[signature] for group in groups for signature in group)
-    everything = windows.lasting(0, len(windows.recording.stream))
     # A CPU's attention keeps the masks of some lengths for their next use.
     masks = sum(windows.lasting(w.start, w.stop) for w in windows.all if w.action.is_pass)
-    return Lasting(everything - masks - every, tasks, updating)
+    # The first bucket has all that is allocated once beside what the task of its signature has.
+    updated[0] = updated[alone[groups[0][0]]]
+    everything = windows.lasting(0, len(windows.recording.stream))
+    return Lasting(everything - masks - sum(map(sum, joined)) - sum(updated), tasks, updating)

@@ -27,6 +27,7 @@ from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group, Lasting, PassTable, StageTable
 from megatron_mux.kernels.loss_head import chunk_rows
 from megatron_mux.memory.store import versions
+from megatron_mux.memory.worker import Worker
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 
@@ -42,10 +43,12 @@ class Tables:
     Args:
         base: Backbone, ranks, and how memory is saved; its tasks and buckets do not matter.
         directory: Where tables are kept; None: the user's cache.
+        worker: The process for dry runs, which `dry_run.process.prepare` gets ready; None: each call starts one.
     """
 
-    def __init__(self, base: RunSpec, directory: Path | None = None) -> None:
+    def __init__(self, base: RunSpec, directory: Path | None = None, worker: Worker | None = None) -> None:
         self._base = replace(base, tasks=(), plan=replace(base.plan, buckets=()))
+        self._worker = worker
         self._shape: BackboneShape = read_info(base.config, base.quantise).shape
         self._directory = cache_directory("tables") if directory is None else directory
 
@@ -105,9 +108,8 @@ class Tables:
         self, groups: Sequence[Group], signatures: Sequence[Signature], alike: bool
     ) -> list[Entry]:
         """Entries of groups, from dry runs."""
-        # Each signature alone tells what its tasks have that lasts.
-        alone = [(i,) for i in sorted({i for group in groups for i in group})]
-        every = [*alone, *(group for group in groups if len(group) > 1)]
+        # The first bucket is compared with that of its signature alone.
+        every = groups if len(groups[0]) == 1 else [groups[0][:1], *groups]
         stages = self._run_stages(alike)
         split = () if alike else self.layers
         plan = replace(self._base.plan, stages=len(stages), virtual=1, split=split)
@@ -115,7 +117,8 @@ class Tables:
         depths = (SHALLOW, DEEP) if alike else (self._shape.layers,)
         runs = [rehearsal(base, signatures, every, depth, self.chunk) for depth in depths]
         each = runs[0].run.world // len(stages)
-        made = iter(dry_runs([(run.run, stage * each) for stage in stages for run in runs], whole=True))
+        parts = [(run.run, stage * each) for stage in stages for run in runs]
+        made = iter(dry_runs(parts, whole=True, worker=self._worker))
         tables = []
         for stage in stages:
             own = [Windows(run, next(made)) for run in runs]

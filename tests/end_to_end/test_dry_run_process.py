@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_mux.dry_run import process
-from megatron_mux.dry_run.process import dry_runs
-from megatron_mux.memory.worker import WorkerError
+from megatron_mux.dry_run.process import dry_runs, prepare
+from megatron_mux.memory.worker import Worker, WorkerError
 from tests.end_to_end.test_dry_run import _run
 
 
@@ -97,3 +97,14 @@ def _gone(pids: list[int]) -> None:
     while any(map(_is_there, pids)) and time.monotonic() < end:
         time.sleep(0.05)
     assert not any(map(_is_there, pids)) and not _workers()
+
+
+def test_a_process_that_was_prepared_runs_one_after_another() -> None:
+    with Worker(120) as worker:
+        prepare(worker)
+        (first,) = dry_runs([(_run(1), 0)], worker=worker)
+        mine = _workers()
+        (second,) = dry_runs([(_run(2), 0)], worker=worker)
+        assert len(mine) == 1 and mine == _workers()
+        assert len(second.stream) > len(first.stream)
+    assert not _workers()

@@ -49,3 +49,12 @@ def test_scratch_in_steps_of_rows_is_never_missed() -> None:
 def test_what_is_not_linear_is_refused() -> None:
     with pytest.raises(NotLinear, match=r"F of group .*: \d+ of \d+ at forward"):
         solved(lambda rows: 4000 * (7919 * rows % 1000))
+
+
+def test_what_lasts_does_not_need_every_signature_of_a_pair_alone() -> None:
+    whole, part = (
+        stage_table(own, own, (DEEP, DEEP), CHUNK)
+        for own in (played(groups, DEEP, lambda rows: 2 * rows) for groups in (GROUPS, [(1,), (0, 1)]))
+    )
+    assert part.lasting.backbone == whole.lasting.backbone == WEIGHTS * DEEP
+    assert part.lasting.tasks[1] == whole.lasting.tasks[1] == (ADAPTER + MOMENTS) * DEEP
