@@ -1,4 +1,4 @@
-"""Tables of bytes against dry runs of deeper stages at other sizes: a part of `benchmarks/memory_tables.py`."""
+"""Tables of bytes against dry runs of deeper stages at other sizes, and against a GPU's peak: parts of benchmarks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.forked import Server
 from tests.end_to_end.table_cases import Case, compare
+from tests.end_to_end.test_benchmark import result_of
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
@@ -32,3 +34,10 @@ def test_peaks_are_those_of_dry_runs(case: Case, tmp_path: Path) -> None:
         print(one)
         assert -_BELOW <= one.off <= 0.001
         assert abs(one.off_lasting) <= 0.001
+
+
+def test_a_peak_of_a_gpu_is_foretold(tmp_path: Path, server: Server) -> None:
+    command = [server.python, "benchmarks/gpu_peaks.py", "--only", "in chunks", "--tolerance", "0.001"]
+    result = result_of([*command, "--output", str(tmp_path / "result.json")], tmp_path)
+    assert list(result["rows"]) == ["q v, 4k to 8k tokens in chunks"]
+    assert "NVIDIA H200" in (tmp_path / "result.md").read_text()
