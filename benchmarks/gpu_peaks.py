@@ -43,6 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     sides = {name: own["sides"].get("mux", {}) for name, own in measured["rows"].items()}
     rows = [row for row in ROWS if "seconds" in sides.get(row.name, {}) and arguments.only in row.name]
+    if not rows:
+        print(
+            f"gpu_peaks.py: {arguments.measured} has no measured row with {arguments.only!r} in its name",
+            file=sys.stderr,
+        )
+        return 2
     machine = measured["about"]["machine"]
     found = {}
     for row in rows:
@@ -82,7 +88,8 @@ def _predicted(row: Any, side: Mapping[str, Any], device: str) -> int:
     steps = _steps_measured(row, side)
     passes = max(_step_bytes(work, plan, number, columns, memory) for number in range(steps))
     model = 2 * _parameters(work.config)
-    return int(model + memory.lasting(counts)[0] + passes + THREADS * cublas_of(gpu))
+    most = max(passes, float(memory.updating(counts)[0]))
+    return int(model + memory.lasting(counts)[0] + most + THREADS * cublas_of(gpu))
 
 
 def _steps_measured(row: Any, side: Mapping[str, Any]) -> int:

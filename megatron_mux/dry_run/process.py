@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -27,9 +28,9 @@ Input = TypeVar("Input")
 Result = TypeVar("Result")
 
 
-def prepare(worker: Worker) -> None:
+def prepare(worker: Worker) -> Future[None]:
     """Let a process import what dry runs need, while the caller goes on: seconds that its first dry run then spares."""
-    worker.submit(_imported)
+    return worker.submit(_imported)
 
 
 def _imported() -> None:
@@ -41,12 +42,12 @@ def _imported() -> None:
 def dry_runs(
     parts: Sequence[Part], whole: bool = False, seconds: float = _SECONDS, worker: Worker | None = None
 ) -> list[Recording]:
-    """Record what ranks allocate and free. No process that it starts outlives the call.
+    """Record what ranks allocate and free. No process outlives the call, but for a given worker and what it runs.
 
     Args:
         parts: The ranks.
         whole: Execute all layers, also where a few tell.
-        seconds: Time limit for all of them.
+        seconds: Time limit for all of them; a given worker has its own.
         worker: The process to run them in; None: one of its own.
 
     Raises:

@@ -30,10 +30,11 @@ _RECORDS = 3
 """Of a batch that is not short, on each pipeline."""
 _SIZES = 4
 """Of a group's micro-batches, to tell what each storage goes by: two features would do with three."""
-_SHORTEST, _LONGEST = 256, 8192
-"""Tokens of a record; none is longer than a chunk of logits."""
-_LABELLED = ((0.02, 0.08), (0.6, 1.0))
-"""Shares of a record's tokens that are labelled, in turns: some micro-batches fill a chunk of logits, some do not."""
+_SHORTEST = 256
+_LONGEST = 16384
+"""Tokens of a record, at most: three such fill a chunk of logits of 5,500 words or more on a rank."""
+_LABELLED = ((0.05, 0.25), (1.1, 1.4))
+"""Labels of a micro-batch as a share of a chunk of logits, in turns: it fills none, or one and a bit of the next."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,10 @@ def rehearsal(
     sizes = _SIZES + (base.plan.data > 1)
     if base.device == "cpu":
         sizes += 3 + 2 * max(map(len, groups))
-    specs = [_spec("task", one, 1, 1) for one in signatures]
+    specs = [_spec("task", one, _RECORDS, 1) for one in signatures]
     steps = next(n for n in count(sizes) if n - _warm(specs, n) >= sizes)
     tasks, buckets = [], []
+    longest = max(4 * _SHORTEST, min(chunk, _LONGEST))
     generator = np.random.default_rng(0)
     seconds = (1.0,) * stages
     groups = [groups[0][:1], *groups]
@@ -83,11 +85,10 @@ def rehearsal(
         for signature in group:
             name = f"{number}-{signature}"
             spec = _spec(name, signatures[signature], _RECORDS * base.plan.data, steps)
-            tasks.append(
-                _records(spec, sizes, base.plan.data, _longest(chunk), generator, signature == group[0])
-            )
+            odd = signature == group[0]
+            tasks.append(_records(spec, (sizes, base.plan.data), longest, chunk / len(group), odd, generator))
             names.append(name)
-        cut = _longest(chunk) // 2 if number == 0 else None
+        cut = longest // 2 if number == 0 else None
         buckets.append(Bucket((HybridTask(tuple(sorted(names))),), 1, cut, forward=seconds, backward=seconds))
     plan = Plan(
         "auto", stages, tuple(buckets), split=split, schedule="1f1b", tensor=base.tensor, data=base.plan.data
@@ -109,17 +110,30 @@ def _spec(name: str, signature: Signature, batch: int, steps: int) -> TaskSpec:
 
 
 def _records(
-    spec: TaskSpec, sizes: int, pipelines: int, longest: int, generator: np.random.Generator, odd: bool
+    spec: TaskSpec,
+    batches: tuple[int, int],
+    longest: int,
+    labelled: float,
+    odd: bool,
+    generator: np.random.Generator,
 ) -> TaskRecords:
-    """A task with a batch for each size, one of them short, whose rows are odd in number or divisible by eight."""
-    batch = spec.training.per_device_train_batch_size
-    number = (batch * (sizes - 1) + pipelines) * spec.training.sequences_per_record
+    """A task with a batch for each size, one of them short.
+
+    Args:
+        spec: The task.
+        batches: Their number, and that of the pipelines which share each.
+        longest: Tokens of a record, at most.
+        labelled: Labels of the task's part of a micro-batch that fills a chunk of logits.
+        odd: Whether rows are odd in number, else they are divisible by eight.
+        generator: Draws.
+    """
+    sizes, pipelines = batches
+    batch, together = spec.training.per_device_train_batch_size, spec.training.sequences_per_record
+    number = (batch * (sizes - 1) + pipelines) * together
+    step = np.arange(number) // spec.sequences_per_step
+    lengths = generator.integers(np.where(step % 2, longest // 2, _SHORTEST) // 8, longest // 8) * 8
     # Tensor ranks that divide rows pad them, so rows of a micro-batch are never divisible, or passes would differ.
-    lengths = generator.integers(_SHORTEST // 8, longest // 8, number) * 8 + odd
-    least, most = np.array(_LABELLED)[np.arange(number) // spec.sequences_per_step % 2].T
-    labels = np.maximum(2, lengths * generator.uniform(least, most)).astype(int)
-    return TaskRecords(spec.plain(), lengths.tolist(), labels.tolist())
-
-
-def _longest(chunk: int) -> int:
-    return max(4 * _SHORTEST, min(chunk, _LONGEST))
+    lengths[::together] += odd
+    share = labelled * pipelines / np.where(step < sizes - 1, batch, pipelines) / together
+    labels = share * generator.uniform(*np.array(_LABELLED)[step % 2].T)
+    return TaskRecords(spec.plain(), lengths.tolist(), np.clip(labels, 2, lengths - 1).astype(int).tolist())

@@ -99,12 +99,19 @@ def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> _Lines:
     # Pipelines share a batch out: a short one may leave this pipeline without rows of some task.
     present = np.flatnonzero((contents.rows > 0).all(axis=1))
     own, features = [own[i] for i in present], contents.of(present).features(chunk)
+    if len(own) < _FEWEST:
+        raise NotLinear(
+            f"{kind} of group {windows.rehearsal.groups[bucket]}: {len(own)} micro-batches are too few"
+        )
     least, events, grown, held = _aligned(windows, own)
-    lines = np.cumsum(_terms(grown, features), axis=0)
-    # Kernels are chosen by the number of rows: scratch that only some of them take counts for what comes before.
-    # On a CPU attention goes sequence by sequence.
-    left = _fitted if windows.rehearsal.run.device == "cpu" else _terms
-    lines += left(held - features @ lines.T, features)
+    # Kernels are chosen by the number of rows: what only some of them take counts for what comes before. On a CPU
+    # attention goes sequence by sequence.
+    rest = _fitted if windows.rehearsal.run.device == "cpu" else _terms
+    lines, end = _summed(windows, least, events, _terms(grown, features))
+    ends = np.array([[windows.delta(window)[-1]] for window in own])
+    end = end + rest(ends - features @ end[:, None], features)[0]
+    scratch = held - features @ lines.T
+    lines += rest(scratch, features)
     beyond = held - features @ lines.T
     off, most = np.abs(beyond).max(axis=0), np.abs(held).max()
     if off.max() > TOLERANCE * most + 4096:
@@ -113,9 +120,10 @@ def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> _Lines:
         moment = windows.recording.stream.moment(int(events[at]))
         raise NotLinear(f"{kind} of group {group}: {off[at]:.0f} of {most:.0f} at {moment}")
     lines[:, 0] += beyond.max(axis=0)  # what takes most at some size is not to be missed
-    allocations = np.flatnonzero(grown.max(axis=0) > 0)
-    chosen = allocations if len(allocations) else np.arange(1)
-    return _Lines(lines[chosen], _reach(windows, least, events[chosen], kind), lines[-1])
+    chosen = np.flatnonzero((grown.max(axis=0) > 0) | (scratch.max(axis=0) > _EXACT))
+    if not len(chosen):
+        chosen = np.arange(1)
+    return _Lines(lines[chosen], _reach(windows, least, events[chosen], kind), end)
 
 
 def _aligned(windows: Windows, own: Sequence[Window]) -> tuple[Window, Events, Array, Array]:
@@ -141,20 +149,39 @@ def _aligned(windows: Windows, own: Sequence[Window]) -> tuple[Window, Events, A
     return least, first[common] + least.start, grown, held
 
 
+def _summed(windows: Windows, window: Window, events: Events, terms: Array) -> tuple[Array, Array]:
+    """`[M, F]` lines of what is held after each event of a window, and `[F]` at its end.
+
+    Args:
+        windows, window: Of the recording.
+        events: Of the window.
+        terms: `[M, F]` by which each lets grow what is held.
+    """
+    places = {event: place for place, event in enumerate((events - window.start).tolist())}
+    steps = terms.copy()
+    end = np.zeros(terms.shape[1])
+    after = np.searchsorted(events - window.start, np.arange(window.stop - window.start))
+    for freed, born in windows.lifetimes(window):
+        if born in places:
+            if after[freed] < len(steps):  # gone by the next event
+                steps[after[freed]] -= terms[places[born]]
+            else:
+                end -= terms[places[born]]
+    lines = np.cumsum(steps, axis=0)
+    return lines, lines[-1] + end
+
+
 def _terms(values: Array, features: Array) -> Array:
     """`[M, F]` terms of `[N, M]` values, each by the fewest features that meet it, from `[N, F]` features.
 
     Where one or two features meet no value exactly, the two that come closest are taken.
     """
-    found = np.zeros((values.shape[1], features.shape[1]))
     distinct, which = np.unique(values, axis=1, return_inverse=True)
     terms = np.zeros((distinct.shape[1], features.shape[1]))
     most = np.abs(distinct).max(axis=0, initial=0.0)
-    least = most.copy()
-    left = np.flatnonzero(least > _EXACT)
+    least, met = most.copy(), most <= _EXACT
     for chosen in _candidates(features):
-        if not len(left):
-            break
+        left = np.flatnonzero(~met)
         columns = features @ chosen.T
         scale = np.abs(columns).max(axis=0)
         solution, _, rank, _ = np.linalg.lstsq(columns / scale, distinct[:, left], rcond=1e-9)
@@ -165,8 +192,8 @@ def _terms(values: Array, features: Array) -> Array:
         at = left[better]
         least[at] = off[better]
         terms[at] = (solution[:, better] / scale[:, None]).T @ chosen
-        left = np.flatnonzero(least > np.maximum(_EXACT, _ROUNDED * most * (len(chosen) == 1)))
-    found[:] = terms[which.reshape(-1)]
+        met[at] = least[at] <= (np.maximum(_EXACT, _ROUNDED * most[at]) if len(chosen) == 1 else _EXACT)
+    found: Array = terms[which.reshape(-1)]
     return found
 
 
@@ -179,6 +206,8 @@ def _fitted(values: Array, features: Array) -> Array:
     return found
 
 
+_FEWEST = 3
+"""Micro-batches from which two features can be told from any other two."""
 _EXACT = 0.5
 """Bytes to which a value is met."""
 _ROUNDED = 3e-4
@@ -248,8 +277,11 @@ def _lasting(windows: Windows) -> Lasting:
         updating[signature] = max(
             (windows.delta(w).max(initial=0.0) for k in "NU" for w in windows.of(k, number)), default=0.0
         )
-    # A CPU's attention keeps the masks of some lengths for their next use.
-    masks = sum(windows.lasting(w.start, w.stop) for w in windows.all if w.action.is_pass)
+    masks = 0.0
+    if (
+        windows.rehearsal.run.device == "cpu"
+    ):  # whose attention keeps the masks of some lengths for their next use
+        masks = sum(windows.lasting(w.start, w.stop) for w in windows.all if w.action.is_pass)
     # The first bucket has all that is allocated once beside what the task of its signature has.
     updated[0] = updated[alone[groups[0][0]]]
     everything = windows.lasting(0, len(windows.recording.stream))

@@ -204,7 +204,12 @@ def _spec(signature: Signature) -> TaskSpec:
 
 
 def lasting_share(task: TaskSpec, shape: BackboneShape) -> float:
-    """Values that a task trains, as a share of those of its signature, which may have a higher rank."""
+    """Values that a task trains, as a share of those of its signature, which may have a higher rank.
+
+    All of it where the optimizer's state does not grow with the rank.
+    """
+    if task.training.optim.startswith("adafactor"):
+        return 1.0
     own, whole = (
         sum(math.prod(tensor.shape) for tensor in spec.adapter.tensors(shape).values() if tensor.trained)
         for spec in (task, _spec(Signature.of(task.plain())))

@@ -56,6 +56,9 @@ class Windows:
         # Messages of other micro-batches come and go meanwhile: `footprint.memory` counts them.
         counts = np.array(stream.categories) != CATEGORIES.index(Category.COMMUNICATION)
         self._counts = counts[blocks]
+        self._blocks = blocks
+        self._born = np.zeros(len(stream.sizes), np.int64)
+        self._born[blocks[codes >= 0]] = np.flatnonzero(codes >= 0)
         sizes = np.array(stream.sizes, np.float64)[blocks] * self._counts
         # Before each event, and after the last.
         self._live = np.concatenate([[0.0], np.cumsum(np.where(codes < 0, -sizes, sizes))])
@@ -115,14 +118,23 @@ class Windows:
         return found
 
     def events(self, window: Window) -> tuple[Events, list[int]]:
-        """The events of a window, from its start, and what tells each from others, by which sizes are matched.
+        """Events of a window, from its start, and what tells each from others, by which sizes are matched.
 
-        Without those of messages, which come and go at other times.
+        Allocations, and frees of what was there before. Without those of messages, which come and go at other times.
         """
         own = slice(window.start, window.stop)
-        found = np.flatnonzero(self._counts[own])
-        keys: list[int] = (2 * self._moments[own] + (self._codes[own] < 0))[found].tolist()
+        frees = self._codes[own] < 0
+        before = self._born[self._blocks[own]] < window.start
+        found = np.flatnonzero(self._counts[own] & (~frees | before))
+        keys: list[int] = (2 * self._moments[own] + frees)[found].tolist()
         return found, keys
+
+    def lifetimes(self, window: Window) -> list[tuple[int, int]]:
+        """The events at which a block is freed that was allocated in the same window, and allocated, from its start."""
+        own = slice(window.start, window.stop)
+        born = self._born[self._blocks[own]]
+        frees = np.flatnonzero((self._codes[own] < 0) & (born >= window.start))
+        return list(zip(frees.tolist(), (born[frees] - window.start).tolist(), strict=True))
 
     def contents(self, windows: Sequence[Window]) -> Contents:
         """What the micro-batches of these windows contain, in rows of the group's signatures."""

@@ -61,13 +61,13 @@ class Memory:
         """`[S]` bytes that last with so many tasks of each signature; one of a lower rank is less than one."""
         return np.array([own.lasts(counts, n) for own, n in zip(self.tables, self.layers, strict=True)])
 
-    def updating(self, present: Array) -> Array:
-        """`[S]` temporary bytes of an optimizer's step, of the task among the signatures present that takes most."""
+    def updating(self, counts: Array) -> Array:
+        """`[S]` temporary bytes of an optimizer's step, of the task that takes most; `counts` as for `lasting`."""
         steps = [
             own.lasting.updating + (n - own.layers) * own.deeper.updating
             for own, n in zip(self.tables, self.layers, strict=True)
         ]
-        found: Array = (np.array(steps) * present).max(axis=1)
+        found: Array = (np.array(steps) * (counts > 0)).max(axis=1)
         return found
 
     def passes(self, contents: Contents, in_step: float = np.inf) -> Taken:

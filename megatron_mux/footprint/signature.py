@@ -17,19 +17,24 @@ _WITHOUT_BYTES: Mapping[str, tuple[str, ...]] = {
     "training": (
         "adam_beta1", "adam_beta2", "adam_epsilon", "beta", "desirable_weight", "discopop_tau",
         "early_stopping_patience", "early_stopping_threshold", "gradient_accumulation_steps", "greater_is_better",
-        "learning_rate", "load_best_model_at_end", "logging_dir", "lr_scheduler_kwargs", "lr_scheduler_on_resume",
-        "lr_scheduler_type", "max_steps", "metric_for_best_model", "num_train_epochs", "per_device_train_batch_size",
-        "project", "report_to", "run_name", "save_steps", "save_strategy", "save_total_limit", "seed",
-        "truncation_mode", "undesirable_weight", "warmup_ratio", "warmup_steps", "weight_decay",
+        "learning_rate", "load_best_model_at_end", "logging_dir", "loraplus_weight_decay", "lr_scheduler_kwargs",
+        "lr_scheduler_on_resume", "lr_scheduler_type", "max_steps", "metric_for_best_model", "num_train_epochs",
+        "per_device_train_batch_size", "project", "report_to", "run_name", "save_steps", "save_strategy",
+        "save_total_limit", "seed", "truncation_mode", "undesirable_weight", "warmup_ratio", "warmup_steps",
     ),
 }  # fmt: skip
 _IF_ANY: Mapping[str, tuple[str, ...]] = {
     "adapter": ("lora_dropout", "vera_dropout"),
     "training": (
         "label_smoothing", "label_smoothing_factor", "max_grad_norm", "neftune_noise_alpha", "router_aux_loss_coef",
+        "weight_decay",
     ),
 }  # fmt: skip
 """Numbers of which only counts whether they are zero."""
+_ANY = 0.25
+"""Stands for them: all of these fields allow it."""
+_DRAWN = (True, False, "gaussian")
+"""Values of `init_lora_weights` whose matrices may have any rank."""
 
 
 @dataclass(frozen=True, order=True)
@@ -38,7 +43,7 @@ class Signature:
 
     Attributes:
         family: Its sections adapter and training as JSON, without rank and without what decides no bytes.
-        rank: Of all its matrices, up to a power of two; 0: none, or part of the family.
+        rank: Of all its matrices, up to a power of two and at least eight; 0: none, or part of the family.
     """
 
     family: str
@@ -49,7 +54,13 @@ class Signature:
         """Of a task, as `TaskSpec.plain` gives it."""
         found = {name: _decisive(name, task[name]) for name in _WITHOUT_BYTES}
         adapter, rank = found["adapter"], 0
-        if isinstance(adapter.get("r"), int) and not adapter.get("rank_pattern"):
+        # Others have matrices that do not grow with it, or that have no higher rank than a weight.
+        if (
+            adapter["peft_type"] == "LORA"
+            and not adapter["rank_pattern"]
+            and adapter["init_lora_weights"] in _DRAWN
+        ):
+            adapter["init_lora_weights"] = True
             rank = max(_SMALLEST, 1 << (adapter.pop("r") - 1).bit_length())
         return cls(json.dumps(found, sort_keys=True), rank)
 
@@ -66,5 +77,5 @@ def _decisive(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: value for key, value in section.items() if key not in _WITHOUT_BYTES[name]}
     for key in _IF_ANY[name]:
         if found.get(key):
-            found[key] = 0.5
+            found[key] = _ANY
     return found

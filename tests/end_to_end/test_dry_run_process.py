@@ -102,6 +102,7 @@ def _gone(pids: list[int]) -> None:
 def test_a_process_that_was_prepared_runs_one_after_another() -> None:
     with Worker(120) as worker:
         prepare(worker)
+        assert worker.submit(eval, "'megatron.core.models.gpt' in __import__('sys').modules").result()
         (first,) = dry_runs([(_run(1), 0)], worker=worker)
         mine = _workers()
         (second,) = dry_runs([(_run(2), 0)], worker=worker)

@@ -23,6 +23,8 @@ WEIGHTS, ADAPTER, MOMENTS = 1000, 10, 20
 """Bytes of a layer that last: of the backbone, of a task, of its optimizer after the first step."""
 COPIED = 3
 """Bytes of a layer for each row of keys and values that is copied."""
+MANY = 1900
+"""Rows of a micro-batch from which passes take scratch."""
 CHUNK = 512
 """Rows of a chunk of logits."""
 
@@ -45,11 +47,18 @@ def base() -> RunSpec:
     return RunSpec(CONFIG, (), Plan("auto", 1, ()))
 
 
-def played(groups: list[Group], layers: int, kept: RowBytes) -> Windows:
-    """A rehearsal of two signatures whose layers keep bytes by rows, and the same again while they go backward."""
+def played(groups: list[Group], layers: int, kept: RowBytes, scratch: int = 0) -> Windows:
+    """A rehearsal of two signatures whose layers keep bytes by rows.
+
+    Args:
+        groups: Of signatures.
+        layers: Of the stage.
+        kept: Bytes that a layer keeps of so many rows.
+        scratch: Bytes that passes of many rows take behind all else.
+    """
     made = rehearsal(base(), SIGNATURES, groups, layers, CHUNK)
     grids = Windows(made, Recording(Stream.empty(), ())).grids
-    player = _Player(layers, kept)
+    player = _Player(layers, kept, scratch)
     player.allocate(WEIGHTS * layers, Moment("load"))
     for _ in made.run.tasks:
         player.mark(JOINS)
@@ -74,11 +83,11 @@ def played(groups: list[Group], layers: int, kept: RowBytes) -> Windows:
 class _Player:
     """Writes a recording."""
 
-    def __init__(self, layers: int, kept: RowBytes) -> None:
+    def __init__(self, layers: int, kept: RowBytes, scratch: int) -> None:
         self.builder = StreamBuilder()
         self.marks: list[Mark] = []
         self._events = 0
-        self._layers, self._kept = layers, kept
+        self._layers, self._kept, self._scratch = layers, kept, scratch
         self._held: dict[Unit, tuple[int, list[int], int]] = {}
 
     def mark(self, what: object) -> None:
@@ -97,6 +106,7 @@ class _Player:
         size = self._kept(rows) + COPIED * copied
         blocks = [self.allocate(size, Moment("forward", layer, "op")) for layer in range(self._layers)]
         self._held[unit] = rows, blocks, self.allocate(64, Moment("forward", None, "loss"))
+        self._take(rows, "forward")
 
     def backward(self, unit: Unit) -> None:
         self.mark(Action.of(0, "B", unit))
@@ -105,6 +115,11 @@ class _Player:
             self.free(self.allocate(rows, Moment("backward", layer, "op")), "backward")
             self.free(blocks[layer], "backward")
         self.free(loss, "backward")
+        self._take(rows, "backward")
+
+    def _take(self, rows: int, phase: str) -> None:
+        if self._scratch and rows > MANY:
+            self.free(self.allocate(self._scratch, Moment(phase, None, "scratch")), phase)
 
     def update(self, bucket: int, moments: int) -> None:
         self.mark(Action(0, "N", bucket))

@@ -10,14 +10,24 @@ from megatron_mux.estimate.solve import NotLinear, stage_table
 from megatron_mux.footprint.content import Contents
 from megatron_mux.footprint.memory import Memory
 from megatron_mux.footprint.table import Group
-from tests.unit.estimate.played import ADAPTER, CHUNK, COPIED, MOMENTS, SIGNATURES, WEIGHTS, RowBytes, played
+from tests.unit.estimate.played import (
+    ADAPTER,
+    CHUNK,
+    COPIED,
+    MANY,
+    MOMENTS,
+    SIGNATURES,
+    WEIGHTS,
+    RowBytes,
+    played,
+)
 
 GROUPS: list[Group] = [(0,), (1,), (0, 1)]
 
 
-def solved(kept: RowBytes, layers: int = 30) -> Memory:
+def solved(kept: RowBytes, layers: int = 30, scratch: int = 0) -> Memory:
     """A deep stage's memory, from passes of three and four layers."""
-    shallow, deep = (played(GROUPS, depth, kept) for depth in (SHALLOW, DEEP))
+    shallow, deep = (played(GROUPS, depth, kept, scratch) for depth in (SHALLOW, DEEP))
     return Memory(SIGNATURES, [stage_table(shallow, deep, (SHALLOW, DEEP), CHUNK)], [layers], CHUNK)
 
 
@@ -35,15 +45,26 @@ def test_deep_stages_at_other_sizes_follow_from_few_layers() -> None:
     assert memory.updating(np.array([1.0, 0.0]))[0] == pytest.approx(300)
 
 
-def test_scratch_in_steps_of_rows_is_never_missed() -> None:
-    exact = solved(lambda rows: int(4000 * rows))
-    stepped = solved(lambda rows: int(4000 * rows) + 4096 * int(rows > 6000))
+def test_scratch_of_many_rows_is_never_missed_and_not_taken_for_kept() -> None:
+    def kept(rows: int) -> int:
+        return 4000 * rows
+
     rows = np.array([[9000.0, 0.0]])
     contents = Contents(rows, rows, np.ones(1), np.zeros(1), np.zeros(1))
-    least, found = (
+    plain, found = (solved(kept, scratch=scratch).passes(contents) for scratch in (0, 500_000))
+    assert plain.kept[0, 0] == pytest.approx(found.kept[0, 0], rel=1e-6)
+    assert plain.working[0, 0] < 500_000 <= found.working[0, 0] * (1 + 1e-6)
+
+
+def test_scratch_in_steps_of_rows_is_never_missed() -> None:
+    exact = solved(lambda rows: 4000 * rows)
+    stepped = solved(lambda rows: 4000 * rows + 4096 * int(rows > MANY))
+    rows = np.array([[9000.0, 0.0]])
+    contents = Contents(rows, rows, np.ones(1), np.zeros(1), np.zeros(1))
+    least, most = (
         float((own.passes(contents).kept + own.passes(contents).working)[0, 0]) for own in (exact, stepped)
     )
-    assert least <= found <= 1.01 * least
+    assert least <= most <= 1.01 * least
 
 
 def test_what_is_not_linear_is_refused() -> None:

@@ -31,7 +31,7 @@ def test_batches_rates_and_factors_do_not_make_a_signature() -> None:
         "warmup_steps": 2,
     }
     same = signature({"lora_alpha": 3, "lora_dropout": 0.1}, {**training, "weight_decay": 0.1})
-    assert same == signature({"lora_dropout": 0.3}, {"report_to": "none"})
+    assert same == signature({"lora_dropout": 0.3}, {"report_to": "none", "weight_decay": 0.2})
     others: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
         ({"r": 32}, {}),
         ({"lora_dropout": 0.1}, {}),
@@ -55,8 +55,21 @@ def test_ranks_that_differ_between_layers_are_part_of_the_family() -> None:
     assert found.rank == 0 and found.sections["adapter"]["r"] == 12
 
 
-def test_a_task_of_the_signature_has_the_signature() -> None:
-    found = signature({"r": 100, "use_dora": True, "lora_dropout": 0.2}, {"optim": "sgd"})
+def test_matrices_cut_from_weights_keep_their_rank() -> None:
+    found = signature({"r": 12, "init_lora_weights": "pissa"}, {})
+    assert found.rank == 0 and found.sections["adapter"]["r"] == 12
+
+
+@pytest.mark.parametrize(
+    ("adapter", "training"),
+    [
+        ({"r": 100, "use_dora": True, "lora_dropout": 0.2}, {"optim": "sgd"}),
+        ({}, {"loss": "dpo", "loss_type": "robust", "label_smoothing": 0.3}),
+        ({}, {"label_smoothing_factor": 0.9, "neftune_noise_alpha": 5, "weight_decay": 0.5}),
+    ],
+)
+def test_a_task_of_the_signature_has_the_signature(adapter: dict[str, Any], training: dict[str, Any]) -> None:
+    found = signature(adapter, training)
     task = {"name": "a", "data": {"path": "none"}, **found.sections}
     task["training"] = {**found.sections["training"], "max_steps": 3}
     assert Signature.of(TaskSpec.model_validate(task).plain()) == found
