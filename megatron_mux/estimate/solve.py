@@ -20,6 +20,12 @@ from megatron_mux.footprint.table import Lasting, PassTable, StageTable
 TOLERANCE = 0.02
 """Of the largest bytes of a pass: what a moment's line may be off at sizes that were run. Most lines meet them to some
 dozens of bytes; but kernels take scratch in steps of rows, and the rows of an expert are whole numbers."""
+_FEWEST = 3
+"""Micro-batches from which two features can be told from any other two."""
+_EXACT = 0.5
+"""Bytes to which a value is met."""
+_ROUNDED = 3e-4
+"""Share of a value that a row more or less makes, where tensor ranks or experts share rows out."""
 _DRAWN = 400
 """Contents at which moments are compared, to drop those that are never the largest."""
 
@@ -204,14 +210,6 @@ def _fitted(values: Array, features: Array) -> Array:
     found = np.zeros((values.shape[1], features.shape[1]))
     found[:, used] = (np.linalg.lstsq(features[:, used] / scale, values, rcond=1e-9)[0] / scale[:, None]).T
     return found
-
-
-_FEWEST = 3
-"""Micro-batches from which two features can be told from any other two."""
-_EXACT = 0.5
-"""Bytes to which a value is met."""
-_ROUNDED = 3e-4
-"""Share of a value that a row more or less makes, where tensor ranks or experts share rows out."""
 
 
 def _candidates(features: Array) -> Iterator[Array]:
