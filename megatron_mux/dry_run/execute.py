@@ -47,7 +47,7 @@ def import_engine() -> None:
 
 
 def import_all(run: RunSpec) -> None:
-    """The same, and what this run imports.
+    """Import the engine, and what reading this run's tasks and config imports.
 
     Raises:
         UserError: The backbone's config is invalid.

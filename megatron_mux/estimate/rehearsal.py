@@ -1,9 +1,9 @@
 """Runs of the engine on fake tensors at a few sizes, from which tables are solved.
 
-Each group of signatures has tasks and a bucket of its own, so that
-one step runs a micro-batch of every group; each step has records of other lengths. The last batch of an epoch is short,
-which tells the bytes of a sequence from those of its rows. The first bucket cuts its micro-batches into chunks, for
-what copies of earlier chunks' keys and values take; what is allocated once for all tasks falls to it, too.
+Each group of signatures has tasks and a bucket of its own, so that one step runs a micro-batch of every group; each
+step has records of other lengths. The last batch of an epoch is short, which tells the bytes of a sequence from those
+of its rows. The first bucket cuts its micro-batches into chunks, for what copies of earlier chunks' keys and values
+take; what is allocated once for all tasks falls to it, too.
 """
 
 from __future__ import annotations

@@ -276,9 +276,8 @@ def _lasting(windows: Windows) -> Lasting:
             (windows.delta(w).max(initial=0.0) for k in "NU" for w in windows.of(k, number)), default=0.0
         )
     masks = 0.0
-    if (
-        windows.rehearsal.run.device == "cpu"
-    ):  # whose attention keeps the masks of some lengths for their next use
+    if windows.rehearsal.run.device == "cpu":
+        # Its attention keeps the masks of some lengths for their next use.
         masks = sum(windows.lasting(w.start, w.stop) for w in windows.all if w.action.is_pass)
     # The first bucket has all that is allocated once beside what the task of its signature has.
     updated[0] = updated[alone[groups[0][0]]]

@@ -44,6 +44,20 @@ def test_only_what_is_new_is_rehearsed(tmp_path: Path, made: list[Group]) -> Non
     assert len(made) == 3 and again.lasting(np.ones(2)) == second.lasting(np.ones(2))
 
 
+def test_a_pair_by_itself_is_rehearsed_beside_one_of_its_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked(Exception):
+        pass
+
+    def rehearsal(run: Any, signatures: Any, groups: Sequence[Group], *_: Any) -> None:
+        raise Asked(list(groups))
+
+    monkeypatch.setattr(tables, "rehearsal", rehearsal)
+    for asked, run in (([(0, 1)], [(0,), (0, 1)]), ([(1,), (0, 1)], [(1,), (0, 1)])):
+        with pytest.raises(Asked) as found:
+            Tables(base())._rehearsed(asked, SIGNATURES, True)
+        assert found.value.args == (run,)
+
+
 def test_other_runs_have_tables_of_their_own(tmp_path: Path, made: list[Group]) -> None:
     for run in (base(), replace(base(), recompute="full"), replace(base(), dtype="float32")):
         Tables(run, tmp_path).memory(SIGNATURES[:1])
