@@ -22,6 +22,7 @@ CASES = (
     Case("gemma3_text", ("VERA",), saving="NF4", layers=6),
     Case("llama", ("LORA", "BOTTLENECK", "DoRA"), saving="offloaded", layers=6),
     Case("qwen3_moe", ("LORA on experts",), "TP2 sequence parallel", layers=6),
+    Case("gpt2", ("IA3",), layers=6, device="cpu"),
 )
 
 _BELOW = 0.005
