@@ -40,7 +40,8 @@ def profile_curves(timed: Mapping[str, Curve], depths: Mapping[str, int], divide
     for name in [n for n in curves if n.endswith("-tasks")]:
         alone, kind = curves[name.rpartition(":")[0]], name.partition(":")[0]
         curves[f"utilisation:{kind}"] = _utilisation(curves.pop(name), alone)
-    return curves
+    # What is a difference of two noisy figures may come out below zero.
+    return {name: _changed(curve, lambda _, s, way: max(0.0, s)) for name, curve in curves.items()}
 
 
 def _changed(curve: Curve, change: Callable[[float, float, int], float]) -> Curve:

@@ -104,3 +104,14 @@ def test_the_parts_of_a_half_layer_add_up_to_it(experts: float, rest: float) -> 
     whole = [at["router"][way] + at["experts"][way] + shared[way] for way in range(2)]
     assert whole == pytest.approx([6 * 64, 6 * 128])
     assert curves["attention_half"].at(64)[0] == pytest.approx(64)
+
+
+def test_an_adapter_never_takes_less_than_nothing() -> None:
+    """Its seconds are a difference of two figures, each with its noise."""
+    timed = {
+        "attention_half": of(4.0),
+        "attention:32:0": Curve((1,), (0.0,), (0.0,)),
+        "LORA:linear_qkv:8": of(-1.0),
+    }
+    curves = profile_curves(timed, {"attention": 4}, divided=1)
+    assert curves["LORA:linear_qkv:8"].at(64) == (0.0, 0.0)
