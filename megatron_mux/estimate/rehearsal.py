@@ -21,6 +21,7 @@ from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
+from megatron_mux.kernels.short_attention import LONGEST
 from megatron_mux.memory.trace.model import configuration
 from megatron_mux.tasks import TaskSpec
 
@@ -33,6 +34,9 @@ _SIZES = 4
 _SHORTEST = 256
 _LONGEST = 16384
 """Tokens of a record, at most: three such fill a chunk of logits of 5,500 words or more on a rank."""
+_LONGEST_ON_CPU = 2 * LONGEST
+_ON_CPU = ((16, LONGEST + 1, 16), (LONGEST, _LONGEST_ON_CPU, _LONGEST_ON_CPU))
+"""Least and most tokens of records on a CPU, whose attention treats short ones otherwise than long ones."""
 _LABELLED = ((0.05, 0.25), (1.1, 1.4))
 """Labels of a micro-batch as a share of a chunk of logits, in turns: it fills none, or one and a bit of the next."""
 
@@ -71,12 +75,15 @@ def rehearsal(
         config = json.loads(configuration(base.config, layers * stages).to_json_string(use_diff=False))
         split = (layers,) * stages
     sizes = _SIZES + (base.plan.data > 1)
-    if base.device == "cpu":
-        sizes += 3 + 2 * max(map(len, groups))
+    on_cpu, longest = base.device == "cpu", max(4 * _SHORTEST, min(chunk, _LONGEST))
+    if on_cpu:
+        # All features at once are fitted: ten, and two of each signature.
+        sizes += 12 + 2 * max(map(len, groups))
+        longest = _LONGEST_ON_CPU
+        chunk = min(chunk, longest)
     specs = [_spec("task", one, _RECORDS, 1) for one in signatures]
     steps = next(n for n in count(sizes) if n - _warm(specs, n) >= sizes)
     tasks, buckets = [], []
-    longest = max(4 * _SHORTEST, min(chunk, _LONGEST))
     generator = np.random.default_rng(0)
     seconds = (1.0,) * stages
     groups = [groups[0][:1], *groups]
@@ -86,7 +93,9 @@ def rehearsal(
             name = f"{number}-{signature}"
             spec = _spec(name, signatures[signature], _RECORDS * base.plan.data, steps)
             odd = signature == group[0]
-            tasks.append(_records(spec, (sizes, base.plan.data), longest, chunk / len(group), odd, generator))
+            tasks.append(
+                _records(spec, (sizes, base.plan.data), longest, chunk / len(group), odd, generator, on_cpu)
+            )
             names.append(name)
         cut = longest // 2 if number == 0 else None
         buckets.append(Bucket((HybridTask(tuple(sorted(names))),), 1, cut, forward=seconds, backward=seconds))
@@ -116,6 +125,7 @@ def _records(
     labelled: float,
     odd: bool,
     generator: np.random.Generator,
+    on_cpu: bool,
 ) -> TaskRecords:
     """A task with a batch for each size, one of them short.
 
@@ -126,12 +136,17 @@ def _records(
         labelled: Labels of the task's part of a micro-batch that fills a chunk of logits.
         odd: Whether rows are odd in number, else they are divisible by eight.
         generator: Draws.
+        on_cpu: Whether records shall be of all lengths in turns: short, long, any.
     """
     sizes, pipelines = batches
     batch, together = spec.training.per_device_train_batch_size, spec.training.sequences_per_record
     number = (batch * (sizes - 1) + pipelines) * together
     step = np.arange(number) // spec.sequences_per_step
-    lengths = generator.integers(np.where(step % 2, longest // 2, _SHORTEST) // 8, longest // 8) * 8
+    if on_cpu:
+        least, most = (np.log(np.array(own)[step % 3]) for own in _ON_CPU)
+        lengths = np.exp(generator.uniform(least, most)).astype(int)
+    else:
+        lengths = generator.integers(np.where(step % 2, longest // 2, _SHORTEST) // 8, longest // 8) * 8
     # Tensor ranks that divide rows pad them, so rows of a micro-batch are never divisible, or passes would differ.
     lengths[::together] += odd
     share = labelled * pipelines / np.where(step < sizes - 1, batch, pipelines) / together

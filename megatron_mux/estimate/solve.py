@@ -14,7 +14,7 @@ from itertools import combinations
 import numpy as np
 
 from megatron_mux.estimate.windows import Events, Window, Windows
-from megatron_mux.footprint.content import COUNTS, Array, Contents
+from megatron_mux.footprint.content import ATTENTION, COUNTS, Array, Contents
 from megatron_mux.footprint.table import Lasting, PassTable, StageTable
 
 TOLERANCE = 0.02
@@ -105,6 +105,9 @@ def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> _Lines:
     # Pipelines share a batch out: a short one may leave this pipeline without rows of some task.
     present = np.flatnonzero((contents.rows > 0).all(axis=1))
     own, features = [own[i] for i in present], contents.of(present).features(chunk)
+    on_cpu = windows.rehearsal.run.device == "cpu"
+    if on_cpu:  # little goes by sequences, and all but one of these micro-batches have as many
+        features[:, COUNTS.index("sequences")] = 0.0
     if len(own) < _FEWEST:
         raise NotLinear(
             f"{kind} of group {windows.rehearsal.groups[bucket]}: {len(own)} micro-batches are too few"
@@ -112,7 +115,7 @@ def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> _Lines:
     least, events, grown, held = _aligned(windows, own)
     # Kernels are chosen by the number of rows: what only some of them take counts for what comes before. On a CPU
     # attention goes sequence by sequence.
-    rest = _fitted if windows.rehearsal.run.device == "cpu" else _terms
+    rest, width = _fitted if on_cpu else _terms, contents.rows.shape[1]
     lines, end = _summed(windows, least, events, _terms(grown, features))
     ends = np.array([[windows.delta(window)[-1]] for window in own])
     end = end + rest(ends - features @ end[:, None], features)[0]
@@ -125,7 +128,13 @@ def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> _Lines:
         group = windows.rehearsal.groups[bucket]
         moment = windows.recording.stream.moment(int(events[at]))
         raise NotLinear(f"{kind} of group {group}: {off[at]:.0f} of {most:.0f} at {moment}")
-    lines[:, 0] += beyond.max(axis=0)  # what takes most at some size is not to be missed
+    # What takes most at some size is not to be missed.
+    if on_cpu:
+        lines[:, len(COUNTS) : len(COUNTS) + width] += (beyond / _rows(features)[:, None]).max(axis=0)[
+            :, None
+        ]
+    else:
+        lines[:, 0] += beyond.max(axis=0)
     chosen = np.flatnonzero((grown.max(axis=0) > 0) | (scratch.max(axis=0) > _EXACT))
     if not len(chosen):
         chosen = np.arange(1)
@@ -204,11 +213,20 @@ def _terms(values: Array, features: Array) -> Array:
 
 
 def _fitted(values: Array, features: Array) -> Array:
-    """`[M, F]` by least squares."""
+    """`[M, F]` by least squares of what values are off for each row."""
     used = [i for i in range(features.shape[1]) if i == 0 or np.ptp(features[:, i]) > 0]
-    scale = np.abs(features).max(axis=0)[used]
+    rows = _rows(features)[:, None]
+    scaled = features[:, used] / rows
+    scale = np.abs(scaled).max(axis=0)
     found = np.zeros((values.shape[1], features.shape[1]))
-    found[:, used] = (np.linalg.lstsq(features[:, used] / scale, values, rcond=1e-9)[0] / scale[:, None]).T
+    found[:, used] = (np.linalg.lstsq(scaled / scale, values / rows, rcond=1e-9)[0] / scale[:, None]).T
+    return found
+
+
+def _rows(features: Array) -> Array:
+    """`[N]` rows of micro-batches of these features."""
+    first = len(COUNTS)
+    found: Array = features[:, first : (features.shape[1] + first) // 2].sum(axis=1)
     return found
 
 
@@ -220,7 +238,7 @@ def _candidates(features: Array) -> Iterator[Array]:
     sums = [identity[0], identity[first:labels].sum(axis=0), identity[labels:].sum(axis=0)]
     if labels - first > 1:
         sums += list(identity[first:])
-    sums += [identity[COUNTS.index(name)] for name in ("labels of a chunk", "sequences", "squares")]
+    sums += [identity[COUNTS.index(name)] for name in ("labels of a chunk", "sequences", *ATTENTION)]
     used = [one for one in sums if np.ptp(features @ one) > 0 or one[0]]
     yield from (one[None] for one in used)
     yield from (np.stack(pair) for pair in combinations(used, 2))
@@ -259,7 +277,8 @@ def _contents(width: int, chunk: int) -> Array:
     total, zeros = rows.sum(axis=1), np.zeros(_DRAWN)
     labels = rows * generator.uniform(0, 1, rows.shape)
     sequences = np.ceil(total * generator.uniform(0, 0.02, _DRAWN))
-    return Contents(rows, labels, sequences, zeros, zeros).features(chunk)
+    attention = np.zeros((_DRAWN, len(ATTENTION)))
+    return Contents(rows, labels, sequences, zeros, attention).features(chunk)
 
 
 def _lasting(windows: Windows) -> Lasting:

@@ -31,7 +31,7 @@ from megatron_mux.memory.worker import Worker
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 
-_FORMAT = 2
+_FORMAT = 3
 
 Entry = list[dict[str, Any]]
 """What a file has: the table of each stage that was run, as plain data."""

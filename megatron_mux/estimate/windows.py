@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from megatron_mux.dry_run.run_spec import JOINS, STEP, Recording, TaskRecords
 from megatron_mux.estimate.rehearsal import Rehearsal
 from megatron_mux.footprint.content import Array, Contents
-from megatron_mux.fusion.alignment import Slice
+from megatron_mux.fusion.contents import contents_of
 from megatron_mux.fusion.step import Lengths, StepGrid, step_grid
 from megatron_mux.memory.stream.events import CATEGORIES, Category
 from megatron_mux.pipeline.action import Action, Unit
@@ -146,10 +146,16 @@ class Windows:
             pieces = [piece for chunk in grid.chunks.get(unit, ()) for piece in chunk]
             group = self.rehearsal.groups[bucket]
             columns = {piece.task: group.index(int(piece.task.split("-")[1])) for piece in pieces}
-            found.append(contents_of([pieces], lengths, columns, len(group), self.rehearsal.run.device))
+            device = self.rehearsal.run.device
+            found.append(contents_of([pieces], lengths, columns, len(group), device, self._prefixed))
         return Contents(
             *(np.concatenate(own) for own in zip(*(vars(one).values() for one in found), strict=True))
         )
+
+    @cached_property
+    def _prefixed(self) -> set[str]:
+        tasks = self.rehearsal.run.tasks
+        return {one.name for one in tasks if TaskSpec.model_validate(one.task).adapter.virtual_tokens}
 
     @cached_property
     def grids(self) -> list[tuple[StepGrid, dict[str, Lengths]]]:
@@ -160,37 +166,6 @@ class Windows:
             lengths = {one.name: _lengths(one, step) for one in run.tasks}
             found.append((step_grid(run.plan, lengths, self.pipeline), lengths))
         return found
-
-
-def contents_of(
-    units: Sequence[Sequence[Slice]],
-    lengths: Mapping[str, Lengths],
-    columns: Mapping[str, int],
-    width: int,
-    device: str,
-) -> Contents:
-    """What micro-batches, or chunks of them, contain.
-
-    Args:
-        units: The pieces of each.
-        lengths: Of each task's step.
-        columns: The signature of each task.
-        width: Number of signatures.
-        device: Where they are computed.
-    """
-    rows, labels = (np.zeros((len(units), width)) for _ in range(2))
-    sequences, squares, copied = (np.zeros(len(units)) for _ in range(3))
-    for number, pieces in enumerate(units):
-        sequences[number] = len(pieces)
-        for piece in pieces:
-            own, column = lengths[piece.task], columns[piece.task]
-            whole, labelled = own.tokens[piece.sequence], own.labels[piece.sequence]
-            rows[number, column] += piece.tokens
-            labels[number, column] += max(0, min(piece.stop, whole) - max(piece.start, whole - labelled))
-            # A GPU's attention takes sequences one by one; on a CPU short ones are padded to those beside them.
-            squares[number] += piece.tokens**2 * (device == "cpu")
-            copied[number] += piece.start + piece.tokens * (piece.stop < whole)
-    return Contents(rows, labels, sequences, squares, copied)
 
 
 def _lengths(one: TaskRecords, step: int) -> Lengths:

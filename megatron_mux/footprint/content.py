@@ -10,7 +10,11 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-COUNTS = ("one", "labels of a chunk", "sequences", "squares", "copied")
+ATTENTION = ("pairs", "padding", "block", "long", "joined", "joined long")
+"""Features of a CPU's attention, which pads short sequences and keeps the weights of their pairs of tokens: these
+pairs, rows of padding, the most pairs that are computed at once, rows of sequences too long for that; then all rows,
+and long ones, if several calls compute the micro-batch: their outputs are copied."""
+COUNTS = ("one", "labels of a chunk", "sequences", "copied", *ATTENTION)
 """Features of a micro-batch before those of each signature: its rows, then its labelled rows."""
 
 
@@ -22,18 +26,18 @@ class Contents:
         rows: `[B, K]` tokens of each signature's tasks.
         labels: `[B, K]` labelled ones of them: above the last layer's attention only these are computed.
         sequences: `[B]` their number.
-        squares: `[B]` the sum of squared lengths.
         copied: `[B]` rows of keys and values from earlier chunks, or left for later ones.
+        attention: `[B, 6]` see `ATTENTION`; zeros on a GPU.
     """
 
     rows: Array
     labels: Array
     sequences: Array
-    squares: Array
     copied: Array
+    attention: Array
 
     def features(self, chunk: int) -> Array:
-        """`[B, 5 + 2 K]`: `COUNTS`, then rows and labels of each signature.
+        """`[B, 10 + 2 K]`: `COUNTS`, then rows and labels of each signature.
 
         Args:
             chunk: Rows whose logits are computed at once.
@@ -42,10 +46,9 @@ class Contents:
             np.ones(len(self.rows)),
             np.minimum(self.labels.sum(axis=1), chunk),
             self.sequences,
-            self.squares,
             self.copied,
         )
-        return np.concatenate([np.stack(counts, axis=1), self.rows, self.labels], axis=1)
+        return np.concatenate([np.stack(counts, axis=1), self.attention, self.rows, self.labels], axis=1)
 
     def of(self, chosen: npt.NDArray[np.int64]) -> Contents:
         """Only these micro-batches."""

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_mux.footprint.content import Array, Contents
+from megatron_mux.footprint.content import ATTENTION, Array, Contents
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group, StageTable
 from megatron_mux.pipeline.transfers import received_ahead, sends_kept
@@ -123,7 +123,7 @@ class Memory:
             table,
             further,
             self.chunk,
-            Contents(rows + _SHARED_AT, rows + _SHARED_AT / 2, zeros, zeros, zeros),
+            Contents(rows + _SHARED_AT, rows + _SHARED_AT / 2, zeros, zeros, np.zeros((1, len(ATTENTION)))),
         )
         left, order = list(group[1:]), [(group[0], group[0])]
 

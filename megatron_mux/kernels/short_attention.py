@@ -10,6 +10,7 @@ length, M the sum of n L over classes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -143,6 +144,15 @@ def _by_class(tensors: Sequence[Tensor], classes: _Classes, groups: int, size: i
         rows = slice(at, at + n * groups * length)
         yield [x[rows].view(n * groups, length * (x.shape[1] // size), size) for x in tensors]
         at = rows.stop
+
+
+def products(lengths: Sequence[int]) -> tuple[int, int, int]:
+    """What segments take: pairs of tokens whose weights are kept, rows of padding, the most pairs of one product."""
+    padded = Counter(map(padded_length, lengths))
+    pairs = [
+        count * (stop - first) * stop for length, count in padded.items() for first, stop in blocks_of(length)
+    ]
+    return sum(pairs), sum(length * n for length, n in padded.items()) - sum(lengths), max(pairs, default=0)
 
 
 def blocks_of(length: int) -> list[tuple[int, int]]:

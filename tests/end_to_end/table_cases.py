@@ -94,6 +94,7 @@ class Case:
         seed: Of the records' lengths.
         chunk: Tokens of a chunk, of a single stage; None: micro-batches are not cut.
         device: `cuda`, a fake one, or `cpu`.
+        lengths: Of records, at least and at most.
     """
 
     family: str
@@ -104,6 +105,7 @@ class Case:
     seed: int = 0
     chunk: int | None = None
     device: Literal["cuda", "cpu"] = "cuda"
+    lengths: tuple[int, int] = _LENGTHS
 
     @property
     def name(self) -> str:
@@ -259,7 +261,7 @@ def _run(case: Case, base: RunSpec) -> RunSpec:
     for number, kind in enumerate(case.kinds):
         spec = case.task(f"t-{number}", kind, _SEQUENCES * data * micro_batches)
         # Micro-batches of a pipeline are alike: how many messages are on their way depends on which of them is largest.
-        lengths = generator.integers(*_LENGTHS, spec.sequences_per_step // micro_batches)
+        lengths = generator.integers(*case.lengths, spec.sequences_per_step // micro_batches)
         labels = np.maximum(2, lengths * generator.uniform(0.1, 1.0, len(lengths))).astype(int)
         lengths, labels = (np.tile(own, micro_batches) for own in (lengths, labels))
         tasks.append(TaskRecords(spec.plain(), lengths.tolist(), labels.tolist()))

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_mux.dry_run.depth import read_info
 from megatron_mux.estimate.rehearsal import rehearsal
-from megatron_mux.footprint.content import COUNTS
+from megatron_mux.footprint.content import ATTENTION, COUNTS
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.tasks import TaskSpec
 from tests.unit.estimate.played import CHUNK, base, played, signature
@@ -41,7 +41,7 @@ def test_sizes_tell_rows_labels_and_sequences_apart(group: tuple[int, ...]) -> N
     windows = played([group], 3, int)
     contents = windows.contents(windows.of("F", 1))
     features = contents.features(CHUNK)
-    unused = [COUNTS.index(name) for name in ("squares", "copied")]
+    unused = [COUNTS.index(name) for name in ("copied", *ATTENTION)]
     told = np.delete(features, unused, axis=1)
     told /= told.max(axis=0)
     for three in combinations(range(told.shape[1]), 3):  # what goes by two features is not taken for another

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_mux.estimate.rehearsal import DEEP, SHALLOW
 from megatron_mux.estimate.solve import NotLinear, stage_table
-from megatron_mux.footprint.content import Contents
+from megatron_mux.footprint.content import ATTENTION, Contents
 from megatron_mux.footprint.memory import Memory
 from megatron_mux.footprint.table import Group
 from tests.unit.estimate.played import (
@@ -35,7 +35,7 @@ def test_deep_stages_at_other_sizes_follow_from_few_layers() -> None:
     memory = solved(lambda rows: int(8 * rows) + 40)
     rows = np.array([[100_000.0, 0.0], [7.0, 3000.0]])
     copied = np.array([0.0, 5000.0])
-    taken = memory.passes(Contents(rows, rows / 2, np.ones(2), np.zeros(2), copied))
+    taken = memory.passes(Contents(rows, rows / 2, np.ones(2), copied, np.zeros((2, len(ATTENTION)))))
     total = rows.sum(axis=1)
     assert taken.kept[:, 0] == pytest.approx(30 * (8 * total + COPIED * copied + 40) + 64, abs=8)
     assert taken.working[:, 0] == pytest.approx(total, abs=8)
@@ -50,7 +50,7 @@ def test_scratch_of_many_rows_is_never_missed_and_not_taken_for_kept() -> None:
         return 4000 * rows
 
     rows = np.array([[9000.0, 0.0]])
-    contents = Contents(rows, rows, np.ones(1), np.zeros(1), np.zeros(1))
+    contents = Contents(rows, rows, np.ones(1), np.zeros(1), np.zeros((1, len(ATTENTION))))
     plain, found = (solved(kept, scratch=scratch).passes(contents) for scratch in (0, 500_000))
     assert plain.kept[0, 0] == pytest.approx(found.kept[0, 0], rel=1e-6)
     assert plain.working[0, 0] < 500_000 <= found.working[0, 0] * (1 + 1e-6)
@@ -60,7 +60,7 @@ def test_scratch_in_steps_of_rows_is_never_missed() -> None:
     exact = solved(lambda rows: 4000 * rows)
     stepped = solved(lambda rows: 4000 * rows + 4096 * int(rows > MANY))
     rows = np.array([[9000.0, 0.0]])
-    contents = Contents(rows, rows, np.ones(1), np.zeros(1), np.zeros(1))
+    contents = Contents(rows, rows, np.ones(1), np.zeros(1), np.zeros((1, len(ATTENTION))))
     least, most = (
         float((own.passes(contents).kept + own.passes(contents).working)[0, 0]) for own in (exact, stepped)
     )

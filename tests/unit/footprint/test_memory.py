@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mux.footprint.content import COUNTS, Array, Contents
+from megatron_mux.footprint.content import ATTENTION, COUNTS, Array, Contents
 from megatron_mux.footprint.memory import Memory
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group, Lasting, PassTable, StageTable
@@ -59,7 +60,7 @@ def contents(rows: list[list[float]]) -> Contents:
     """Micro-batches without labels."""
     zeros = np.zeros(len(rows))
     of_tasks = np.array(rows, np.float64)
-    return Contents(of_tasks, 0 * of_tasks, zeros, zeros, zeros)
+    return Contents(of_tasks, 0 * of_tasks, zeros, zeros, np.zeros((len(rows), len(ATTENTION))))
 
 
 @given(
@@ -98,7 +99,7 @@ def test_messages_are_kept_by_the_stages_that_send_or_receive_them() -> None:
 
 def test_logits_are_counted_up_to_a_chunk() -> None:
     one = contents([[100, 0, 0, 0]])
-    labelled = Contents(one.rows, one.rows, *(np.zeros(1) for _ in range(3)))
+    labelled = dataclasses.replace(one, labels=one.rows)
     assert labelled.features(64)[0, COUNTS.index("labels of a chunk")] == 64
     assert labelled.features(640)[0, COUNTS.index("labels of a chunk")] == 100
 

@@ -1,0 +1,57 @@
+"""What chunks of a step contain, as tables of bytes want it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from itertools import groupby
+
+import numpy as np
+
+from megatron_mux.footprint.content import ATTENTION, Contents
+from megatron_mux.fusion.alignment import Slice
+from megatron_mux.fusion.step import Lengths
+from megatron_mux.kernels.short_attention import LONGEST, products
+
+
+def contents_of(
+    units: Sequence[Sequence[Slice]],
+    lengths: Mapping[str, Lengths],
+    columns: Mapping[str, int],
+    width: int,
+    device: str,
+    prefixed: Collection[str] = (),
+) -> Contents:
+    """What micro-batches, or chunks of them, contain.
+
+    Args:
+        units: The pieces of each.
+        lengths: Of each task's step.
+        columns: The signature of each task.
+        width: Number of signatures.
+        device: Where they are computed.
+        prefixed: Tasks whose sequences have a prefix.
+    """
+    rows, labels = (np.zeros((len(units), width)) for _ in range(2))
+    sequences, copied = (np.zeros(len(units)) for _ in range(2))
+    attention = np.zeros((len(units), len(ATTENTION)))
+    for number, pieces in enumerate(units):
+        sequences[number] = len(pieces)
+        short: list[int] = []
+        runs: list[Hashable] = []
+        for piece in pieces:
+            own, column = lengths[piece.task], columns[piece.task]
+            whole, labelled = own.tokens[piece.sequence], own.labels[piece.sequence]
+            rows[number, column] += piece.tokens
+            labels[number, column] += max(0, min(piece.stop, whole) - max(piece.start, whole - labelled))
+            copied[number] += piece.start + piece.tokens * (piece.stop < whole)
+            task = piece.task if piece.task in prefixed else None
+            is_short = not piece.start and task is None and piece.tokens <= LONGEST
+            short += [piece.tokens] * is_short
+            runs.append(
+                "short" if is_short else (piece.tokens, task, piece.start and (piece.sequence, piece.start))
+            )
+        if device == "cpu":
+            total, joined = rows[number].sum(), len(list(groupby(runs))) > 1
+            long = total - sum(short)
+            attention[number] = *products(short), long, total * joined, long * joined
+    return Contents(rows, labels, sequences, copied, attention)
