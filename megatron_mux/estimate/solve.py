@@ -16,6 +16,7 @@ import numpy as np
 from megatron_mux.estimate.windows import Events, Window, Windows
 from megatron_mux.footprint.content import ATTENTION, COUNTS, Array, Contents
 from megatron_mux.footprint.table import Lasting, PassTable, StageTable
+from megatron_mux.kernels.short_attention import LONGEST, products
 
 TOLERANCE = 0.02
 """Of the largest bytes of a pass: what a moment's line may be off at sizes that were run. Most lines meet them to some
@@ -130,9 +131,8 @@ def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> _Lines:
         raise NotLinear(f"{kind} of group {group}: {off[at]:.0f} of {most:.0f} at {moment}")
     # What takes most at some size is not to be missed.
     if on_cpu:
-        lines[:, len(COUNTS) : len(COUNTS) + width] += (beyond / _rows(features)[:, None]).max(axis=0)[
-            :, None
-        ]
+        by_row = (beyond / _rows(features)[:, None]).max(axis=0)
+        lines[:, len(COUNTS) : len(COUNTS) + width] += by_row[:, None]
     else:
         lines[:, 0] += beyond.max(axis=0)
     chosen = np.flatnonzero((grown.max(axis=0) > 0) | (scratch.max(axis=0) > _EXACT))
@@ -277,8 +277,21 @@ def _contents(width: int, chunk: int) -> Array:
     total, zeros = rows.sum(axis=1), np.zeros(_DRAWN)
     labels = rows * generator.uniform(0, 1, rows.shape)
     sequences = np.ceil(total * generator.uniform(0, 0.02, _DRAWN))
-    attention = np.zeros((_DRAWN, len(ATTENTION)))
-    return Contents(rows, labels, sequences, zeros, attention).features(chunk)
+    return Contents(rows, labels, sequences, zeros, _attention(total, generator)).features(chunk)
+
+
+def _attention(total: Array, generator: np.random.Generator) -> Array:
+    """`[B, A]` of micro-batches of so many rows in sequences of one length each, one or several calls: on a CPU."""
+    found = []
+    lengths = np.exp(generator.uniform(np.log(8), np.log(4 * LONGEST), len(total))).astype(int)
+    for rows, length, joined in zip(
+        total, lengths.tolist(), generator.integers(0, 2, len(total)), strict=True
+    ):
+        short = length <= LONGEST
+        of_one = products([length]) if short else (0, 0, 0)
+        long = rows * (not short)
+        found.append([*(rows / length * np.array(of_one)), long, rows * joined, long * joined])
+    return np.array(found)
 
 
 def _lasting(windows: Windows) -> Lasting:
