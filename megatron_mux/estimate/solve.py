@@ -12,6 +12,7 @@ from difflib import SequenceMatcher
 from itertools import combinations
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_mux.estimate.windows import Events, Window, Windows
 from megatron_mux.footprint.content import ATTENTION, COUNTS, Array, Contents
@@ -21,6 +22,9 @@ from megatron_mux.kernels.short_attention import LONGEST, products
 TOLERANCE = 0.02
 """Of the largest bytes of a pass: what a moment's line may be off at sizes that were run. Most lines meet them to some
 dozens of bytes; but kernels take scratch in steps of rows, and the rows of an expert are whole numbers."""
+_ORDERED = 0.06
+"""The same where several calls of a CPU's attention compute a micro-batch: what the longest has beside it goes by their
+order, which no feature tells. Lines of such micro-batches are raised by it."""
 _FEWEST = 3
 """Micro-batches from which two features can be told from any other two."""
 _EXACT = 0.5
@@ -116,29 +120,46 @@ def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> _Lines:
     least, events, grown, held = _aligned(windows, own)
     # Kernels are chosen by the number of rows: what only some of them take counts for what comes before. On a CPU
     # attention goes sequence by sequence.
-    rest, width = _fitted if on_cpu else _terms, contents.rows.shape[1]
+    rest = _fitted if on_cpu else _terms
     lines, end = _summed(windows, least, events, _terms(grown, features))
     ends = np.array([[windows.delta(window)[-1]] for window in own])
     end = end + rest(ends - features @ end[:, None], features)[0]
     scratch = held - features @ lines.T
     lines += rest(scratch, features)
     beyond = held - features @ lines.T
-    off, most = np.abs(beyond).max(axis=0), np.abs(held).max()
-    if off.max() > TOLERANCE * most + 4096:
-        at = int(off.argmax())
+    allowed = np.where(_joined(features), _ORDERED, TOLERANCE) * np.abs(held).max() + 4096
+    off = np.abs(beyond).max(axis=1)
+    if (off > allowed).any():
+        number = int((off / allowed).argmax())
+        at = int(np.abs(beyond[number]).argmax())
         group = windows.rehearsal.groups[bucket]
         moment = windows.recording.stream.moment(int(events[at]))
-        raise NotLinear(f"{kind} of group {group}: {off[at]:.0f} of {most:.0f} at {moment}")
-    # What takes most at some size is not to be missed.
-    if on_cpu:
-        by_row = (beyond / _rows(features)[:, None]).max(axis=0)
-        lines[:, len(COUNTS) : len(COUNTS) + width] += by_row[:, None]
-    else:
-        lines[:, 0] += beyond.max(axis=0)
+        raise NotLinear(f"{kind} of group {group}: {off[number]:.0f} of {np.abs(held).max():.0f} at {moment}")
+    _raise(lines, beyond, features, on_cpu)
     chosen = np.flatnonzero((grown.max(axis=0) > 0) | (scratch.max(axis=0) > _EXACT))
     if not len(chosen):
         chosen = np.arange(1)
     return _Lines(lines[chosen], _reach(windows, least, events[chosen], kind), end)
+
+
+def _raise(lines: Array, beyond: Array, features: Array, on_cpu: bool) -> None:
+    """What takes most at some size is not to be missed.
+
+    Args:
+        lines: `[M, F]`, changed.
+        beyond: `[N, M]` what is held beyond them.
+        features: `[N, F]` of micro-batches.
+        on_cpu: Whether the rest was fitted by rows.
+    """
+    if not on_cpu:
+        lines[:, 0] += beyond.max(axis=0)
+        return
+    rows, joined = _rows(features)[:, None], _joined(features)
+    of_all = np.maximum(0.0, (beyond / rows)[~joined].max(axis=0, initial=0.0))
+    first, last = len(COUNTS), (len(COUNTS) + features.shape[1]) // 2
+    lines[:, first:last] += of_all[:, None]
+    more = (beyond / rows)[joined].max(axis=0, initial=0.0) - of_all
+    lines[:, COUNTS.index("joined")] += np.maximum(0.0, more)
 
 
 def _aligned(windows: Windows, own: Sequence[Window]) -> tuple[Window, Events, Array, Array]:
@@ -220,6 +241,12 @@ def _fitted(values: Array, features: Array) -> Array:
     scale = np.abs(scaled).max(axis=0)
     found = np.zeros((values.shape[1], features.shape[1]))
     found[:, used] = (np.linalg.lstsq(scaled / scale, values / rows, rcond=1e-9)[0] / scale[:, None]).T
+    return found
+
+
+def _joined(features: Array) -> npt.NDArray[np.bool_]:
+    """`[N]` whether several calls of attention compute a micro-batch."""
+    found: npt.NDArray[np.bool_] = features[:, COUNTS.index("joined")] > 0
     return found
 
 
