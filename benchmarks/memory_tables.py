@@ -2,6 +2,7 @@
 
 python benchmarks/memory_tables.py --cases 40                     # drawn by seed: some twenty minutes on two cores
 python benchmarks/memory_tables.py --cases 40 --mixtures 10 --output benchmarks/results/memory-tables.json
+python benchmarks/memory_tables.py --cases 0 --on-cpu --output benchmarks/results/memory-tables-cpu.json
 
 A table is solved from runs of three and four layers of each stage at a few sizes, on fake tensors; the dry run that it
 is compared with has up to twelve layers and records of other lengths. Both are bytes of tensors on the first rank of
@@ -33,6 +34,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--cases", type=int, default=40, help="of one kind each (40)")
     parser.add_argument("--mixtures", type=int, default=0, help="of three kinds in a micro-batch (0)")
+    parser.add_argument("--on-cpu", action="store_true", help="eight cases on a CPU, too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tolerance", type=float, default=0.025)
     add_output(parser)
@@ -42,9 +44,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, compare and publish after each case."""
     arguments = parse(argv)
-    from tests.end_to_end.table_cases import drawn
+    from tests.end_to_end.table_cases import drawn, on_cpu
 
     cases = [*drawn(arguments.cases, arguments.seed), *drawn(arguments.mixtures, arguments.seed, mixed=3)]
+    cases += on_cpu() if arguments.on_cpu else []
     found: dict[str, list[dict[str, Any]]] = {}
     if arguments.output is not None and arguments.output.exists():
         found = json.loads(arguments.output.read_text())["cases"]

@@ -12,19 +12,15 @@ from difflib import SequenceMatcher
 from itertools import combinations
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_mux.estimate.windows import Events, Window, Windows
 from megatron_mux.footprint.content import ATTENTION, COUNTS, Array, Contents
 from megatron_mux.footprint.table import Lasting, PassTable, StageTable
-from megatron_mux.kernels.short_attention import LONGEST, products
+from megatron_mux.kernels.short_attention import LONGEST, pairs_and_padding
 
 TOLERANCE = 0.02
 """Of the largest bytes of a pass: what a moment's line may be off at sizes that were run. Most lines meet them to some
 dozens of bytes; but kernels take scratch in steps of rows, and the rows of an expert are whole numbers."""
-_ORDERED = 0.06
-"""The same where several calls of a CPU's attention compute a micro-batch: what the longest has beside it goes by their
-order, which no feature tells. Lines of such micro-batches are raised by it."""
 _FEWEST = 3
 """Micro-batches from which two features can be told from any other two."""
 _EXACT = 0.5
@@ -127,39 +123,22 @@ def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> _Lines:
     scratch = held - features @ lines.T
     lines += rest(scratch, features)
     beyond = held - features @ lines.T
-    allowed = np.where(_joined(features), _ORDERED, TOLERANCE) * np.abs(held).max() + 4096
-    off = np.abs(beyond).max(axis=1)
-    if (off > allowed).any():
-        number = int((off / allowed).argmax())
-        at = int(np.abs(beyond[number]).argmax())
+    off, most = np.abs(beyond).max(axis=0), np.abs(held).max()
+    if off.max() > TOLERANCE * most + 4096:
+        at = int(off.argmax())
         group = windows.rehearsal.groups[bucket]
         moment = windows.recording.stream.moment(int(events[at]))
-        raise NotLinear(f"{kind} of group {group}: {off[number]:.0f} of {np.abs(held).max():.0f} at {moment}")
-    _raise(lines, beyond, features, on_cpu)
+        raise NotLinear(f"{kind} of group {group}: {off[at]:.0f} of {most:.0f} at {moment}")
+    # What takes most at some size is not to be missed.
+    if on_cpu:
+        by_row = (beyond / _rows(features)[:, None]).max(axis=0)
+        lines[:, len(COUNTS) : len(COUNTS) + contents.rows.shape[1]] += by_row[:, None]
+    else:
+        lines[:, 0] += beyond.max(axis=0)
     chosen = np.flatnonzero((grown.max(axis=0) > 0) | (scratch.max(axis=0) > _EXACT))
     if not len(chosen):
         chosen = np.arange(1)
     return _Lines(lines[chosen], _reach(windows, least, events[chosen], kind), end)
-
-
-def _raise(lines: Array, beyond: Array, features: Array, on_cpu: bool) -> None:
-    """What takes most at some size is not to be missed.
-
-    Args:
-        lines: `[M, F]`, changed.
-        beyond: `[N, M]` what is held beyond them.
-        features: `[N, F]` of micro-batches.
-        on_cpu: Whether the rest was fitted by rows.
-    """
-    if not on_cpu:
-        lines[:, 0] += beyond.max(axis=0)
-        return
-    rows, joined = _rows(features)[:, None], _joined(features)
-    of_all = np.maximum(0.0, (beyond / rows)[~joined].max(axis=0, initial=0.0))
-    first, last = len(COUNTS), (len(COUNTS) + features.shape[1]) // 2
-    lines[:, first:last] += of_all[:, None]
-    more = (beyond / rows)[joined].max(axis=0, initial=0.0) - of_all
-    lines[:, COUNTS.index("joined")] += np.maximum(0.0, more)
 
 
 def _aligned(windows: Windows, own: Sequence[Window]) -> tuple[Window, Events, Array, Array]:
@@ -244,12 +223,6 @@ def _fitted(values: Array, features: Array) -> Array:
     return found
 
 
-def _joined(features: Array) -> npt.NDArray[np.bool_]:
-    """`[N]` whether several calls of attention compute a micro-batch."""
-    found: npt.NDArray[np.bool_] = features[:, COUNTS.index("joined")] > 0
-    return found
-
-
 def _rows(features: Array) -> Array:
     """`[N]` rows of micro-batches of these features."""
     first = len(COUNTS)
@@ -315,7 +288,7 @@ def _attention(total: Array, generator: np.random.Generator) -> Array:
         total, lengths.tolist(), generator.integers(0, 2, len(total)), strict=True
     ):
         short = length <= LONGEST
-        of_one = products([length]) if short else (0, 0, 0)
+        of_one = pairs_and_padding([length]) if short else (0, 0, 0)
         long = rows * (not short)
         found.append([*(rows / length * np.array(of_one)), long, rows * joined, long * joined])
     return np.array(found)

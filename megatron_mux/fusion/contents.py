@@ -10,7 +10,7 @@ import numpy as np
 from megatron_mux.footprint.content import ATTENTION, Contents
 from megatron_mux.fusion.alignment import Slice
 from megatron_mux.fusion.step import Lengths
-from megatron_mux.kernels.short_attention import LONGEST, products
+from megatron_mux.kernels.short_attention import LONGEST, pairs_and_padding
 
 
 def contents_of(
@@ -53,5 +53,5 @@ def contents_of(
         if device == "cpu":
             total, joined = rows[number].sum(), len(list(groupby(runs))) > 1
             long = total - sum(short)
-            attention[number] = *products(short), long, total * joined, long * joined
+            attention[number] = *pairs_and_padding(short), long, total * joined, long * joined
     return Contents(rows, labels, sequences, copied, attention)

@@ -146,7 +146,7 @@ def _by_class(tensors: Sequence[Tensor], classes: _Classes, groups: int, size: i
         at = rows.stop
 
 
-def products(lengths: Sequence[int]) -> tuple[int, int, int]:
+def pairs_and_padding(lengths: Sequence[int]) -> tuple[int, int, int]:
     """What segments take: pairs of tokens whose weights are kept, rows of padding, the most pairs of one product."""
     padded = Counter(map(padded_length, lengths))
     pairs = [

@@ -136,9 +136,7 @@ def compare_memory(body: LeadingBody, alone: Body) -> None:
     predicted = predict(body.backbone.shape, proposal, 8, "cpu", body.parallel.tp_size, stages)
     assert predicted.lasting <= ours.lasting < 1.1 * predicted.lasting
     for figure, least, most in (("forward", 0.95, 1.2), ("graph", 0.95, 1.2), ("backward", 0.95, 1.3)):
-        found, foretold = getattr(ours, figure), getattr(predicted, figure)
-        # On a busy machine hidden states that were sent before may still be on their way.
-        assert least * (found - ours.hidden) < foretold < most * found, (figure, predicted, ours)
+        assert least < getattr(predicted, figure) / getattr(ours, figure) < most, (figure, predicted, ours)
     at_least = 1 / (body.parallel.tp_size * len(layers))
     for found, wanted in ((ours.graph, theirs.graph), (ours.backward, theirs.backward)):
         assert found > wanted * at_least, (found, wanted)

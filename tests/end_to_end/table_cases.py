@@ -111,7 +111,7 @@ class Case:
     def name(self) -> str:
         """In words."""
         chunks = f", chunks of {self.chunk}" if self.chunk else ""
-        where = "" if self.device == "cuda" else ", on a CPU"
+        where = "" if self.device == "cuda" else f", on a CPU, {'{} to {} tokens'.format(*self.lengths)}"
         tasks = " + ".join(self.kinds)
         return f"{self.family}, {tasks}, {self.ranks}, {self.saving}, {self.layers} layers{chunks}{where}"
 
@@ -197,6 +197,19 @@ class Compared:
     def to_json(self) -> dict[str, Any]:
         """The JSON form."""
         return asdict(self) | {"off": self.off, "off_lasting": self.off_lasting}
+
+
+def on_cpu() -> list[Case]:
+    """Cases of a CPU, each with records that its attention pads, and with some that are too long for that."""
+    chosen = (
+        ("llama", "LORA", "1x1"), ("gpt2", "IA3", "1x1"), ("qwen3", "LORA", "PP2"),
+        ("qwen3_moe", "LORA on experts", "EP2"),
+    )  # fmt: skip
+    return [
+        Case(family, (kind,), ranks, layers=6, device="cpu", lengths=lengths)
+        for family, kind, ranks in chosen
+        for lengths in ((16, 200), (40, 1500))
+    ]
 
 
 def drawn(count: int, seed: int, mixed: int = 0) -> list[Case]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,10 +38,13 @@ def test_peaks_are_those_of_dry_runs(case: Case, tmp_path: Path) -> None:
 
 
 def test_a_cpu_takes_short_and_long_sequences_otherwise(tmp_path: Path) -> None:
-    for lengths in ((16, 200), (40, 1500)):
-        for one in compare(Case("gpt2", ("IA3",), layers=6, device="cpu", lengths=lengths), tmp_path):
+    usual = Case("gpt2", ("IA3",), layers=6, device="cpu")
+    for case in (usual, replace(usual, lengths=(16, 200))):
+        for one in compare(case, tmp_path):
             print(one)
-            assert abs(one.off) <= 0.002  # masks of the lengths it had, which its attention keeps
+            assert -_BELOW <= one.off <= 0.001
+            # Its attention keeps masks of the lengths that it had: of short records they are a larger share.
+            assert abs(one.off_lasting) <= (0.001 if case == usual else 0.002)
 
 
 def test_a_peak_of_a_gpu_is_foretold(tmp_path: Path, server: Server) -> None:

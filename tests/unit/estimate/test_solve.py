@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_mux.estimate.rehearsal import DEEP, SHALLOW
-from megatron_mux.estimate.solve import NotLinear, stage_table
-from megatron_mux.footprint.content import ATTENTION, Contents
+from megatron_mux.estimate.solve import NotLinear, _Lines, _pass_table, stage_table
+from megatron_mux.footprint.content import ATTENTION, COUNTS, Contents
 from megatron_mux.footprint.memory import Memory
 from megatron_mux.footprint.table import Group
 from tests.unit.estimate.played import (
@@ -79,3 +79,14 @@ def test_what_lasts_does_not_need_every_signature_of_a_pair_alone() -> None:
     )
     assert part.lasting.backbone == whole.lasting.backbone == WEIGHTS * DEEP
     assert part.lasting.tasks[1] == whole.lasting.tasks[1] == (ADAPTER + MOMENTS) * DEEP
+
+
+@pytest.mark.parametrize("feature", ["pairs", "long"])
+def test_moments_that_a_cpus_attention_makes_largest_are_kept(feature: str) -> None:
+    by_rows, by_attention = (np.zeros(len(COUNTS) + 2) for _ in range(2))
+    by_rows[len(COUNTS)] = 10.0  # of most micro-batches the largest
+    by_attention[COUNTS.index(feature)] = {"pairs": 0.1, "long": 11.0}[feature]
+    forward, backward = (
+        _Lines(line[None], np.zeros(1), np.zeros_like(line)) for line in (by_rows, by_attention)
+    )
+    assert len(_pass_table(forward, backward, np.zeros_like(by_rows), CHUNK).moments) == 2

@@ -9,7 +9,7 @@ from megatron_mux.footprint.content import ATTENTION, Contents
 from megatron_mux.fusion.alignment import Slice
 from megatron_mux.fusion.contents import contents_of
 from megatron_mux.fusion.step import Lengths
-from megatron_mux.kernels.short_attention import LONGEST, products
+from megatron_mux.kernels.short_attention import LONGEST, pairs_and_padding
 
 LONG = LONGEST + 88
 LENGTHS = {"a": Lengths((40, 100, LONG, LONG), (10, 100, 50, 0)), "p": Lengths((30,), (30,))}
@@ -47,6 +47,6 @@ def test_a_cpu_pads_short_sequences_and_joins_what_several_calls_compute(
     pieces: tuple[Slice, ...], short: tuple[int, ...], long: int, joined: bool
 ) -> None:
     total = sum(short) + long
-    expected = [*products(short), long, total * joined, long * joined]
+    expected = [*pairs_and_padding(short), long, total * joined, long * joined]
     assert of(*pieces).attention.tolist() == [expected]
     assert np.array_equal(of(*pieces, device="cuda").attention, np.zeros((1, len(ATTENTION))))

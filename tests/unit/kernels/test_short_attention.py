@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_mux.kernels import attention
 from megatron_mux.kernels.attention import Segment, segment_attention
-from megatron_mux.kernels.short_attention import BLOCK, LONGEST, padded_length, products
+from megatron_mux.kernels.short_attention import BLOCK, LONGEST, padded_length, pairs_and_padding
 
 LENGTHS = (5, 40, 3, 8, 33, 1, BLOCK + 6, 3 * BLOCK)
 HEADS, GROUPS, SIZE = 6, 2, 8
@@ -144,7 +144,7 @@ def test_what_is_kept_is_as_counted() -> None:
     out = segment_attention(*inputs(torch.float32), segments(), scale=0.7)
     assert out.grad_fn is not None
     queries, keys, _, *weights = out.grad_fn.saved_tensors  # type: ignore[attr-defined]
-    pairs, padding, largest = products(LENGTHS)
+    pairs, padding, largest = pairs_and_padding(LENGTHS)
     assert sum(own.numel() for own in weights) == pairs * HEADS
     assert max(own.numel() for own in weights) == largest * HEADS
     assert len(queries) == len(keys) == (sum(LENGTHS) + padding) * GROUPS
