@@ -66,9 +66,10 @@ def _predicted(row: Any, side: Mapping[str, Any], device: str) -> int:
 
     from megatron_mux.dry_run.depth import read_info
     from megatron_mux.dry_run.run_spec import RunSpec
-    from megatron_mux.estimate.tables import Tables, lasting_share
+    from megatron_mux.estimate.tables import Tables
     from megatron_mux.footprint.signature import Signature
     from megatron_mux.fusion.plan import plan_for
+    from megatron_mux.fusion.planner.load import lasting_share
     from megatron_mux.gpus import assumed
     from megatron_mux.memory.untraced import THREADS, cublas_of
 
@@ -84,7 +85,7 @@ def _predicted(row: Any, side: Mapping[str, Any], device: str) -> int:
     shape = read_info(config, row.quantise).shape
     counts = np.zeros(len(distinct))
     for spec in work.specs:
-        counts[columns[spec.name]] += lasting_share(spec, shape)
+        counts[columns[spec.name]] += lasting_share(spec, shape, signatures[spec.name])
     steps = _steps_measured(row, side)
     passes = max(_step_bytes(work, plan, number, columns, memory) for number in range(steps))
     model = 2 * _parameters(work.config)
@@ -102,7 +103,7 @@ def _steps_measured(row: Any, side: Mapping[str, Any]) -> int:
 
 def _step_bytes(work: Any, plan: Any, number: int, columns: Mapping[str, int], memory: Any) -> float:
     """The most that a step's chunks hold at a time: all go forward, then backward in the reverse order."""
-    from megatron_mux.estimate.windows import contents_of
+    from megatron_mux.fusion.contents import contents_of
     from megatron_mux.fusion.step import Lengths, step_grid
 
     lengths = {}

@@ -163,6 +163,7 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_mux.fusion.plan import dumps
     from megatron_mux.fusion.planner.load import TaskLoad, adapts_experts
     from megatron_mux.fusion.planner.plan_tables import print_meshes, print_plan
+    from megatron_mux.fusion.planner.planner import Planner
     from megatron_mux.tasks import load_task_file
     from megatron_mux.training.eval_setup import evaluation_time
     from megatron_mux.training.task_setup import open_tasks
@@ -192,6 +193,13 @@ def run(arguments: argparse.Namespace) -> None:
     gc.freeze()
     found, refused = _plans(arguments, info, loads, meshes)
     planner, best, seconds = found[0]
+    if (
+        planner.context.tables is None
+        and _device(arguments)[0] != "cpu"
+        and planner.context.mesh.predicts_memory
+    ):
+        planner = Planner(_with_tables(arguments, planner.context))
+        best = planner.priced(best, loads)
     start = time.perf_counter()
     comparison = planner.compare(loads)
     seconds += time.perf_counter() - start
@@ -312,7 +320,7 @@ def _context(
 
     # With experts tensor parallelism needs it.
     divides_rows = arguments.sequence_parallel or info.shape.experts is not None
-    return PlanningContext(
+    context = PlanningContext(
         profile,
         info,
         mesh,
@@ -328,6 +336,14 @@ def _context(
         interleave=arguments.interleave,
         tasks=loads,
     )
+    return context if arguments.memory_limit is None else _with_tables(arguments, context)
+
+
+def _with_tables(arguments: argparse.Namespace, context: PlanningContext) -> PlanningContext:
+    """The context that can predict memory."""
+    from megatron_mux.estimate.plan_tables import PlanTables
+
+    return replace(context, tables=PlanTables(context, arguments.backbone_dtype, to_stderr))
 
 
 def _device(arguments: argparse.Namespace) -> tuple[str, Any]:

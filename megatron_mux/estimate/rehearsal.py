@@ -12,8 +12,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_mux.dry_run.depth import read_info
 from megatron_mux.dry_run.heaviest_batch import STEPS
@@ -34,11 +36,15 @@ _SIZES = 4
 _SHORTEST = 256
 _LONGEST = 16384
 """Tokens of a record, at most: three such fill a chunk of logits of 5,500 words or more on a rank."""
-_LONGEST_ON_CPU = 2 * LONGEST
-_ON_CPU = ((16, LONGEST + 1, 16), (LONGEST, _LONGEST_ON_CPU, _LONGEST_ON_CPU))
-"""Least and most tokens of records on a CPU, whose attention treats short ones otherwise than long ones."""
+_SHORT, _LONG, _MIXED = (16, LONGEST), (LONGEST + 1, 2 * LONGEST), (16, 2 * LONGEST)
+"""Least and most tokens of records on a CPU, whose attention treats short ones otherwise than long ones, and those of
+one length together."""
 _LABELLED = ((0.05, 0.25), (1.1, 1.4))
 """Labels of a micro-batch as a share of a chunk of logits, in turns: it fills none, or one and a bit of the next."""
+
+
+Lengths = Literal["short", "any"]
+"""Of sequences: up to `LONGEST`, which a CPU's attention computes in its own way, or any."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,12 @@ class Rehearsal:
 
 
 def rehearsal(
-    base: RunSpec, signatures: Sequence[Signature], groups: Sequence[Group], layers: int, chunk: int
+    base: RunSpec,
+    signatures: Sequence[Signature],
+    groups: Sequence[Group],
+    layers: int,
+    chunk: int,
+    lengths: Lengths = "any",
 ) -> Rehearsal:
     """The run of these groups.
 
@@ -67,6 +78,7 @@ def rehearsal(
         groups: Which of them share a micro-batch.
         layers: Of each stage, if the backbone has more.
         chunk: Rows whose logits are computed at once.
+        lengths: On a CPU, of sequences.
     """
     stages = base.plan.ranks
     whole = read_info(base.config, base.quantise).shape.layers
@@ -77,9 +89,9 @@ def rehearsal(
     sizes = _SIZES + (base.plan.data > 1)
     on_cpu, longest = base.device == "cpu", max(4 * _SHORTEST, min(chunk, _LONGEST))
     if on_cpu:
-        # All features at once are fitted: ten, and two of each signature.
-        sizes += 12 + 2 * max(map(len, groups))
-        longest = _LONGEST_ON_CPU
+        # All features at once are fitted: ten, of which three are of long sequences, and two of each signature.
+        sizes += (12 if lengths == "any" else 4) + 2 * max(map(len, groups))
+        longest = LONGEST if lengths == "short" else 2 * LONGEST
         chunk = min(chunk, longest)
     specs = [_spec("task", one, _RECORDS, 1) for one in signatures]
     steps = next(n for n in count(sizes) if n - _warm(specs, n) >= sizes)
@@ -89,12 +101,13 @@ def rehearsal(
     groups = [groups[0][:1], *groups]
     for number, group in enumerate(groups):
         names = []
+        alike = _lengths_on_cpu(lengths, sizes, generator) if on_cpu else None
         for signature in group:
             name = f"{number}-{signature}"
             spec = _spec(name, signatures[signature], _RECORDS * base.plan.data, steps)
-            odd = signature == group[0]
+            odd = signature == group[0] and not (on_cpu and base.tensor == 1)
             tasks.append(
-                _records(spec, (sizes, base.plan.data), longest, chunk / len(group), odd, generator, on_cpu)
+                _records(spec, (sizes, base.plan.data), longest, chunk / len(group), odd, generator, alike)
             )
             names.append(name)
         cut = longest // 2 if number == 0 else None
@@ -118,6 +131,19 @@ def _spec(name: str, signature: Signature, batch: int, steps: int) -> TaskSpec:
     return TaskSpec.model_validate({"name": name, "data": data, **sections})
 
 
+def _lengths_on_cpu(lengths: Lengths, sizes: int, generator: np.random.Generator) -> npt.NDArray[np.int64]:
+    """`[sizes]` tokens of the records of each batch, short and long in turns; 0 where they differ."""
+    short, long = (_drawn(own, sizes, generator) for own in (_SHORT, _LONG))
+    turn = np.arange(sizes) % 3
+    return short if lengths == "short" else np.where(turn == 0, short, np.where(turn == 1, long, 0))
+
+
+def _drawn(between: tuple[int, int], count: int, generator: np.random.Generator) -> npt.NDArray[np.int64]:
+    """`[count]` tokens between these, as many of each magnitude."""
+    least, most = np.log(between)
+    return np.exp(generator.uniform(least, most, count)).astype(np.int64)
+
+
 def _records(
     spec: TaskSpec,
     batches: tuple[int, int],
@@ -125,7 +151,7 @@ def _records(
     labelled: float,
     odd: bool,
     generator: np.random.Generator,
-    on_cpu: bool,
+    alike: npt.NDArray[np.int64] | None,
 ) -> TaskRecords:
     """A task with a batch for each size, one of them short.
 
@@ -136,15 +162,14 @@ def _records(
         labelled: Labels of the task's part of a micro-batch that fills a chunk of logits.
         odd: Whether rows are odd in number, else they are divisible by eight.
         generator: Draws.
-        on_cpu: Whether records shall be of all lengths in turns: short, long, any.
+        alike: `[sizes]` tokens of all records of a batch; 0: they differ. None: in all batches.
     """
     sizes, pipelines = batches
     batch, together = spec.training.per_device_train_batch_size, spec.training.sequences_per_record
     number = (batch * (sizes - 1) + pipelines) * together
     step = np.arange(number) // spec.sequences_per_step
-    if on_cpu:
-        least, most = (np.log(np.array(own)[step % 3]) for own in _ON_CPU)
-        lengths = np.exp(generator.uniform(least, most)).astype(int)
+    if alike is not None:
+        lengths = np.where(alike[step] > 0, alike[step], _drawn(_MIXED, number, generator))
     else:
         lengths = generator.integers(np.where(step % 2, longest // 2, _SHORTEST) // 8, longest // 8) * 8
     # Tensor ranks that divide rows pad them, so rows of a micro-batch are never divisible, or passes would differ.

@@ -6,7 +6,8 @@ tell for each allocation which of the features it goes by; sums over allocations
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import combinations
@@ -19,8 +20,8 @@ from megatron_mux.footprint.table import Lasting, PassTable, StageTable
 from megatron_mux.kernels.short_attention import LONGEST, pairs_and_padding
 
 TOLERANCE = 0.02
-"""Of the largest bytes of a pass: what a moment's line may be off at sizes that were run. Most lines meet them to some
-dozens of bytes; but kernels take scratch in steps of rows, and the rows of an expert are whole numbers."""
+"""What lines may be off. Most meet sizes that were run to some dozens of bytes; but kernels take scratch in steps of
+rows, and the rows of an expert are whole numbers."""
 _FEWEST = 3
 """Micro-batches from which two features can be told from any other two."""
 _EXACT = 0.5
@@ -50,13 +51,16 @@ class _Lines:
     end: Array
 
 
-def stage_table(shallow: Windows, deep: Windows, layers: tuple[int, int], chunk: int) -> StageTable:
+def stage_table(
+    shallow: Windows, deep: Windows, layers: tuple[int, int], chunk: int, tolerance: float = TOLERANCE
+) -> StageTable:
     """The table of the stage that both rehearsals ran with a different number of layers.
 
     Args:
         shallow, deep: Passes on the same kind of rank; the same where all layers were run.
         layers: Of the stage in each.
         chunk: Rows whose logits are computed at once.
+        tolerance: Of the largest bytes of a pass: what lines may be off at sizes that were run.
 
     Raises:
         NotLinear: Lines do not meet what was run.
@@ -74,8 +78,8 @@ def stage_table(shallow: Windows, deep: Windows, layers: tuple[int, int], chunk:
         )
     passes, copied, further_copied = {}, 0.0, 0.0
     for bucket, group in list(enumerate(deep.rehearsal.groups))[1:]:
-        forward = _lines(deep, "F", bucket, chunk)
-        fewer_kept = forward.end if same else _lines(shallow, "F", bucket, chunk).end
+        forward = _lines(deep, "F", bucket, chunk, tolerance)
+        fewer_kept = forward.end if same else _lines(shallow, "F", bucket, chunk, tolerance).end
         deeper = (forward.end - fewer_kept) / max(1, more)
         if bucket == 1:  # the same signature as that of the bucket with chunks
             copied = _copied(deep, forward.end, chunk)
@@ -83,7 +87,7 @@ def stage_table(shallow: Windows, deep: Windows, layers: tuple[int, int], chunk:
         at = COUNTS.index("copied")
         forward.end[at] = forward.moments[:, at] = copied
         deeper[at] = further_copied
-        backward = _lines(deep, "B", bucket, chunk)
+        backward = _lines(deep, "B", bucket, chunk, tolerance)
         passes[group] = _pass_table(forward, backward, deeper, chunk)
     return StageTable(layers[1], lasting, further, passes)
 
@@ -99,7 +103,7 @@ def _copied(windows: Windows, kept: Array, chunk: int) -> float:
     return max(0.0, float(beyond @ copied) / max(1.0, float(copied @ copied)))
 
 
-def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> _Lines:
+def _lines(windows: Windows, kind: str, bucket: int, chunk: int, tolerance: float) -> _Lines:
     """Lines of the passes of this kind of a bucket."""
     own = windows.of(kind, bucket)
     contents = windows.contents(own)
@@ -124,7 +128,7 @@ def _lines(windows: Windows, kind: str, bucket: int, chunk: int) -> _Lines:
     lines += rest(scratch, features)
     beyond = held - features @ lines.T
     off, most = np.abs(beyond).max(axis=0), np.abs(held).max()
-    if off.max() > TOLERANCE * most + 4096:
+    if off.max() > tolerance * most + 4096:
         at = int(off.argmax())
         group = windows.rehearsal.groups[bucket]
         moment = windows.recording.stream.moment(int(events[at]))
@@ -146,6 +150,11 @@ def _aligned(windows: Windows, own: Sequence[Window]) -> tuple[Window, Events, A
     is held, and the same of the most that is held until the next of them.
     """
     every = [windows.events(window) for window in own]
+    if windows.rehearsal.run.device == "cpu":
+        # Its attention repeats its products as often as sequences need: which is which cannot be told.
+        counts = [Counter(keys) for _, keys in every]
+        known = {key for key in counts[0] if all(one[key] == counts[0][key] for one in counts)}
+        every = [_only(known, *own) for own in every]
     fewest = min(range(len(own)), key=lambda number: len(every[number][0]))
     least, (first, keys) = own[fewest], every[fewest]
     places = []
@@ -162,6 +171,12 @@ def _aligned(windows: Windows, own: Sequence[Window]) -> tuple[Window, Events, A
         grown[number] = np.diff(bytes_, prepend=0.0)[starts]
         held[number] = np.maximum.reduceat(bytes_, starts)
     return least, first[common] + least.start, grown, held
+
+
+def _only(known: Collection[int], events: Events, keys: Sequence[int]) -> tuple[Events, list[int]]:
+    """Events of these keys."""
+    kept = [number for number, key in enumerate(keys) if key in known]
+    return events[kept], [keys[number] for number in kept]
 
 
 def _summed(windows: Windows, window: Window, events: Events, terms: Array) -> tuple[Array, Array]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +17,8 @@ from megatron_mux.backbone.split import even_split
 from megatron_mux.dry_run.depth import read_info
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import RunSpec
-from megatron_mux.estimate.rehearsal import DEEP, SHALLOW, rehearsal
-from megatron_mux.estimate.solve import stage_table
+from megatron_mux.estimate.rehearsal import DEEP, SHALLOW, Lengths, rehearsal
+from megatron_mux.estimate.solve import TOLERANCE, stage_table
 from megatron_mux.estimate.windows import Windows
 from megatron_mux.files import cache_directory, write_atomically
 from megatron_mux.footprint.memory import Memory
@@ -44,11 +43,22 @@ class Tables:
         base: Backbone, ranks, and how memory is saved; its tasks and buckets do not matter.
         directory: Where tables are kept; None: the user's cache.
         worker: The process for dry runs, which `dry_run.process.prepare` gets ready; None: each call starts one.
+        say: Told before dry runs.
+        lengths: On a CPU, of the sequences that tables are for.
+        tolerance: See `stage_table`.
     """
 
-    def __init__(self, base: RunSpec, directory: Path | None = None, worker: Worker | None = None) -> None:
+    def __init__(
+        self,
+        base: RunSpec,
+        directory: Path | None = None,
+        worker: Worker | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        lengths: Lengths = "any",
+        tolerance: float = TOLERANCE,
+    ) -> None:
         self._base = replace(base, tasks=(), plan=replace(base.plan, buckets=()))
-        self._worker = worker
+        self._worker, self._say, self._lengths, self._tolerance = worker, say, lengths, tolerance
         self._shape: BackboneShape = read_info(base.config, base.quantise).shape
         self._directory = cache_directory("tables") if directory is None else directory
 
@@ -81,6 +91,11 @@ class Tables:
         paths = {group: self._path(group, signatures, alike) for group in groups}
         entries = {group: _read(path) for group, path in paths.items()}
         if missing := [group for group in groups if entries[group] is None]:
+            kinds, pairs = (sum(len(group) == size for group in missing) for size in (1, 2))
+            beside = f" and {pairs} pair(s) of them" if pairs else ""
+            self._say(
+                f"dry runs to predict the memory of {kinds} kind(s) of tasks{beside}: kept for later runs"
+            )
             # Numbers in the entries are those of the group's own signatures: an entry serves any other set.
             for group, entry in zip(missing, self._rehearsed(missing, signatures, alike), strict=True):
                 entries[group] = entry
@@ -111,11 +126,9 @@ class Tables:
         # The first bucket is compared with that of its signature alone.
         every = groups if len(groups[0]) == 1 else [groups[0][:1], *groups]
         stages = self._run_stages(alike)
-        split = () if alike else self.layers
-        plan = replace(self._base.plan, stages=len(stages), virtual=1, split=split)
-        base = replace(self._base, plan=plan)
+        base = self._run(alike)
         depths = (SHALLOW, DEEP) if alike else (self._shape.layers,)
-        runs = [rehearsal(base, signatures, every, depth, self.chunk) for depth in depths]
+        runs = [rehearsal(base, signatures, every, depth, self.chunk, self._lengths) for depth in depths]
         each = runs[0].run.world // len(stages)
         parts = [(run.run, stage * each) for stage in stages for run in runs]
         made = iter(dry_runs(parts, whole=True, worker=self._worker))
@@ -123,8 +136,14 @@ class Tables:
         for stage in stages:
             own = [Windows(run, next(made)) for run in runs]
             layers = depths if alike else (self.layers[stage],)
-            tables.append(stage_table(own[0], own[-1], (layers[0], layers[-1]), self.chunk))
+            tables.append(stage_table(own[0], own[-1], (layers[0], layers[-1]), self.chunk, self._tolerance))
         return [_entry(tables, group) for group in groups]
+
+    def _run(self, alike: bool) -> RunSpec:
+        """The base with the stages of a rehearsal: pipelines of different depths share theirs."""
+        split = () if alike else self.layers
+        plan = replace(self._base.plan, stages=len(self._run_stages(alike)), virtual=1, split=split)
+        return replace(self._base, plan=plan)
 
     def _are_alike(self, signatures: Sequence[Signature]) -> bool:
         """Whether a few layers tell what all take: neither backbone nor adapters treat some otherwise."""
@@ -138,9 +157,13 @@ class Tables:
     def _path(self, group: Group, signatures: Sequence[Signature], alike: bool) -> Path:
         about = {
             "format": _FORMAT,
-            "run": {k: v for k, v in asdict(self._base).items() if k not in ("tasks", "steps", "rolling")},
+            "run": {
+                k: v for k, v in asdict(self._run(alike)).items() if k not in ("tasks", "steps", "rolling")
+            },
             "signatures": [signatures[i].sections for i in group],
             "alike": alike,
+            "tolerance": self._tolerance,
+            "lengths": self._lengths if self._base.device == "cpu" else "any",
             "versions": versions(),
         }
         text = json.dumps(about, sort_keys=True, default=str)
@@ -190,28 +213,10 @@ def _only(lasting: Lasting, signatures: list[int]) -> Lasting:
 
 def _is_everywhere(signature: Signature, shape: BackboneShape) -> bool:
     """Whether an adapter has the same tensors in every layer."""
-    spec = _spec(signature)
+    spec = TaskSpec.model_validate(signature.task)
     found = defaultdict(list)
     for tensor in spec.adapter.tensors(shape).values():
         if tensor.layer is not None:
             found[tensor.layer].append((tensor.shape, tensor.dim, tensor.trained))
     every = [sorted(map(str, own)) for own in found.values()]
     return not every or (len(every) == shape.layers and all(own == every[0] for own in every))
-
-
-def _spec(signature: Signature) -> TaskSpec:
-    return TaskSpec.model_validate({"name": "task", "data": {"path": "none"}, **signature.sections})
-
-
-def lasting_share(task: TaskSpec, shape: BackboneShape) -> float:
-    """Values that a task trains, as a share of those of its signature, which may have a higher rank.
-
-    All of it where the optimizer's state does not grow with the rank.
-    """
-    if task.training.optim.startswith("adafactor"):
-        return 1.0
-    own, whole = (
-        sum(math.prod(tensor.shape) for tensor in spec.adapter.tensors(shape).values() if tensor.trained)
-        for spec in (task, _spec(Signature.of(task.plain())))
-    )
-    return own / max(1, whole)

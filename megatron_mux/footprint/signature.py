@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _SMALLEST = 8
@@ -63,6 +63,15 @@ class Signature:
             adapter["init_lora_weights"] = True
             rank = max(_SMALLEST, 1 << (adapter.pop("r") - 1).bit_length())
         return cls(json.dumps(found, sort_keys=True), rank)
+
+    def at_least(self, rank: int) -> Signature:
+        """The same with this rank, a power of two, if it has a lower one."""
+        return replace(self, rank=max(self.rank, rank)) if self.rank else self
+
+    @property
+    def task(self) -> dict[str, Any]:
+        """A task that has this signature."""
+        return {"name": "task", "data": {"path": "none"}, **self.sections}
 
     @property
     def sections(self) -> dict[str, dict[str, Any]]:

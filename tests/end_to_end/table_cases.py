@@ -16,11 +16,12 @@ from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import STEP, Recording, RunSpec, TaskRecords
 from megatron_mux.errors import UserError
 from megatron_mux.estimate.rehearsal import Rehearsal
-from megatron_mux.estimate.tables import Tables, lasting_share
+from megatron_mux.estimate.tables import Tables
 from megatron_mux.estimate.windows import Windows
 from megatron_mux.footprint.memory import Taken
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.fusion.plan import Plan, plan_for
+from megatron_mux.fusion.planner.load import lasting_share
 from megatron_mux.tasks import TaskSpec
 from tests.end_to_end.memory_configs import ADAPTERS as _ADAPTERS
 from tests.end_to_end.memory_configs import CONFIGS, EVERYWHERE, LLAMA, ON_EXPERTS, ON_SHARED
@@ -251,7 +252,7 @@ def compare(case: Case, tables: Path) -> Iterator[Compared]:
     specs = [case.task("task", kind) for kind in case.kinds]
     memory = Tables(base, tables).memory([Signature.of(spec.plain()) for spec in specs])
     shape = read_info(base.config, base.quantise).shape
-    counts = np.array([lasting_share(spec, shape) for spec in specs])
+    counts = np.array([lasting_share(spec, shape, Signature.of(spec.plain())) for spec in specs])
     run = _run(case, base)
     each = run.world // run.plan.ranks
     recordings = dry_runs([(run, stage * each) for stage in range(run.plan.ranks)], whole=True)

@@ -31,7 +31,11 @@ def balanced_split(context: PlanningContext, virtual: int = 1) -> Split:
     one_layer_each = Mesh(mesh.tensor, 1, mesh.data, (1,) * layers)
     # As many parts as fill the pipeline: small ones have more overhead.
     parts = max(2 * mesh.pipeline, *(load.accumulation for load in tasks.values()))
-    cost = replace(context, mesh=one_layer_each).costs().hybrid(tuple(range(len(tasks))), parts)
+    cost = (
+        replace(context, mesh=one_layer_each, memory_limit=None)
+        .costs()
+        .hybrid(tuple(range(len(tasks))), parts)
+    )
     seconds = [forward + backward for forward, backward in zip(cost.forward, cost.backward, strict=True)]
     return least_maximum(seconds, stages)
 

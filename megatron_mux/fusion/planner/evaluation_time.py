@@ -85,7 +85,7 @@ def predicted_evaluation(context: PlanningContext, loads: Mapping[str, Evaluated
         most = tokens_per_pass(math.ceil(tokens), ranks)
         passes = [tuple(group) for group in filled(sequences, lambda one: one.stop, most)]
         by_rank = []
-        for cost in costs.chunks(passes, counts_bytes=False):
+        for cost in costs.chunks(passes):
             messages = cost.communication_forward or (0.0,) * len(cost.forward)
             stages = [mine + sent for mine, sent in zip(cost.forward, messages, strict=True)]
             by_rank.append([sum(stages[rank::ranks]) for rank in range(ranks)])

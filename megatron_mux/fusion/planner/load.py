@@ -5,8 +5,9 @@ Nothing of it needs a weight: the index of the data, the task's spec and the bac
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
@@ -15,14 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.base_ops import EXPERT_OPS
-from megatron_mux.gpus import Gpu
-from megatron_mux.memory.forms.architecture import architecture_of
-from megatron_mux.memory.forms.engine_memory import EngineMemory
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.footprint.signature import Signature
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters, TrainedTensor
 from megatron_mux.optimizers.registry import OPTIMIZERS
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
+
+_PART_OF_HIDDEN = 64
+"""LoRA of lower ranks than this part of a row's hidden states takes as much as of this rank, as far as bytes go: fewer
+tables are needed, and a row takes hardly more."""
 
 
 class SteppedTensor(NamedTuple):
@@ -53,6 +55,8 @@ class TaskLoad:
         refers: Whether its rows are computed a second time, forward only, with its reference.
         together: Sequences of a record, which are in one micro-batch.
         needs_kl: Whether each step begins with a forward pass over mismatched completions, for KTO's KL term.
+        signature: What decides the bytes of its rows.
+        lasting_share: What of it lasts, as a share of what lasts of a task of the signature.
     """
 
     name: str
@@ -66,6 +70,8 @@ class TaskLoad:
     refers: bool = False
     together: int = 1
     needs_kl: bool = False
+    signature: Signature = Signature("", 0)  # noqa: RUF009  (frozen)
+    lasting_share: float = 1.0
 
     @classmethod
     def of(
@@ -87,6 +93,9 @@ class TaskLoad:
         """
         chosen = typical(lengths, min(sequences or spec.sequences_per_step, len(lengths)))
         adapter = TaskAdapters.of(spec, shape)
+        signature = Signature.of(spec.plain()).at_least(
+            1 << (shape.hidden // _PART_OF_HIDDEN).bit_length() >> 1
+        )
         return cls(
             name=spec.name,
             tokens=tuple(int(lengths[i]) for i in chosen),
@@ -99,6 +108,8 @@ class TaskLoad:
             refers=spec.training.refers_in_steps,
             together=spec.training.sequences_per_record,
             needs_kl=spec.training.needs_kl,
+            signature=signature,
+            lasting_share=lasting_share(spec, shape, signature),
         )
 
     @property
@@ -170,18 +181,19 @@ def adapts_experts(loads: Iterable[TaskLoad]) -> bool:
     return any(site.op in EXPERT_OPS for load in loads for site in load.ops)
 
 
-def engine_memory(
-    shape: BackboneShape,
-    loads: Sequence[TaskLoad],
-    stages: Sequence[range],
-    method: Method,
-    itemsize: int,
-    device: str,
-    gpu: Gpu = Gpu(),  # noqa: B008  (frozen)
-) -> EngineMemory:
-    """The memory of these tasks on a backbone divided into stages; the arguments are those of `EngineMemory`."""
-    adapters, lengths = [load.adapter for load in loads], [load.tokens for load in loads]
-    return EngineMemory(architecture_of(shape), adapters, stages, method, itemsize, lengths, device, gpu)
+def lasting_share(task: TaskSpec, shape: BackboneShape, signature: Signature) -> float:
+    """Values that a task trains, as a share of those of a task of its signature, which may have a higher rank.
+
+    All of it where the optimizer's state does not grow with the rank.
+    """
+    whole = TaskSpec.model_validate(signature.task)
+    if task.training.optim.startswith("adafactor") or whole.adapter == task.adapter:
+        return 1.0
+    own, every = (
+        sum(math.prod(tensor.shape) for tensor in spec.adapter.tensors(shape).values() if tensor.trained)
+        for spec in (task, whole)
+    )
+    return own / max(1, every)
 
 
 def typical(lengths: npt.NDArray[np.int32], count: int) -> list[int]:

@@ -26,7 +26,7 @@ from megatron_mux.fusion.planner.cost import (
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.planner.simulated_step import step_of
-from megatron_mux.fusion.planner.stage_cost import StageCosts
+from megatron_mux.fusion.planner.step_memory import StepMemory
 from megatron_mux.fusion.step import (
     Lengths,
     StepGrid,
@@ -68,7 +68,7 @@ class Evaluation:
     Attributes:
         plan: The plan, with the predicted costs of its buckets.
         latency: Seconds of a step, averaged over the steps between two flushes.
-        memory: `[ranks]` bytes at each rank's peak.
+        memory: `[ranks]` bytes at each rank's peak; empty if nobody asked for them.
         fits: Whether that is within the limit.
     """
 
@@ -123,17 +123,28 @@ class PlanEvaluator:
     # -- memory
 
     @cached_property
-    def _most_costs(self) -> StageCosts:
-        """Bytes of a step in which each task has its longest record."""
+    def memory(self) -> StepMemory:
+        """Of a typical step's tasks."""
+        return self.costs.memory or self.context.step_memory()
+
+    @cached_property
+    def _most_memory(self) -> StepMemory:
+        """Of a step in which each task has its longest record."""
         tasks = {name: load.with_longest for name, load in self.context.tasks.items()}
-        return replace(self.context, tasks=tasks).costs()
+        return replace(self.context, tasks=tasks).step_memory()
 
     @cached_property
     def resident(self) -> list[float]:
         """`[ranks]` bytes that each rank always holds, those outside its tensors included."""
-        memory, ranks = self.costs.memory, self.context.mesh.pipeline
-        stages = memory.lasting.total.tolist()
+        memory, ranks = self.memory, self.context.mesh.pipeline
+        stages = memory.lasting.tolist()
         return [memory.overhead + sum(stages[rank::ranks]) for rank in range(ranks)]
+
+    @cached_property
+    def updating(self) -> list[float]:
+        """`[ranks]` bytes that each rank needs beside them to step an optimizer."""
+        found: list[float] = self.memory.updating.reshape(-1, self.context.mesh.pipeline).max(axis=0).tolist()
+        return found
 
     @cached_property
     def too_large(self) -> list[int]:
@@ -142,13 +153,12 @@ class PlanEvaluator:
         if limit is None:
             return []
         everyone = range(len(self.loads))
-        if any(r > (self.context.memory_limit or 0.0) for r in self.resident):
+        assert self.limit is not None
+        if any(needed > room for needed, room in zip(self.updating, self.limit, strict=True)):
             return list(everyone)
-        return np.flatnonzero((self.longest(everyone) > limit).any(axis=1)).tolist()
-
-    def longest(self, tasks: Sequence[int]) -> _Bytes:
-        """`[T, S]` bytes of the longest sequence of a task, in a typical step or in one with longest records."""
-        return np.maximum(self.costs.longest(tasks), self._most_costs.longest(tasks))
+        most = np.maximum(self.memory.records, self._most_memory.records).sum(axis=0)
+        most = np.maximum(most, self.memory.longest(everyone))
+        return np.flatnonzero((most > limit).any(axis=1)).tolist()
 
     def longest_that_fits(self, task: int) -> int:
         """Tokens of the longest sequence of a task that fits alone; 0 if none does."""
@@ -156,7 +166,7 @@ class PlanEvaluator:
         assert limit is not None
 
         def is_too_long(length: int) -> bool:
-            return bool((self.costs.longest([task], length) > limit).any())
+            return bool((self.memory.longest([task], length) > limit).any())
 
         lengths = range(1, self.loads[task].longest_sequence + 1)
         return bisect_left(lengths, True, key=is_too_long)
@@ -252,7 +262,8 @@ class PlanEvaluator:
                 for own in priced
                 if (count := sum(own.sizes[pipeline]))
             ]
-            found = max(found, *lower_bounds([passes], plan.rolling, plan.virtual))
+            if passes:  # a pipeline may have none: there are fewer records
+                found = max(found, *lower_bounds([passes], plan.rolling, plan.virtual))
         return self._overhead(plan) + found
 
     def forwards(self, plan: Plan) -> int:
@@ -270,9 +281,11 @@ class PlanEvaluator:
 
     def with_longest(self, found: Evaluation) -> Evaluation:
         """The same with its memory, also in steps with longest records, which nothing but a limit asks for before."""
-        return found if self.limit is not None else self._evaluate(found.plan, self._price(found.plan, True))
+        if self.limit is not None or self.context.tables is None:
+            return found
+        return self._evaluate(found.plan, self._price(found.plan, True), True)
 
-    def _evaluate(self, plan: Plan, priced: Sequence[_Priced]) -> Evaluation:
+    def _evaluate(self, plan: Plan, priced: Sequence[_Priced], with_memory: bool = False) -> Evaluation:
         costs = [own.cost for own in priced]
         limit = () if self.limit is None else kept_limit(costs, self.limit)
         plan = replace(
@@ -296,13 +309,17 @@ class PlanEvaluator:
         runs = [step_of(plan, costs, sizes) for sizes in steps]
         others = [step_of(plan, costs, sizes) for sizes in longest if sizes not in steps]
         peaks = [max(taken[rank] for _, taken in (*runs, *others)) for rank in range(plan.ranks)]
+        memory: tuple[float, ...] = ()
+        if with_memory or self.limit is not None:
+            peaks = [max(*own) for own in zip(peaks, self.updating, strict=True)]
+            memory = tuple(r + p for r, p in zip(self.resident, peaks, strict=True))
         fits = self.limit is None or all(
             peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, self.limit, strict=True)
         )
         return Evaluation(
             plan,
             max(latency for latency, _ in runs) + self._overhead(plan),
-            tuple(r + p for r, p in zip(self.resident, peaks, strict=True)),
+            memory,
             fits,
         )
 
@@ -328,9 +345,9 @@ class PlanEvaluator:
         if not with_longest:
             return [_Priced(*own) for own in zip(costs, sizes, sizes, strict=True)]
         longest = typical if self._most_lengths == self.lengths else self._grids(plan, self._most_lengths)
-        most = self._most_bytes(self.costs, typical)
+        most = self._most_bytes(self.memory, typical)
         if longest is not typical:
-            most = np.maximum(most, self._most_bytes(self._most_costs, longest))
+            most = np.maximum(most, self._most_bytes(self._most_memory, longest))
         counted = [
             replace(cost, memory=tuple(kept), working=tuple(working))
             for cost, kept, working in zip(costs, *most.tolist(), strict=True)
@@ -345,21 +362,19 @@ class PlanEvaluator:
     def _mean_costs(self, grids: Sequence[StepGrid], sizes: Sequence[Sequence[Sizes]]) -> list[BucketCost]:
         """For each bucket, the mean seconds of its chunks on all pipelines."""
         units = [(unit.bucket, chunks) for grid in grids for unit, chunks in grid.chunks.items()]
-        costs = iter(
-            self.costs.chunks([chunk for _, chunks in units for chunk in chunks], counts_bytes=False)
-        )
+        costs = iter(self.costs.chunks([chunk for _, chunks in units for chunk in chunks]))
         of_bucket: list[list[BucketCost]] = [[] for _ in sizes]
         for bucket, chunks in units:
             of_bucket[bucket].append(bucket_cost([next(costs) for _ in chunks]))
         return [self._mean(own, size) for own, size in zip(of_bucket, sizes, strict=True)]
 
-    def _most_bytes(self, model: StageCosts, grids: Sequence[StepGrid]) -> _Bytes:
+    def _most_bytes(self, memory: StepMemory, grids: Sequence[StepGrid]) -> _Bytes:
         """`[2, buckets, S]` the most bytes that a unit of these grids keeps, and that its passes take besides."""
         units = [(unit.bucket, chunks) for grid in grids for unit, chunks in grid.chunks.items()]
-        taken = model.bytes_of([chunk for _, chunks in units for chunk in chunks])
+        taken = memory.of_chunks([chunk for _, chunks in units for chunk in chunks])
         starts = np.cumsum([0, *(len(chunks) for _, chunks in units[:-1])])
         together = np.maximum if self.costs.interleaving is None else np.add  # as in `bucket_cost`
-        by_unit = np.add.reduceat(taken.lasting, starts), together.reduceat(taken.working, starts)
+        by_unit = np.add.reduceat(taken.kept, starts), together.reduceat(taken.working, starts)
         bucket = np.array([own for own, _ in units])
         own = [bucket == b for b in range(len(grids[0].sizes))]
         return np.array([[part[of].max(axis=0) for of in own] for part in by_unit])

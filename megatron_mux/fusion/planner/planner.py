@@ -303,7 +303,7 @@ def _with_launch_orders(plan: Plan, evaluator: PlanEvaluator) -> Plan:
         turns, launch = [], []
         most = max((own for unit, own in chunks.items() if unit.bucket == b), key=len, default=())
         if len(most) == bucket.batches > 1:
-            costs = evaluator.costs.chunks(most, counts_bytes=False)
+            costs = evaluator.costs.chunks(most)
             for s, layers in enumerate(overlap.stages):
                 ways = [tuple(cost.pass_cost(s, backward) for cost in costs) for backward in (False, True)]
                 turns.append(StageTurns(ways[0], ways[1], layers, overlap.share))
@@ -318,13 +318,14 @@ def _refuse_too_large(evaluator: PlanEvaluator) -> None:
     Raises:
         UserError: Says which, and what would make them fit.
     """
-    context, resident = evaluator.context, evaluator.resident
     if not evaluator.too_large:
         return
+    context, resident = evaluator.context, evaluator.resident
+    held_at_least = [r + u for r, u in zip(resident, evaluator.updating, strict=True)]
     assert context.memory_limit is not None
-    if max(resident) > context.memory_limit:
-        rank = max(range(len(resident)), key=lambda r: resident[r])
-        held = f"{show_size(resident[rank])} that stage {rank} holds of the backbone and the adapters"
+    if max(held_at_least) > context.memory_limit:
+        rank = max(range(len(resident)), key=held_at_least.__getitem__)
+        held = f"{show_size(held_at_least[rank])} that stage {rank} holds of the backbone and the adapters"
         more = "give more memory, more stages or tensor ranks, or bf16"
         raise UserError(
             f"the memory limit of {show_size(context.memory_limit)} is less than the {held}: {more}"
@@ -332,7 +333,7 @@ def _refuse_too_large(evaluator: PlanEvaluator) -> None:
     problems = []
     for task in evaluator.too_large:
         load, ranks = evaluator.loads[task], context.mesh.pipeline
-        kept = evaluator.longest([task])[0].reshape(-1, ranks).sum(axis=0).tolist()
+        kept = evaluator.memory.longest([task])[0].reshape(-1, ranks).sum(axis=0).tolist()
         needed = max(r + k for r, k in zip(resident, kept, strict=True))
         length = evaluator.longest_that_fits(task)
         advice = f"lower its data.max_length to {length}, " if length >= 2 else ""

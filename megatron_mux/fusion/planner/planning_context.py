@@ -13,7 +13,9 @@ from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import ROLLING, Schedule
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.stage_cost import StageCosts
+from megatron_mux.fusion.planner.step_memory import Allowance, MemorySource, StepMemory, are_short
 from megatron_mux.fusion.profiler.profile import Profile
+from megatron_mux.gpus import assumed
 from megatron_mux.kernels.pointwise_choice import PointwiseName
 from megatron_mux.memory.forms.method import Method, Recompute
 
@@ -37,7 +39,7 @@ class PlanningContext:
         mesh: How ranks and layers are divided.
         itemsize: Bytes per element of the backbone's dtype.
         recompute: What is recomputed in the backward pass.
-        memory_limit: Bytes that a rank may use; None: no limit.
+        memory_limit: Bytes that a rank may use; None: no limit. A limit needs `tables`.
         alignment: How sequences are padded, if at all.
         chunk: See `Chunking`.
         micro_batches: C; None: chosen.
@@ -48,6 +50,7 @@ class PlanningContext:
         interleave: How tensor ranks hide their messages; see `Interleave`.
         pointwise: See `Plan`.
         tasks: The tasks to plan for, by name.
+        tables: What they take of memory; None: it is not predicted.
     """
 
     profile: Profile
@@ -66,6 +69,7 @@ class PlanningContext:
     interleave: Interleave = "off"
     pointwise: PointwiseName | None = None
     tasks: Mapping[str, TaskLoad] = field(default_factory=dict)
+    tables: MemorySource | None = None
 
     def with_tasks(self, tasks: Mapping[str, TaskLoad]) -> PlanningContext:
         """The same context for other tasks, sorted by name so that a plan does not depend on their order."""
@@ -115,7 +119,7 @@ class PlanningContext:
         return self.mesh.stage_layers(self.info.shape.layers)
 
     def costs(self) -> StageCosts:
-        """Seconds and bytes of these tasks' batches on each stage."""
+        """Seconds of these tasks' batches on each stage; bytes, too, if there is a limit."""
         return StageCosts(
             self.profile,
             self.info.shape,
@@ -126,5 +130,20 @@ class PlanningContext:
             self.hides_messages,
             self.interleave,
             self.mesh.exchanges,
-            self.memory_limit is not None,
+            None if self.memory_limit is None else self.step_memory(),
         )
+
+    def step_memory(self) -> StepMemory:
+        """What these tasks' batches keep and take.
+
+        Raises:
+            UserError: It cannot be predicted.
+        """
+        if self.tables is None:
+            raise ValueError("memory is predicted from tables")
+        loads = list(self.tasks.values())
+        signatures = sorted({load.signature for load in loads})
+        memory = self.tables.memory(self.mesh, self.recompute, signatures, are_short(loads))
+        device = self.profile.about.get("kind", "cpu")
+        gpu = assumed(str(self.profile.about.get("device", "")))[0].gpu
+        return StepMemory(memory, loads, device, Allowance.of(device, gpu, self.method))

@@ -3,7 +3,7 @@
 Equation 3 has a term for the BaseOps, which depends on all rows together, and one for the adapters at each BaseOp,
 `max(sum of u_a t_a, max of t_a)`. Here the first is written out: products, norms and the rest by rows, attention by
 sequence, the loss head and the last MLP by labels, what lies below the lowest adapter without a backward pass. What it
-keeps and takes of memory, equation 5, is in `memory.forms.engine_memory`.
+keeps and takes of memory, equation 5, is in `step_memory`.
 
 Shapes: S stages, K tasks; arrays `[2, ...]` hold forward and backward.
 """
@@ -18,19 +18,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_mux.footprint.memory import Taken
 from megatron_mux.fusion.alignment import Chunk, Weights
 from megatron_mux.fusion.graphs.launch_order import Interleave, Overlap
 from megatron_mux.fusion.planner.adapter_seconds import AdapterSeconds
 from megatron_mux.fusion.planner.cost import Hybrid, HybridCost
 from megatron_mux.fusion.planner.frozen import Frozen
-from megatron_mux.fusion.planner.load import TaskLoad, engine_memory
+from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.messages import Layout, Messages
+from megatron_mux.fusion.planner.step_memory import StepMemory
 from megatron_mux.fusion.profiler.core_attention import StageAttention
 from megatron_mux.fusion.profiler.layer_operators import ORDER
 from megatron_mux.fusion.profiler.profile import Profile
-from megatron_mux.gpus import assumed
-from megatron_mux.memory.forms.engine_bytes import Passes
-from megatron_mux.memory.forms.engine_memory import Rows
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.optimizers.registry import OPTIMIZERS
 
@@ -54,7 +53,7 @@ class StageCosts:
             part of every pass.
         interleave: How they do, if so; None: as well as computation and link allow.
         exchanges: Whether rows go to other ranks for their experts.
-        counts_bytes: Whether hybrid tasks' costs have what they keep and take, which takes as long to find as seconds.
+        memory: What they keep and take; None: costs have none.
     """
 
     def __init__(
@@ -68,10 +67,10 @@ class StageCosts:
         overlap: bool = False,
         interleave: Interleave | None = None,
         exchanges: bool = False,
-        counts_bytes: bool = True,
+        memory: StepMemory | None = None,
     ) -> None:
         self.overlap = overlap
-        self.counts_bytes = counts_bytes
+        self.memory = memory
         self.profile = profile
         self.shape = shape
         self.loads = list(loads)
@@ -79,9 +78,6 @@ class StageCosts:
         self.data = method.data
         self.itemsize = itemsize
         self.recomputes = method.recompute == "full"
-        kind = profile.about.get("kind", "cpu")
-        gpu = assumed(str(profile.about.get("device", "")))[0].gpu
-        self.memory = engine_memory(shape, self.loads, stages, method, itemsize, kind, gpu)
         self._index = {load.name: i for i, load in enumerate(self.loads)}
         self._curves = profile.curves
         self._depths = np.array([float(len(own)) for own in stages])
@@ -89,11 +85,9 @@ class StageCosts:
         self._adapters = AdapterSeconds(profile, self.loads, self.stages)
         self._lowest = np.array([_lowest(load, shape.layers) for load in self.loads], dtype=np.int64)
         self._count = np.array([load.records for load in self.loads])
-        self._together = np.array([float(load.together) for load in self.loads])
         self._refers = np.array([float(load.refers) for load in self.loads])
         self._total = np.array([float(load.total) for load in self.loads])
         self._labels = np.array([float(sum(load.labels)) for load in self.loads])
-        self._longest = np.array([float(load.longest_sequence) for load in self.loads])
         # `[K, 2, S]` seconds of attention of a task's whole step in a layer of each stage.
         self._attention_of = lru_cache(maxsize=None)(self._cores.of)
         self._attention = np.array(
@@ -141,30 +135,17 @@ class StageCosts:
         parts = np.maximum(1, np.minimum(micro_batches * self.data, member @ self._count))
         rows, labels = member * self._total / parts[:, None], member @ self._labels / parts
         attention = np.tensordot(member, self._attention, 1) / parts[:, None, None]
-        passes = None
-        if self.counts_bytes:
-            total = rows.sum(axis=1)
-            # Sequences are not divided among micro-batches.
-            most = np.maximum(total, (member * self._longest * self._together).max(axis=1))
-            copied = np.zeros(len(sets))
-            passes = self.memory.passes(Rows(rows, most, labels * most / np.maximum(total, 1e-9), copied))
-        return self._combine(rows, labels, attention, np.ceil(parts / self.data), passes)
+        taken = None if self.memory is None else self.memory.of_parts(member, parts)
+        return self._combine(rows, labels, attention, np.ceil(parts / self.data), taken)
 
-    def chunks(self, chunks: Sequence[Chunk], counts_bytes: bool = True) -> list[HybridCost]:
-        """Exactly these chunks of hybrid tasks, their sequences' lengths and pasts as they are."""
-        rows, labels, attention, _ = self._laid_out(chunks)
-        passes = self.bytes_of(chunks) if counts_bytes else None
-        return self._combine(rows, labels, attention, np.ones(len(chunks)), passes)
+    def chunks(self, chunks: Sequence[Chunk]) -> list[HybridCost]:
+        """Seconds of exactly these chunks of hybrid tasks, their sequences' lengths and pasts as they are."""
+        return self._combine(*self._laid_out(chunks), np.ones(len(chunks)), None)
 
-    def bytes_of(self, chunks: Sequence[Chunk]) -> Passes:
-        """What exactly these chunks keep and take, without their seconds."""
-        rows, labels, _, kept = self._laid_out(chunks)
-        return self.memory.passes(Rows(rows, rows.sum(axis=1), labels, kept))
-
-    def _laid_out(self, chunks: Sequence[Chunk]) -> tuple[Array, Array, Array, Array]:
-        """Rows, labels and attention of chunks as for `_combine`, and rows of keys and values that they copy."""
+    def _laid_out(self, chunks: Sequence[Chunk]) -> tuple[Array, Array, Array]:
+        """Rows, labels and attention of chunks as for `_combine`."""
         rows = np.zeros((len(chunks), len(self.loads)))
-        labels, kept = np.zeros(len(chunks)), np.zeros(len(chunks))
+        labels = np.zeros(len(chunks))
         attention = np.zeros((len(chunks), 2, len(self.stages)))
         for i, chunk in enumerate(chunks):
             for piece in chunk:
@@ -175,31 +156,10 @@ class StageCosts:
                 whole, own = load.tokens[piece.sequence], load.labels[piece.sequence]
                 labels[i] += max(0, min(piece.stop, whole) - max(piece.start, whole - own))
                 attention[i] += self._attention_of(piece.tokens, load.virtual_tokens + piece.start)
-                # Put together with what comes before them, and left for later chunks: in each place a copy.
-                kept[i] += load.virtual_tokens + piece.start + piece.tokens * (piece.stop < whole)
-        return rows, labels, attention, kept
-
-    def longest(self, tasks: Sequence[int], length: float | None = None) -> Array:
-        """`[T, S]` bytes of one sequence that a task may have (of a pair: both): kept, and taken besides.
-
-        Args:
-            tasks: Which.
-            length: Of the sequence; by default the longest there is.
-        """
-        own = list(tasks)
-        lengths = self._longest[own] if length is None else np.full(len(own), float(length))
-        rows = np.zeros((len(own), len(self.loads)))
-        most = lengths * self._together[own]
-        rows[np.arange(len(own)), own] = most
-        virtual = np.array([float(self.loads[task].virtual_tokens) for task in own])
-        one = Rows(rows, most, most, virtual)
-        # Plans count a sequence's rows as the average of its task's, which may take more.
-        known = [self.memory.passes(one, length=own) for own in (lengths, None)[: 1 if length else 2]]
-        found: Array = np.max([own.lasting + own.working for own in known], axis=0)
-        return found
+        return rows, labels, attention
 
     def _combine(
-        self, rows: Array, labels: Array, attention: Array, parts: Array, passes: Passes | None
+        self, rows: Array, labels: Array, attention: Array, parts: Array, taken: Taken | None
     ) -> list[HybridCost]:
         """Costs of B batches.
 
@@ -208,7 +168,7 @@ class StageCosts:
             labels: `[B]`.
             attention: `[B, 2, S]` seconds in a layer of each stage.
             parts: `[B]` micro-batches like it on a pipeline.
-            passes: What they keep and take; None: not asked for.
+            taken: What they keep and take; None: not asked for.
         """
         total = rows.sum(axis=1)
         nothing = len(ORDER) * self.shape.layers
@@ -232,7 +192,7 @@ class StageCosts:
                 messages = messages[:, :, :0]
         one = self._curves["transfer"].many(total + referred)[0]
         transfer = np.repeat(one[:, None], len(self.stages) - 1, axis=1)
-        kept, working = (transfer[:, :0],) * 2 if passes is None else (passes.lasting, passes.working)
+        kept, working = (transfer[:, :0],) * 2 if taken is None else (taken.kept, taken.working)
         columns = (*seconds.swapaxes(0, 1), kept, working, transfer, *messages.swapaxes(0, 1))
         listed = zip(parts.astype(int).tolist(), *(map(tuple, own.tolist()) for own in columns), strict=True)
         found = [

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatron_mux.adapters.costs import Place
 from megatron_mux.adapters.diff_pruning import DiffPruningSpec
@@ -13,9 +17,15 @@ from megatron_mux.adapters.ia3 import IA3Spec
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.lora import LoraSpec
 from megatron_mux.backbone.registry import BackboneInfo, family
+from megatron_mux.footprint.content import COUNTS
+from megatron_mux.footprint.memory import Memory
+from megatron_mux.footprint.signature import Signature
+from megatron_mux.footprint.table import Group, Lasting, PassTable, StageTable
+from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.profiler.profile import Profile
 from megatron_mux.fusion.profiler.roofline import roofline
+from megatron_mux.memory.forms.method import Recompute
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
 from megatron_mux.shape import BackboneShape
 
@@ -77,6 +87,7 @@ def load(
         max_length=max(lengths),
         accumulation=1,
         adapter=TaskAdapters(name, "adamw_torch", sites, values, (0.0,) * layers, 1, 64),
+        signature=Signature(kind, size),
     )
     return dataclasses.replace(found, **changes)
 
@@ -94,3 +105,44 @@ def random_loads(seed: int, count: int | None = None, layers: int = 8) -> dict[s
         )  # a step need not have the longest record
         loads[f"t{i}"] = load(f"t{i}", lengths, layers, kind=kind, size=size, longest=most)
     return loads
+
+
+@dataclasses.dataclass(frozen=True)
+class MadeUpTables:
+    """A `MemorySource` of that backbone: fp32, some products of a layer kept, more for each kind of adapter."""
+
+    layers: int = 8
+
+    def memory(
+        self, mesh: Mesh, recompute: Recompute, signatures: Sequence[Signature], short: bool = True
+    ) -> Memory:
+        """See `MemorySource`."""
+        sizes = [len(layers) for layers in mesh.stage_layers(self.layers)]
+        last = len(sizes) - 1
+        made = [_table(signatures, i == 0, i == last, recompute, mesh.tensor) for i in range(last + 1)]
+        return Memory(signatures, made, sizes, 1 << 14, 4.0 * shape().hidden, mesh.pipeline)
+
+
+def _table(
+    signatures: Sequence[Signature], first: bool, last: bool, recompute: Recompute, tensor: int
+) -> StageTable:
+    """Of a stage of one layer."""
+    known = shape()
+    hidden, count = 4.0 * known.hidden, len(signatures)
+    own = np.array([400.0 + 8 * one.rank + 100 * len(one.family) for one in signatures])
+    adapters = Lasting(4 * 8 * known.hidden**2 / tensor, 1e4 * np.ones(count), 1e3 * np.ones(count))
+    ends = known.vocab * hidden * (first + last)
+    lasting = dataclasses.replace(adapters, backbone=adapters.backbone + ends)
+    passes: dict[Group, PassTable] = {}
+    for group in [*((i,) for i in range(count)), *combinations(range(count), 2)]:
+        rows = slice(len(COUNTS), len(COUNTS) + len(group))
+        deeper, working, head = (np.zeros(len(COUNTS) + 2 * len(group)) for _ in range(3))
+        deeper[rows] = hidden if recompute == "full" else 10 * hidden + own[list(group)].sum()
+        deeper[COUNTS.index("copied")] = hidden
+        kept = deeper.copy()
+        kept[rows] += 48.0
+        kept[COUNTS.index("sequences")] += 256.0
+        working[rows] = 6 * hidden + (9 * hidden if recompute == "full" else 0)
+        head[COUNTS.index("labels of a chunk")] = 8.0 * known.vocab * last
+        passes[group] = PassTable(kept, deeper, np.stack([kept + working, kept + head]), np.ones(2))
+    return StageTable(1, lasting, adapters, passes)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from megatron_mux.fusion.alignment import Chunk
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Bucket, Plan
 from megatron_mux.fusion.planner.cost import bucket_cost
@@ -42,7 +43,7 @@ def _most_bytes(plan: Plan, context: PlanningContext) -> float:
     peaks = []
     for pipeline in range(plan.data):
         grid = step_grid(plan, made.lengths, pipeline)
-        costs = {unit: bucket_cost(made.costs.chunks(chunks)) for unit, chunks in grid.chunks.items()}
+        costs = {unit: _bytes_of(made, chunks) for unit, chunks in grid.chunks.items()}
         run = simulate(
             step_template(plan, grid.sizes * 3), [_bare(b, plan) for b in plan.buckets], sizes=grid.sizes * 3
         )
@@ -58,15 +59,28 @@ def _most_bytes(plan: Plan, context: PlanningContext) -> float:
     return max(peaks)
 
 
+def _bytes_of(made: PlanEvaluator, chunks: Sequence[Chunk]) -> BucketCost:
+    """What chunks that are computed together keep and take."""
+    taken = made.memory.of_chunks(chunks)
+    pairs = zip(made.costs.chunks(chunks), taken.kept.tolist(), taken.working.tolist(), strict=True)
+    return bucket_cost(
+        [replace(cost, memory=tuple(kept), working=tuple(working)) for cost, kept, working in pairs]
+    )
+
+
 def _bare(bucket: Bucket, plan: Plan) -> BucketCost:
     return BucketCost(bucket.micro_batches, bucket.forward, bucket.backward, transfer=bucket.transfer)
 
 
 def limited_planner(loads: Mapping[str, TaskLoad], mesh: Mesh, share: float) -> Planner:
     """A planner whose limit is this share of the way from what is always there to what all tasks together take."""
-    context = PlanningContext(backbone.profile(), backbone.info(), mesh, rolling=ROLLING_STEPS).with_tasks(
-        loads
-    )
+    context = PlanningContext(
+        backbone.profile(),
+        backbone.info(),
+        mesh,
+        rolling=ROLLING_STEPS,
+        tables=backbone.MadeUpTables(),
+    ).with_tasks(loads)
     made = PlanEvaluator(context)
     whole = made.with_longest(made.evaluate(made.of_policy("spatial")))
     resident, free = max(made.resident), max(whole.memory)

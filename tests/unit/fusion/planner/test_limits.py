@@ -39,7 +39,13 @@ def test_a_plan_under_a_limit_has_one_and_keeps_to_it(seed: int, mesh: Mesh, sha
 @pytest.mark.parametrize("chunk", [None, 64])
 def test_a_plain_plan_counts_records_longer_than_those_of_a_typical_step(chunk: int | None) -> None:
     loads = {name: backbone.load(name, [64] * 4, longest=512) for name in "ab"}
-    context = PlanningContext(backbone.profile(), backbone.info(), Mesh(pipeline=2), chunk=chunk)
+    context = PlanningContext(
+        backbone.profile(),
+        backbone.info(),
+        Mesh(pipeline=2),
+        chunk=chunk,
+        tables=backbone.MadeUpTables(),
+    )
     evaluator = PlanEvaluator(context.with_tasks(loads))
     found = evaluator.with_longest(evaluator.evaluate(evaluator.of_policy("spatial", micro_batches=4)))
     assert most_bytes(found.plan, evaluator.context) <= max(found.memory) * (1 + 1e-9)
