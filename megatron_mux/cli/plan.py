@@ -200,6 +200,7 @@ def run(arguments: argparse.Namespace) -> None:
     ):
         planner = Planner(_with_tables(arguments, planner.context))
         best = planner.priced(best, loads)
+        found[0] = planner, best, seconds
     start = time.perf_counter()
     comparison = planner.compare(loads)
     seconds += time.perf_counter() - start
@@ -341,9 +342,9 @@ def _context(
 
 def _with_tables(arguments: argparse.Namespace, context: PlanningContext) -> PlanningContext:
     """The context that can predict memory."""
-    from megatron_mux.estimate.plan_tables import PlanTables
+    from megatron_mux.estimate.run_tables import RunTables
 
-    return replace(context, tables=PlanTables(context, arguments.backbone_dtype, to_stderr))
+    return replace(context, tables=RunTables(context, arguments.backbone_dtype, to_stderr))
 
 
 def _device(arguments: argparse.Namespace) -> tuple[str, Any]:

@@ -89,7 +89,7 @@ def rehearsal(
     sizes = _SIZES + (base.plan.data > 1)
     on_cpu, longest = base.device == "cpu", max(4 * _SHORTEST, min(chunk, _LONGEST))
     if on_cpu:
-        # All features at once are fitted: ten, of which three are of long sequences, and two of each signature.
+        # All features at once are fitted: eleven, of which four are of long sequences, and two of each signature.
         sizes += (12 if lengths == "any" else 4) + 2 * max(map(len, groups))
         longest = LONGEST if lengths == "short" else 2 * LONGEST
         chunk = min(chunk, longest)

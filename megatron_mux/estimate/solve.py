@@ -305,7 +305,8 @@ def _attention(total: Array, generator: np.random.Generator) -> Array:
         short = length <= LONGEST
         of_one = pairs_and_padding([length]) if short else (0, 0, 0)
         long = rows * (not short)
-        found.append([*(rows / length * np.array(of_one)), long, rows * joined, long * joined])
+        masked = rows * length * joined
+        found.append([*(rows / length * np.array(of_one)), long, rows * joined, long * joined, masked])
     return np.array(found)
 
 

@@ -30,7 +30,7 @@ from megatron_mux.memory.worker import Worker
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 
-_FORMAT = 3
+_FORMAT = 4
 
 Entry = list[dict[str, Any]]
 """What a file has: the table of each stage that was run, as plain data."""

@@ -10,10 +10,11 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-ATTENTION = ("pairs", "padding", "block", "long", "joined", "joined long")
+ATTENTION = ("pairs", "padding", "block", "long", "joined", "joined long", "masked")
 """Features of a CPU's attention, which pads short sequences and keeps the weights of their pairs of tokens: these
 pairs, rows of padding, the most pairs that are computed at once, rows of sequences too long for that; then all rows,
-and long ones, if several calls compute the micro-batch: their outputs are copied."""
+and long ones, if several calls compute the micro-batch: their outputs are copied; and pairs of the masks of sequences
+with a prefix or earlier chunks."""
 COUNTS = ("one", "labels of a chunk", "sequences", "copied", *ATTENTION)
 """Features of a micro-batch before those of each signature: its rows, then its labelled rows."""
 
@@ -27,7 +28,7 @@ class Contents:
         labels: `[B, K]` labelled ones of them: above the last layer's attention only these are computed.
         sequences: `[B]` their number.
         copied: `[B]` rows of keys and values from earlier chunks, or left for later ones.
-        attention: `[B, 6]` see `ATTENTION`; zeros on a GPU.
+        attention: `[B, 7]` see `ATTENTION`; zeros on a GPU.
     """
 
     rows: Array
@@ -37,7 +38,7 @@ class Contents:
     attention: Array
 
     def features(self, chunk: int) -> Array:
-        """`[B, 10 + 2 K]`: `COUNTS`, then rows and labels of each signature.
+        """`[B, 11 + 2 K]`: `COUNTS`, then rows and labels of each signature.
 
         Args:
             chunk: Rows whose logits are computed at once.

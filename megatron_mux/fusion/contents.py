@@ -37,7 +37,7 @@ def contents_of(
     for number, pieces in enumerate(units):
         sequences[number] = len(pieces)
         short: list[int] = []
-        runs: list[Hashable] = []
+        runs: list[tuple[int, Hashable]] = []
         for piece in pieces:
             own, column = lengths[piece.task], columns[piece.task]
             whole, labelled = own.tokens[piece.sequence], own.labels[piece.sequence]
@@ -47,11 +47,13 @@ def contents_of(
             task = piece.task if piece.task in prefixed else None
             is_short = not piece.start and task is None and piece.tokens <= LONGEST
             short += [piece.tokens] * is_short
-            runs.append(
-                "short" if is_short else (piece.tokens, task, piece.start and (piece.sequence, piece.start))
-            )
+            # Neighbours of one length that see as many keys are computed at once, with one mask.
+            masked = piece.tokens * piece.stop * (piece.start > 0 or task is not None)
+            alike = piece.tokens, task, piece.start and (piece.sequence, piece.start)
+            runs.append((0, "short") if is_short else (masked, alike))
         if device == "cpu":
-            total, joined = rows[number].sum(), len(list(groupby(runs))) > 1
+            calls = [masked for (masked, _), _ in groupby(runs)]
+            total, joined = rows[number].sum(), len(calls) > 1
             long = total - sum(short)
-            attention[number] = *pairs_and_padding(short), long, total * joined, long * joined
+            attention[number] = *pairs_and_padding(short), long, total * joined, long * joined, sum(calls)
     return Contents(rows, labels, sequences, copied, attention)

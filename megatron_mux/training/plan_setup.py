@@ -19,7 +19,7 @@ from megatron_mux.checkpoint import Manifest
 from megatron_mux.engine import Planning, Task
 from megatron_mux.engine.agreement import computed_by_first, from_first
 from megatron_mux.errors import UserError
-from megatron_mux.estimate.plan_tables import PlanTables
+from megatron_mux.estimate.run_tables import RunTables
 from megatron_mux.fusion.check import check_plan, read_plan
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
@@ -129,7 +129,7 @@ def _context(
     )
     if context.memory_limit is None:
         return context
-    tables = PlanTables(
+    tables = RunTables(
         context, arguments.mux_backbone_dtype, say, partial(computed_by_first, parallel=parallel)
     )
     context = replace(context, tables=tables)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megatron_mux.engine import Engine, Planning, Task
-from megatron_mux.estimate.plan_tables import PlanTables
+from megatron_mux.estimate.run_tables import RunTables
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planner import Planner
@@ -66,7 +66,7 @@ def test_a_hundred_tasks_come_and_go_within_the_budget(backbone_of: BackboneOf, 
     backbone = backbone_of("llama", torch.float64)
     about = {"device": "made-up", "kind": "cpu", "threads": 1}
     context = PlanningContext(roofline(backbone.info.shape, about, 8, 1), backbone.info, Mesh(), 8)
-    tables = PlanTables(context, None, lambda text: None)
+    tables = RunTables(context, None, lambda text: None)
     shape = backbone.shape
     loads = [
         TaskLoad.of(case.spec, case.records.lengths, case.records.label_counts, shape)

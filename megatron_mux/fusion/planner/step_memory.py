@@ -29,7 +29,7 @@ from megatron_mux.memory.untraced import THREADS, cublas_of
 
 
 class MemorySource(Protocol):
-    """Where the memory of signatures comes from: `estimate.plan_tables`."""
+    """Where the memory of signatures comes from: `estimate.run_tables`."""
 
     def memory(
         self, mesh: Mesh, recompute: Recompute, signatures: Sequence[Signature], short: bool
@@ -128,7 +128,7 @@ class StepMemory:
         # A part has at least the longest record.
         scale = (np.maximum(rows, (member * self._longest).max(axis=1)) / np.maximum(rows, 1e-9))[:, None]
         each = member / parts[:, None]
-        pairs, padding, _, long, *_ = (each @ step.attention * scale).T
+        pairs, padding, _, long, _, _, masked = (each @ step.attention * scale).T
         block = np.minimum(pairs, (member * step.attention[:, 2]).max(axis=1))
         joined = (member.sum(axis=1) > 1) | (member @ step.attention[:, 4] > 0)
         total = (self._device == "cpu") * rows * scale[:, 0]
@@ -138,7 +138,7 @@ class StepMemory:
                 each @ step.labels * scale,
                 np.maximum(1.0, each @ step.sequences),
                 np.zeros(len(member)),
-                np.stack([pairs, padding, block, long, total * joined, long * joined], axis=1),
+                np.stack([pairs, padding, block, long, total * joined, long * joined, masked], axis=1),
             )
         )
 

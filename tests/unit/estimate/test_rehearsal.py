@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 import pytest
 
 from megatron_mux.dry_run.depth import read_info
-from megatron_mux.estimate.rehearsal import rehearsal
+from megatron_mux.estimate.rehearsal import Lengths, rehearsal
 from megatron_mux.footprint.content import ATTENTION, COUNTS
 from megatron_mux.footprint.signature import Signature
+from megatron_mux.kernels.short_attention import LONGEST
 from megatron_mux.tasks import TaskSpec
 from tests.unit.estimate.played import CHUNK, base, played, signature
 
@@ -49,3 +52,26 @@ def test_sizes_tell_rows_labels_and_sequences_apart(group: tuple[int, ...]) -> N
     assert set(contents.sequences) == {3.0 * len(group), 1.0 * len(group)}
     full = contents.labels.sum(axis=1) > CHUNK
     assert full.any() and not full.all()
+
+
+def test_on_a_cpu_short_records_of_a_batch_have_one_length() -> None:
+    """Else which of attention's products is which could not be told; long and mixed batches only where asked for."""
+    on_cpu = replace(base(), device="cpu")
+    expected: dict[Lengths, set[str]] = {"short": {"short"}, "any": {"short", "long", "mixed"}}
+    for lengths, kinds in expected.items():
+        run = rehearsal(
+            on_cpu, [signature(), signature(use_dora=True)], [(0,), (0, 1)], 3, CHUNK, lengths
+        ).run
+        tasks = {one.name: one for one in run.tasks}
+        for bucket in run.plan.buckets:
+            every = [list(batched(tasks[name].lengths)) for name in bucket.tasks]
+            found = set()
+            for together in zip(*every, strict=True):
+                distinct = {tokens for own in together for tokens in own}
+                found.add("mixed" if len(distinct) > 1 else "short" if max(distinct) <= LONGEST else "long")
+            assert found == kinds, lengths
+
+
+def batched(lengths: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The records of each full batch: three."""
+    return (lengths[i : i + 3] for i in range(0, len(lengths) - 2, 3))

@@ -33,20 +33,26 @@ def test_rows_labels_and_copies_are_those_of_the_pieces() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pieces", "short", "long", "joined"),
+    ("pieces", "short", "long", "joined", "masked"),
     [
-        ((whole(0), whole(1)), (40, 100), 0, False),
-        ((whole(2),), (), LONG, False),
-        ((whole(2), whole(3)), (), 2 * LONG, False),  # of one length: one call
-        ((whole(0), whole(2)), (40,), LONG, True),
-        ((whole(0), whole(0, "p")), (40,), 30, True),  # a prefix comes before short ones, too
-        ((Slice("a", 2, 0, 300), Slice("a", 3, 300, 600)), (300,), 300, True),  # and so does a past
+        ((whole(0), whole(1)), (40, 100), 0, False, 0),
+        ((whole(2),), (), LONG, False, 0),
+        ((whole(2), whole(3)), (), 2 * LONG, False, 0),  # of one length: one call
+        ((whole(0), whole(2)), (40,), LONG, True, 0),
+        ((whole(0), whole(0, "p")), (40,), 30, True, 30 * 30),  # a prefix comes before short ones, too
+        (
+            (Slice("a", 2, 0, 300), Slice("a", 3, 300, 600)),
+            (300,),
+            300,
+            True,
+            300 * 600,
+        ),  # and so does a past
     ],
 )
 def test_a_cpu_pads_short_sequences_and_joins_what_several_calls_compute(
-    pieces: tuple[Slice, ...], short: tuple[int, ...], long: int, joined: bool
+    pieces: tuple[Slice, ...], short: tuple[int, ...], long: int, joined: bool, masked: int
 ) -> None:
     total = sum(short) + long
-    expected = [*pairs_and_padding(short), long, total * joined, long * joined]
+    expected = [*pairs_and_padding(short), long, total * joined, long * joined, masked]
     assert of(*pieces).attention.tolist() == [expected]
     assert np.array_equal(of(*pieces, device="cuda").attention, np.zeros((1, len(ATTENTION))))

@@ -14,7 +14,7 @@ from megatron_mux.backbone.registry import info_without_weights
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import Dtype, RunSpec, TaskRecords
-from megatron_mux.estimate.plan_tables import PlanTables
+from megatron_mux.estimate.run_tables import RunTables
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner import step_memory
 from megatron_mux.fusion.planner.load import TaskLoad
@@ -106,7 +106,7 @@ def _dry_run(run: Run, info: Any) -> tuple[RunSpec, tuple[float, ...]]:
         micro_batches=4 if run.mesh.pipeline > 1 else None,
         chunk=None,
     )
-    context = replace(context, tables=PlanTables(context, None, lambda text: None))
+    context = replace(context, tables=RunTables(context, None, lambda text: None))
     loads = {
         c.name: TaskLoad.of(c.spec, c.records.lengths, c.records.label_counts, info.shape) for c in cases
     }

@@ -29,7 +29,7 @@ _ON_CPU = 0.05
 _DTYPES: dict[int, Dtype] = {2: "bfloat16", 4: "float32", 8: "float64"}
 
 
-class PlanTables:
+class RunTables:
     """A `MemorySource`. What was asked for once is remembered.
 
     Args:

@@ -1,0 +1,89 @@
+"""What steps take of memory, from tables: chunks as they are, equal parts of a step, single records."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_mux.footprint.content import ATTENTION, COUNTS
+from megatron_mux.footprint.memory import Memory
+from megatron_mux.footprint.table import PassTable
+from megatron_mux.fusion.alignment import Slice
+from megatron_mux.fusion.mesh import Mesh
+from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.planner.step_memory import Allowance, StepMemory, are_short
+from megatron_mux.gpus import Gpu
+from megatron_mux.kernels.short_attention import LONGEST, pairs_and_padding
+from megatron_mux.memory.forms.method import Method
+from tests.unit.fusion import backbone
+
+
+def of_attention(load: TaskLoad, feature: str) -> StepMemory:
+    """A CPU's memory that keeps a byte for each of a feature of attention, and nothing else."""
+    memory = backbone.MadeUpTables().memory(Mesh(), "none", [load.signature])
+    kept = np.zeros(len(COUNTS) + 2)
+    kept[COUNTS.index(feature)] = 1.0
+    table = PassTable(kept, np.zeros_like(kept), kept[None], np.zeros(1))
+    (stage,) = memory.tables
+    alone = Memory(memory.signatures, [replace(stage, passes={(0,): table})], memory.layers, memory.chunk)
+    return StepMemory(alone, [load], "cpu")
+
+
+def pieces(load: TaskLoad) -> tuple[Slice, ...]:
+    return tuple(Slice(load.name, i, 0, tokens) for i, tokens in enumerate(load.tokens))
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=6))
+def test_a_whole_step_is_one_part_of_it(lengths: list[int]) -> None:
+    load = backbone.load("t", lengths)
+    for feature in ATTENTION:
+        memory = of_attention(load, feature)
+        exact, part = memory.of_chunks([pieces(load)]), memory.of_parts(np.ones((1, 1)), np.ones(1))
+        assert part.kept == pytest.approx(exact.kept), feature
+
+
+def test_parts_share_a_step_but_not_its_longest_record() -> None:
+    load = backbone.load("t", [40] * 8)
+    one, four, many = of_attention(load, "pairs").of_parts(np.ones((3, 1)), np.array([1.0, 4.0, 100.0])).kept
+    assert one == 8 * pairs_and_padding([40])[0] == 4 * four
+    assert many == one / 8, "a part has at least one record"
+
+
+def test_the_record_that_takes_most_need_not_be_the_longest() -> None:
+    load = backbone.load("t", [LONGEST, LONGEST + 1])  # the longer one keeps no pairs
+    memory = of_attention(load, "pairs")
+    assert memory.records[0, 0, 0] == pairs_and_padding([LONGEST])[0]
+    assert memory.longest([0])[0, 0] == 0
+    pair = of_attention(replace(load, together=2), "padding")
+    assert pair.records[0, 0, 0] == pairs_and_padding([LONGEST])[1]
+
+
+def test_what_lasts_goes_by_the_values_that_are_trained() -> None:
+    loads = [backbone.load("whole", [8]), backbone.load("half", [8])]
+    tables = backbone.MadeUpTables().memory(Mesh(), "none", [loads[0].signature])
+    whole = StepMemory(tables, loads, "cpu").lasting
+    less = StepMemory(tables, [loads[0], replace(loads[1], lasting_share=0.5)], "cpu").lasting
+    alone = StepMemory(tables, loads[:1], "cpu").lasting
+    assert whole - less == pytest.approx((whole - alone) / 2)
+
+
+def test_a_gpu_needs_more_than_its_tensors() -> None:
+    load = backbone.load("t", [64])
+    tables = backbone.MadeUpTables().memory(Mesh(), "none", [load.signature])
+    plain = StepMemory(tables, [load], "cuda")
+    more = StepMemory(tables, [load], "cuda", Allowance.of("cuda", Gpu(), Method()))
+    assert more.overhead > 500 << 20 and plain.overhead == 0
+    assert more.of_chunks([pieces(load)]).kept == pytest.approx(1.07 * plain.of_chunks([pieces(load)]).kept)
+    assert more.lasting == pytest.approx(plain.lasting)
+    assert Allowance.of("cpu", Gpu(), Method()) == Allowance()
+
+
+def test_short_is_what_a_cpus_attention_pads() -> None:
+    load = backbone.load("t", [LONGEST])
+    assert are_short([load]) and not are_short([load, replace(load, longest=LONGEST + 1)])
+    prefixed = replace(load.adapter, virtual_tokens=3)
+    assert not are_short([replace(load, adapter=prefixed)])
