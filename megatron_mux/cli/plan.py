@@ -163,7 +163,6 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_mux.fusion.plan import dumps
     from megatron_mux.fusion.planner.load import TaskLoad, adapts_experts
     from megatron_mux.fusion.planner.plan_tables import print_meshes, print_plan
-    from megatron_mux.fusion.planner.planner import Planner
     from megatron_mux.tasks import load_task_file
     from megatron_mux.training.eval_setup import evaluation_time
     from megatron_mux.training.task_setup import open_tasks
@@ -193,14 +192,6 @@ def run(arguments: argparse.Namespace) -> None:
     gc.freeze()
     found, refused = _plans(arguments, info, loads, meshes)
     planner, best, seconds = found[0]
-    if (
-        planner.context.tables is None
-        and _device(arguments)[0] != "cpu"
-        and planner.context.mesh.predicts_memory
-    ):
-        planner = Planner(_with_tables(arguments, planner.context))
-        best = planner.priced(best, loads)
-        found[0] = planner, best, seconds
     start = time.perf_counter()
     comparison = planner.compare(loads)
     seconds += time.perf_counter() - start
@@ -321,7 +312,7 @@ def _context(
 
     # With experts tensor parallelism needs it.
     divides_rows = arguments.sequence_parallel or info.shape.experts is not None
-    context = PlanningContext(
+    return PlanningContext(
         profile,
         info,
         mesh,
@@ -337,14 +328,6 @@ def _context(
         interleave=arguments.interleave,
         tasks=loads,
     )
-    return context if arguments.memory_limit is None else _with_tables(arguments, context)
-
-
-def _with_tables(arguments: argparse.Namespace, context: PlanningContext) -> PlanningContext:
-    """The context that can predict memory."""
-    from megatron_mux.estimate.run_tables import RunTables
-
-    return replace(context, tables=RunTables(context, arguments.backbone_dtype, to_stderr))
 
 
 def _device(arguments: argparse.Namespace) -> tuple[str, Any]:

@@ -36,9 +36,8 @@ _SIZES = 4
 _SHORTEST = 256
 _LONGEST = 16384
 """Tokens of a record, at most: three such fill a chunk of logits of 5,500 words or more on a rank."""
-_SHORT, _LONG, _MIXED = (16, LONGEST), (LONGEST + 1, 2 * LONGEST), (16, 2 * LONGEST)
-"""Least and most tokens of records on a CPU, whose attention treats short ones otherwise than long ones, and those of
-one length together."""
+_ON_CPU = ((16, LONGEST + 1, 16), (LONGEST, 2 * LONGEST, 2 * LONGEST))
+"""Least and most tokens of records on a CPU, whose attention treats short ones otherwise than long ones, in turns."""
 _LABELLED = ((0.05, 0.25), (1.1, 1.4))
 """Labels of a micro-batch as a share of a chunk of logits, in turns: it fills none, or one and a bit of the next."""
 
@@ -55,11 +54,13 @@ class Rehearsal:
         run: With a bucket for chunks, then one for each group.
         groups: The signatures of each bucket.
         warm: Steps before those that count: what is allocated once is there after them.
+        short: Whether it is of short sequences on a CPU.
     """
 
     run: RunSpec
     groups: tuple[Group, ...]
     warm: int
+    short: bool = False
 
 
 def rehearsal(
@@ -101,13 +102,13 @@ def rehearsal(
     groups = [groups[0][:1], *groups]
     for number, group in enumerate(groups):
         names = []
-        alike = _lengths_on_cpu(lengths, sizes, generator) if on_cpu else None
+        turns = _turns(lengths, sizes, generator) if on_cpu else None
         for signature in group:
             name = f"{number}-{signature}"
             spec = _spec(name, signatures[signature], _RECORDS * base.plan.data, steps)
-            odd = signature == group[0] and not (on_cpu and base.tensor == 1)
+            odd = signature == group[0] and (not on_cpu or lengths == "any" or base.tensor > 1)
             tasks.append(
-                _records(spec, (sizes, base.plan.data), longest, chunk / len(group), odd, generator, alike)
+                _records(spec, (sizes, base.plan.data), longest, chunk / len(group), odd, generator, turns)
             )
             names.append(name)
         cut = longest // 2 if number == 0 else None
@@ -116,7 +117,7 @@ def rehearsal(
         "auto", stages, tuple(buckets), split=split, schedule="1f1b", tensor=base.tensor, data=base.plan.data
     )
     run = replace(base, config=config, tasks=tasks, plan=plan, steps=steps, rolling=False)
-    return Rehearsal(run, tuple(groups), _warm(specs, steps))
+    return Rehearsal(run, tuple(groups), _warm(specs, steps), on_cpu and lengths == "short")
 
 
 def _warm(specs: Sequence[TaskSpec], steps: int) -> int:
@@ -131,17 +132,16 @@ def _spec(name: str, signature: Signature, batch: int, steps: int) -> TaskSpec:
     return TaskSpec.model_validate({"name": name, "data": data, **sections})
 
 
-def _lengths_on_cpu(lengths: Lengths, sizes: int, generator: np.random.Generator) -> npt.NDArray[np.int64]:
-    """`[sizes]` tokens of the records of each batch, short and long in turns; 0 where they differ."""
-    short, long = (_drawn(own, sizes, generator) for own in (_SHORT, _LONG))
-    turn = np.arange(sizes) % 3
-    return short if lengths == "short" else np.where(turn == 0, short, np.where(turn == 1, long, 0))
+def _turns(lengths: Lengths, sizes: int, generator: np.random.Generator) -> npt.NDArray[np.float64]:
+    """`[2, sizes]` logarithms of the least and the most tokens of each batch's records.
 
-
-def _drawn(between: tuple[int, int], count: int, generator: np.random.Generator) -> npt.NDArray[np.int64]:
-    """`[count]` tokens between these, as many of each magnitude."""
-    least, most = np.log(between)
-    return np.exp(generator.uniform(least, most, count)).astype(np.int64)
+    Short records have one length: attention repeats its products as often as lengths need.
+    """
+    if lengths == "short":
+        least, most = np.log(_ON_CPU[0][0]), np.log(_ON_CPU[1][0])
+        return np.tile(generator.uniform(least, most, sizes), (2, 1))
+    found: npt.NDArray[np.float64] = np.log(np.array(_ON_CPU, np.float64)[:, np.arange(sizes) % 3])
+    return found
 
 
 def _records(
@@ -151,7 +151,7 @@ def _records(
     labelled: float,
     odd: bool,
     generator: np.random.Generator,
-    alike: npt.NDArray[np.int64] | None,
+    turns: npt.NDArray[np.float64] | None,
 ) -> TaskRecords:
     """A task with a batch for each size, one of them short.
 
@@ -162,14 +162,14 @@ def _records(
         labelled: Labels of the task's part of a micro-batch that fills a chunk of logits.
         odd: Whether rows are odd in number, else they are divisible by eight.
         generator: Draws.
-        alike: `[sizes]` tokens of all records of a batch; 0: they differ. None: in all batches.
+        turns: `[2, sizes]` on a CPU, logarithms of the least and the most tokens of a batch's records.
     """
     sizes, pipelines = batches
     batch, together = spec.training.per_device_train_batch_size, spec.training.sequences_per_record
     number = (batch * (sizes - 1) + pipelines) * together
     step = np.arange(number) // spec.sequences_per_step
-    if alike is not None:
-        lengths = np.where(alike[step] > 0, alike[step], _drawn(_MIXED, number, generator))
+    if turns is not None:
+        lengths = np.exp(generator.uniform(*turns[:, step])).astype(int)
     else:
         lengths = generator.integers(np.where(step % 2, longest // 2, _SHORTEST) // 8, longest // 8) * 8
     # Tensor ranks that divide rows pad them, so rows of a micro-batch are never divisible, or passes would differ.

@@ -150,8 +150,8 @@ def _aligned(windows: Windows, own: Sequence[Window]) -> tuple[Window, Events, A
     is held, and the same of the most that is held until the next of them.
     """
     every = [windows.events(window) for window in own]
-    if windows.rehearsal.run.device == "cpu":
-        # Its attention repeats its products as often as sequences need: which is which cannot be told.
+    if windows.rehearsal.short:
+        # A CPU's attention repeats its products as often as lengths need: which is which cannot be told.
         counts = [Counter(keys) for _, keys in every]
         known = {key for key in counts[0] if all(one[key] == counts[0][key] for one in counts)}
         every = [_only(known, *own) for own in every]

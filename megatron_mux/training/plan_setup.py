@@ -17,9 +17,8 @@ from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest
 from megatron_mux.engine import Planning, Task
-from megatron_mux.engine.agreement import computed_by_first, from_first
+from megatron_mux.engine.agreement import from_first
 from megatron_mux.errors import UserError
-from megatron_mux.estimate.run_tables import RunTables
 from megatron_mux.fusion.check import check_plan, read_plan
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
@@ -108,14 +107,13 @@ def _context(
     say: Progress,
 ) -> PlanningContext:
     """The context that the flags ask for, before layers are divided into stages."""
-    mesh = mesh_of(arguments, info, parallel)
-    context = PlanningContext(
+    return PlanningContext(
         profile,
         info,
-        mesh,
+        mesh_of(arguments, info, parallel),
         arguments.dtype.itemsize,
         arguments.recompute_granularity or "none",
-        memory_limit(arguments, mesh, parallel, say),
+        memory_limit(arguments, mesh_of(arguments, info, parallel), parallel, say),
         arguments.mux_align,
         arguments.mux_chunk_size,
         arguments.mux_micro_batches,
@@ -127,21 +125,6 @@ def _context(
         pointwise=pointwise_name(parallel.device, arguments.dtype),
         tasks=loads,
     )
-    if context.memory_limit is None:
-        return context
-    tables = RunTables(
-        context, arguments.mux_backbone_dtype, say, partial(computed_by_first, parallel=parallel)
-    )
-    context = replace(context, tables=tables)
-    try:
-        if loads:
-            context.step_memory()
-    except UserError as error:
-        if arguments.mux_memory_limit != "auto":
-            raise
-        say(f"planning without a limit of memory: {error}")
-        return replace(context, memory_limit=None, tables=None)
-    return context
 
 
 def mesh_of(arguments: MuxArguments, info: BackboneInfo, parallel: Parallel) -> Mesh:

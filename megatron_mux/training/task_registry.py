@@ -250,16 +250,12 @@ class TaskRegistry:
         problem = ""
         try:
             tasks = open_tasks(file.specs, self.info, files, self.reporter.say, self.entries)
+            for task in tasks:
+                self.engine.check_alone(task)
             problem = self.reporter.prepare_tracking(file.specs)
         except UserError as error:
             problem = str(error)
         problem = first_problem(problem, self.parallel)
-        if not problem:
-            try:
-                for task in tasks:  # every rank, since one of them may have to predict for all
-                    self.engine.check_alone(task)
-            except UserError as error:
-                problem = str(error)
         if not problem:
             try:
                 self.register(tasks)

@@ -55,9 +55,9 @@ def test_sizes_tell_rows_labels_and_sequences_apart(group: tuple[int, ...]) -> N
 
 
 def test_on_a_cpu_short_records_of_a_batch_have_one_length() -> None:
-    """Else which of attention's products is which could not be told; long and mixed batches only where asked for."""
+    """Else which of attention's products is which could not be told; records of any length only where asked for."""
     on_cpu = replace(base(), device="cpu")
-    expected: dict[Lengths, set[str]] = {"short": {"short"}, "any": {"short", "long", "mixed"}}
+    expected: dict[Lengths, set[str]] = {"short": {"short"}, "any": {"differ"}}
     for lengths, kinds in expected.items():
         run = rehearsal(
             on_cpu, [signature(), signature(use_dora=True)], [(0,), (0, 1)], 3, CHUNK, lengths
@@ -68,7 +68,7 @@ def test_on_a_cpu_short_records_of_a_batch_have_one_length() -> None:
             found = set()
             for together in zip(*every, strict=True):
                 distinct = {tokens for own in together for tokens in own}
-                found.add("mixed" if len(distinct) > 1 else "short" if max(distinct) <= LONGEST else "long")
+                found.add("differ" if len(distinct) > 1 else "short" if max(distinct) <= LONGEST else "long")
             assert found == kinds, lengths
 
 

@@ -15,7 +15,6 @@ import torch
 
 from megatron_mux.backbone.registry import info_without_weights
 from megatron_mux.errors import UserError
-from megatron_mux.estimate.run_tables import RunTables
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planner import Planner, choose_recompute
@@ -111,7 +110,6 @@ def test_a_gpu_recomputes_layers_where_a_task_does_not_fit_otherwise(tmp_path: P
     loads = {"task": TaskLoad.of(spec, np.array([2048], np.int32), np.array([8], np.int32), info.shape)}
     profile = roofline(info.shape, {"device": "H100", "kind": "cuda", "threads": 1}, 2, 1)
     context = PlanningContext(profile, info, itemsize=2, tasks=loads)
-    context = replace(context, tables=RunTables(context, None, lambda text: None))
     least = {recompute: needed(context, recompute) for recompute in get_args(Recompute)}
     assert least["full"] < least["selective"] < least["none"], "attention's output alone is not kept"
 

@@ -19,11 +19,13 @@ from tests.unit.fusion.planner.limits import MESHES, limited_planner, most_bytes
 
 
 @settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(st.integers(0, 10_000), st.sampled_from(MESHES), st.floats(0.0, 1.1))
-@example(101, Mesh(), 0.24611230194568634)  # its longest sequence takes less a token than shorter ones
-def test_a_plan_under_a_limit_has_one_and_keeps_to_it(seed: int, mesh: Mesh, share: float) -> None:
+@given(st.integers(0, 10_000), st.sampled_from(MESHES), st.floats(0.0, 1.1), st.booleans())
+@example(101, Mesh(), 0.24611230194568634, False)  # its longest sequence takes less a token than shorter ones
+def test_a_plan_under_a_limit_has_one_and_keeps_to_it(
+    seed: int, mesh: Mesh, share: float, by_tables: bool
+) -> None:
     loads = backbone.random_loads(seed, 1 + seed % 5)
-    limited = limited_planner(loads, mesh, share)
+    limited = limited_planner(loads, mesh, share, backbone.MadeUpTables() if by_tables else None)
     try:
         plan = limited.plan(loads)
     except UserError:
@@ -44,7 +46,6 @@ def test_a_plain_plan_counts_records_longer_than_those_of_a_typical_step(chunk: 
         backbone.info(),
         Mesh(pipeline=2),
         chunk=chunk,
-        tables=backbone.MadeUpTables(),
     )
     evaluator = PlanEvaluator(context.with_tasks(loads))
     found = evaluator.with_longest(evaluator.evaluate(evaluator.of_policy("spatial", micro_batches=4)))

@@ -60,20 +60,26 @@ class Run(NamedTuple):
     """What a dry run executes."""
 
     tasks: tuple[str, ...]
-    dtype: Dtype = "bfloat16"
+    dtype: Dtype = "float32"
     mesh: Mesh = Mesh()
     recompute: Recompute = "none"
     residence: Kind = "resident"
     sequence_parallel: bool = False
-    device: Literal["cuda", "cpu"] = "cuda"
+    device: Literal["cpu", "cuda"] = "cpu"
+    tables: bool = False
 
 
 # All kinds and recomputation meet the same closed forms in tests/end_to_end/test_memory_forms.py.
 RUNS = (
-    Run(("lora", "dropped"), "float64", device="cpu"),
+    Run(("lora", "dropped"), "float64"),
     Run(("prefix", "scales", "bottle"), residence="offloaded"),
     Run(("lora", "bottle"), mesh=Mesh(tensor=2), sequence_parallel=True),
     Run(("lora", "all"), mesh=Mesh(pipeline=2)),
+)
+BY_TABLES = (
+    Run(("lora", "dropped"), "float64", tables=True),
+    Run(("prefix", "bottle"), "bfloat16", residence="offloaded", device="cuda", tables=True),
+    Run(("lora", "all"), "bfloat16", mesh=Mesh(pipeline=2), device="cuda", tables=True),
 )
 
 
@@ -92,7 +98,7 @@ def _cases(run: Run) -> Iterator[Case]:
 def _dry_run(run: Run, info: Any) -> tuple[RunSpec, tuple[float, ...]]:
     """What a dry run executes, and what is predicted of it."""
     cases = list(_cases(run))
-    itemsize = {"bfloat16": 2, "float64": 8}[run.dtype]
+    itemsize = {"bfloat16": 2, "float32": 4, "float64": 8}[run.dtype]
     about = {"device": "made-up" if run.device == "cpu" else "H100", "kind": run.device, "threads": 1}
     profile = roofline(info.shape, about, itemsize, run.mesh.tensor)
     context = PlanningContext(
@@ -106,7 +112,8 @@ def _dry_run(run: Run, info: Any) -> tuple[RunSpec, tuple[float, ...]]:
         micro_batches=4 if run.mesh.pipeline > 1 else None,
         chunk=None,
     )
-    context = replace(context, tables=RunTables(context, None, lambda text: None))
+    if run.tables:
+        context = replace(context, tables=RunTables(context, None, lambda text: None))
     loads = {
         c.name: TaskLoad.of(c.spec, c.records.lengths, c.records.label_counts, info.shape) for c in cases
     }
@@ -131,16 +138,19 @@ def _dry_run(run: Run, info: Any) -> tuple[RunSpec, tuple[float, ...]]:
 
 
 @pytest.mark.timeout(300)
-def test_a_plan_takes_what_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("runs", [RUNS, BY_TABLES], ids=["forms", "tables"])
+def test_a_plan_takes_what_is_predicted(
+    runs: tuple[Run, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(step_memory, "FRAGMENTATION", {"none": 0.0})  # dry runs count tensors only
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     info = info_without_weights(tmp_path)
-    asked = [_dry_run(run, info) for run in RUNS]
+    asked = [_dry_run(run, info) for run in runs]
     # The first tensor and data rank of every stage.
-    ranks = [[stage * run.mesh.tensor * run.mesh.data for stage in range(run.mesh.pipeline)] for run in RUNS]
+    ranks = [[stage * run.mesh.tensor * run.mesh.data for stage in range(run.mesh.pipeline)] for run in runs]
     found = iter(dry_runs([(s, r) for (s, _), own in zip(asked, ranks, strict=True) for r in own]))
     wrong = []
-    for run, (_, predicted) in zip(RUNS, asked, strict=True):
+    for run, (_, predicted) in zip(runs, asked, strict=True):
         for stage, bytes_ in enumerate(predicted):
             off = bytes_ / last_step_peak(next(found)) - 1
             print(f"{off:+.1%} stage {stage} of {run}")

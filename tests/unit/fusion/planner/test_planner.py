@@ -24,7 +24,7 @@ meshes = st.builds(Mesh, st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st
 
 def planner(mesh: Mesh, **changes: object) -> Planner:
     profile = backbone.profile(tensor_parallel=mesh.tensor)
-    return Planner(PlanningContext(profile, backbone.info(), mesh, tables=backbone.MadeUpTables(), **changes))  # type: ignore[arg-type]
+    return Planner(PlanningContext(profile, backbone.info(), mesh, **changes))  # type: ignore[arg-type]
 
 
 @settings(max_examples=20, deadline=None)
