@@ -22,11 +22,19 @@ from megatron_mux.memory.forms.method import Method
 from tests.unit.fusion import backbone
 
 
+LABELS = len(COUNTS) + 1
+
+
 def of_attention(load: TaskLoad, feature: str) -> StepMemory:
     """A CPU's memory that keeps a byte for each of a feature of attention, and nothing else."""
+    return of_column(load, COUNTS.index(feature))
+
+
+def of_column(load: TaskLoad, column: int) -> StepMemory:
+    """The same of a feature by its place."""
     memory = backbone.MadeUpTables().memory(Mesh(), "none", [load.signature])
     kept = np.zeros(len(COUNTS) + 2)
-    kept[COUNTS.index(feature)] = 1.0
+    kept[column] = 1.0
     table = PassTable(kept, np.zeros_like(kept), kept[None], np.zeros(1))
     (stage,) = memory.tables
     alone = Memory(memory.signatures, [replace(stage, passes={(0,): table})], memory.layers, memory.chunk)
@@ -40,8 +48,9 @@ def pieces(load: TaskLoad) -> tuple[Slice, ...]:
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=6))
 def test_a_whole_step_is_one_part_of_it(lengths: list[int]) -> None:
     load = backbone.load("t", lengths)
-    for feature in ATTENTION:
-        memory = of_attention(load, feature)
+    prefixed = replace(load, adapter=replace(load.adapter, virtual_tokens=3))
+    for feature, task in [*((feature, load) for feature in ATTENTION), ("masked", prefixed)]:
+        memory = of_attention(task, feature)
         exact, part = memory.of_chunks([pieces(load)]), memory.of_parts(np.ones((1, 1)), np.ones(1))
         assert part.kept == pytest.approx(exact.kept), feature
 
@@ -51,6 +60,8 @@ def test_parts_share_a_step_but_not_its_longest_record() -> None:
     one, four, many = of_attention(load, "pairs").of_parts(np.ones((3, 1)), np.array([1.0, 4.0, 100.0])).kept
     assert one == 8 * pairs_and_padding([40])[0] == 4 * four
     assert many == one / 8, "a part has at least one record"
+    labelled = of_column(load, LABELS).of_parts(np.ones((1, 1)), np.array([100.0])).kept
+    assert labelled == pytest.approx(load.labels[0]), "and its labels"
 
 
 def test_the_record_that_takes_most_need_not_be_the_longest() -> None:
