@@ -78,7 +78,6 @@ RUNS = (
 )
 BY_TABLES = (
     Run(("lora", "dropped"), "float64", tables=True),
-    Run(("prefix", "bottle"), "bfloat16", residence="offloaded", device="cuda", tables=True),
     Run(("lora", "all"), "bfloat16", mesh=Mesh(pipeline=2), device="cuda", tables=True),
 )
 

@@ -21,7 +21,6 @@ from megatron_mux.kernels.short_attention import LONGEST, pairs_and_padding
 from megatron_mux.memory.forms.method import Method
 from tests.unit.fusion import backbone
 
-
 LABELS = len(COUNTS) + 1
 
 
