@@ -55,8 +55,7 @@ class TaskLoad:
         refers: Whether its rows are computed a second time, forward only, with its reference.
         together: Sequences of a record, which are in one micro-batch.
         needs_kl: Whether each step begins with a forward pass over mismatched completions, for KTO's KL term.
-        signature: What decides the bytes of its rows.
-        lasting_share: What of it lasts, as a share of what lasts of a task of the signature.
+        spec: The task itself, for tables of bytes.
     """
 
     name: str
@@ -70,8 +69,7 @@ class TaskLoad:
     refers: bool = False
     together: int = 1
     needs_kl: bool = False
-    signature: Signature = Signature("", 0)  # noqa: RUF009  (frozen)
-    lasting_share: float = 1.0
+    spec: TaskSpec | None = None
 
     @classmethod
     def of(
@@ -93,9 +91,6 @@ class TaskLoad:
         """
         chosen = typical(lengths, min(sequences or spec.sequences_per_step, len(lengths)))
         adapter = TaskAdapters.of(spec, shape)
-        signature = Signature.of(spec.plain()).at_least(
-            1 << (shape.hidden // _PART_OF_HIDDEN).bit_length() >> 1
-        )
         return cls(
             name=spec.name,
             tokens=tuple(int(lengths[i]) for i in chosen),
@@ -108,9 +103,15 @@ class TaskLoad:
             refers=spec.training.refers_in_steps,
             together=spec.training.sequences_per_record,
             needs_kl=spec.training.needs_kl,
-            signature=signature,
-            lasting_share=lasting_share(spec, shape, signature),
+            spec=spec,
         )
+
+    def signature(self, shape: BackboneShape) -> Signature:
+        """What decides the bytes of its rows on a backbone."""
+        if self.spec is None:
+            raise ValueError("tables of bytes are of tasks with a spec")
+        least = 1 << (shape.hidden // _PART_OF_HIDDEN).bit_length() >> 1
+        return Signature.of(self.spec.plain()).at_least(least)
 
     @property
     def ops(self) -> tuple[AdaptedOp, ...]:

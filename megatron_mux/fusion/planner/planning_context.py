@@ -143,9 +143,9 @@ class PlanningContext:
         loads = list(self.tasks.values())
         device = self.profile.about.get("kind", "cpu")
         gpu = assumed(str(self.profile.about.get("device", "")))[0].gpu
+        shape = self.info.shape
         if self.tables is None:
-            shape = self.info.shape
             return FormMemory(shape, loads, self.stages, self.method, self.itemsize, device, gpu)
-        signatures = sorted({load.signature for load in loads})
+        signatures = sorted({load.signature(shape) for load in loads})
         memory = self.tables.memory(self.mesh, self.recompute, signatures, are_short(loads))
-        return StepMemory(memory, loads, device, Allowance.of(device, gpu, self.method))
+        return StepMemory(memory, loads, shape, device, Allowance.of(device, gpu, self.method))

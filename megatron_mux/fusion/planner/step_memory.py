@@ -18,7 +18,7 @@ from megatron_mux.footprint.signature import Signature
 from megatron_mux.fusion.alignment import Chunk, Slice
 from megatron_mux.fusion.contents import contents_of
 from megatron_mux.fusion.mesh import Mesh
-from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.planner.load import TaskLoad, lasting_share
 from megatron_mux.fusion.step import Lengths
 from megatron_mux.gpus import Gpu
 from megatron_mux.kernels.short_attention import LONGEST
@@ -26,6 +26,7 @@ from megatron_mux.memory.estimate import process_overhead
 from megatron_mux.memory.forms.method import Method, Recompute
 from megatron_mux.memory.forms.phases import FRAGMENTATION
 from megatron_mux.memory.untraced import THREADS, cublas_of
+from megatron_mux.shape import BackboneShape
 
 
 class MemorySource(Protocol):
@@ -79,18 +80,24 @@ class StepMemory:
     Args:
         memory: Of their signatures.
         loads: The tasks.
+        shape: The backbone's sizes.
         device: `cpu` or `cuda`.
         allowance: What a rank needs besides.
     """
 
     def __init__(
-        self, memory: Memory, loads: Sequence[TaskLoad], device: str, allowance: Allowance = Allowance()
+        self,
+        memory: Memory,
+        loads: Sequence[TaskLoad],
+        shape: BackboneShape,
+        device: str,
+        allowance: Allowance = Allowance(),
     ) -> None:
         self.overhead = allowance.fixed
-        self._memory, self._loads, self._device = memory, loads, device
+        self._memory, self._loads, self._shape, self._device = memory, loads, shape, device
         self._share = 1 + allowance.share
         place = {signature: i for i, signature in enumerate(memory.signatures)}
-        self._columns = {load.name: place[load.signature] for load in loads}
+        self._columns = {load.name: place[load.signature(shape)] for load in loads}
         self._prefixed = {load.name for load in loads if load.virtual_tokens}
         self._is = np.zeros((len(loads), len(place)))
         self._is[np.arange(len(loads)), list(self._columns.values())] = 1.0
@@ -105,10 +112,15 @@ class StepMemory:
         """`[S]` temporary bytes of the optimizer's step that takes most."""
         return self._memory.updating(self._counts)
 
-    @property
+    @cached_property
     def _counts(self) -> Array:
         """`[signatures]` tasks of each; one of a lower rank is less than one."""
-        found: Array = np.array([load.lasting_share for load in self._loads]) @ self._is
+        shares = [
+            lasting_share(load.spec, self._shape, load.signature(self._shape))
+            for load in self._loads
+            if load.spec is not None
+        ]
+        found: Array = np.array(shares) @ self._is
         return found
 
     def of_chunks(self, chunks: Sequence[Chunk]) -> Taken:

@@ -28,6 +28,7 @@ from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.memory.forms.method import Recompute
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
 from megatron_mux.shape import BackboneShape
+from megatron_mux.tasks import TaskSpec
 
 
 def shape(layers: int = 8, hidden: int = 256) -> BackboneShape:
@@ -87,9 +88,17 @@ def load(
         max_length=max(lengths),
         accumulation=1,
         adapter=TaskAdapters(name, "adamw_torch", sites, values, (0.0,) * layers, 1, 64),
-        signature=Signature(kind, size),
+        spec=_spec(kind, size),
     )
     return dataclasses.replace(found, **changes)
+
+
+def _spec(kind: str, size: int) -> TaskSpec:
+    """A task of which tables of bytes are."""
+    adapter: dict[str, Any] = {"peft_type": kind}
+    if kind.startswith("LORA"):
+        adapter = {"peft_type": "LORA", "r": size, "lora_dropout": 0.1 if kind == "LORA_DROPOUT" else 0.0}
+    return TaskSpec.model_validate({"name": "task", "data": {"path": "none"}, "adapter": adapter})
 
 
 def random_loads(seed: int, count: int | None = None, layers: int = 8) -> dict[str, TaskLoad]:

@@ -42,9 +42,12 @@ def costs(loads: list[TaskLoad], stages: int = 1, **changes: object) -> StageCos
 
 
 def step_memory(loads: list[TaskLoad], stages: int = 1) -> StepMemory:
-    signatures = sorted({load.signature for load in loads})
+    signatures = sorted({load.signature(backbone.shape(LAYERS)) for load in loads})
     return StepMemory(
-        backbone.MadeUpTables(LAYERS).memory(Mesh(pipeline=stages), "none", signatures), loads, "cpu"
+        backbone.MadeUpTables(LAYERS).memory(Mesh(pipeline=stages), "none", signatures),
+        loads,
+        backbone.shape(LAYERS),
+        "cpu",
     )
 
 

@@ -21,6 +21,7 @@ from megatron_mux.kernels.short_attention import LONGEST, pairs_and_padding
 from megatron_mux.memory.forms.method import Method
 from tests.unit.fusion import backbone
 
+SHAPE = backbone.shape()
 LABELS = len(COUNTS) + 1
 
 
@@ -31,13 +32,13 @@ def of_attention(load: TaskLoad, feature: str) -> StepMemory:
 
 def of_column(load: TaskLoad, column: int) -> StepMemory:
     """The same of a feature by its place."""
-    memory = backbone.MadeUpTables().memory(Mesh(), "none", [load.signature])
+    memory = backbone.MadeUpTables().memory(Mesh(), "none", [load.signature(SHAPE)])
     kept = np.zeros(len(COUNTS) + 2)
     kept[column] = 1.0
     table = PassTable(kept, np.zeros_like(kept), kept[None], np.zeros(1))
     (stage,) = memory.tables
     alone = Memory(memory.signatures, [replace(stage, passes={(0,): table})], memory.layers, memory.chunk)
-    return StepMemory(alone, [load], "cpu")
+    return StepMemory(alone, [load], SHAPE, "cpu")
 
 
 def pieces(load: TaskLoad) -> tuple[Slice, ...]:
@@ -73,19 +74,18 @@ def test_the_record_that_takes_most_need_not_be_the_longest() -> None:
 
 
 def test_what_lasts_goes_by_the_values_that_are_trained() -> None:
-    loads = [backbone.load("whole", [8]), backbone.load("half", [8])]
-    tables = backbone.MadeUpTables().memory(Mesh(), "none", [loads[0].signature])
-    whole = StepMemory(tables, loads, "cpu").lasting
-    less = StepMemory(tables, [loads[0], replace(loads[1], lasting_share=0.5)], "cpu").lasting
-    alone = StepMemory(tables, loads[:1], "cpu").lasting
-    assert whole - less == pytest.approx((whole - alone) / 2)
+    loads = [backbone.load("whole", [8], size=16), backbone.load("less", [8], size=12)]
+    tables = backbone.MadeUpTables().memory(Mesh(), "none", [loads[0].signature(SHAPE)])
+    two, one = (StepMemory(tables, own, SHAPE, "cpu").lasting for own in (loads, loads[:1]))
+    more = StepMemory(tables, [loads[0], replace(loads[0], name="again")], SHAPE, "cpu").lasting
+    assert two - one == pytest.approx((more - one) * 12 / 16)
 
 
 def test_a_gpu_needs_more_than_its_tensors() -> None:
     load = backbone.load("t", [64])
-    tables = backbone.MadeUpTables().memory(Mesh(), "none", [load.signature])
-    plain = StepMemory(tables, [load], "cuda")
-    more = StepMemory(tables, [load], "cuda", Allowance.of("cuda", Gpu(), Method()))
+    tables = backbone.MadeUpTables().memory(Mesh(), "none", [load.signature(SHAPE)])
+    plain = StepMemory(tables, [load], SHAPE, "cuda")
+    more = StepMemory(tables, [load], SHAPE, "cuda", Allowance.of("cuda", Gpu(), Method()))
     assert more.overhead > 500 << 20 and plain.overhead == 0
     assert more.of_chunks([pieces(load)]).kept == pytest.approx(1.07 * plain.of_chunks([pieces(load)]).kept)
     assert more.lasting == pytest.approx(plain.lasting)
