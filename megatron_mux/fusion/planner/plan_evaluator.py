@@ -153,13 +153,16 @@ class PlanEvaluator:
         limit = self.stage_limit
         if limit is None:
             return []
-        everyone = range(len(self.loads))
         assert self.limit is not None
         if any(needed > room for needed, room in zip(self.updating, self.limit, strict=True)):
-            return list(everyone)
-        most = np.maximum(self.memory.records, self._most_memory.records).sum(axis=0)
-        most = np.maximum(most, self.memory.longest(everyone))
-        return np.flatnonzero((most > limit).any(axis=1)).tolist()
+            return list(range(len(self.loads)))
+        return np.flatnonzero((self.largest > limit).any(axis=1)).tolist()
+
+    @cached_property
+    def largest(self) -> _Bytes:
+        """`[K, S]` bytes of each task's record that takes most, of a typical step's and the longest there is."""
+        of_steps = np.maximum(self.memory.records, self._most_memory.records).sum(axis=0)
+        return np.maximum(of_steps, self.memory.longest(range(len(self.loads))))
 
     def longest_that_fits(self, task: int) -> int:
         """Tokens of the longest sequence of a task that fits alone; 0 if none does."""

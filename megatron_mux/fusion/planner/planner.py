@@ -333,7 +333,7 @@ def _refuse_too_large(evaluator: PlanEvaluator) -> None:
     problems = []
     for task in evaluator.too_large:
         load, ranks = evaluator.loads[task], context.mesh.pipeline
-        kept = evaluator.memory.longest([task])[0].reshape(-1, ranks).sum(axis=0).tolist()
+        kept = evaluator.largest[task].reshape(-1, ranks).sum(axis=0).tolist()
         needed = max(r + k for r, k in zip(resident, kept, strict=True))
         length = evaluator.longest_that_fits(task)
         advice = f"lower its data.max_length to {length}, " if length >= 2 else ""
