@@ -162,7 +162,8 @@ class PlanEvaluator:
     def largest(self) -> _Bytes:
         """`[K, S]` bytes of each task's record that takes most, of a typical step's and the longest there is."""
         of_steps = np.maximum(self.memory.records, self._most_memory.records).sum(axis=0)
-        return np.maximum(of_steps, self.memory.longest(range(len(self.loads))))
+        found: _Bytes = np.maximum(of_steps, self.memory.longest(range(len(self.loads))))
+        return found
 
     def longest_that_fits(self, task: int) -> int:
         """Tokens of the longest sequence of a task that fits alone; 0 if none does."""
