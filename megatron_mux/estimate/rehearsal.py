@@ -12,7 +12,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -42,10 +41,6 @@ _LABELLED = ((0.05, 0.25), (1.1, 1.4))
 """Labels of a micro-batch as a share of a chunk of logits, in turns: it fills none, or one and a bit of the next."""
 
 
-Lengths = Literal["short", "any"]
-"""Of sequences: up to `LONGEST`, which a CPU's attention computes in its own way, or any."""
-
-
 @dataclass(frozen=True)
 class Rehearsal:
     """A run at a few sizes.
@@ -69,7 +64,7 @@ def rehearsal(
     groups: Sequence[Group],
     layers: int,
     chunk: int,
-    lengths: Lengths = "any",
+    short: bool = False,
 ) -> Rehearsal:
     """The run of these groups.
 
@@ -79,7 +74,7 @@ def rehearsal(
         groups: Which of them share a micro-batch.
         layers: Of each stage, if the backbone has more.
         chunk: Rows whose logits are computed at once.
-        lengths: On a CPU, of sequences.
+        short: Whether, on a CPU, its attention shall compute all sequences as short ones.
     """
     stages = base.plan.ranks
     whole = read_info(base.config, base.quantise).shape.layers
@@ -91,8 +86,8 @@ def rehearsal(
     on_cpu, longest = base.device == "cpu", max(4 * _SHORTEST, min(chunk, _LONGEST))
     if on_cpu:
         # All features at once are fitted: eleven, of which four are of long sequences, and two of each signature.
-        sizes += (12 if lengths == "any" else 4) + 2 * max(map(len, groups))
-        longest = LONGEST if lengths == "short" else 2 * LONGEST
+        sizes += (4 if short else 12) + 2 * max(map(len, groups))
+        longest = LONGEST if short else 2 * LONGEST
         chunk = min(chunk, longest)
     specs = [_spec("task", one, _RECORDS, 1) for one in signatures]
     steps = next(n for n in count(sizes) if n - _warm(specs, n) >= sizes)
@@ -102,11 +97,11 @@ def rehearsal(
     groups = [groups[0][:1], *groups]
     for number, group in enumerate(groups):
         names = []
-        turns = _turns(lengths, sizes, generator) if on_cpu else None
+        turns = _turns(short, sizes, generator) if on_cpu else None
         for signature in group:
             name = f"{number}-{signature}"
             spec = _spec(name, signatures[signature], _RECORDS * base.plan.data, steps)
-            odd = signature == group[0] and (not on_cpu or lengths == "any" or base.tensor > 1)
+            odd = signature == group[0] and (not on_cpu or not short or base.tensor > 1)
             tasks.append(
                 _records(spec, (sizes, base.plan.data), longest, chunk / len(group), odd, generator, turns)
             )
@@ -117,7 +112,7 @@ def rehearsal(
         "auto", stages, tuple(buckets), split=split, schedule="1f1b", tensor=base.tensor, data=base.plan.data
     )
     run = replace(base, config=config, tasks=tasks, plan=plan, steps=steps, rolling=False)
-    return Rehearsal(run, tuple(groups), _warm(specs, steps), on_cpu and lengths == "short")
+    return Rehearsal(run, tuple(groups), _warm(specs, steps), on_cpu and short)
 
 
 def _warm(specs: Sequence[TaskSpec], steps: int) -> int:
@@ -132,12 +127,12 @@ def _spec(name: str, signature: Signature, batch: int, steps: int) -> TaskSpec:
     return TaskSpec.model_validate({"name": name, "data": data, **sections})
 
 
-def _turns(lengths: Lengths, sizes: int, generator: np.random.Generator) -> npt.NDArray[np.float64]:
+def _turns(short: bool, sizes: int, generator: np.random.Generator) -> npt.NDArray[np.float64]:
     """`[2, sizes]` logarithms of the least and the most tokens of each batch's records.
 
     Short records have one length: attention repeats its products as often as lengths need.
     """
-    if lengths == "short":
+    if short:
         least, most = np.log(_ON_CPU[0][0]), np.log(_ON_CPU[1][0])
         return np.tile(generator.uniform(least, most, sizes), (2, 1))
     found: npt.NDArray[np.float64] = np.log(np.array(_ON_CPU, np.float64)[:, np.arange(sizes) % 3])

@@ -92,7 +92,7 @@ class RunTables:
                 run,
                 worker=self._worker,
                 say=self._say,
-                lengths="short" if short else "any",
+                short=short,
                 tolerance=_ON_CPU if run.device == "cpu" else TOLERANCE,
             ).memory(signatures)
         except (NotLinear, WorkerError) as error:

@@ -17,7 +17,7 @@ from megatron_mux.backbone.split import even_split
 from megatron_mux.dry_run.depth import read_info
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import RunSpec
-from megatron_mux.estimate.rehearsal import DEEP, SHALLOW, Lengths, rehearsal
+from megatron_mux.estimate.rehearsal import DEEP, SHALLOW, rehearsal
 from megatron_mux.estimate.solve import TOLERANCE, stage_table
 from megatron_mux.estimate.windows import Windows
 from megatron_mux.files import cache_directory, write_atomically
@@ -44,7 +44,7 @@ class Tables:
         directory: Where tables are kept; None: the user's cache.
         worker: The process for dry runs, which `dry_run.process.prepare` gets ready; None: each call starts one.
         say: Told before dry runs.
-        lengths: On a CPU, of the sequences that tables are for.
+        short: Whether, on a CPU, its attention computes all sequences as short ones.
         tolerance: See `stage_table`.
     """
 
@@ -54,11 +54,12 @@ class Tables:
         directory: Path | None = None,
         worker: Worker | None = None,
         say: Callable[[str], None] = lambda text: None,
-        lengths: Lengths = "any",
+        short: bool = False,
         tolerance: float = TOLERANCE,
     ) -> None:
         self._base = replace(base, tasks=(), plan=replace(base.plan, buckets=()))
-        self._worker, self._say, self._lengths, self._tolerance = worker, say, lengths, tolerance
+        self._worker, self._say, self._tolerance = worker, say, tolerance
+        self._short = short and base.device == "cpu"
         self._shape: BackboneShape = read_info(base.config, base.quantise).shape
         self._directory = cache_directory("tables") if directory is None else directory
 
@@ -91,10 +92,8 @@ class Tables:
         paths = {group: self._path(group, signatures, alike) for group in groups}
         entries = {group: _read(path) for group, path in paths.items()}
         if missing := [group for group in groups if entries[group] is None]:
-            kinds, pairs = (sum(len(group) == size for group in missing) for size in (1, 2))
-            beside = f" and {pairs} pair(s) of them" if pairs else ""
             self._say(
-                f"dry runs to predict the memory of {kinds} kind(s) of tasks{beside}: kept for later runs"
+                f"dry runs to predict memory ({len(missing)} kinds of tasks, and pairs of them): kept for later"
             )
             # Numbers in the entries are those of the group's own signatures: an entry serves any other set.
             for group, entry in zip(missing, self._rehearsed(missing, signatures, alike), strict=True):
@@ -128,7 +127,7 @@ class Tables:
         stages = self._run_stages(alike)
         base = self._run(alike)
         depths = (SHALLOW, DEEP) if alike else (self._shape.layers,)
-        runs = [rehearsal(base, signatures, every, depth, self.chunk, self._lengths) for depth in depths]
+        runs = [rehearsal(base, signatures, every, depth, self.chunk, self._short) for depth in depths]
         each = runs[0].run.world // len(stages)
         parts = [(run.run, stage * each) for stage in stages for run in runs]
         made = iter(dry_runs(parts, whole=True, worker=self._worker))
@@ -163,7 +162,7 @@ class Tables:
             "signatures": [signatures[i].sections for i in group],
             "alike": alike,
             "tolerance": self._tolerance,
-            "lengths": self._lengths if self._base.device == "cpu" else "any",
+            "short": self._short,
             "versions": versions(),
         }
         text = json.dumps(about, sort_keys=True, default=str)

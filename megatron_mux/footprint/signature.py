@@ -61,12 +61,12 @@ class Signature:
             and adapter["init_lora_weights"] in _DRAWN
         ):
             adapter["init_lora_weights"] = True
-            rank = max(_SMALLEST, 1 << (adapter.pop("r") - 1).bit_length())
+            rank = max(_SMALLEST, _up(adapter.pop("r")))
         return cls(json.dumps(found, sort_keys=True), rank)
 
     def at_least(self, rank: int) -> Signature:
-        """The same with this rank, a power of two, if it has a lower one."""
-        return replace(self, rank=max(self.rank, rank)) if self.rank else self
+        """The same with this rank, up to a power of two, if it has a lower one."""
+        return replace(self, rank=max(self.rank, _up(rank))) if self.rank else self
 
     @property
     def task(self) -> dict[str, Any]:
@@ -80,6 +80,11 @@ class Signature:
         if self.rank:
             found["adapter"]["r"] = self.rank
         return found
+
+
+def _up(rank: int) -> int:
+    """To the next power of two."""
+    return 1 << max(0, rank - 1).bit_length()
 
 
 def _decisive(name: str, section: Mapping[str, Any]) -> dict[str, Any]:

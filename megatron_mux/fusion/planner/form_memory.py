@@ -11,7 +11,9 @@ import numpy as np
 from megatron_mux.footprint.content import Array
 from megatron_mux.footprint.memory import Taken
 from megatron_mux.fusion.alignment import Chunk
+from megatron_mux.fusion.contents import contents_of
 from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.step import Lengths
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.memory.forms.engine_bytes import Passes
@@ -66,18 +68,13 @@ class FormMemory:
 
     def of_chunks(self, chunks: Sequence[Chunk]) -> Taken:
         """What exactly these chunks keep, and take besides."""
-        rows = np.zeros((len(chunks), len(self._loads)))
-        labels, copied = np.zeros(len(chunks)), np.zeros(len(chunks))
-        for i, chunk in enumerate(chunks):
-            for piece in chunk:
-                load = self._loads[piece.task]
-                rows[i, self._index[piece.task]] += piece.tokens
-                # Labels are mostly the end of a sequence.
-                whole, own = load.tokens[piece.sequence], load.labels[piece.sequence]
-                labels[i] += max(0, min(piece.stop, whole) - max(piece.start, whole - own))
-                # Put together with what comes before them, and left for later chunks: in each place a copy.
-                copied[i] += load.virtual_tokens + piece.start + piece.tokens * (piece.stop < whole)
-        return _taken(self._forms.passes(Rows(rows, rows.sum(axis=1), labels, copied)))
+        lengths = {name: Lengths(load.tokens, load.labels) for name, load in self._loads.items()}
+        found = contents_of(
+            chunks, lengths, self._index, len(self._index), "cuda"
+        )  # no attention by sequence
+        virtual = [float(sum(self._loads[piece.task].virtual_tokens for piece in chunk)) for chunk in chunks]
+        total, labels = found.rows.sum(axis=1), found.labels.sum(axis=1)
+        return _taken(self._forms.passes(Rows(found.rows, total, labels, found.copied + virtual)))
 
     def of_parts(self, member: Array, parts: Array) -> Taken:
         """The same of one of equal parts of a step of hybrid tasks; its sequences are not divided."""
@@ -90,7 +87,7 @@ class FormMemory:
     def longest(self, tasks: Sequence[int], length: int | None = None) -> Array:
         """`[T, S]` bytes of one record of each task, all of it labelled: kept, and taken besides."""
         lengths = self._longest if length is None else np.full(len(self._loads), float(length))
-        found: Array = np.array(self._records(lengths, length is None)).sum(axis=0)[list(tasks)]
+        found: Array = self._records(lengths, length is None).sum(axis=0)[list(tasks)]
         return found
 
     @cached_property

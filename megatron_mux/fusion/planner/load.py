@@ -49,13 +49,13 @@ class TaskLoad:
         labels: Labelled tokens of each.
         max_length: What sequences are cut to.
         accumulation: Its `gradient_accumulation_steps`: the fewest micro-batches that the user counts on.
+        spec: The task itself, for tables of bytes.
         adapter: Where its adapter acts, and what it holds there.
         stepped: Its parameters, in the order in which its optimizer has them.
         longest: Tokens of the longest record there is; a typical step need not have one.
         refers: Whether its rows are computed a second time, forward only, with its reference.
         together: Sequences of a record, which are in one micro-batch.
         needs_kl: Whether each step begins with a forward pass over mismatched completions, for KTO's KL term.
-        spec: The task itself, for tables of bytes.
     """
 
     name: str
@@ -63,13 +63,13 @@ class TaskLoad:
     labels: tuple[int, ...]
     max_length: int
     accumulation: int
+    spec: TaskSpec
     adapter: TaskAdapters
     stepped: tuple[SteppedTensor, ...] = ()
     longest: int = 0
     refers: bool = False
     together: int = 1
     needs_kl: bool = False
-    spec: TaskSpec | None = None
 
     @classmethod
     def of(
@@ -97,21 +97,18 @@ class TaskLoad:
             labels=tuple(int(label_counts[i]) for i in chosen),
             max_length=spec.data.max_length,
             accumulation=spec.training.gradient_accumulation_steps,
+            spec=spec,
             adapter=adapter,
             stepped=_stepped(spec, shape, adapter),
             longest=int(lengths.max()),
             refers=spec.training.refers_in_steps,
             together=spec.training.sequences_per_record,
             needs_kl=spec.training.needs_kl,
-            spec=spec,
         )
 
     def signature(self, shape: BackboneShape) -> Signature:
         """What decides the bytes of its rows on a backbone."""
-        if self.spec is None:
-            raise ValueError("tables of bytes are of tasks with a spec")
-        least = 1 << (shape.hidden // _PART_OF_HIDDEN).bit_length() >> 1
-        return Signature.of(self.spec.plain()).at_least(least)
+        return Signature.of(self.spec.plain()).at_least(shape.hidden // _PART_OF_HIDDEN)
 
     @property
     def ops(self) -> tuple[AdaptedOp, ...]:

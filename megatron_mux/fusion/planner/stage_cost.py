@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from megatron_mux.footprint.memory import Taken
 from megatron_mux.fusion.alignment import Chunk, Weights
+from megatron_mux.fusion.contents import contents_of
 from megatron_mux.fusion.graphs.launch_order import Interleave, Overlap
 from megatron_mux.fusion.planner.adapter_seconds import AdapterSeconds
 from megatron_mux.fusion.planner.cost import Hybrid, HybridCost
@@ -31,6 +32,7 @@ from megatron_mux.fusion.planner.step_memory import StepMemory
 from megatron_mux.fusion.profiler.core_attention import StageAttention
 from megatron_mux.fusion.profiler.layer_operators import ORDER
 from megatron_mux.fusion.profiler.profile import Profile
+from megatron_mux.fusion.step import Lengths
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.optimizers.registry import OPTIMIZERS
 
@@ -145,19 +147,16 @@ class StageCosts:
 
     def _laid_out(self, chunks: Sequence[Chunk]) -> tuple[Array, Array, Array]:
         """Rows, labels and attention of chunks as for `_combine`."""
-        rows = np.zeros((len(chunks), len(self.loads)))
-        labels = np.zeros(len(chunks))
+        lengths = {load.name: Lengths(load.tokens, load.labels) for load in self.loads}
+        found = contents_of(
+            chunks, lengths, self._index, len(self.loads), "cuda"
+        )  # attention is priced below
         attention = np.zeros((len(chunks), 2, len(self.stages)))
         for i, chunk in enumerate(chunks):
             for piece in chunk:
-                task = self._index[piece.task]
-                load = self.loads[task]
-                rows[i, task] += piece.tokens
-                # Labels are mostly the end of a sequence.
-                whole, own = load.tokens[piece.sequence], load.labels[piece.sequence]
-                labels[i] += max(0, min(piece.stop, whole) - max(piece.start, whole - own))
-                attention[i] += self._attention_of(piece.tokens, load.virtual_tokens + piece.start)
-        return rows, labels, attention
+                past = self.loads[self._index[piece.task]].virtual_tokens + piece.start
+                attention[i] += self._attention_of(piece.tokens, past)
+        return found.rows, found.labels.sum(axis=1), attention
 
     def _combine(
         self, rows: Array, labels: Array, attention: Array, parts: Array, taken: Taken | None

@@ -97,7 +97,8 @@ class StepMemory:
         self._memory, self._loads, self._shape, self._device = memory, loads, shape, device
         self._share = 1 + allowance.share
         place = {signature: i for i, signature in enumerate(memory.signatures)}
-        self._columns = {load.name: place[load.signature(shape)] for load in loads}
+        self._signatures = [load.signature(shape) for load in loads]
+        self._columns = {load.name: place[own] for load, own in zip(loads, self._signatures, strict=True)}
         self._prefixed = {load.name for load in loads if load.virtual_tokens}
         self._is = np.zeros((len(loads), len(place)))
         self._is[np.arange(len(loads)), list(self._columns.values())] = 1.0
@@ -116,9 +117,8 @@ class StepMemory:
     def _counts(self) -> Array:
         """`[signatures]` tasks of each; one of a lower rank is less than one."""
         shares = [
-            lasting_share(load.spec, self._shape, load.signature(self._shape))
-            for load in self._loads
-            if load.spec is not None
+            lasting_share(load.spec, self._shape, own)
+            for load, own in zip(self._loads, self._signatures, strict=True)
         ]
         found: Array = np.array(shares) @ self._is
         return found

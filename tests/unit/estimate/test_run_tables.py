@@ -67,8 +67,8 @@ def test_lengths_matter_on_a_cpu_only(tables: type[Tables]) -> None:
     assert on_gpu.memory(Mesh(), "none", SIGNATURES, True) is on_gpu.memory(Mesh(), "none", SIGNATURES, False)
     source().memory(Mesh(), "none", SIGNATURES, True)
     (gpu, of_gpu), (cpu, of_cpu) = tables.asked
-    assert (gpu.device, of_gpu["lengths"], of_gpu["tolerance"]) == ("cuda", "any", 0.02)
-    assert (cpu.device, of_cpu["lengths"], of_cpu["tolerance"]) == ("cpu", "short", 0.05)
+    assert (gpu.device, of_gpu["short"], of_gpu["tolerance"]) == ("cuda", False, 0.02)
+    assert (cpu.device, of_cpu["short"], of_cpu["tolerance"]) == ("cpu", True, 0.05)
 
 
 def test_ranks_are_those_of_the_mesh(tables: type[Tables]) -> None:

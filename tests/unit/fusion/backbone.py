@@ -121,6 +121,7 @@ class MadeUpTables:
     """A `MemorySource` of that backbone: fp32, some products of a layer kept, more for each kind of adapter."""
 
     layers: int = 8
+    updating: float = 1e3
 
     def memory(
         self, mesh: Mesh, recompute: Recompute, signatures: Sequence[Signature], short: bool = True
@@ -128,18 +129,26 @@ class MadeUpTables:
         """See `MemorySource`."""
         sizes = [len(layers) for layers in mesh.stage_layers(self.layers)]
         last = len(sizes) - 1
-        made = [_table(signatures, i == 0, i == last, recompute, mesh.tensor) for i in range(last + 1)]
+        made = [
+            _table(signatures, i == 0, i == last, recompute, mesh.tensor, self.updating)
+            for i in range(last + 1)
+        ]
         return Memory(signatures, made, sizes, 1 << 14, 4.0 * shape().hidden, mesh.pipeline)
 
 
 def _table(
-    signatures: Sequence[Signature], first: bool, last: bool, recompute: Recompute, tensor: int
+    signatures: Sequence[Signature],
+    first: bool,
+    last: bool,
+    recompute: Recompute,
+    tensor: int,
+    updating: float,
 ) -> StageTable:
     """Of a stage of one layer."""
     known = shape()
     hidden, count = 4.0 * known.hidden, len(signatures)
     own = np.array([400.0 + 8 * one.rank + 100 * len(one.family) for one in signatures])
-    adapters = Lasting(4 * 8 * known.hidden**2 / tensor, 1e4 * np.ones(count), 1e3 * np.ones(count))
+    adapters = Lasting(4 * 8 * known.hidden**2 / tensor, 1e4 * np.ones(count), updating * np.ones(count))
     ends = known.vocab * hidden * (first + last)
     lasting = dataclasses.replace(adapters, backbone=adapters.backbone + ends)
     passes: dict[Group, PassTable] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner.cost import kept_limit
 from megatron_mux.fusion.planner.plan_evaluator import PlanEvaluator
+from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.simulate import simulate
@@ -63,3 +66,16 @@ def test_what_one_bucket_works_with_is_no_reason_to_drop_the_limit() -> None:
     run = StructuredRun(buckets, limit)
     assert max(run.peaks()) <= 10.0
     assert simulate(run.template(), buckets).peaks == tuple(run.peaks())
+
+
+def test_a_step_of_an_optimizer_may_take_the_most() -> None:
+    """More than any pass: it is what is predicted, and what does not fit."""
+    loads = {"t": backbone.load("t", [64] * 4)}
+    tables = backbone.MadeUpTables(updating=1e9)
+    context = PlanningContext(backbone.profile(), backbone.info(), Mesh(pipeline=2), tables=tables)
+    evaluator = PlanEvaluator(context.with_tasks(loads))
+    needed = [held + 1e9 * 4 for held in evaluator.resident]  # of each of a stage's layers
+    assert Planner(context).plan(loads).memory_bytes == pytest.approx(needed)
+    Planner(replace(context, memory_limit=max(needed) + 1)).check(loads)
+    with pytest.raises(UserError, match="the memory limit of"):
+        Planner(replace(context, memory_limit=max(needed) - 1)).check(loads)
