@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,16 +10,22 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_mux.errors import UserError
+from megatron_mux.footprint.content import COUNTS
+from megatron_mux.footprint.memory import Memory
+from megatron_mux.footprint.signature import Signature
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner.cost import kept_limit
 from megatron_mux.fusion.planner.plan_evaluator import PlanEvaluator
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import PlanningContext
+from megatron_mux.kernels.short_attention import LONGEST, pairs_and_padding
+from megatron_mux.memory.forms.method import Recompute
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.simulate import simulate
 from megatron_mux.pipeline.structured import StructuredRun
 from tests.unit.fusion import backbone
 from tests.unit.fusion.planner.limits import MESHES, limited_planner, most_bytes
+from tests.unit.fusion.planner.test_step_memory import tables_of
 
 
 @settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
@@ -79,3 +86,24 @@ def test_a_step_of_an_optimizer_may_take_the_most() -> None:
     Planner(replace(context, memory_limit=max(needed) + 1)).check(loads)
     with pytest.raises(UserError, match="the memory limit of"):
         Planner(replace(context, memory_limit=max(needed) - 1)).check(loads)
+
+
+class OfPairs:
+    """A CPU's memory: a byte for each pair of tokens whose weights short sequences keep, and what lasts."""
+
+    def memory(
+        self, mesh: Mesh, recompute: Recompute, signatures: Sequence[Signature], short: bool
+    ) -> Memory:
+        return tables_of(signatures, COUNTS.index("pairs"))
+
+
+def test_the_longest_record_need_not_be_the_one_that_does_not_fit() -> None:
+    loads = {"t": backbone.load("t", [LONGEST, LONGEST + 1])}  # the longer one keeps no pairs
+    context = PlanningContext(backbone.profile(), backbone.info(), tables=OfPairs())
+    (resident,) = PlanEvaluator(context.with_tasks(loads)).resident
+    needed = resident + pairs_and_padding([LONGEST])[0]
+    fitting = Planner(replace(context, memory_limit=needed + 1))
+    fitting.check(loads)
+    assert fitting.plan(loads).memory_bytes[0] <= needed + 1
+    with pytest.raises(UserError, match="task 't': one sequence of"):
+        Planner(replace(context, memory_limit=needed - 1)).check(loads)

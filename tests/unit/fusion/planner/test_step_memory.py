@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_mux.footprint.content import ATTENTION, COUNTS
 from megatron_mux.footprint.memory import Memory
-from megatron_mux.footprint.table import PassTable
+from megatron_mux.footprint.signature import Signature
+from megatron_mux.footprint.table import Group, PassTable
 from megatron_mux.fusion.alignment import Slice
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner.load import TaskLoad
@@ -32,13 +34,18 @@ def of_attention(load: TaskLoad, feature: str) -> StepMemory:
 
 def of_column(load: TaskLoad, column: int) -> StepMemory:
     """The same of a feature by its place."""
-    memory = backbone.MadeUpTables().memory(Mesh(), "none", [load.signature(SHAPE)])
+    return StepMemory(tables_of([load.signature(SHAPE)], column), [load], SHAPE, "cpu")
+
+
+def tables_of(signatures: Sequence[Signature], column: int) -> Memory:
+    """Tables of that memory, for one signature."""
+    memory = backbone.MadeUpTables().memory(Mesh(), "none", signatures)
     kept = np.zeros(len(COUNTS) + 2)
     kept[column] = 1.0
     table = PassTable(kept, np.zeros_like(kept), kept[None], np.zeros(1))
     (stage,) = memory.tables
-    alone = Memory(memory.signatures, [replace(stage, passes={(0,): table})], memory.layers, memory.chunk)
-    return StepMemory(alone, [load], SHAPE, "cpu")
+    passes: dict[Group, PassTable] = {(0,): table}
+    return Memory(memory.signatures, [replace(stage, passes=passes)], memory.layers, memory.chunk)
 
 
 def pieces(load: TaskLoad) -> tuple[Slice, ...]:
