@@ -4,8 +4,8 @@ python benchmarks/choice.py                                                     
 python benchmarks/choice.py --output benchmarks/results/choice-cpu-2-cores.json   # the JSON, and the table as .md
 
 A small Llama and three tasks, on four processes that compute on the CPU. Memory and seconds of every method that our
-engine runs are predicted, from closed forms and from a measurement of the machine. Then each method trains: first with
-each rank's tensors counted and limited to the budget, as on a GPU of that size, then timed without counting.
+engine runs are predicted, from tables of dry runs and from a measurement of the machine. Then each method trains: first
+with each rank's tensors counted and limited to the budget, as on a GPU of that size, then timed without counting.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megatron_mux.choice.task_file import TaskFile
     from megatron_mux.fusion.device import Device
     from megatron_mux.memory.forms.architecture import Architecture
+    from megatron_mux.memory.forms.method import Method
     from megatron_mux.memory.forms.recipe import Recipe
 
 RANKS = 4
@@ -49,7 +50,7 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 LENGTH = 64
 RESERVE = 1.03
-"""Budget over the memory that predictions are made for: the margin for errors of the closed forms."""
+"""Budget over the memory that predictions are made for: the margin for errors of the tables."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -58,6 +59,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="timed steps, of which the median is taken (5)")
     parser.add_argument("--layers", type=int, default=8, help="layers of the Llama (8)")
     parser.add_argument("--sequences", type=int, default=8, help="sequences in each task's step (8)")
+    parser.add_argument(
+        "--alike", action="store_true", help="three tasks of one kind, whose tables take less time"
+    )
     parser.add_argument("--plain", action="store_true", help="without recomputation and sequence parallelism")
     add_output(parser)
     return parser.parse_args(argv)
@@ -77,13 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         import megatron_mux.engine  # noqa: F401
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        _write_inputs(directory, arguments.layers, arguments.sequences)
+        _write_inputs(directory, arguments.layers, arguments.sequences, arguments.alike)
         result = _measure(directory, arguments)
     publish(result, markdown(result), arguments.output)
     return 0
 
 
-def _write_inputs(directory: Path, layers: int, sequences: int) -> None:
+def _write_inputs(directory: Path, layers: int, sequences: int, alike: bool) -> None:
     """Write a backbone with random weights, and a task file."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -93,7 +97,8 @@ def _write_inputs(directory: Path, layers: int, sequences: int) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     training = {"per_device_train_batch_size": sequences, "max_steps": 100}
     data = {"path": "none.jsonl", "max_length": LENGTH}
-    tasks = [{"name": n, "adapter": a, "data": data, "training": training} for n, a in TASKS.items()]
+    kinds = {name: TASKS["lora"] if alike else adapter for name, adapter in TASKS.items()}
+    tasks = [{"name": n, "adapter": a, "data": data, "training": training} for n, a in kinds.items()]
     (directory / "tasks.yaml").write_text(json.dumps({"tasks": tasks}))
 
 
@@ -102,9 +107,9 @@ def _measure(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     from megatron_mux.memory.forms.recipe import Recipe
 
     file = TaskFile.read(directory / "config.json", directory / "tasks.yaml")
-    architecture, recipe = file.architecture, Recipe(LENGTH, "fp32", adapters=file.adapters)
-    device = measure_device(architecture)
-    ranked = _ranking(architecture, recipe, device, arguments.plain)
+    recipe = Recipe(LENGTH, "fp32", adapters=file.adapters)
+    device = measure_device(file.architecture)
+    ranked = _ranking(file, recipe, device, arguments.plain)
     budget = _budget_for([entry.peak_allocated for entry in ranked(1).entries])
     ranking = ranked(int(budget / RESERVE))
     rows = [_row(entry, directory, file, budget, arguments.steps) for entry in ranking.entries]
@@ -122,23 +127,23 @@ def _measure(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _ranking(
-    architecture: Architecture, recipe: Recipe, device: Device, plain: bool
-) -> Callable[[int], Ranking]:
+def _ranking(file: TaskFile, recipe: Recipe, device: Device, plain: bool) -> Callable[[int], Ranking]:
     """Return a function that ranks the methods for a memory size; offloading is left out, since all share the host."""
     from megatron_mux.choice.ranking import rank
+    from megatron_mux.estimate.method_tables import MethodTables
+    from megatron_mux.gpus import Gpu
+
+    tables = MethodTables(file, "fp32", Gpu(), lambda text: print(text, file=sys.stderr), "cpu")
+
+    def is_compared(method: Method) -> bool:
+        optional = method.recompute != "none" or method.sequence_parallel
+        return not (method.offload or (plain and optional))
 
     def ranked(memory: int) -> Ranking:
-        found = rank(architecture, recipe, RANKS, memory, device, kind="cpu")
-        return replace(found, entries=[entry for entry in found.entries if _is_compared(entry, plain)])
+        architecture = file.architecture
+        return rank(architecture, recipe, RANKS, memory, device, kind="cpu", tables=tables, only=is_compared)
 
     return ranked
-
-
-def _is_compared(entry: Fit, plain: bool) -> bool:
-    method = entry.method
-    optional = method.recompute != "none" or method.sequence_parallel
-    return not (method.offload or entry.command.elsewhere or (plain and optional))
 
 
 def _budget_for(peaks: Sequence[int]) -> int:

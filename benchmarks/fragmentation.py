@@ -1,4 +1,4 @@
-"""Fragmentation of the caching allocator as a share of transient memory: the constant of our closed forms.
+"""Fragmentation of the caching allocator as a share of transient memory: the constant of plans and rankings.
 
 python benchmarks/fragmentation.py                                                  # a few minutes
 python benchmarks/fragmentation.py --output benchmarks/results/fragmentation.json   # the JSON, and the table as .md
@@ -60,7 +60,7 @@ def dry_run_streams() -> Iterator[tuple[str, Stream]]:
     """Record steps of our engine in dry runs, by name."""
     from megatron_mux.dry_run.process import dry_runs
     from megatron_mux.memory.forms.method import Method
-    from tests.end_to_end.test_memory_forms import setting_of
+    from tests.end_to_end.test_method_tables import setting_of
 
     methods = {
         "one GPU": Method(),

@@ -2,6 +2,7 @@
 
 python benchmarks/joining.py --json                       # a file of 1,000,000 records; minutes
 python benchmarks/joining.py --output result.json         # the JSON, and the table as result.md
+python benchmarks/joining.py --unseen-kind                # a small file of another kind, under a limit of memory
 
 A task trains on one core with one thread. Then a task file whose data file has a million pairs is put into the watched
 directory. While these are tokenised, the tokenising process is held (SIGSTOP) during every fourth of the engine's
@@ -10,6 +11,9 @@ tokenising, the time until the new task's first step is measured.
 
 This is measured twice: with the tokenising process allowed on every core (`any core`), until it is done; and on the
 engine's core only (`engine's core`), for `--window` seconds, since idle priority there would make it take hours.
+
+With `--unseen-kind` what is at work, or held, are the dry runs by which memory is predicted of a kind of adapter that
+has not been there before (on every core), and the delay counts from the moment at which the task file appears.
 """
 
 from __future__ import annotations
@@ -37,6 +41,11 @@ WORDS = "a the film story acting music plot is was great terrible long short mov
 HELD = 4
 """The tokenising process is stopped during one of every HELD bursts of steps."""
 WARM_UP_STEPS = 12
+_UNSEEN = {
+    "peft_type": "IA3",
+    "target_modules": ["k_proj", "v_proj", "down_proj"],
+    "feedforward_modules": ["down_proj"],
+}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -54,6 +63,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--allowed", choices=("any", "engine", "both"), default="both", help="cores of the tokenising process"
     )
+    parser.add_argument("--unseen-kind", action="store_true", help="a task of another kind joins, see above")
     parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
     add_output(parser)
     parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
@@ -76,6 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             _make_backbone(arguments.backbone)
         result["backbone"] = arguments.backbone.name
         result["load"] = os.getloadavg()[0]
+        if arguments.unseen_kind:
+            result["unseen kind"] = of_kind(arguments, Path(directory), cores)
+            publish(result, _markdown_of_kind(result), arguments.output, arguments.json)
+            return 0
         data = Path(directory) / "million.jsonl"
         _write_records(data, arguments.records)
         result["megabytes"] = round(data.stat().st_size / 1e6, 1)
@@ -88,6 +102,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def of_kind(arguments: argparse.Namespace, directory: Path, cores: Sequence[int]) -> dict[str, Any]:
+    """The slow-down while the memory of an unseen kind is predicted; its delay, from a run in which nothing is held."""
+    data = directory / "joins.jsonl"
+    _write_records(data, 2000)
+    slowed, whole = (
+        measure(arguments, directory / str(held), data, cores[0], cores, None, _UNSEEN, held)
+        for held in (HELD, 0)
+    )
+    return {**slowed, "first_step_after_s": whole["first_step_after_s"]}
+
+
 def measure(
     arguments: argparse.Namespace,
     directory: Path,
@@ -95,6 +120,8 @@ def measure(
     core: int,
     allowed: Sequence[int],
     window: float | None,
+    adapter: Mapping[str, Any] | None = None,
+    held: int = HELD,
 ) -> dict[str, Any]:
     """Run the engine once while a task joins.
 
@@ -105,6 +132,8 @@ def measure(
         core: The engine's core.
         allowed: Cores of the tokenising process.
         window: Seconds after which the run ends; None to end it once the new task has trained.
+        adapter: Of the task that joins under a limit of memory, whose prediction is observed; None: as the other's.
+        held: What is observed is stopped in one of so many bursts of steps; 0: never.
     """
     watched = directory / "watched"
     watched.mkdir(parents=True)
@@ -112,20 +141,13 @@ def measure(
     _write_records(small, 2000)
     (directory / "tasks.yaml").write_text(json.dumps({"tasks": [_task("trains", small, arguments)]}))
     request = {
-        "arguments": [
-            *("--backbone", str(arguments.backbone), "--mux-tasks", str(directory / "tasks.yaml")),
-            *(
-                "--mux-watch",
-                str(watched),
-                "--mux-data-cache",
-                str(directory / "tokens"),
-                "--mux-no-progress",
-            ),
-        ],
+        "arguments": _command(arguments, directory, watched, limited=adapter is not None),
         "core": core,
         "allowed": list(allowed),
         "window": window,
-        "joins": json.dumps({"tasks": [_task("joins", data, arguments)]}),
+        "joins": json.dumps({"tasks": [_task("joins", data, arguments, adapter)]}),
+        "held": held,
+        "predicted": adapter is not None,
         "watched": str(watched),
         "cache": str(directory / "tokens"),
         "result": str(directory / "result.json"),
@@ -133,7 +155,12 @@ def measure(
     (directory / "request.json").write_text(json.dumps(request))
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, "--engine", str(directory / "request.json")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "MEGATRON_MUX_CACHE": str(directory / "cache"),
+        },
         stdout=subprocess.PIPE,
         text=True,
         check=False,
@@ -142,6 +169,14 @@ def measure(
         raise SystemExit(f"the run failed:\n{ran.stdout}")
     found: dict[str, Any] = json.loads((directory / "result.json").read_text())
     return found
+
+
+def _command(arguments: argparse.Namespace, directory: Path, watched: Path, limited: bool) -> list[str]:
+    """The arguments of the run."""
+    words: list[str | Path] = ["--backbone", arguments.backbone, "--mux-tasks", directory / "tasks.yaml"]
+    words += ["--mux-watch", watched, "--mux-data-cache", directory / "tokens", "--mux-no-progress"]
+    words += ["--mux-memory-limit", "16GiB"] * limited
+    return list(map(str, words))
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -167,13 +202,32 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n".join([title, "", *table(headings, rows)])
 
 
+def _markdown_of_kind(result: Mapping[str, Any]) -> str:
+    """Render the line of an unseen kind."""
+    one = result["unseen kind"]
+    title = (
+        f"**A task of an unseen kind joins** under a limit of memory on {result['cpu']}, {result['cores']} cores; "
+        f"{result['backbone']}, one thread, steps of {result['batch']} sequences; load of the machine before: "
+        f"{result['load']:.1f}."
+    )
+    step = f"{one['held_step_s']:.3f} -> {one['step_s']:.3f} ({one['slower']:+.1%})"
+    headings = "median step of the running task, dry runs held -> at work | steps | first step"
+    return "\n".join(
+        [title, "", *table(headings, [(step, one["steps"], f"{one['first_step_after_s']:.1f} s")])]
+    )
+
+
 class _Observer:
-    """Observes the engine in its process: records bursts of steps, stops and resumes tokenising, ends the run."""
+    """Observes the engine in its process: records bursts of steps, stops and resumes tokenising or dry runs, ends the
+    run.
+    """
 
     def __init__(self, request: Mapping[str, Any]) -> None:
         self.request = request
         self.bursts: list[dict[str, Any]] = []
         self.child: Any = None
+        self.worker: Any = None
+        self.work: Any = None
         self.held = self.exited = False
         self.dropped = 0.0
         self._steps = 0
@@ -189,17 +243,28 @@ class _Observer:
             path = Path(self.request["watched"]) / "joins.yaml"
             path.with_name(".joins").write_text(self.request["joins"])
             path.with_name(".joins").rename(path)
-        if self.child is not None and self.child.returncode is None:
-            hold = len(self.bursts) % HELD == 0
+        if self.at_work or self.held:
+            every = self.request["held"]
+            hold = self.at_work and every > 0 and len(self.bursts) % every == 0
             if hold != self.held:
-                os.kill(self.child.pid, signal.SIGSTOP if hold else signal.SIGCONT)
+                number = signal.SIGSTOP if hold else signal.SIGCONT
+                if self.request["predicted"]:
+                    os.killpg(self.worker.pid, number)
+                else:
+                    os.kill(self.child.pid, number)
                 self.held = hold
+
+    @property
+    def at_work(self) -> bool:
+        """Whether what is observed is under way."""
+        if self.request["predicted"]:
+            return self.work is not None and not self.work.done()
+        return self.child is not None and self.child.returncode is None
 
     def after(self, began: float, tasks: Sequence[str], results: Sequence[Any]) -> None:
         """Called after a burst of steps: record it, and end the run when it is complete."""
         now = time.time()
-        state = "none" if self.child is None or self.child.returncode is not None else "at work"
-        state = "held" if state == "at work" and self.held else state
+        state = "none" if not self.at_work else "held" if self.held else "at work"
         burst = {"began": began, "seconds": (now - began) / len(results), "steps": len(results)}
         self.bursts.append({**burst, "tasks": list(tasks), "tokenising": state, "exited": self.exited})
         self._steps += len(results)
@@ -213,7 +278,7 @@ class _Observer:
         for burst in self.bursts[3:]:
             if "joins" not in burst["tasks"]:
                 seconds[burst["tokenising"]] += [burst["seconds"]] * burst["steps"]
-        held, at_work = statistics.median(seconds["held"]), statistics.median(seconds["at work"])
+        held, at_work = (statistics.median(seconds[name] or [float("nan")]) for name in ("held", "at work"))
         found: dict[str, Any] = {
             "held_step_s": held,
             "step_s": at_work,
@@ -221,7 +286,9 @@ class _Observer:
             "steps": {name: len(values) for name, values in seconds.items()},
         }
         joined = [burst for burst in self.bursts if "joins" in burst["tasks"]]
-        if joined:
+        if joined and self.request["predicted"]:
+            found["first_step_after_s"] = joined[0]["began"] - self.dropped
+        elif joined:
             # The last large file of a cache entry; the tokenising process ends soon after.
             done = max(path.stat().st_mtime for path in Path(self.request["cache"]).glob("*/index.bin"))
             found["tokenised_s"] = done - self.dropped
@@ -237,6 +304,8 @@ def _run_engine(request: Mapping[str, Any]) -> int:
     import pretrain_mux
     from megatron_mux.data.background import BackgroundTokenising
     from megatron_mux.engine import Engine
+    from megatron_mux.estimate.run_tables import RunTables
+    from megatron_mux.memory import worker
 
     observer = _Observer(request)
     steps, begin = Engine.steps, BackgroundTokenising.__init__
@@ -253,6 +322,18 @@ def _run_engine(request: Mapping[str, Any]) -> int:
         observer.child = self._process
         os.sched_setaffinity(self._process.pid, request["allowed"])
 
+    start, prepare = worker._Process.__init__, RunTables.prepare
+
+    def observed_start(self: worker._Process, *arguments: Any) -> None:
+        start(self, *arguments)
+        observer.worker = self._process
+        os.sched_setaffinity(self._process.pid, request["allowed"])
+
+    def observed_prepare(self: RunTables, *arguments: Any) -> Any:
+        observer.work = prepare(self, *arguments)
+        return observer.work
+
+    worker._Process.__init__, RunTables.prepare = observed_start, observed_prepare  # type: ignore
     Engine.steps = observed_steps  # type: ignore
     BackgroundTokenising.__init__ = observed_begin  # type: ignore
     status = pretrain_mux.main(request["arguments"])
@@ -261,10 +342,12 @@ def _run_engine(request: Mapping[str, Any]) -> int:
     return status
 
 
-def _task(name: str, data: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def _task(
+    name: str, data: Path, arguments: argparse.Namespace, adapter: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     return {
         "name": name,
-        "adapter": {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]},
+        "adapter": adapter or {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]},
         "data": {"path": str(data), "max_length": arguments.max_length},
         "training": {"per_device_train_batch_size": arguments.batch, "max_steps": 1_000_000},
     }

@@ -2,12 +2,13 @@
 
 python benchmarks/memory_tables.py --cases 40                     # drawn by seed: some twenty minutes on two cores
 python benchmarks/memory_tables.py --cases 40 --mixtures 10 --output benchmarks/results/memory-tables.json
+python benchmarks/memory_tables.py --dtype float32 --output benchmarks/results/memory-tables-fp32.json
 python benchmarks/memory_tables.py --cases 0 --on-cpu --output benchmarks/results/memory-tables-cpu.json
 
-A table is solved from runs of three and four layers of each stage at a few sizes, on fake tensors; the dry run that it
-is compared with has up to twelve layers and records of other lengths. Both are bytes of tensors on the first rank of
-each stage. Nothing is measured: the result is the same on every machine. With `--output`, cases that it has are not run
-again. The exit status is 1 if an error exceeds `--tolerance`.
+A table is solved from a run of three layers of each stage at a few sizes, and of two at one, on fake tensors; the dry
+run that it is compared with has up to twelve layers and records of other lengths. Both are bytes of tensors on the
+first rank of each stage. Nothing is measured: the result is the same on every machine. With `--output`, cases that it
+has are not run again. The exit status is 1 if an error exceeds `--tolerance`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--cases", type=int, default=40, help="of one kind each (40)")
     parser.add_argument("--mixtures", type=int, default=0, help="of three kinds in a micro-batch (0)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of drawn cases")
     parser.add_argument("--on-cpu", action="store_true", help="eight cases on a CPU, too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tolerance", type=float, default=0.025)
@@ -46,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     from tests.end_to_end.table_cases import drawn, on_cpu
 
-    cases = [*drawn(arguments.cases, arguments.seed), *drawn(arguments.mixtures, arguments.seed, mixed=3)]
+    seed, dtype = arguments.seed, arguments.dtype
+    cases = [*drawn(arguments.cases, seed, 0, dtype), *drawn(arguments.mixtures, seed, 3, dtype)]
     cases += on_cpu() if arguments.on_cpu else []
     found: dict[str, list[dict[str, Any]]] = {}
     if arguments.output is not None and arguments.output.exists():

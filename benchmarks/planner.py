@@ -138,7 +138,12 @@ def _large(seed: int, count: int) -> dict[str, float]:
     """Measure what `tools/plan.py` does for so many tasks and 8 stages: divide layers, plan, and compare."""
     tasks = backbone.random_loads(seed, count)
     context = PlanningContext(
-        backbone.profile(), backbone.info(), Mesh(pipeline=8), rolling=ROLLING_STEPS, tasks=tasks
+        backbone.profile(),
+        backbone.info(),
+        Mesh(pipeline=8),
+        rolling=ROLLING_STEPS,
+        tasks=tasks,
+        tables=backbone.MadeUpTables(),
     )
     gc.freeze()  # as the tool does
     before = _mebibytes("VmRSS")

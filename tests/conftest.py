@@ -25,3 +25,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_MUX_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_stays() -> Iterator[None]:
+    """The process for dry runs of plans, which a run keeps ready, ends with the tests of a module."""
+    yield
+    tables = sys.modules.get("megatron_mux.estimate.run_tables")
+    if tables is not None:
+        tables.end_worker()

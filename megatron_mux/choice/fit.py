@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
+from megatron_mux.choice.engine_step import Tables, step_memory
 from megatron_mux.choice.flags import Command, command
 from megatron_mux.choice.speed import step_seconds
 from megatron_mux.choice.task_file import FileStep
@@ -18,7 +19,6 @@ from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.phases import Phase, StepMemory
 from megatron_mux.memory.forms.recipe import Recipe
-from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.largest_batch import largest_batch
 from megatron_mux.memory.step_profile import Profiles
 
@@ -161,6 +161,7 @@ class Fitting:
         device: The GPU's speeds.
         kind: `cuda`, or `cpu` for processes that compute there.
         profiles: Profiles of full fine-tuning; None where only adapters are trained.
+        tables: Of tasks; None in full fine-tuning.
     """
 
     def __init__(
@@ -171,9 +172,10 @@ class Fitting:
         device: Device,
         kind: str = "cuda",
         profiles: Profiles | None = None,
+        tables: Tables | None = None,
     ) -> None:
         self._architecture, self._recipe, self._memory, self._device = architecture, recipe, memory, device
-        self._kind, self._profiles = kind, profiles
+        self._kind, self._profiles, self._tables = kind, profiles, tables
         self._gpu = assumed(device.name)[0].gpu
         self._tasks = FileStep(recipe.adapters)
 
@@ -230,5 +232,11 @@ class Fitting:
 
     def _step(self, method: Method, recipe: Recipe) -> StepMemory:
         return step_memory(
-            self._architecture, recipe, method, self._profiles, device=self._kind, gpu=self._gpu
+            self._architecture,
+            recipe,
+            method,
+            self._profiles,
+            self._tables,
+            device=self._kind,
+            gpu=self._gpu,
         )

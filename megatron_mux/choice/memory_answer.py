@@ -16,6 +16,7 @@ from megatron_mux.memory.traced_estimate import TracedEstimate, traced_estimate
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from megatron_mux.choice.engine_step import Tables
     from megatron_mux.choice.fit import Fit
     from megatron_mux.choice.ranking import Ranking
     from megatron_mux.choice.task_file import TaskFile
@@ -36,7 +37,7 @@ class MemoryAnswer:
 
     Attributes:
         question: The question.
-        ranking: All methods, ranked by closed forms; None if not asked for or refused.
+        ranking: All methods, ranked; None if not asked for or refused.
         trace: A traced step on one GPU or with plain data parallelism; None if not asked for or refused.
         refusals: Why an estimator refused, where another one answers.
     """
@@ -47,13 +48,16 @@ class MemoryAnswer:
     refusals: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, question: Question, arguments: Namespace, file: TaskFile | None) -> MemoryAnswer:
+    def of(
+        cls, question: Question, arguments: Namespace, file: TaskFile | None, tables: Tables | None = None
+    ) -> MemoryAnswer:
         """Ask the methods that `--method` names.
 
         Args:
             question: The question.
             arguments: Parsed arguments of the tool.
             file: The tasks that train together; None for full fine-tuning, or for one traced task.
+            tables: Of the tasks' bytes.
 
         Raises:
             UserError: No method answers.
@@ -66,7 +70,7 @@ class MemoryAnswer:
             )
 
             try:
-                answer.ranking = ranked(question, arguments, file)
+                answer.ranking = ranked(question, arguments, file, tables)
             except UserError as error:
                 if arguments.method == "ours" or file is not None:
                     raise
@@ -183,7 +187,8 @@ def _show(console: Console, ranking: Ranking, command: str) -> None:
 
     count = len(ranking.entries)
     which = f"the first {_SHOWN} of {count} methods" if count > _SHOWN else f"{count} method(s)"
-    table = Table(title=f"by closed forms of ours: {which}", caption=_CAPTION)
+    how = "tables of this engine" if ranking.tasks else "closed forms of ours"
+    table = Table(title=f"by {how}: {which}", caption=_CAPTION)
     table.add_column("method", no_wrap=True)
     table.add_column("")
     for column in ("fits", "here", "parts", "batch", "GiB", "worst", "tokens/s"):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from megatron_mux.choice.engine_step import Tables
 from megatron_mux.choice.fit import Fit, Fitting
+from megatron_mux.choice.flags import not_by_this_engine
 from megatron_mux.choice.task_file import TaskFile
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.device import Device, device_of
 from megatron_mux.gpus import known
 from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.method import impossible, methods
+from megatron_mux.memory.forms.method import Method, impossible, methods
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.skeleton import read_architecture
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
@@ -27,7 +30,8 @@ class Ranking:
 
     Attributes:
         entries: The methods.
-        impossible: Methods that the model's sizes exclude, and why.
+        impossible: Methods that the model's sizes exclude, that the engine does not run or whose memory cannot be
+            predicted, and why.
         device: The GPU whose speeds are assumed.
         tasks: The tasks that are trained; empty: every parameter is.
     """
@@ -66,16 +70,20 @@ class Ranking:
         }
 
 
-def answer(question: Question, how: Namespace, file: TaskFile | None = None) -> Ranking:
+def answer(
+    question: Question, how: Namespace, file: TaskFile | None = None, tables: Tables | None = None
+) -> Ranking:
     """Rank every method for a user's question.
 
     Args:
         question: The model, the GPUs, the length and the batch.
         how: `precision`, `optimizer`, `master_weights`, `attention`, `device`, as parsed by the tool.
         file: The tasks that train a frozen backbone; None: every parameter is trained.
+        tables: Of the tasks' bytes.
 
     Raises:
-        UserError: A name is unknown, the model is not understood, or its experts are placed on other numbers of ranks.
+        UserError: A name is unknown, the model is not understood, its experts are placed on other numbers of ranks, or
+            the engine runs none of the methods.
     """
     known(how.device)
     adapters = file.adapters if file is not None else ()
@@ -90,6 +98,7 @@ def answer(question: Question, how: Namespace, file: TaskFile | None = None) -> 
         device_of("cuda", how.device, 0),
         question.batch,
         profiles=StepProfiles(question, recipe.autocast) if file is None else None,
+        tables=tables,
     )
 
 
@@ -102,6 +111,8 @@ def rank(
     batch: int | None = None,
     kind: str = "cuda",
     profiles: Profiles | None = None,
+    tables: Tables | None = None,
+    only: Callable[[Method], bool] = lambda method: True,
 ) -> Ranking:
     """Rank every method.
 
@@ -114,14 +125,47 @@ def rank(
         batch: Sequences of a micro-batch; None for as many as fit. Not used for tasks, which set their own.
         kind: `cuda`, or `cpu` for processes that compute there.
         profiles: Profiles of full fine-tuning.
+        tables: Of tasks.
+        only: Which methods.
     """
-    fit = Fitting(architecture, recipe, memory, device, kind, profiles)
-    asked = methods(gpus, architecture, recipe)
+    fit = Fitting(architecture, recipe, memory, device, kind, profiles, tables)
+    asked = [method for method in methods(gpus, architecture, recipe) if only(method)]
+    excluded = impossible(gpus, architecture)
+    if recipe.frozen:  # what the engine refuses cannot be predicted from it
+        why = partial(not_by_this_engine, recipe=recipe, model_type=architecture.model_type)
+        refused = {method.name: reason for method in asked if (reason := why(method)) is not None}
+        asked = [method for method in asked if method.name not in refused]
+        excluded |= refused
+        if refused and not asked:
+            raise UserError(f"this engine runs none of the methods: {'; '.join(sorted({*refused.values()}))}")
     if not asked and architecture.placement is not None:
         ranks = architecture.placement.size
         raise UserError(f"--mux-expert-placement: is for {ranks} expert ranks, which {gpus} GPU(s) cannot be")
+    if tables is not None:
+        asked = _predictable(asked, tables, excluded)
     found = [fit(method, batch) for method in asked]
     # Sorting keeps the order of equals: the plainest first.
     fitting = sorted((one for one in found if one.fits), key=lambda one: -one.throughput)
     others = sorted((one for one in found if not one.fits), key=lambda one: one.peak_process)
-    return Ranking([*fitting, *others], impossible(gpus, architecture), device.name, recipe.adapters)
+    return Ranking([*fitting, *others], excluded, device.name, recipe.adapters)
+
+
+def _predictable(asked: Sequence[Method], tables: Tables, excluded: dict[str, str]) -> list[Method]:
+    """The methods whose tables could be made; why others are missing is added to `excluded`.
+
+    Raises:
+        UserError: There is none.
+    """
+    tables.prepare(asked)
+    found, problems = [], dict[str, str]()
+    for method in asked:
+        try:
+            tables(method)
+            found.append(method)
+        except UserError as error:
+            name = f"{method.name} ({method.details})" if method.details else method.name
+            problems[name] = " ".join(error.problems)
+    if asked and not found:
+        raise UserError(*dict.fromkeys(problems.values()))
+    excluded |= problems
+    return found

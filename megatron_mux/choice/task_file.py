@@ -21,7 +21,8 @@ from megatron_mux.memory.forms.architecture import Architecture, architecture_of
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.quantised.scheme import Method
-from megatron_mux.tasks import load_task_file
+from megatron_mux.shape import BackboneShape
+from megatron_mux.tasks import TaskSpec, load_task_file
 
 Content = Counter[str]
 """Number of sequences of each task in a micro-batch, by the task's name."""
@@ -101,11 +102,17 @@ class TaskFile:
         path: Path of the file.
         architecture: The backbone's architecture.
         adapters: The adapters of its tasks, in the file's order.
+        specs: The tasks.
+        shape: The backbone's sizes.
+        quantise: How its weights are quantised on load.
     """
 
     path: Path
     architecture: Architecture
     adapters: tuple[TaskAdapters, ...]
+    specs: tuple[TaskSpec, ...]
+    shape: BackboneShape
+    quantise: Method | None = None
 
     @classmethod
     def read(
@@ -136,7 +143,8 @@ class TaskFile:
                 problems += [f"{tasks}: task {spec.name!r}: {problem}" for problem in error.problems]
         if problems:
             raise UserError(*problems)
-        return cls(tasks, architecture_of(shape, *experts.read(shape)), tuple(found))
+        architecture = architecture_of(shape, *experts.read(shape))
+        return cls(tasks, architecture, tuple(found), tuple(specs), shape, quantise)
 
     def check(self, positions: int | None, length: int | None) -> None:
         """Refuse sequences that are longer than the model or the user allows.

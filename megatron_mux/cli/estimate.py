@@ -9,8 +9,9 @@
 Only config.json is read: no weights, and no GPU is needed. Methods:
 
 - `ours`: every division among GPUs (data, tensor, pipeline, expert; ZeRO; recomputation; offload), ranked by predicted
-  speed. For a task file it uses closed forms of this engine; for full fine-tuning it traces the model's layers in
-  `transformers`, and uses closed forms for how ranks divide weights, gradients and optimizer states.
+  speed. For a task file it takes memory from dry runs of this engine at a few sizes, which are kept; for full
+  fine-tuning it traces the model's layers in `transformers`, and uses closed forms for how ranks divide weights,
+  gradients and optimizer states.
 - `trace`: a step of `transformers` (and `peft`, for a task file of one task) traced with fake tensors and replayed
   through PyTorch's caching allocator with the options in PYTORCH_ALLOC_CONF; on one GPU or with plain data parallelism.
 - `dry-run`: a step of this engine with fake tensors, with the best method of `ours` or with `--plan`.
@@ -24,8 +25,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from shlex import quote
 from typing import TYPE_CHECKING
 
@@ -39,6 +41,7 @@ from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from megatron_mux.choice.engine_step import Tables
     from megatron_mux.choice.task_file import TaskFile
     from megatron_mux.memory.question import Question
     from megatron_mux.memory.store import SavedOutput
@@ -209,7 +212,8 @@ def _answer(arguments: argparse.Namespace, console: Console | None) -> tuple[Sav
         check(arguments.plot)
     with Tracer() as tracer:
         question, file = _question(arguments, tracer)
-        answer = MemoryAnswer.of(question, arguments, file)
+        tables = _tables(arguments)(file) if file is not None else None
+        answer = MemoryAnswer.of(question, arguments, file, tables)
     if arguments.plot:
         answer.draw(arguments.plot)
     if console is None:
@@ -232,11 +236,24 @@ def _dry_run(arguments: argparse.Namespace, console: Console | None, start: floa
     if arguments.plot:
         check(arguments.plot)
     skeleton = Skeleton(arguments.model, Store("models"))
-    question, result = command.run(arguments, skeleton, to_stderr)
+    question, result = command.run(arguments, skeleton, to_stderr, _tables(arguments))
     if console is None:
         print(json.dumps({**result, **about(question), "seconds": time.perf_counter() - start}))
     else:
         command.show(console, result, _command(arguments, question))
+
+
+def _tables(arguments: argparse.Namespace) -> Callable[[TaskFile], Tables]:
+    """Return what makes the tables of a task file's bytes, which takes seconds: people are told."""
+
+    def made(file: TaskFile) -> Tables:
+        from megatron_mux.estimate.method_tables import MethodTables
+        from megatron_mux.gpus import known
+
+        say = to_stderr if sys.stderr.isatty() else lambda text: None
+        return MethodTables(file, arguments.precision, known(arguments.device).gpu, say)
+
+    return made
 
 
 def _question(arguments: argparse.Namespace, tracer: Tracer) -> tuple[Question, TaskFile | None]:

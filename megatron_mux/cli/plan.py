@@ -179,7 +179,7 @@ def run(arguments: argparse.Namespace) -> None:
     info = read_backbone_info(arguments.backbone, arguments.backbone_dtype)
     if arguments.subgraphs:
         info.shape.refuse("--subgraphs", "latent", "experts")
-    tasks = open_tasks(specs, info, DataFiles(load_tokenizer(info.tokenizer), to_stderr), _say_nothing)
+    tasks = open_tasks(specs, info, DataFiles(load_tokenizer(info.tokenizer), to_stderr), lambda text: None)
     loads = {t.spec.name: TaskLoad.of(t.spec, t.data.lengths, t.data.label_counts, info.shape) for t in tasks}
     if arguments.gpus is None:
         meshes = [_mesh(arguments, info, loads)]
@@ -286,7 +286,7 @@ def _plans(
         own = profile(replace(mesh, pipeline=1, data=1))
         context = _context(arguments, info, loads, mesh, own, dtype.itemsize)
         start = time.perf_counter()
-        say = to_stderr if len(meshes) == 1 else _say_nothing  # of several, the flags tell
+        say = to_stderr if len(meshes) == 1 else lambda text: None  # of several, the flags tell
         planner = Planner(choose_recompute(context, kind, arguments.recompute_granularity, divide, say))
         try:
             found.append((planner, planner.plan(loads), time.perf_counter() - start))
@@ -296,7 +296,15 @@ def _plans(
             refused[mesh] = error.problems[0]
     if not found:
         raise UserError(*dict.fromkeys(refused.values()))
-    return sorted(found, key=lambda entry: entry[1].predicted_latency_s or 0.0), refused
+    found.sort(key=lambda entry: entry[1].predicted_latency_s or 0.0)
+    planner, best, seconds = found[0]  # without a limit memory is predicted of this one, on a CPU of none
+    if not arguments.memory_limit and kind != "cpu" and planner.context.mesh.predicts_memory:
+        planner = Planner(_with_tables(arguments, planner.context))
+        try:
+            found[0] = planner, planner.priced(best, loads), seconds
+        except UserError as error:  # nobody has asked for it
+            to_stderr(str(error))
+    return found, refused
 
 
 def _context(
@@ -312,7 +320,7 @@ def _context(
 
     # With experts tensor parallelism needs it.
     divides_rows = arguments.sequence_parallel or info.shape.experts is not None
-    return PlanningContext(
+    context = PlanningContext(
         profile,
         info,
         mesh,
@@ -328,6 +336,14 @@ def _context(
         interleave=arguments.interleave,
         tasks=loads,
     )
+    return _with_tables(arguments, context) if arguments.memory_limit else context
+
+
+def _with_tables(arguments: argparse.Namespace, context: PlanningContext) -> PlanningContext:
+    """The context that can predict memory."""
+    from megatron_mux.estimate.run_tables import RunTables
+
+    return replace(context, tables=RunTables(context, arguments.backbone_dtype, to_stderr))
 
 
 def _device(arguments: argparse.Namespace) -> tuple[str, Any]:
@@ -381,7 +397,3 @@ def _command(arguments: argparse.Namespace, context: PlanningContext) -> str:
         else "--mux-plan FILE (--output FILE writes it)"
     )
     return " ".join(words)
-
-
-def _say_nothing(text: str) -> None:
-    pass

@@ -17,12 +17,17 @@ from megatron_mux.tasks import load_task_file
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from megatron_mux.choice.engine_step import Tables
+    from megatron_mux.choice.task_file import TaskFile
     from megatron_mux.dry_run.selection import Selection
     from megatron_mux.memory.tensors import Skeleton
 
 
 def run(
-    arguments: Namespace, skeleton: Skeleton, say: Callable[[str], None]
+    arguments: Namespace,
+    skeleton: Skeleton,
+    say: Callable[[str], None],
+    tables: Callable[[TaskFile], Tables],
 ) -> tuple[Question, dict[str, Any]]:
     """Answer the tool's question in JSON form; draw the picture if `--plot` is given.
 
@@ -30,6 +35,7 @@ def run(
         arguments: Parsed arguments of the tool.
         skeleton: The model without weights.
         say: Called with progress messages.
+        tables: Of a task file's bytes, by which methods are ranked.
 
     Raises:
         UserError: The input is wrong, or a dry run cannot execute it.
@@ -52,7 +58,7 @@ def run(
         return question, json.loads(said.output)
     from megatron_mux.dry_run.selection import choose  # imports torch, which takes seconds
 
-    answer = choose(arguments, question, specs, say)
+    answer = choose(arguments, question, specs, say, tables)
     if arguments.plot:
         _draw(answer, arguments.plot, question)
     told = answer.to_json()

@@ -146,6 +146,7 @@ def record_steps(
         engine = Engine(stages, parallel, Planning("auto", plan.stages, given=plan))
         watch.follow_adapters(engine.adapters)
         watch.follow_transfers(engine.communicator)
+        watch.follow_sums(engine)
         for one in run.tasks:
             watch.mark(JOINS)
             engine.register_tasks([_task(one, stages[0].shape)])

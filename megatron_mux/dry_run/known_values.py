@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,7 +64,10 @@ def with_values(func: Any, args: Any, kwargs: dict[str, Any], run: Callable[[], 
         args, kwargs: Its arguments, at least one of them fake, or the device of a new tensor.
         run: Runs it on the fake tensors.
     """
-    if _DYNAMIC in func.tags:
+    first = args[0] if args else None
+    if isinstance(first, FakeTensor) and first.dtype.is_floating_point and not _has_dynamic_shape(func):
+        return run()  # most calls: only integers are known, and what comes of integers alone
+    if _has_dynamic_shape(func):
         values = _computed(func, args, kwargs)
         if values is None:
             return run()
@@ -78,6 +82,11 @@ def with_values(func: Any, args: Any, kwargs: dict[str, Any], run: Callable[[], 
         for tensor in _written(func, args):
             set_known(tensor, None)
     return made
+
+
+@cache
+def _has_dynamic_shape(func: Any) -> bool:
+    return _DYNAMIC in func.tags
 
 
 def _with_known(made: Any, values: Any) -> Any:

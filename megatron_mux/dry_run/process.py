@@ -8,10 +8,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar
 
+from megatron_mux.attributes import replaced
 from megatron_mux.dry_run.run_spec import Recording, RunSpec
 from megatron_mux.errors import UserError
 from megatron_mux.memory.stream.events import StreamError
@@ -57,13 +59,18 @@ def dry_runs(
         return []
     with nullcontext(worker) if worker is not None else Worker(seconds) as process:
         try:
-            return process.submit(_recordings, parts, whole).result()
+            return process.submit(recordings, parts, whole).result()
         except UserError as error:
             raise WorkerError(" ".join(str(error).split())) from None
 
 
-def _recordings(parts: Sequence[Part], whole: bool) -> list[Recording]:
-    """In the process: the recordings in the order of the parts; deep stages from shallow ones if those line up."""
+def recordings(parts: Sequence[Part], whole: bool, nice: int = 0) -> list[Recording]:
+    """In the process: the recordings in the order of the parts; deep stages from shallow ones if those line up.
+
+    Args:
+        parts, whole: See `dry_runs`.
+        nice: By how much the work gives way to that of other processes, as of `os.nice`.
+    """
     # Imported once, before ranks are forked.
     from megatron_mux.dry_run import execute
     from megatron_mux.dry_run.depth import deepened, shallow
@@ -71,7 +78,9 @@ def _recordings(parts: Sequence[Part], whole: bool) -> list[Recording]:
     execute.import_all(parts[0][0])
     fewer = [[] if whole else shallow(run) for run, _ in parts]
     made = iter(
-        _forked([(run, rank) for few, (own, rank) in zip(fewer, parts, strict=True) for run in few or [own]])
+        _forked(
+            [(run, rank) for few, (own, rank) in zip(fewer, parts, strict=True) for run in few or [own]], nice
+        )
     )
     found: list[Recording | None] = []
     for few, (run, rank) in zip(fewer, parts, strict=True):
@@ -80,18 +89,22 @@ def _recordings(parts: Sequence[Part], whole: bool) -> list[Recording]:
             found.append(deepened(run, rank, *own) if few else own[0])
         except StreamError:
             found.append(None)
-    again = iter(_forked([part for part, one in zip(parts, found, strict=True) if one is None]))
+    again = iter(_forked([part for part, one in zip(parts, found, strict=True) if one is None], nice))
     return [next(again) if one is None else one for one in found]
 
 
-def _forked(parts: Sequence[Part]) -> list[Recording]:
-    return in_forks(_dry_run, parts, max(1, min(_AT_ONCE, len(os.sched_getaffinity(0)))))
+def _forked(parts: Sequence[Part], nice: int) -> list[Recording]:
+    return in_forks(partial(_dry_run, nice), parts, max(1, min(_AT_ONCE, len(os.sched_getaffinity(0)))))
 
 
-def _dry_run(part: Part) -> Recording:
+def _dry_run(nice: int, part: Part) -> Recording:
     from megatron_mux.dry_run.execute import execute_dry_run
+    from megatron_mux.dry_run.stand_ins import fewer_bits_
+    from megatron_mux.kernels import dropout
 
-    return execute_dry_run(*part)
+    os.nice(nice)
+    with replaced(dropout, "_mix_", fewer_bits_):
+        return execute_dry_run(*part)
 
 
 def in_forks(work: Callable[[Input], Result], inputs: Sequence[Input], at_once: int) -> list[Result]:

@@ -35,6 +35,8 @@ class RealHostMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if args and isinstance(args[0], FakeTensor) and func.namespace == "aten":  # most calls
+            return with_values(func, args, kwargs, lambda: func(*args, **kwargs))
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         on_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
         fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)

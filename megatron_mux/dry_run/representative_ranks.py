@@ -1,13 +1,15 @@
-"""Chooses the ranks of a run whose peak memory the closed forms predict to be highest.
+"""Chooses the ranks of a run that may have the highest peak memory.
 
 Ranks of one stage differ in their sequences (data parallelism), in their rows where tensor ranks divide rows, in their
-parts of adapters where there are more tensor ranks than heads of keys, and in their experts.
+parts of adapters where there are more tensor ranks than heads of keys, and in their experts. What these weigh is not
+known before a dry run, so one rank for each is chosen that has most of it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -16,19 +18,13 @@ from megatron_mux.backbone.columns import parts
 from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.dry_run.depth import read_info
 from megatron_mux.dry_run.run_spec import RunSpec
+from megatron_mux.expert_shape import Placement
+from megatron_mux.footprint.content import Contents
+from megatron_mux.footprint.signature import Signature
 from megatron_mux.fusion.alignment import Slice, padded_lengths
-from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.contents import contents_of
 from megatron_mux.fusion.step import Lengths, step_grid
-from megatron_mux.memory.forms.architecture import architecture_of
-from megatron_mux.memory.forms.engine_memory import EngineMemory, Rows
-from megatron_mux.memory.forms.method import Method
-from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
-
-_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-
-_OF_A_VALUE = 16
-"""Bytes of a trained value, its gradient and its moments."""
 
 Array = npt.NDArray[np.float64]
 
@@ -36,8 +32,9 @@ Array = npt.NDArray[np.float64]
 def representative_ranks(run: RunSpec, stages: Sequence[int] = ()) -> list[int]:
     """Choose the ranks that a dry run executes.
 
-    These are a rank of the first stage (most micro-batches in flight), of the last (the loss) and of `stages`; in each
-    stage the rank with the heaviest micro-batch.
+    These are ranks of the first stage (most micro-batches in flight), of the last (the loss) and of `stages`; in each
+    stage those with the micro-batch that has most tokens, most of one kind of task or, on the last one, most labels,
+    and those with most experts.
 
     Args:
         run: The run.
@@ -49,135 +46,108 @@ def representative_ranks(run: RunSpec, stages: Sequence[int] = ()) -> list[int]:
     if each == 1:
         return chosen
     work = _Work(run)
-    pipelines = [int(work.bytes[:, stage].argmax()) for stage in chosen]
     return [
-        stage * each + pipeline * run.tensor + work.tensor_rank(pipeline)
-        for stage, pipeline in zip(chosen, pipelines, strict=True)
+        stage * each + pipeline * run.tensor + tensor
+        for stage in chosen
+        for pipeline in _with_most([*work.of_pipelines(stage == last), *work.of_experts(stage)])
+        for tensor in _with_most(work.of_tensor_ranks(pipeline))
     ]
 
 
-class _Work:
-    """The work of each pipeline in a step.
+def _with_most(features: Sequence[Array]) -> list[int]:
+    """A few of N that have most of each feature, `[N]`; ascending."""
+    has_most = np.stack([own >= own.max() for own in features])
+    chosen = []
+    while len(has_most):
+        chosen.append(int(has_most.sum(axis=0).argmax()))
+        has_most = has_most[~has_most[:, chosen[-1]]]
+    return sorted(chosen)
 
-    Attributes:
-        bytes: `[P, S]` bytes that last, and of the heaviest micro-batch of each pipeline, on the ranks of each stage.
-    """
+
+class _Work:
+    """What ranks have to do and to hold in a step."""
 
     def __init__(self, run: RunSpec) -> None:
-        self._tensor = run.tensor if run.sequence_parallel else 1
-        info = read_info(run.config, run.quantise)
-        self._loads = [
-            TaskLoad.of(
-                TaskSpec.model_validate(one.task), np.array(one.lengths), np.array(one.labels), info.shape
-            )
-            for one in run.tasks
-        ]
-        self._labels = {one.name: one.labels for one in run.tasks}
-        self._lengths = {one.name: one.lengths for one in run.tasks}
-        self._names = [one.name for one in run.tasks]
-        self._units = _units(run)
-        self._size = _ITEMSIZE[run.dtype]
-        self._adapters = _adapter_values(run, info.shape)
-        plan = run.plan
-        layers = stage_layers(plan.split or even_split(info.shape.layers, plan.stages))
-        differ = run.placement is not None or run.access is not None
-        memories = [
-            EngineMemory(
-                architecture_of(info.shape, run.placement, run.access),
-                [load.adapter for load in self._loads],
-                layers,
-                _method(run),
-                self._size,
-                [load.tokens for load in self._loads],
-                expert_rank=rank,
-            )
-            for rank in (range(run.expert) if differ else (None,))
-        ]
-        of_stages = np.stack(
-            [
-                self._most(memories[pipeline * run.tensor // run.expert_tensor % len(memories)], units)
-                for pipeline, units in enumerate(self._units)
-            ]
+        self._run = run
+        self._shape = read_info(run.config, run.quantise).shape
+        specs = [TaskSpec.model_validate(one.task) for one in run.tasks]
+        self._adapters = [spec.adapter for spec in specs]
+        kinds = [Signature.of(spec.plain()) for spec in specs]
+        distinct = list(dict.fromkeys(kinds))
+        self._kinds = len(distinct)
+        self._columns = {one.name: distinct.index(kind) for one, kind in zip(run.tasks, kinds, strict=True)}
+        pad_to = padded_lengths(
+            run.plan.alignment, {one.name: one.task["data"]["max_length"] for one in run.tasks}
         )
-        # A rank has every so many-th stage.
-        self.bytes: Array = of_stages.reshape(plan.data, plan.virtual, plan.ranks).sum(axis=1)
+        self._lengths = {
+            one.name: Lengths(tuple(one.lengths), tuple(one.labels), pad_to.get(one.name, 0))
+            for one in run.tasks
+        }
 
-    def tensor_rank(self, pipeline: int) -> int:
-        """The tensor rank of a pipeline that holds most: bottlenecks act on a rank's own rows.
+    @cached_property
+    def _units(self) -> list[list[list[Slice]]]:
+        """For each pipeline, the slices of every micro-batch, or of every chunk of it."""
+        plan = self._run.plan
+        grids = [step_grid(plan, self._lengths, pipeline) for pipeline in range(plan.data)]
+        return [[[*chain(*chunks)] for chunks in grid.chunks.values()] for grid in grids]
 
-        Args:
-            pipeline: Number of the pipeline.
+    def of_pipelines(self, last: bool) -> list[Array]:
+        """`[P]` each: the most that a micro-batch has of rows, of one kind's rows, and of rows copied for it; on the
+        last stage of labels, too.
         """
-        sizes = [
-            sum(row.width for site in load.ops for row in site.kept.rows if row.where == "rows")
-            for load in self._loads
-        ]
-        most = np.zeros(self._tensor)
-        for unit in self._units[pipeline]:
-            kept = np.repeat(
-                [sizes[self._names.index(one.task)] for one in unit], [one.tokens for one in unit]
-            )
-            parts = np.array_split(kept, self._tensor)
-            most = np.maximum(most, [part.sum() for part in parts])
-        return int((most * self._size + self._adapters * _OF_A_VALUE).argmax())
+        each = self._contents
+        rows = np.array([one.rows.max(axis=0, initial=0.0) for one in each])
+        total = [one.rows.sum(axis=1).max(initial=0.0) for one in each]
+        copied = [one.copied.max(initial=0.0) for one in each]
+        labels = [one.labels.sum(axis=1).max(initial=0.0) for one in each]
+        return [np.array(total), *rows.T, np.array(copied), *([np.array(labels)] if last else [])]
 
-    def _most(self, memory: EngineMemory, units: Sequence[Sequence[Slice]]) -> Array:
-        """`[S]` bytes that last, and of the heaviest micro-batch."""
-        if not units:
-            return memory.lasting.total
-        rows = np.zeros((len(units), len(self._names)))
-        labels, copied = np.zeros(len(units)), np.zeros(len(units))
-        for i, unit in enumerate(units):
-            for one in unit:
-                task = self._names.index(one.task)
-                whole = self._lengths[one.task][one.sequence]
-                first = whole - self._labels[one.task][one.sequence]
-                rows[i, task] += one.tokens
-                labels[i] += max(0, min(one.stop, whole) - max(one.start, first))
-                copied[i] += self._loads[task].virtual_tokens + one.start
-        found = memory.passes(Rows(rows, rows.sum(axis=1), labels, copied))
-        most: Array = memory.lasting.total + (found.lasting + found.working).max(axis=0)
-        return most
+    def of_experts(self, stage: int) -> list[Array]:
+        """`[P]` each: the experts of a stage that a pipeline's ranks hold, and how often rows select these; nothing
+        where all hold as many, selected as often.
+        """
+        run, experts = self._run, self._shape.experts
+        if experts is None or (run.placement is None and run.access is None):
+            return []
+        plan = run.plan
+        split = stage_layers(plan.split or even_split(self._shape.layers, plan.stages))
+        own = {layer for part in split[stage :: plan.ranks] for layer in part}
+        layers = [layer for layer in experts.layers(self._shape.layers) if layer in own]
+        placement = run.placement or Placement.contiguous(experts.count, run.expert, layers)
+        held, selected = (np.zeros(run.expert) for _ in range(2))
+        for layer in layers:
+            access = run.access[layer] if run.access is not None else (1.0,) * experts.count
+            for ranks, share in zip(placement.ranks[layer], access, strict=True):
+                held[list(ranks)] += 1
+                selected[list(ranks)] += share / len(ranks)
+        of_pipeline = np.arange(plan.data) * run.tensor // run.expert_tensor % run.expert
+        return [held[of_pipeline], selected[of_pipeline]]
 
-
-def _units(run: RunSpec) -> list[list[list[Slice]]]:
-    """For each pipeline, the slices of every micro-batch, or of every chunk of it."""
-    pad_to = padded_lengths(
-        run.plan.alignment, {one.name: one.task["data"]["max_length"] for one in run.tasks}
-    )
-    lengths = {
-        one.name: Lengths(tuple(one.lengths), tuple(one.labels), pad_to.get(one.name, 0)) for one in run.tasks
-    }
-    grids = [step_grid(run.plan, lengths, pipeline) for pipeline in range(run.plan.data)]
-    return [[[one for chunk in chunks for one in chunk] for chunks in grid.chunks.values()] for grid in grids]
-
-
-def _method(run: RunSpec) -> Method:
-    return Method(
-        data=run.plan.data,
-        pipeline=run.plan.ranks,
-        tensor=run.tensor,
-        expert=run.expert,
-        sequence_parallel=run.sequence_parallel,
-        zero=3 if run.residence == "sharded" else 0,
-        recompute=run.recompute,
-        offload=run.residence == "offloaded",
-    )
-
-
-def _adapter_values(run: RunSpec, shape: BackboneShape) -> Array:
-    """`[tensor]` trained values of linear_qkv, which more ranks than heads of keys divide unevenly; else zeros."""
-    held = [parts(shape, "linear_qkv", rank, run.tensor) for rank in range(run.tensor)]
-    found: Array = np.zeros(run.tensor)
-    for one in run.tasks:
-        adapter = TaskSpec.model_validate(one.task).adapter
-        for module in adapter.modules(shape) if shape.kv_heads < run.tensor else ():
+    def of_tensor_ranks(self, pipeline: int) -> list[Array]:
+        """`[tensor]` each: columns of an adapted module that more ranks than heads of keys divide unevenly; the most
+        rows of one kind in a rank's part of a micro-batch, where they divide rows.
+        """
+        run, shape = self._run, self._shape
+        columns = []
+        if shape.kv_heads < run.tensor:
+            held = [parts(shape, "linear_qkv", rank, run.tensor) for rank in range(run.tensor)]
+            adapted = {module.path for adapter in self._adapters for module in adapter.modules(shape)}
             columns = [
-                own[path].features.shape[0] for own in held for path in own if module.path.endswith(path)
+                np.array([float(len(own[path].features)) for own in held])
+                for path in held[0]
+                if any(one.endswith(path) for one in adapted)
             ]
-            if module.op != "linear_qkv":
-                continue
-            for tensor in adapter.module_tensors(module, shape).values():
-                if tensor.trained and tensor.dim is not None:
-                    found += np.array(columns) * math.prod(tensor.shape) / tensor.shape[tensor.dim]
-    return found
+        most = np.zeros((self._kinds, run.tensor))
+        for unit in self._units[pipeline] if run.sequence_parallel else ():
+            kinds = np.repeat([self._columns[one.task] for one in unit], [one.tokens for one in unit])
+            for rank, own in enumerate(np.array_split(kinds, run.tensor)):
+                most[:, rank] = np.maximum(most[:, rank], np.bincount(own, minlength=self._kinds))
+        return [*columns, *most]
+
+    @cached_property
+    def _contents(self) -> list[Contents]:
+        """What every micro-batch of each pipeline, or every chunk of it, contains."""
+        return [
+            contents_of(units, self._lengths, self._columns, self._kinds, self._run.device)
+            for units in self._units
+        ]

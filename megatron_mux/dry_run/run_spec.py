@@ -109,6 +109,11 @@ class RunSpec:
     quantise: Method | None = None
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of a value of the backbone's dtype."""
+        return {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[self.dtype]
+
+    @property
     def world(self) -> int:
         """Number of ranks."""
         return self.tensor * self.plan.ranks * self.plan.data

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_mux.choice.engine_step import Tables
 from megatron_mux.choice.expert_files import ExpertFiles
 from megatron_mux.choice.fit import Fit
 from megatron_mux.choice.ranking import Ranking, answer
@@ -112,7 +113,13 @@ class Selection:
         }
 
 
-def choose(arguments: Namespace, question: Question, specs: Sequence[TaskSpec], say: Say) -> Selection:
+def choose(
+    arguments: Namespace,
+    question: Question,
+    specs: Sequence[TaskSpec],
+    say: Say,
+    tables: Callable[[TaskFile], Tables],
+) -> Selection:
     """Dry-run a plan, or the best methods until one fits.
 
     Args:
@@ -120,6 +127,7 @@ def choose(arguments: Namespace, question: Question, specs: Sequence[TaskSpec], 
         question: The model and the GPUs.
         specs: The tasks.
         say: Called with progress messages.
+        tables: Of a task file's bytes, by which methods are ranked.
 
     Raises:
         UserError: The input is wrong, or a dry run cannot execute it.
@@ -149,7 +157,7 @@ def choose(arguments: Namespace, question: Question, specs: Sequence[TaskSpec], 
         if arguments.plan is not None:
             tried = [_plan(arguments, question, work, say)]
         else:
-            tried = _methods(question, answer(question, arguments, file), work, say)
+            tried = _methods(question, answer(question, arguments, file, tables(file)), work, say)
     except WorkerError as error:
         raise UserError(f"--method dry-run: {error}") from None
     return Selection(tried, unread)
@@ -182,12 +190,8 @@ def _flags(arguments: Namespace, plan: Plan) -> list[str]:
 
 
 def _methods(question: Question, ranking: Ranking, work: Workload, say: Say) -> list[MethodEstimate]:
-    ours = [entry for entry in ranking.entries if entry.command.elsewhere is None]
-    if not ours:
-        why = sorted({entry.command.elsewhere or "" for entry in ranking.entries})
-        raise UserError(f"--method dry-run: this engine runs none of the methods: {'; '.join(why)}")
     tried: list[MethodEstimate] = []
-    for entry in ours[:_MAX_TRIES]:
+    for entry in ranking.entries[:_MAX_TRIES]:
         tried.append(_method(question, entry, work, say))
         if tried[-1].fits:
             break

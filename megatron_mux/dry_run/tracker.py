@@ -85,6 +85,17 @@ class StepTracker(Heartbeat):
         for op in adapters.ops:
             setattr(op, "prepare", self._on_layer(op.info.layer, op.prepare))  # noqa: B010 (likewise)
 
+    def follow_sums(self, engine: Engine) -> None:
+        """Label the buffer in which gradients are summed over ranks."""
+        reserve = engine.reserve_gradient_buffer
+
+        def reserving() -> Tensor:
+            buffer = reserve()
+            self._recorder.label(buffer, Category.COMMUNICATION)
+            return buffer
+
+        setattr(engine, "reserve_gradient_buffer", reserving)  # noqa: B010 (on the instance)
+
     def follow_transfers(self, communicator: Communicator) -> None:
         """Label what is sent to other stages and received from them."""
         receive, send = communicator.receive, communicator.send

@@ -125,7 +125,7 @@ class Engine:
             raise UserError(f"task {name!r} is registered already: give the new task another name")
         try:
             state = self._tasks[name] = attach(self.adapters, task, self._load_of(task))
-            self._reserve_gradient_buffer()
+            self.reserve_gradient_buffer()
         except torch.OutOfMemoryError as error:
             self._tasks.pop(name, None)
             detach(self.adapters, name)
@@ -145,7 +145,7 @@ class Engine:
         detach(self.adapters, name)
         if 0 in self.stages:
             self.stages[0].vocabulary.noise.pop(name, None)
-        self._reserve_gradient_buffer()
+        self.reserve_gradient_buffer()
         for task in self._tasks.values():
             task.parked = False
 
@@ -154,7 +154,7 @@ class Engine:
         self._runner.read_ahead.forget()  # it has prepared more steps
         self._tasks[name].status = "finished"
 
-    def _reserve_gradient_buffer(self) -> None:
+    def reserve_gradient_buffer(self) -> Tensor:
         """Have a buffer to sum the gradients of all tasks in, so that no rank runs out of memory while others wait.
 
         Raises:
@@ -167,6 +167,7 @@ class Engine:
             self._runner.buffer = torch.empty(size, dtype=torch.uint8, device=self.parallel.device)
         if self._trials is not None:
             self._trials.forget()
+        return self._runner.buffer
 
     def place_experts(self, placement: Placement) -> int:
         """Move routed experts to the ranks that a placement names, between steps. Every rank calls it.
@@ -199,7 +200,7 @@ class Engine:
                 received += hand_over.attach(task, self.adapters, states[name])
             what = "experts have moved, and there is no memory for the gradients of their adapters"
             with out_of_memory_on_every_rank(what, self.parallel):
-                self._reserve_gradient_buffer()
+                self.reserve_gradient_buffer()
         if self._trials is not None:
             self._trials.forget()
         return received
@@ -248,7 +249,7 @@ class Engine:
         Tasks that share a step are ordered by name, so that the order in which they joined (it differs after a
         resume) does not change a single rounding.
         """
-        return self.planning.next(self._loads())
+        return self.planning.next(self.loads())
 
     def check_alone(self, task: Task) -> None:
         """Refuse a task that the memory limit has no room for even if no other trains.
@@ -273,7 +274,8 @@ class Engine:
     def _load_of(self, task: Task) -> TaskLoad:
         return TaskLoad.of(task.spec, task.data.lengths, task.data.label_counts, self.backbone.shape)
 
-    def _loads(self) -> dict[str, TaskLoad]:
+    def loads(self) -> dict[str, TaskLoad]:
+        """The active tasks as the planner sees them."""
         return {name: self._tasks[name].load for name in self.active}
 
     # -- steps
@@ -310,7 +312,7 @@ class Engine:
         if problems := self._forward.compute_references({name: self._tasks[name] for name in self.active}):
             return [{name: self._tasks[name].fail(problem) for name, problem in problems.items()}]
         while True:
-            plan = self.planning.begin(self._loads())
+            plan = self.planning.begin(self.loads())
             if results := self._runner.run(plan, self._tasks, max_steps, timer, next_steps):
                 return results
 

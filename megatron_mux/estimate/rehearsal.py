@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +23,14 @@ from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
+from megatron_mux.kernels.attention import can_have_one_call
 from megatron_mux.kernels.short_attention import LONGEST
 from megatron_mux.memory.trace.model import configuration
 from megatron_mux.tasks import TaskSpec
 
-SHALLOW, DEEP = 3, 4
-"""Layers of a stage where layers are alike."""
+SHALLOW, DEEP = 2, 3
+"""Layers of a stage where layers are alike: further ones are like the second of three; the last one differs, as only
+labelled rows pass its attention. Two tell what lasts of a further one."""
 _RECORDS = 3
 """Of a batch that is not short, on each pipeline."""
 _SIZES = 4
@@ -37,8 +40,13 @@ _LONGEST = 16384
 """Tokens of a record, at most: three such fill a chunk of logits of 5,500 words or more on a rank."""
 _ON_CPU = ((16, LONGEST + 1, 16), (LONGEST, 2 * LONGEST, 2 * LONGEST))
 """Least and most tokens of records on a CPU, whose attention treats short ones otherwise than long ones, in turns."""
+_LITTLE = 8
+"""Tokens of a record that is by itself in a call of attention."""
 _LABELLED = ((0.05, 0.25), (1.1, 1.4))
 """Labels of a micro-batch as a share of a chunk of logits, in turns: it fills none, or one and a bit of the next."""
+
+_MOST_LABELLED = (0.5, 0.9)
+"""Of a record, in turns."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,8 @@ def rehearsal(
     layers: int,
     chunk: int,
     short: bool = False,
+    sized: bool = True,
+    chunks: bool = True,
 ) -> Rehearsal:
     """The run of these groups.
 
@@ -75,6 +85,8 @@ def rehearsal(
         layers: Of each stage, if the backbone has more.
         chunk: Rows whose logits are computed at once.
         short: Whether, on a CPU, its attention shall compute all sequences as short ones.
+        sized: Whether micro-batches of several sizes are run; of one size tell only what lasts.
+        chunks: Whether the first bucket cuts its micro-batches.
     """
     stages = base.plan.ranks
     whole = read_info(base.config, base.quantise).shape.layers
@@ -84,13 +96,16 @@ def rehearsal(
         split = (layers,) * stages
     sizes = _SIZES + (base.plan.data > 1)
     on_cpu, longest = base.device == "cpu", max(4 * _SHORTEST, min(chunk, _LONGEST))
+    by_calls = not on_cpu and not can_have_one_call(base.itemsize, base.gpu.capability)
     if on_cpu:
-        # All features at once are fitted: eleven, of which four are of long sequences, and two of each signature.
-        sizes += (4 if short else 12) + 2 * max(map(len, groups))
+        # All features at once are fitted: eleven, of which four are of long sequences, and two of each signature. With
+        # just as many sizes short ones, which differ in little else than their length, are up to 2% off.
+        sizes += (8 if short else 12) + 2 * max(map(len, groups))
         longest = LONGEST if short else 2 * LONGEST
         chunk = min(chunk, longest)
-    specs = [_spec("task", one, _RECORDS, 1) for one in signatures]
-    steps = next(n for n in count(sizes) if n - _warm(specs, n) >= sizes)
+    if not sized:
+        sizes = 1
+    steps = sizes + STEPS - 1
     tasks, buckets = [], []
     generator = np.random.default_rng(0)
     seconds = (1.0,) * stages
@@ -102,27 +117,26 @@ def rehearsal(
             name = f"{number}-{signature}"
             spec = _spec(name, signatures[signature], _RECORDS * base.plan.data, steps)
             odd = signature == group[0] and (not on_cpu or not short or base.tensor > 1)
-            tasks.append(
-                _records(spec, (sizes, base.plan.data), longest, chunk / len(group), odd, generator, turns)
-            )
+            batches = _Batches(sizes, base.plan.data, longest, by_calls)
+            tasks.append(_records(spec, batches, chunk / len(group), odd, generator, turns))
             names.append(name)
-        cut = longest // 2 if number == 0 else None
+        cut = longest // 2 if number == 0 and chunks else None
         buckets.append(Bucket((HybridTask(tuple(sorted(names))),), 1, cut, forward=seconds, backward=seconds))
     plan = Plan(
         "auto", stages, tuple(buckets), split=split, schedule="1f1b", tensor=base.tensor, data=base.plan.data
     )
     run = replace(base, config=config, tasks=tasks, plan=plan, steps=steps, rolling=False)
-    return Rehearsal(run, tuple(groups), _warm(specs, steps), on_cpu and short)
-
-
-def _warm(specs: Sequence[TaskSpec], steps: int) -> int:
-    """Steps until all that lasts is there: a mask that is frozen on the way, too."""
-    return max(STEPS - 1, *(spec.adapter.freezes_after(steps) or 0 for spec in specs))
+    return Rehearsal(run, tuple(groups), STEPS - 1, on_cpu and short)
 
 
 def _spec(name: str, signature: Signature, batch: int, steps: int) -> TaskSpec:
-    sections = signature.sections
-    sections["training"] |= {"per_device_train_batch_size": batch, "max_steps": steps}
+    """A task of which so many steps are run.
+
+    What freezes on the way takes most before: it freezes in the last of them.
+    """
+    sections, adapter = signature.sections, TaskSpec.model_validate(signature.task).adapter
+    total = next(n for n in count(steps) if adapter.freezes_after(n) in (None, steps))
+    sections["training"] |= {"per_device_train_batch_size": batch, "max_steps": total}
     data = {"path": "none", "max_length": _LONGEST, "shuffle": False}
     return TaskSpec.model_validate({"name": name, "data": data, **sections})
 
@@ -139,10 +153,27 @@ def _turns(short: bool, sizes: int, generator: np.random.Generator) -> npt.NDArr
     return found
 
 
+class _Batches(NamedTuple):
+    """The batches of a task's records.
+
+    Attributes:
+        sizes: Their number, one for each size.
+        pipelines: That share each.
+        longest: Tokens of a record, at most.
+        by_calls: Whether attention has a call for each run of sequences of one length, not one for all. Then a batch
+            has two: of nearly all rows, and of a few. That bounds what attention takes at a time, and what joining the
+            outputs of several calls takes besides.
+    """
+
+    sizes: int
+    pipelines: int
+    longest: int
+    by_calls: bool
+
+
 def _records(
     spec: TaskSpec,
-    batches: tuple[int, int],
-    longest: int,
+    batches: _Batches,
     labelled: float,
     odd: bool,
     generator: np.random.Generator,
@@ -152,23 +183,31 @@ def _records(
 
     Args:
         spec: The task.
-        batches: Their number, and that of the pipelines which share each.
-        longest: Tokens of a record, at most.
+        batches: Of its records.
         labelled: Labels of the task's part of a micro-batch that fills a chunk of logits.
         odd: Whether rows are odd in number, else they are divisible by eight.
         generator: Draws.
         turns: `[2, sizes]` on a CPU, logarithms of the least and the most tokens of a batch's records.
     """
-    sizes, pipelines = batches
+    sizes, pipelines, longest, by_calls = batches
     batch, together = spec.training.per_device_train_batch_size, spec.training.sequences_per_record
-    number = (batch * (sizes - 1) + pipelines) * together
+    short = pipelines * (1 + by_calls)
+    number = (batch * (sizes - 1) + short) * together
     step = np.arange(number) // spec.sequences_per_step
     if turns is not None:
         lengths = np.exp(generator.uniform(*turns[:, step])).astype(int)
     else:
         lengths = generator.integers(np.where(step % 2, longest // 2, _SHORTEST) // 8, longest // 8) * 8
     # Tensor ranks that divide rows pad them, so rows of a micro-batch are never divisible, or passes would differ.
-    lengths[::together] += odd
-    share = labelled * pipelines / np.where(step < sizes - 1, batch, pipelines) / together
+    if by_calls:
+        starts = np.searchsorted(step, np.arange(sizes))
+        lengths = lengths[starts][step]
+        last = np.append(starts[1:], number) - 1
+        lengths[last[:, None] - together * np.arange(pipelines)] = _LITTLE + odd
+    else:
+        lengths[::together] += odd
+    share = labelled * pipelines / np.where(step < sizes - 1, batch, short) / together
     labels = share * generator.uniform(*np.array(_LABELLED)[step % 2].T)
-    return TaskRecords(spec.plain(), lengths.tolist(), np.clip(labels, 2, lengths - 1).astype(int).tolist())
+    # If all rows of a sequence but one had labels, sequences could not be told from rows without labels.
+    most = lengths * np.array(_MOST_LABELLED)[step % 2]
+    return TaskRecords(spec.plain(), lengths.tolist(), np.clip(labels, 2, most).astype(int).tolist())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import combinations
 
@@ -16,8 +16,9 @@ import numpy as np
 
 from megatron_mux.estimate.windows import Events, Window, Windows
 from megatron_mux.footprint.content import ATTENTION, COUNTS, Array, Contents
-from megatron_mux.footprint.table import Lasting, PassTable, StageTable
+from megatron_mux.footprint.table import LOSS, OF_TASKS, Lasting, PassTable, StageTable
 from megatron_mux.kernels.short_attention import LONGEST, pairs_and_padding
+from megatron_mux.memory.stream.events import Category
 
 TOLERANCE = 0.02
 """What lines may be off. Most meet sizes that were run to some dozens of bytes; but kernels take scratch in steps of
@@ -44,11 +45,15 @@ class _Lines:
         moments: `[M, F]` of what is held after each allocation.
         reach: `[M]` 1 where further layers hold what they keep.
         end: `[F]` of what is held at the end.
+        deeper: `[F]` of what the second layer keeps.
+        names: `[M]` see `PassTable`.
     """
 
     moments: Array
     reach: Array
     end: Array
+    deeper: Array
+    names: Sequence[str]
 
 
 def stage_table(
@@ -57,7 +62,8 @@ def stage_table(
     """The table of the stage that both rehearsals ran with a different number of layers.
 
     Args:
-        shallow, deep: Passes on the same kind of rank; the same where all layers were run.
+        shallow, deep: Passes on the same kind of rank; the same where all layers were run. Of the shallow one only
+            what lasts counts, so it needs no more than one size.
         layers: Of the stage in each.
         chunk: Rows whose logits are computed at once.
         tolerance: Of the largest bytes of a pass: what lines may be off at sizes that were run.
@@ -67,40 +73,45 @@ def stage_table(
     """
     same = layers[0] == layers[1]
     lasting = _lasting(deep)
-    further = Lasting(0.0, np.zeros_like(lasting.tasks), np.zeros_like(lasting.tasks))
-    more = layers[1] - layers[0]
+    further = Lasting(0.0, *(np.zeros_like(lasting.tasks) for _ in OF_TASKS))
     if not same:
-        fewer = _lasting(shallow)
-        further = Lasting(
-            (lasting.backbone - fewer.backbone) / more,
-            (lasting.tasks - fewer.tasks) / more,
-            (lasting.updating - fewer.updating) / more,
-        )
-    passes, copied, further_copied = {}, 0.0, 0.0
+        fewer, more = _lasting(shallow), layers[1] - layers[0]
+        known = len(fewer.tasks)  # a shallow rehearsal has no signatures that only meet others
+        for own, whole, less in (
+            (getattr(one, name) for one in (further, lasting, fewer)) for name in OF_TASKS
+        ):
+            own[:known] = (whole[:known] - less) / more
+        further = replace(further, backbone=(lasting.backbone - fewer.backbone) / more)
+    passes, copied = {}, (0.0, 0.0)
     for bucket, group in list(enumerate(deep.rehearsal.groups))[1:]:
         forward = _lines(deep, "F", bucket, chunk, tolerance)
-        fewer_kept = forward.end if same else _lines(shallow, "F", bucket, chunk, tolerance).end
-        deeper = (forward.end - fewer_kept) / max(1, more)
+        deeper = np.zeros_like(forward.end) if same else forward.deeper
         if bucket == 1:  # the same signature as that of the bucket with chunks
-            copied = _copied(deep, forward.end, chunk)
-            further_copied = (copied - _copied(shallow, fewer_kept, chunk)) / max(1, more)
+            copied = _copied(deep, forward.end, deeper, chunk)
         at = COUNTS.index("copied")
-        forward.end[at] = forward.moments[:, at] = copied
-        deeper[at] = further_copied
+        forward.end[at] = forward.moments[:, at] = copied[0]
+        deeper[at] = 0.0 if same else copied[1]
         backward = _lines(deep, "B", bucket, chunk, tolerance)
         passes[group] = _pass_table(forward, backward, deeper, chunk)
     return StageTable(layers[1], lasting, further, passes)
 
 
-def _copied(windows: Windows, kept: Array, chunk: int) -> float:
-    """Bytes kept of a row of keys and values that is copied: what chunks keep beyond what whole micro-batches would."""
+def _copied(windows: Windows, kept: Array, deeper: Array, chunk: int) -> tuple[float, float]:
+    """Bytes kept of a row of keys and values that is copied, on all layers and on the second one: what chunks keep
+    beyond what whole micro-batches would.
+    """
     own = windows.of("F", 0)
     contents = windows.contents(own)
     computed = np.flatnonzero(contents.rows[:, 0])  # where pipelines keep step, some passes are empty
     features = contents.of(computed).features(chunk)
-    beyond = np.array([windows.delta(own[i])[-1] for i in computed]) - features @ kept
     copied = features[:, COUNTS.index("copied")]
-    return max(0.0, float(beyond @ copied) / max(1.0, float(copied @ copied)))
+    each = [own[i] for i in computed]
+    of_all = np.array([windows.delta(one)[-1] for one in each]) - features @ kept
+    of_second = np.array([windows.kept_by_second(one) for one in each]) - features @ deeper
+    whole, second = (
+        max(0.0, float(beyond @ copied) / max(1.0, float(copied @ copied))) for beyond in (of_all, of_second)
+    )
+    return whole, second
 
 
 def _lines(windows: Windows, kind: str, bucket: int, chunk: int, tolerance: float) -> _Lines:
@@ -121,9 +132,13 @@ def _lines(windows: Windows, kind: str, bucket: int, chunk: int, tolerance: floa
     # Kernels are chosen by the number of rows: what only some of them take counts for what comes before. On a CPU
     # attention goes sequence by sequence.
     rest = _fitted if on_cpu else _terms
-    lines, end = _summed(windows, least, events, _terms(grown, features))
+    terms = _terms(grown, features)
+    lines, end = _summed(windows, least, events, terms)
     ends = np.array([[windows.delta(window)[-1]] for window in own])
     end = end + rest(ends - features @ end[:, None], features)[0]
+    second = _of_second(windows, least, events, lines - terms)
+    seconds = np.array([[windows.kept_by_second(window)] for window in own])
+    second = second + rest(seconds - features @ second[:, None], features)[0]
     scratch = held - features @ lines.T
     lines += rest(scratch, features)
     beyond = held - features @ lines.T
@@ -142,7 +157,9 @@ def _lines(windows: Windows, kind: str, bucket: int, chunk: int, tolerance: floa
     chosen = np.flatnonzero((grown.max(axis=0) > 0) | (scratch.max(axis=0) > _EXACT))
     if not len(chosen):
         chosen = np.arange(1)
-    return _Lines(lines[chosen], _reach(windows, least, events[chosen], kind), end)
+    places = events[chosen]
+    reach, names = _reach(windows, least, places, kind), _names(windows, least, places, kind)
+    return _Lines(lines[chosen], reach, end, second, names)
 
 
 def _aligned(windows: Windows, own: Sequence[Window]) -> tuple[Window, Events, Array, Array]:
@@ -259,18 +276,43 @@ def _candidates(features: Array) -> Iterator[Array]:
     yield from (np.stack(pair) for pair in combinations(used, 2))
 
 
+def _of_second(windows: Windows, window: Window, events: Events, before: Array) -> Array:
+    """`[F]` what the second layer of a window lets grow, from `[M, F]` lines of what is held before each event."""
+    found = windows.second_layer(window)
+    if found is None:
+        return np.zeros(before.shape[1])
+    begin, end = np.minimum(np.searchsorted(events - window.start, found), len(events) - 1)
+    grown: Array = before[end] - before[begin]
+    return grown
+
+
 def _reach(windows: Windows, window: Window, events: Events, kind: str) -> Array:
-    """`[M]` 1 at those events of a window at which the middle layers hold what they keep."""
-    layers = windows.layers(window)
-    first = min((n for n in layers.tolist() if n >= 0), default=0)
-    local = np.where(layers < 0, -1, layers - first)
-    if kind == "F":  # from the third layer on
-        passed = np.maximum.accumulate(local) >= 2
-    else:  # until the second
-        below = np.flatnonzero((local >= 0) & (local <= 1))
+    """`[M]` 1 at those events of a window at which further layers, between the first and the second, hold what they
+    keep.
+    """
+    local = windows.local_layers(window)
+    if kind == "F":  # from the second layer on
+        passed = np.maximum.accumulate(local) >= 1
+    else:  # until the first
+        below = np.flatnonzero(local == 0)
         passed = np.arange(len(local)) < (below[0] if len(below) else len(local))
     found: Array = passed[events - window.start].astype(np.float64)
     return found
+
+
+def _names(windows: Windows, window: Window, events: Events, kind: str) -> list[str]:
+    """In words, what is computed at events of a window: layers, or the loss behind the last of them."""
+    local = windows.local_layers(window)
+    within = np.flatnonzero(local >= 0)
+    places = np.arange(len(local))
+    behind = (
+        places > within[-1]
+        if kind == "F" and len(within)
+        else places < (within[0] if len(within) else len(local))
+    )
+    is_loss = behind & windows.has_loss
+    passes = {"F": "a layer's forward pass", "B": "a layer's backward pass"}[kind]
+    return [LOSS if one else passes for one in is_loss[events - window.start].tolist()]
 
 
 def _pass_table(forward: _Lines, backward: _Lines, deeper: Array, chunk: int) -> PassTable:
@@ -282,7 +324,8 @@ def _pass_table(forward: _Lines, backward: _Lines, deeper: Array, chunk: int) ->
         held = drawn @ moments.T + further * (drawn @ deeper)[:, None] * reach
         largest |= set(held.argmax(axis=1).tolist())
     chosen = sorted(largest)
-    return PassTable(forward.end, deeper, moments[chosen], reach[chosen])
+    names = [*forward.names, *backward.names]
+    return PassTable(forward.end, deeper, moments[chosen], reach[chosen], tuple(names[i] for i in chosen))
 
 
 def _contents(width: int, chunk: int) -> Array:
@@ -315,11 +358,15 @@ def _lasting(windows: Windows) -> Lasting:
     groups = windows.rehearsal.groups
     alone = {group[0]: number for number, group in enumerate(groups) if number and len(group) == 1}
     joins = iter(windows.joins)
-    joined = [[windows.grown(*next(joins)) for _ in group] for group in groups]
+    events = [[next(joins) for _ in group] for group in groups]
+    joined = [[windows.grown(*own) for own in each] for each in events]
     updated = [windows.updated(number) for number in range(len(groups))]
-    tasks, updating = (np.zeros(1 + max(map(max, groups))) for _ in range(2))
+    tasks, updating, gradients, optimizer = (np.zeros(1 + max(map(max, groups))) for _ in OF_TASKS)
     for signature, number in alone.items():
         tasks[signature] = joined[number][0] + updated[number]
+        gradients[signature] = windows.lasting(*events[number][0], Category.GRADIENTS)
+        # Some of it is made by the first update.
+        optimizer[signature] = windows.lasting(*events[number][0], Category.OPTIMIZER) + updated[number]
         updating[signature] = max(
             (windows.delta(w).max(initial=0.0) for k in "NU" for w in windows.of(k, number)), default=0.0
         )
@@ -328,6 +375,8 @@ def _lasting(windows: Windows) -> Lasting:
         # Its attention keeps the masks of some lengths for their next use.
         masks = sum(windows.lasting(w.start, w.stop) for w in windows.all if w.action.is_pass)
     # The first bucket has all that is allocated once beside what the task of its signature has.
-    updated[0] = updated[alone[groups[0][0]]]
+    of_first = alone[groups[0][0]]
+    joined[0], updated[0] = joined[of_first], updated[of_first]
     everything = windows.lasting(0, len(windows.recording.stream))
-    return Lasting(everything - masks - sum(map(sum, joined)) - sum(updated), tasks, updating)
+    backbone = everything - masks - sum(map(sum, joined)) - sum(updated)
+    return Lasting(backbone, tasks, updating, gradients, optimizer)

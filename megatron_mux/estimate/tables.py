@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,31 @@ import numpy as np
 
 from megatron_mux.backbone.split import even_split
 from megatron_mux.dry_run.depth import read_info
-from megatron_mux.dry_run.process import dry_runs
-from megatron_mux.dry_run.run_spec import RunSpec
+from megatron_mux.dry_run.process import Part, dry_runs, recordings
+from megatron_mux.dry_run.run_spec import Recording, RunSpec
 from megatron_mux.estimate.rehearsal import DEEP, SHALLOW, rehearsal
 from megatron_mux.estimate.solve import TOLERANCE, stage_table
 from megatron_mux.estimate.windows import Windows
 from megatron_mux.files import cache_directory, write_atomically
-from megatron_mux.footprint.memory import Memory
+from megatron_mux.footprint.memory import Memory, groups_of
 from megatron_mux.footprint.signature import Signature
-from megatron_mux.footprint.table import Group, Lasting, PassTable, StageTable
+from megatron_mux.footprint.table import OF_TASKS, Group, Lasting, PassTable, StageTable
 from megatron_mux.kernels.loss_head import chunk_rows
 from megatron_mux.memory.store import versions
-from megatron_mux.memory.worker import Worker
+from megatron_mux.runtime import GRADIENTS_AT_ONCE
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 
-_FORMAT = 4
+_FORMAT = 11
 
-Entry = list[dict[str, Any]]
-"""What a file has: the table of each stage that was run, as plain data."""
+_GIVES_WAY = 10
+"""Of dry runs beside a run's steps, as of `os.nice`: Linux gives them a tenth of a core that is busy."""
+
+Runs = Callable[[Sequence[Part]], list[Recording]]
+"""Makes the recordings of ranks."""
+
+Entry = dict[str, Any]
+"""What a file has: the table of a group on a stage, as plain data."""
 
 
 class Tables:
@@ -42,24 +49,33 @@ class Tables:
     Args:
         base: Backbone, ranks, and how memory is saved; its tasks and buckets do not matter.
         directory: Where tables are kept; None: the user's cache.
-        worker: The process for dry runs, which `dry_run.process.prepare` gets ready; None: each call starts one.
+        runs: Makes recordings of ranks with all their layers.
         say: Told before dry runs.
         short: Whether, on a CPU, its attention computes all sequences as short ones.
         tolerance: See `stage_table`.
+        expert_rank: Whose bytes; they differ where experts are placed.
+        chunks: Whether micro-batches may be cut, which takes a third longer.
     """
 
     def __init__(
         self,
         base: RunSpec,
         directory: Path | None = None,
-        worker: Worker | None = None,
+        runs: Runs = lambda parts: dry_runs(parts, whole=True),
         say: Callable[[str], None] = lambda text: None,
         short: bool = False,
         tolerance: float = TOLERANCE,
+        expert_rank: int = 0,
+        chunks: bool = True,
     ) -> None:
-        self._base = replace(base, tasks=(), plan=replace(base.plan, buckets=()))
-        self._worker, self._say, self._tolerance = worker, say, tolerance
+        self._sums = 4.0 * GRADIENTS_AT_ONCE * (base.tensor * base.plan.data > 1)
+        # Pipelines that share nothing but the sums of gradients take what one takes, and those.
+        shares = base.residence.startswith("sharded") or base.expert > 1
+        plan = replace(base.plan, buckets=(), data=base.plan.data if shares else 1)
+        self._base = replace(base, tasks=(), plan=plan)
+        self._runs, self._say, self._tolerance = runs, say, tolerance
         self._short = short and base.device == "cpu"
+        self._expert_rank, self._chunks = expert_rank, chunks
         self._shape: BackboneShape = read_info(base.config, base.quantise).shape
         self._directory = cache_directory("tables") if directory is None else directory
 
@@ -82,66 +98,88 @@ class Tables:
             NotLinear: Bytes are not linear in what micro-batches contain.
         """
         alike = self._are_alike(signatures)
-        singles: list[Group] = [(i,) for i in range(len(signatures))]
-        every = range(len(signatures))
-        # Beside a higher rank of its family a row takes what that takes.
-        groups = [
-            *singles,
-            *((i, j) for j in every for i in range(j) if signatures[i].family != signatures[j].family),
-        ]
-        paths = {group: self._path(group, signatures, alike) for group in groups}
-        entries = {group: _read(path) for group, path in paths.items()}
-        if missing := [group for group in groups if entries[group] is None]:
+        groups = groups_of(signatures)
+        singles = groups[: len(signatures)]
+        own = self._stages(alike)[1]
+        entries: dict[tuple[Group, int], Entry | None] = {
+            (group, stage): _read(self._path(group, stage, signatures, alike))
+            for group in groups
+            for stage in own
+        }
+        if missing := [key for key, entry in entries.items() if entry is None]:
             self._say(
-                f"dry runs to predict memory ({len(missing)} kinds of tasks, and pairs of them): kept for later"
+                f"dry runs to predict memory, for {len(signatures)} kind(s) of tasks: kept for later runs"
             )
-            # Numbers in the entries are those of the group's own signatures: an entry serves any other set.
-            for group, entry in zip(missing, self._rehearsed(missing, signatures, alike), strict=True):
-                entries[group] = entry
-                write_atomically(paths[group], json.dumps(entry))
+            for group, stage, entry in self._rehearsed(
+                sorted({group for group, _ in missing}, key=groups.index),
+                sorted({stage for _, stage in missing}),
+                signatures,
+                alike,
+            ):
+                entries[group, stage] = entry
+                with suppress(
+                    OSError
+                ):  # a cache that cannot be written, or that others write: it is made anew
+                    write_atomically(self._path(group, stage, signatures, alike), json.dumps(entry))
         stages, base = len(self.layers), self._base
-        made = [_assembled(entries, singles, stage) for stage in range(len(self._run_stages(alike)))]
+        made = [_assembled({group: entries[group, stage] for group in groups}, singles) for stage in own]
         ends = {0: 0, stages - 1: len(made) - 1}
         divided = base.tensor if base.sequence_parallel else 1
-        size = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[base.dtype]
         return Memory(
             signatures,
             [made[ends.get(stage, 1) if alike else stage] for stage in range(stages)],
             self.layers,
             self.chunk,
-            self._shape.hidden * size / divided,
+            self._shape.hidden * base.itemsize / divided,
             base.plan.ranks,
             base.tensor == 1 and base.residence != "sharded",
+            self._sums,
         )
 
-    def _run_stages(self, alike: bool) -> range:
-        """Stages of a rehearsal: where layers are alike, the first, one between, the last; else all of them."""
-        return range(min(3, len(self.layers)) if alike else len(self.layers))
+    def _stages(self, alike: bool) -> tuple[int, list[int]]:
+        """How many stages a rehearsal has, and which of them are run.
+
+        Where layers are alike, these are the first, one between, and the last, which pipelines of any depth share; else
+        all of them.
+        """
+        count = len(self.layers)
+        if not alike or count == 1:
+            return count, list(range(count))
+        if count == 2:
+            return (3, [0, 2]) if self._shape.layers >= 3 * DEEP else (2, [0, 1])
+        return 3, [0, 1, 2]
 
     def _rehearsed(
-        self, groups: Sequence[Group], signatures: Sequence[Signature], alike: bool
-    ) -> list[Entry]:
-        """Entries of groups, from dry runs."""
+        self, groups: Sequence[Group], stages: Sequence[int], signatures: Sequence[Signature], alike: bool
+    ) -> Iterator[tuple[Group, int, Entry]]:
+        """Entries of groups on stages, from dry runs.
+
+        Numbers in an entry are those of the group's own signatures: it serves any other set.
+        """
         # The first bucket is compared with that of its signature alone.
         every = groups if len(groups[0]) == 1 else [groups[0][:1], *groups]
-        stages = self._run_stages(alike)
         base = self._run(alike)
-        depths = (SHALLOW, DEEP) if alike else (self._shape.layers,)
-        runs = [rehearsal(base, signatures, every, depth, self.chunk, self._short) for depth in depths]
-        each = runs[0].run.world // len(stages)
-        parts = [(run.run, stage * each) for stage in stages for run in runs]
-        made = iter(dry_runs(parts, whole=True, worker=self._worker))
-        tables = []
+        depths = (DEEP, SHALLOW) if alike else (self._shape.layers,)
+        how = partial(rehearsal, chunk=self.chunk, short=self._short, chunks=self._chunks)
+        runs = [how(base, signatures, every, depths[0])]
+        if alike:
+            alone = [group for group in every if len(group) == 1]
+            runs.append(how(base, signatures, alone, SHALLOW, sized=False))
+        each = runs[0].run.world // base.plan.stages
+        own_rank = self._expert_rank * base.tensor
+        parts = [(run.run, stage * each + own_rank) for stage in stages for run in runs]
+        made = iter(self._runs(parts))
         for stage in stages:
-            own = [Windows(run, next(made)) for run in runs]
+            last = stage == base.plan.stages - 1
+            own = [Windows(run, next(made), self._expert_rank, last) for run in runs]
             layers = depths if alike else (self.layers[stage],)
-            tables.append(stage_table(own[0], own[-1], (layers[0], layers[-1]), self.chunk, self._tolerance))
-        return [_entry(tables, group) for group in groups]
+            table = stage_table(own[-1], own[0], (layers[-1], layers[0]), self.chunk, self._tolerance)
+            yield from ((group, stage, _entry(table, group)) for group in groups)
 
     def _run(self, alike: bool) -> RunSpec:
         """The base with the stages of a rehearsal: pipelines of different depths share theirs."""
         split = () if alike else self.layers
-        plan = replace(self._base.plan, stages=len(self._run_stages(alike)), virtual=1, split=split)
+        plan = replace(self._base.plan, stages=self._stages(alike)[0], virtual=1, split=split)
         return replace(self._base, plan=plan)
 
     def _are_alike(self, signatures: Sequence[Signature]) -> bool:
@@ -153,20 +191,36 @@ class Tables:
             return False
         return all(_is_everywhere(one, shape) for one in signatures)
 
-    def _path(self, group: Group, signatures: Sequence[Signature], alike: bool) -> Path:
+    def _path(self, group: Group, stage: int, signatures: Sequence[Signature], alike: bool) -> Path:
         about = {
             "format": _FORMAT,
             "run": {
                 k: v for k, v in asdict(self._run(alike)).items() if k not in ("tasks", "steps", "rolling")
             },
             "signatures": [signatures[i].sections for i in group],
+            "stage": stage,
             "alike": alike,
             "tolerance": self._tolerance,
             "short": self._short,
+            "expert rank": self._expert_rank,
+            "chunks": self._chunks,
             "versions": versions(),
         }
         text = json.dumps(about, sort_keys=True, default=str)
         return self._directory / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+def make(
+    run: RunSpec, signatures: Sequence[Signature], short: bool, tolerance: float, directory: Path
+) -> None:
+    """In the process for dry runs: make tables that no file has, while the machine does more urgent work.
+
+    Args:
+        run, short, tolerance, directory: See `Tables`.
+        signatures: Of tasks that may meet.
+    """
+    runs = partial(recordings, whole=True, nice=_GIVES_WAY)
+    Tables(run, directory, runs, short=short, tolerance=tolerance).memory(signatures)
 
 
 def _read(path: Path) -> Entry | None:
@@ -177,14 +231,13 @@ def _read(path: Path) -> Entry | None:
         return None
 
 
-def _assembled(entries: Mapping[Group, Any], singles: Sequence[Group], stage: int) -> StageTable:
+def _assembled(entries: Mapping[Group, Any], singles: Sequence[Group]) -> StageTable:
     """The table of a stage that was run, from the entries of groups."""
-    made = {group: StageTable.of_json(entry[stage]) for group, entry in entries.items()}
+    made = {group: StageTable.of_json(entry) for group, entry in entries.items()}
     lasting, deeper = (
         Lasting(
             min(getattr(made[one], name).backbone for one in singles),
-            np.array([getattr(made[one], name).tasks[0] for one in singles]),
-            np.array([getattr(made[one], name).updating[0] for one in singles]),
+            *(np.array([getattr(getattr(made[one], name), of)[0] for one in singles]) for of in OF_TASKS),
         )
         for name in ("lasting", "deeper")
     )
@@ -192,22 +245,19 @@ def _assembled(entries: Mapping[Group, Any], singles: Sequence[Group], stage: in
     return StageTable(made[singles[0]].layers, lasting, deeper, passes)
 
 
-def _entry(tables: Sequence[StageTable], group: Group) -> Entry:
-    """What is kept of a group: for each stage that was run the table of these signatures alone."""
+def _entry(table: StageTable, group: Group) -> Entry:
+    """What is kept of a group: the table of these signatures alone."""
     own = list(group)
-    return [
-        replace(
-            table,
-            lasting=_only(table.lasting, own),
-            deeper=_only(table.deeper, own),
-            passes={group: table.passes[group]},
-        ).to_json()
-        for table in tables
-    ]
+    return replace(
+        table,
+        lasting=_only(table.lasting, own),
+        deeper=_only(table.deeper, own),
+        passes={group: table.passes[group]},
+    ).to_json()
 
 
 def _only(lasting: Lasting, signatures: list[int]) -> Lasting:
-    return Lasting(lasting.backbone, lasting.tasks[signatures], lasting.updating[signatures])
+    return Lasting(lasting.backbone, *(getattr(lasting, name)[signatures] for name in OF_TASKS))
 
 
 def _is_everywhere(signature: Signature, shape: BackboneShape) -> bool:

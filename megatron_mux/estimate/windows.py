@@ -44,16 +44,20 @@ class Windows:
         rehearsal: What was run.
         recording: Of the rank.
         pipeline: Which of the pipelines the rank belongs to.
+        has_loss: Whether the rank has the last stage.
     """
 
-    def __init__(self, rehearsal: Rehearsal, recording: Recording, pipeline: int = 0) -> None:
+    def __init__(
+        self, rehearsal: Rehearsal, recording: Recording, pipeline: int = 0, has_loss: bool = True
+    ) -> None:
         self.rehearsal = rehearsal
         self.recording = recording
-        self.pipeline = pipeline
+        self.pipeline, self.has_loss = pipeline, has_loss
         stream = recording.stream
         self._codes = codes = np.array(stream.codes)
         blocks = np.where(codes < 0, ~codes, codes)
-        # Messages of other micro-batches come and go meanwhile: `footprint.memory` counts them.
+        # Messages of other micro-batches come and go meanwhile, and tasks share a buffer to sum gradients in:
+        # `footprint.memory` counts them.
         counts = np.array(stream.categories) != CATEGORIES.index(Category.COMMUNICATION)
         self._counts = counts[blocks]
         self._blocks = blocks
@@ -63,7 +67,8 @@ class Windows:
         # Before each event, and after the last.
         self._live = np.concatenate([[0.0], np.cumsum(np.where(codes < 0, -sizes, sizes))])
         stay = np.isin(blocks, blocks[codes < 0], invert=True)
-        self._lasting = np.array(stream.sizes, np.float64)[blocks] * stay
+        self._lasting = np.abs(sizes) * stay
+        self._categories = np.array(stream.categories)[blocks]
         self._layers = np.array([-1 if m.layer is None else m.layer for m in recording.stream.moment_names])
         self._moments = np.array(recording.stream.moments)
 
@@ -95,9 +100,12 @@ class Windows:
         """Bytes by which these events let grow what is held."""
         return float(self._live[stop] - self._live[start])
 
-    def lasting(self, start: int, stop: int) -> float:
-        """Bytes allocated by these events that are there at the end of the run."""
-        return float(self._lasting[start:stop].sum())
+    def lasting(self, start: int, stop: int, category: Category | None = None) -> float:
+        """Bytes allocated by these events that are there at the end of the run; of a category, if one is given."""
+        sizes = self._lasting[start:stop]
+        if category is not None:
+            sizes = sizes * (self._categories[start:stop] == CATEGORIES.index(category))
+        return float(sizes.sum())
 
     def updated(self, bucket: int) -> float:
         """Bytes that a bucket's updates allocated and that are there at the end of the run."""
@@ -112,10 +120,31 @@ class Windows:
         found: Array = self._live[window.start + 1 : window.stop + 1] - self._live[window.start]
         return found
 
-    def layers(self, window: Window) -> Events:
-        """`[N]` the layer of each event; -1 outside layers."""
-        found: Events = self._layers[self._moments[window.start : window.stop]]
+    def local_layers(self, window: Window) -> Events:
+        """`[N]` the layer of each event, from the window's first one; -1 outside layers."""
+        layers = self._layers[self._moments[window.start : window.stop]]
+        found: Events = np.where(
+            layers < 0, -1, layers - min((n for n in layers.tolist() if n >= 0), default=0)
+        )
         return found
+
+    def second_layer(self, window: Window) -> tuple[int, int] | None:
+        """The events of a forward pass, from its start, at which the second layer of three or more begins and ends.
+
+        A frozen reference passes the layers before: the last time counts.
+        """
+        local = self.local_layers(window)
+        first = np.flatnonzero(local == 0)
+        behind = local[first[-1] :] if len(first) else local[:0]
+        begins, ends = (np.flatnonzero(behind == layer) for layer in (1, 2))
+        if not len(begins) or not len(ends):
+            return None
+        return int(first[-1] + begins[0]), int(first[-1] + ends[0])
+
+    def kept_by_second(self, window: Window) -> float:
+        """Bytes that a forward pass keeps of its second layer of three or more; 0 if it has fewer."""
+        found = self.second_layer(window)
+        return 0.0 if found is None else self.grown(*(window.start + at for at in found))
 
     def events(self, window: Window) -> tuple[Events, list[int]]:
         """Events of a window, from its start, and what tells each from others, by which sizes are matched.

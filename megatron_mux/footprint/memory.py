@@ -1,25 +1,20 @@
 """The memory of a run's stages from tables: what lasts, and what micro-batches keep and take (equation 5 of MuxTune).
 
-Rows of several signatures are priced from tables of each signature and of each pair: what one signature's adapters keep
-of all rows, others may keep too. Signatures are added one after another, each beside the one with which it shares most,
-along the heaviest spanning tree of what pairs share.
+A micro-batch of one signature is priced by that signature's table; one of several by the table of all, with no rows of
+those that are absent: what one signature's adapters keep of all rows, others may keep too, so that is a bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
-from megatron_mux.footprint.content import ATTENTION, Array, Contents
+from megatron_mux.footprint.content import Array, Contents
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group, StageTable
 from megatron_mux.pipeline.transfers import received_ahead, sends_kept
-
-_SHARED_AT = 1 << 12
-"""Rows, half of them labelled, at which signatures are compared for what they share."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +30,19 @@ class Taken:
     working: Array
 
 
+def groups_of(signatures: Sequence[Signature]) -> list[Group]:
+    """The groups that tables are of: each signature alone, and all families together, each with its highest rank."""
+    singles: list[Group] = [(i,) for i in range(len(signatures))]
+    every = tuple(sorted(set(_highest(signatures, range(len(signatures))))))
+    return singles if len(every) == 1 else [*singles, every]
+
+
+def _highest(signatures: Sequence[Signature], among: Iterable[int]) -> list[int]:
+    """For each signature the one of its family with the highest rank among these: rows of both take the same."""
+    top = {signatures[i].family: i for i in sorted(among, key=lambda i: signatures[i].rank)}
+    return [top.get(own.family, i) for i, own in enumerate(signatures)]
+
+
 @dataclass(frozen=True)
 class Memory:
     """The memory of tasks on a backbone divided into stages.
@@ -47,6 +55,7 @@ class Memory:
         message: Bytes of a row's hidden states on a rank.
         ranks: Of the pipeline.
         sends_zeros: Whether the first stage keeps zeros to send where memory runs out.
+        sums: The most bytes of the buffer in which ranks sum the gradients of all tasks; 0: a single one has them.
     """
 
     signatures: Sequence[Signature]
@@ -56,10 +65,27 @@ class Memory:
     message: float = 0.0
     ranks: int = 1
     sends_zeros: bool = True
+    sums: float = 0.0
 
     def lasting(self, counts: Array) -> Array:
         """`[S]` bytes that last with so many tasks of each signature; one of a lower rank is less than one."""
-        return np.array([own.lasts(counts, n) for own, n in zip(self.tables, self.layers, strict=True)])
+        return sum(self.lasting_parts(counts).values(), np.zeros(len(self.tables)))
+
+    def lasting_parts(self, counts: Array) -> dict[str, Array]:
+        """`[S]` of them each: of the backbone, of adapters, gradients and optimizers, and of the buffer for sums."""
+        each = list(zip(self.tables, self.layers, strict=True))
+        backbone = np.array([own.backbone(n) for own, n in each])
+        tasks, gradients, optimizer = (
+            np.array([own.of_tasks(counts, n, what) for own, n in each])
+            for what in ("tasks", "gradients", "optimizer")
+        )
+        return {
+            "backbone": backbone,
+            "adapters": tasks - gradients - optimizer,
+            "gradients": gradients,
+            "optimizer": optimizer,
+            "sums": np.minimum(gradients, self.sums),
+        }
 
     def updating(self, counts: Array) -> Array:
         """`[S]` temporary bytes of an optimizer's step, of the task that takes most; `counts` as for `lasting`."""
@@ -80,14 +106,14 @@ class Memory:
         found = Taken(*(np.zeros((len(contents.rows), len(self.tables))) for _ in range(2)))
         patterns, which = np.unique(contents.rows > 0, axis=0, return_inverse=True)
         for number, pattern in enumerate(patterns):
-            group = tuple(np.flatnonzero(pattern).tolist())
+            present = np.flatnonzero(pattern).tolist()
             at = np.flatnonzero(which.reshape(-1) == number)
-            if not group:
+            if not present:
                 continue
-            onto = self._highest(group)
-            own, group = contents.of(at).moved(onto), tuple(sorted({onto[i] for i in group}))
+            group, features = self._features(contents.of(at), present)
             for stage, table in enumerate(self.tables):
-                found.kept[at, stage], found.working[at, stage] = self._taken(table, stage, group, own)
+                further = self.layers[stage] - table.layers
+                found.kept[at, stage], found.working[at, stage] = table.passes[group].at(features, further)
         total = contents.rows.sum(axis=1)[:, None] * self.message
         ends = np.arange(len(self.tables))
         found.kept[:] += total * ((ends > 0).astype(float) + (ends < len(self.tables) - 1))
@@ -96,50 +122,39 @@ class Memory:
         )  # and the gradient in use
         return found
 
-    def _highest(self, group: Group) -> list[int]:
-        """For each signature the one of its family with the highest rank in a group: rows of both take the same."""
-        top = {self.signatures[i].family: i for i in sorted(group, key=lambda i: self.signatures[i].rank)}
-        return [top.get(own.family, i) for i, own in enumerate(self.signatures)]
+    def moments(self, contents: Contents) -> list[Mapping[str, tuple[float, float]]]:
+        """On every stage by name, what one micro-batch takes at most besides what it keeps, without messages; and
+        logits among that.
+        """
+        group, features = self._features(contents, np.flatnonzero(contents.rows[0] > 0).tolist())
+        return [
+            table.passes[group].named(features, layers - table.layers)
+            for table, layers in zip(self.tables, self.layers, strict=True)
+        ]
 
-    def _taken(self, table: StageTable, stage: int, group: Group, contents: Contents) -> Array:
-        """`[2, B]` kept and working bytes of micro-batches with rows of exactly this group's signatures."""
-        further = self.layers[stage] - table.layers
-        if group in table.passes:
-            return np.array(table.passes[group].at(contents.only(group).features(self.chunk), further))
-        first, *others = self._tree(stage, group)
-        at = _Priced(table, further, self.chunk, contents)
-        found = at.all_of(first[0])
-        for new, beside in others:
-            found = found + at.pair(beside, new, share=0.0) - at.all_of(beside)
-            found = found + at.pair(first[0], new, share=1.0) - at.pair(first[0], new, share=0.0)
-        return np.maximum(found, 0.0)
+    def elsewhere(self, share: float, in_use: Sequence[float], recomputed: bool) -> Memory:
+        """The same where frozen weights are in place only while they are used: a bound from above.
 
-    def _tree(self, stage: int, group: Group) -> list[tuple[int, int]]:
-        """The signatures in the order in which they are added, and beside which each is."""
-        table, further = self.tables[stage], self.layers[stage] - self.tables[stage].layers
-        rows = np.zeros((1, 1 + max(group)))
-        zeros = np.zeros(1)
-        at = _Priced(
-            table,
-            further,
-            self.chunk,
-            Contents(rows + _SHARED_AT, rows + _SHARED_AT / 2, zeros, zeros, np.zeros((1, len(ATTENTION)))),
-        )
-        left, order = list(group[1:]), [(group[0], group[0])]
+        Both ends of a pipeline then keep more hidden states, and every moment has at most one more.
 
-        def more(new: int, old: int) -> float:
-            """Bytes that all rows keep more beside `old` if `new` comes."""
-            return float((at.pair(old, new, share=0.0) - at.all_of(old))[0, 0])
+        Args:
+            share: Of the weights that a rank keeps on its device between uses.
+            in_use: Bytes of weights that are in place at a time, on each stage.
+            recomputed: Whether layers are computed again: they keep their inputs anyway.
+        """
+        last = len(self.tables) - 1
+        tables = []
+        for stage, (table, weights) in enumerate(zip(self.tables, in_use, strict=True)):
+            ends = (stage == 0 and not recomputed) + (stage == last)
+            tables.append(table.elsewhere(share, weights, ends * self.message, (ends + 1) * self.message))
+        return replace(self, tables=tables)
 
-        def shared(new: int, old: int) -> float:
-            """What both have all rows keep, but for a constant."""
-            return more(new, group[0]) - more(group[0], new) - more(new, old)
-
-        while left:
-            pairs = [(new, old) for new in left for old, _ in order]
-            order.append(max(pairs, key=lambda pair: shared(*pair)))
-            left.remove(order[-1][0])
-        return order
+    def _features(self, contents: Contents, present: Sequence[int]) -> tuple[Group, Array]:
+        """The group whose table prices micro-batches of these signatures, and their features there."""
+        alone = len({self.signatures[i].family for i in present}) == 1
+        onto = _highest(self.signatures, present if alone else range(len(self.signatures)))
+        group = tuple(sorted({onto[i] for i in present} if alone else set(onto)))
+        return group, contents.moved(onto).only(group).features(self.chunk)
 
     def _messages(self, in_step: float) -> Array:
         """`[S]` hidden states or gradients that a stage has received ahead, or has sent and keeps."""
@@ -156,36 +171,3 @@ class Memory:
         if ranks > 1 and self.sends_zeros:
             found[0] += 1
         return found
-
-
-@dataclass(frozen=True)
-class _Priced:
-    """Micro-batches as if all their rows were of one signature or of two."""
-
-    table: StageTable
-    further: int
-    chunk: int
-    contents: Contents
-
-    @cached_property
-    def total(self) -> tuple[Array, Array]:
-        """`[B]` rows, and labelled ones, of all signatures."""
-        return self.contents.rows.sum(axis=1), self.contents.labels.sum(axis=1)
-
-    def all_of(self, signature: int) -> Array:
-        """`[2, B]` kept and working bytes if all rows were of this signature."""
-        rows, labels = (own[:, None] for own in self.total)
-        return self._at((signature,), rows, labels)
-
-    def pair(self, one: int, other: int, share: float) -> Array:
-        """`[2, B]` the same with all rows of `one`, but a share of the other's own rows, in presence of both."""
-        columns = []
-        for own, total in zip((self.contents.rows, self.contents.labels), self.total, strict=True):
-            others = own[:, other] * share
-            both = {one: total - others, other: others}
-            columns.append(np.stack([both[i] for i in sorted(both)], axis=1))
-        return self._at((min(one, other), max(one, other)), *columns)
-
-    def _at(self, group: Group, rows: Array, labels: Array) -> Array:
-        features = replace(self.contents, rows=rows, labels=labels).features(self.chunk)
-        return np.array(self.table.passes[group].at(features, self.further))

@@ -49,7 +49,7 @@ class Mesh:
 
     @property
     def predicts_memory(self) -> bool:
-        """Whether closed forms know its memory: not that of expert managers and their master, nor of tensor ranks that
+        """Whether its memory can be predicted: not that of expert managers and their master, nor of tensor ranks that
         hold more of the experts than their part."""
         return not self.managers and (self.expert_tensor is None or self._expert_ranks >= self.tensor)
 

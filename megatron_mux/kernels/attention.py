@@ -132,9 +132,19 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 def has_one_call(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether one kernel serves all segments of a batch, however long each is."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not has_varlen():
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cuda" and can_have_one_call(
+        dtype.itemsize, torch.cuda.get_device_capability(device)
+    )
+
+
+def can_have_one_call(itemsize: int, capability: tuple[int, int]) -> bool:
+    """The same of any GPU.
+
+    Args:
+        itemsize: Bytes of an element.
+        capability: The GPU's.
+    """
+    return itemsize == 2 and capability >= (8, 0) and has_varlen()
 
 
 @lru_cache(maxsize=1)

@@ -33,7 +33,7 @@ FLAGS: Mapping[str, Flag] = {
     "--precision": Flag("bf16", ("ours", "trace"), ("ours", "trace", "dry-run", _FOLLOWS_PLAN)),
     "--optimizer": Flag(DEFAULT, ("ours", "trace")),
     "--master-weights": Flag(True, ("ours", "trace")),
-    "--attention": Flag("flash", ("ours", "trace"), ("ours", "trace")),
+    "--attention": Flag("flash", ("ours", "trace"), ("trace",)),
     "--recompute": Flag("none", ("trace",), ("trace", _FOLLOWS_PLAN)),
     "--plan": Flag(None, tasks=(_FOLLOWS_PLAN,)),
     "--mux-expert-placement": Flag(None, tasks=("ours", "dry-run", _FOLLOWS_PLAN)),
@@ -65,6 +65,8 @@ def settle(arguments: Namespace) -> None:
             what = "full fine-tuning" if arguments.tasks is None else "--tasks"
             use = f"--method {' or '.join(users)} does" if users else "remove it"
             problems.append(f"{given}: --method {arguments.method} does not use it for {what}: {use}")
+    if arguments.tasks is not None and "ours" in methods and arguments.precision == "fp16":
+        problems.append("--precision fp16: tasks are trained in bf16 or fp32: use one of these")
     if problems:
         raise UserError(*problems)
     checked_gpu(arguments.device, arguments.precision)
@@ -88,7 +90,7 @@ def checked_gpu(device: str, precision: str) -> Known:
 
 def _methods(arguments: Namespace) -> set[str]:
     """Names of the methods that answer."""
-    if arguments.method == "all":  # for tasks, closed forms alone answer unless others are asked for by name
+    if arguments.method == "all":  # for tasks, ours alone answers unless others are asked for by name
         return {"ours", "trace"} if arguments.tasks is None else {"ours"}
     follows = arguments.method == "dry-run" and arguments.plan is not None
     return {_FOLLOWS_PLAN} if follows else {arguments.method}

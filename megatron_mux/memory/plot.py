@@ -1,6 +1,6 @@
 """Draws memory over time: a panel for each prediction, with bytes stacked by part and the GPU's memory as a line.
 
-A traced step has thousands of moments, and a line for the memory that the allocator has reserved; closed forms have a
+A traced step has thousands of moments, and a line for the memory that the allocator has reserved; rankings have a
 few named instants.
 """
 
@@ -120,7 +120,7 @@ def traced(prediction: Prediction, title: str) -> Panel:
 
 
 def closed(title: str, instants: Mapping[str, Mapping[str, int]]) -> Panel:
-    """The panel of closed forms.
+    """The panel of a ranked method.
 
     Args:
         title: Title of the panel.

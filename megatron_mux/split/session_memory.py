@@ -184,7 +184,7 @@ def _predict(
         device,
     )
     each, copied = np.array([[float(rows)]]), min(rows, proposal.sequences) * prefix
-    made = memory.passes(FormRows(each, each[:, 0], each[:, 0], np.array([float(copied)])), in_step=1)
+    made = memory.passes(FormRows(each, each[:, 0], each[:, 0], np.array([float(copied)])))
     hidden, fixed = rows * shape.hidden * itemsize, int(memory.step_scratch[1])
     # Without layers behind the body, the forms count what the client's output layer keeps.
     graph = int(made.kept[0, 1]) - 2 * hidden * (layers.stop == shape.layers)

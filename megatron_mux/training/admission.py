@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
 from megatron_mux.engine import Engine, Task
 from megatron_mux.engine.agreement import first_problem
@@ -10,6 +11,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.runtime import Parallel
+from megatron_mux.tasks import TaskSpec
 
 
 class Admission:
@@ -57,6 +59,17 @@ class Admission:
         self.waiting = [task for task in self.waiting if task.spec.name != name]
         self._no_room_beside = None  # whoever is behind it may need less
         return len(self.waiting) < before
+
+    def prepare(self, specs: Sequence[TaskSpec]) -> Future[None] | None:
+        """Predict in the background what memory tasks will take that are going to be offered. Every rank calls it.
+
+        Returns:
+            See `Planner.prepare`.
+        """
+        planner = self.engine.planning.planner
+        if planner is None:
+            return None
+        return planner.prepare(self.engine.loads(), [*(task.spec for task in self.waiting), *specs])
 
     def _has_room(self, tasks: Sequence[Task]) -> bool:
         if len(tasks) == 1 and not self.engine.active:

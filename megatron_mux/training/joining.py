@@ -1,9 +1,13 @@
-"""Task files that appear in the watched directory join the run once their data are tokenised; removed ones leave."""
+"""Task files that appear in the watched directory join the run once they are prepared; removed ones leave.
+
+Prepared: their data are tokenised, and what memory they take is predicted. The others train meanwhile.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,17 +25,21 @@ _SUFFIXES = (".yaml", ".yml")
 
 @dataclass
 class JoiningFile:
-    """A task file whose data are being tokenised.
+    """A task file that is being prepared.
 
     Attributes:
         path: The task file.
         specs: Its tasks.
         process: Tokenises their data; None while it has not begun, and on ranks that leave it to their host's leader.
+        predicting: Predicts their memory; None as well where another rank does, or nobody need.
+        begun: Whether its turn has come.
     """
 
     path: Path
     specs: list[TaskSpec]
     process: BackgroundTokenising | None = None
+    predicting: Future[None] | None = None
+    begun: bool = False
 
     @property
     def data(self) -> list[Reading]:
@@ -43,17 +51,19 @@ class JoiningFile:
 
 @dataclass
 class JoiningFiles:
-    """Task files in the order in which they appeared; the data of the first are being tokenised, by one rank a host.
+    """Task files in the order in which they appeared; the first is being prepared, its data by one rank a host.
 
     All ranks have the same files.
 
     Attributes:
         files: Opens data.
         parallel: Where this rank stands.
+        predict: Begins to predict the memory of tasks; every rank calls it.
     """
 
     files: DataFiles
     parallel: Parallel
+    predict: Callable[[Sequence[TaskSpec]], Future[None] | None] = lambda specs: None
     _queue: deque[JoiningFile] = field(default_factory=deque)
 
     def __len__(self) -> int:
@@ -65,10 +75,13 @@ class JoiningFiles:
         return [spec.name for file in self._queue for spec in file.specs]
 
     @property
-    def tokenising(self) -> bool:
-        """Whether the process for the first file is still at work on this rank."""
-        process = self._queue[0].process if self._queue else None
-        return process is not None and not process.poll()
+    def preparing(self) -> bool:
+        """Whether this rank is still at work for the first file."""
+        if not self._queue:
+            return False
+        process, predicting = self._queue[0].process, self._queue[0].predicting
+        tokenised = process is None or process.poll()
+        return not tokenised or (predicting is not None and not predicting.done())
 
     def news(self) -> list[str]:
         """Lines for people that have not been shown yet."""
@@ -79,12 +92,12 @@ class JoiningFiles:
         return found
 
     def add(self, path: Path, specs: list[TaskSpec]) -> None:
-        """Have the data of a task file tokenised."""
+        """Have a task file prepared."""
         self._queue.append(JoiningFile(path, specs))
         self._begin()
 
     def take(self) -> tuple[JoiningFile, DataFiles]:
-        """Take the first file out, once no rank is `tokenising`. Every rank calls it.
+        """Take the first file out, once no rank is `preparing`. Every rank calls it.
 
         Returns:
             The file, and what opens its data.
@@ -115,9 +128,12 @@ class JoiningFiles:
         self._queue.clear()
 
     def _begin(self) -> None:
-        """Start the process of the first file."""
-        if self._queue and self._queue[0].process is None and is_local_leader():
-            first = self._queue[0]
+        """Begin to prepare the first file."""
+        if not self._queue or self._queue[0].begun:
+            return
+        first = self._queue[0]
+        first.begun, first.predicting = True, self.predict(first.specs)
+        if is_local_leader():
             directory = Path(self.files.tokenizer.name_or_path)
             first.process = BackgroundTokenising(directory, first.data, self.files.cache)
 

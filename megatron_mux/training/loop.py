@@ -67,7 +67,7 @@ class Loop:
     _saver: Saver | None = None
     _plan: Plan | None = None
     _timed_plan: Plan | None = None
-    _tokenising: bool = False
+    _preparing: bool = False
 
     def __post_init__(self, info: BackboneInfo, files: DataFiles) -> None:
         continued = self.arguments.load if self.manifest is not None else None
@@ -125,14 +125,14 @@ class Loop:
             self.parallel.heartbeat.at("beginning the next steps")
             stop_when_done = True
             if watched is not None:
-                stop_when_done = self.registry.follow(watched, self._tokenising)
+                stop_when_done = self.registry.follow(watched, self._preparing)
             self.registry.admit()
             if not self.engine.active:
                 if self.registry.waiting:
                     continue  # whoever had its turn was refused
                 if stop_when_done:
                     break
-                if not (idle or self.registry.tokenising):
+                if not (idle or self.registry.preparing):
                     self.reporter.say(
                         f"nothing to train: waiting for task files in {watch} (a file STOP ends the run)"
                     )
@@ -356,7 +356,7 @@ class Loop:
         self.reporter.schedule(everything, title, self.parallel.pp_size, plan)
 
     def _agreed_to_stop(self) -> str:
-        """Compare notes with the other ranks: whether one was told to stop, or still waits for data to be tokenised.
+        """Compare notes with the other ranks: whether one was told to stop, or still prepares tasks.
 
         A signal does not reach all ranks between the same two steps, and their clocks differ.
 
@@ -366,10 +366,10 @@ class Loop:
         problem = self.reporter.problem or (self._saver.problem if self._saver is not None else "")
         raise_on_every_rank(problem, self.parallel)
         # Every rank runs equally many steps, as long as they take on the slowest rank.
-        tokenising, seconds = float(self.registry.tokenising), self._step_loop.seconds
-        agreed = self.parallel.most([float(self.stopping), tokenising, seconds, self._exits.clock])
-        stopping, tokenising, self._step_loop.seconds, self._exits.elapsed = agreed
-        self._tokenising = tokenising > 0
+        preparing, seconds = float(self.registry.preparing), self._step_loop.seconds
+        agreed = self.parallel.most([float(self.stopping), preparing, seconds, self._exits.clock])
+        stopping, preparing, self._step_loop.seconds, self._exits.elapsed = agreed
+        self._preparing = preparing > 0
         if stopping:
             return "by a signal"
         return self._exits.reason(is_training=bool(self.engine.active or self.registry.waiting))

@@ -17,8 +17,9 @@ from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest
 from megatron_mux.engine import Planning, Task
-from megatron_mux.engine.agreement import from_first
+from megatron_mux.engine.agreement import computed_by_first, from_first
 from megatron_mux.errors import UserError
+from megatron_mux.estimate.run_tables import RunTables
 from megatron_mux.fusion.check import check_plan, read_plan
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
@@ -69,7 +70,7 @@ def make_planning(
         _context(arguments, info, profile, _loads(tasks, manifest, info), parallel, say),
         parallel.device.type,
         arguments.recompute_granularity,
-        lambda tried: split_layers(tried, arguments, known, share),
+        lambda tried: _predictable(split_layers(tried, arguments, known, share), arguments, say),
         say,
     )
     say(f"element-wise kernels: {context.pointwise}")
@@ -107,13 +108,14 @@ def _context(
     say: Progress,
 ) -> PlanningContext:
     """The context that the flags ask for, before layers are divided into stages."""
-    return PlanningContext(
+    mesh = mesh_of(arguments, info, parallel)
+    context = PlanningContext(
         profile,
         info,
-        mesh_of(arguments, info, parallel),
+        mesh,
         arguments.dtype.itemsize,
         arguments.recompute_granularity or "none",
-        memory_limit(arguments, mesh_of(arguments, info, parallel), parallel, say),
+        memory_limit(arguments, mesh, parallel, say),
         arguments.mux_align,
         arguments.mux_chunk_size,
         arguments.mux_micro_batches,
@@ -125,6 +127,29 @@ def _context(
         pointwise=pointwise_name(parallel.device, arguments.dtype),
         tasks=loads,
     )
+    if context.memory_limit is None:
+        return context
+    share, leads = partial(computed_by_first, parallel=parallel), parallel.rank == 0
+    return replace(context, tables=RunTables(context, arguments.mux_backbone_dtype, say, share, leads))
+
+
+def _predictable(context: PlanningContext, arguments: MuxArguments, say: Progress) -> PlanningContext:
+    """The context without its limit if memory cannot be predicted and nobody has asked for one.
+
+    Raises:
+        UserError: A limit is asked for, and memory cannot be predicted.
+    """
+    if context.memory_limit is None:
+        return context
+    try:
+        if context.tasks:
+            context.step_memory()
+    except UserError as error:
+        if arguments.mux_memory_limit != "auto":
+            raise
+        say(f"planning without a limit of memory: {error}")
+        return replace(context, memory_limit=None, tables=None)
+    return context
 
 
 def mesh_of(arguments: MuxArguments, info: BackboneInfo, parallel: Parallel) -> Mesh:

@@ -13,6 +13,7 @@ from megatron_mux.data.dataset import DataFiles
 from megatron_mux.engine import Engine, Task
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.errors import UserError
+from megatron_mux.estimate.run_tables import end_worker
 from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel
 from megatron_mux.task_table import JOINING
@@ -59,7 +60,7 @@ class TaskRegistry:
 
     def __post_init__(self) -> None:
         self._admission = Admission(self.engine, self.parallel)
-        self._joining = JoiningFiles(self.files, self.parallel)
+        self._joining = JoiningFiles(self.files, self.parallel, self._admission.prepare)
 
     def continue_from(self, manifest: Manifest, directory: Path, save: Path | None) -> None:
         """Take over the entries of the run that this one continues.
@@ -157,28 +158,28 @@ class TaskRegistry:
         return bool(self._admission.waiting)
 
     @property
-    def tokenising(self) -> bool:
-        """Whether this process waits for data to be tokenised on its host."""
-        return self._joining.tokenising
+    def preparing(self) -> bool:
+        """Whether this process prepares tasks that join: their data, or a prediction of their memory."""
+        return self._joining.preparing
 
     def admit(self) -> None:
         """Admit waiting tasks that fit by now."""
         for task in self._admission.next():
             self._admit_waiting(task)
 
-    def follow(self, watched: WatchedDirectory, tokenising: bool) -> bool:
+    def follow(self, watched: WatchedDirectory, preparing: bool) -> bool:
         """Let tasks of a watched directory join and leave.
 
         Args:
             watched: The directory.
-            tokenising: Whether any rank was still `tokenising` when all of them last compared notes.
+            preparing: Whether any rank was still `preparing` when all of them last compared notes.
 
         Returns:
             Whether the run may end once its tasks are done.
         """
         for line in self._joining.news():
             self.reporter.say(line)
-        if self._joining and not tokenising:
+        if self._joining and not preparing:
             self._join(*self._joining.take())
         changes = watched.look()
         for path in changes.removed:
@@ -188,8 +189,9 @@ class TaskRegistry:
         return changes.stop and not self._joining
 
     def close(self) -> None:
-        """Cancel what is being tokenised."""
+        """Cancel what is being prepared."""
         self._joining.close()
+        end_worker()
 
     def _remove(self, path: Path, directory: Path) -> None:
         """Let the tasks of a file leave."""
@@ -210,14 +212,14 @@ class TaskRegistry:
             self.reporter.say(f"{name} left: {path.name} was taken out of {directory}")
 
     def _cancel(self, path: Path) -> bool:
-        """Forget a file whose data are being tokenised; returns whether there was one."""
+        """Forget a file that is being prepared; returns whether there was one."""
         specs = self._joining.cancel(path)
         for spec in specs:
             self.reporter.history[spec.name].status = "removed"
         return bool(specs)
 
     def _prepare(self, path: Path) -> None:
-        """Read a task file and have its data tokenised; a mistake in it is reported and stops nobody."""
+        """Read a task file and have it prepared; a mistake in it is reported and stops nobody."""
         self._cancel(path)  # an older version of it
         specs, problem = [], ""
         try:
@@ -244,20 +246,20 @@ class TaskRegistry:
             self.reporter.add(spec, JOINING)
 
     def _join(self, file: JoiningFile, files: DataFiles) -> None:
-        """Admit the tasks of a file whose data are tokenised; a mistake in it is reported and stops nobody."""
+        """Admit the tasks of a file that is prepared; a mistake in it is reported and stops nobody."""
         self.parallel.heartbeat.at(f"registering the tasks of {file.path.name}", long=True)
         tasks: list[Task] = []
         problem = ""
         try:
             tasks = open_tasks(file.specs, self.info, files, self.reporter.say, self.entries)
-            for task in tasks:
-                self.engine.check_alone(task)
             problem = self.reporter.prepare_tracking(file.specs)
         except UserError as error:
             problem = str(error)
         problem = first_problem(problem, self.parallel)
         if not problem:
             try:
+                for task in tasks:  # on every rank: the first may have to predict memory for all
+                    self.engine.check_alone(task)
                 self.register(tasks)
             except (
                 UserError

@@ -123,7 +123,7 @@ def test_adapters_go_straight_to_the_new_manager(checkpoint: Path, joined: Joine
 
 
 @pytest.mark.parametrize(
-    "short", [(TaskState, "attach"), (Arena, "refresh"), (Engine, "_reserve_gradient_buffer")]
+    "short", [(TaskState, "attach"), (Arena, "refresh"), (Engine, "reserve_gradient_buffer")]
 )
 def test_a_rank_without_memory_for_adapters_keeps_no_other_waiting(
     checkpoint: Path, joined: Joined, monkeypatch: pytest.MonkeyPatch, short: tuple[type, str]

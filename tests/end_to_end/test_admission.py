@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+import numpy as np
+import pytest
 import torch
 
 from megatron_mux.engine import Engine, Planning, Task
+from megatron_mux.estimate.run_tables import RunTables
 from megatron_mux.fusion.mesh import Mesh
-from megatron_mux.fusion.planner.plan_evaluator import PlanEvaluator
+from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.profiler.roofline import roofline
@@ -23,6 +27,8 @@ from tests.end_to_end.families import FAMILIES, lora
 from tests.end_to_end.forked import Fault, Server
 from tests.end_to_end.harness import Case, assert_close, random_records
 from tests.end_to_end.workplace import TASKS, Workplace
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
 
 COUNT = 100
 ROOM = 3 << 20
@@ -63,8 +69,13 @@ def test_a_hundred_tasks_come_and_go_within_the_budget(backbone_of: BackboneOf, 
     backbone = backbone_of("llama", torch.float64)
     about = {"device": "made-up", "kind": "cpu", "threads": 1}
     context = PlanningContext(roofline(backbone.info.shape, about, 8, 1), backbone.info, Mesh(), 8)
-    limit = max(PlanEvaluator(context).resident) + ROOM * (1 - MARGIN)
-    planner = Planner(PlanningContext(context.profile, context.info, Mesh(), 8, memory_limit=limit))
+    tables = RunTables(context, None, lambda text: None)
+    shape = backbone.shape
+    loads = [TaskLoad.of(c.spec, c.records.lengths, c.records.label_counts, shape) for c in cases.values()]
+    signatures = sorted({load.signature(shape) for load in loads})
+    (backbone_bytes,) = tables.memory(Mesh(), "none", signatures, True).lasting(np.zeros(len(signatures)))
+    limit = backbone_bytes + ROOM * (1 - MARGIN)
+    planner = Planner(replace(context, memory_limit=limit, tables=tables))
     engine = Engine(backbone, parallel, Planning("auto", 1, planner))
     admission = Admission(engine, parallel)
     coming: list[Task] = [case.task for case in cases.values()]

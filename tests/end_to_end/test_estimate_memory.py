@@ -115,6 +115,9 @@ tasks:
 """
 
 
+SHALLOW = {**OURS, "num_hidden_layers": 2}
+TWO = ("--gpus", "2")
+"""Few layers, and few divisions of them: tables of each take seconds."""
 ONE_TASK = """
 tasks:
   - name: a
@@ -133,29 +136,29 @@ def tasks(tmp_path: Path) -> str:
 
 
 def test_the_choice_for_a_task_file(estimate: Call, tasks: str) -> None:
-    flags = ["--tasks", tasks, "--gpu-memory", "1300MiB", "--json"]
-    status, output, errors = estimate(OURS, *flags)
+    flags = ["--tasks", tasks, *TWO, "--gpu-memory", "1300MiB", "--json"]
+    status, output, errors = estimate(SHALLOW, *flags)
     found = json.loads(output)
     assert status == 0 and not errors
     fitting = [m for m in found["methods"] if m["fits"]]
     best = max(fitting, key=lambda m: m["throughput_tokens_per_s"])
     assert found["selected"] == best["name"] and found["flags"] == best["flags"] and "--bf16" in best["flags"]
-    assert {m["name"] for m in found["methods"]} == {"4DP", "4TP", "4PP", "2DP+2TP", "2DP+2PP", "2TP+2PP"}
+    assert {m["name"] for m in found["methods"]} == {"2DP", "2TP", "2PP"}
     for method in found["methods"]:
         assert method["estimator"] == "ours" and method["not_by_this_engine"] is None
         assert method["peak_process_bytes"] == sum(method["breakdown"].values())
         assert method["peak_allocated_bytes"] < method["peak_reserved_bytes"] < method["peak_process_bytes"]
     # Both tasks have fp32 values; one of them moments.
-    one = next(m for m in found["methods"] if m["name"] == "4DP")["breakdown"]
-    lora, prefix = 4 * 8 * (2 * 256 + 256 + 128), 4 * 4 * 2 * 128
-    assert one["adapters"] == 6 * (lora + prefix), "in fp32, and copies in bf16"
+    one = next(m for m in found["methods"] if m["name"] == "2DP")["breakdown"]
+    lora, prefix = 2 * 8 * (2 * 256 + 256 + 128), 2 * 4 * 2 * 128
+    assert 0 <= one["adapters"] - 6 * (lora + prefix) <= 8, "in fp32, and copies in bf16; a count"
     assert one["gradients"] == 4 * (lora + prefix) and one["optimizer"] == 8 * lora
-    output = estimate(OURS, "--tasks", tasks)[1]
-    assert "run it with: megatron-mux train" in output and "--gpus 4 --save SAVE_DIR" in output
+    output = estimate(SHALLOW, "--tasks", tasks, *TWO)[1]
+    assert "run it with: megatron-mux train" in output and "--gpus 2 --save SAVE_DIR" in output
 
 
-MIXTRAL = {
-    **OURS, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "bos_token_id": 1,
+SMALL_MIXTRAL = {
+    **SHALLOW, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
 
@@ -164,19 +167,20 @@ def test_experts_are_divided_by_this_engine(estimate: Call, tmp_path: Path) -> N
     file = tmp_path / "tasks.yaml"
     on_experts = "[q_proj], target_parameters: [mlp.experts.gate_up_proj]"
     file.write_text(ONE_TASK.replace("[q_proj, v_proj]", on_experts))
-    status, output, errors = estimate(MIXTRAL, "--tasks", str(file), "--gpu-memory", "1500MiB", "--json")
-    assert status == 0 and not errors
-    found = {(m["name"], m["details"]): m for m in json.loads(output)["methods"]}
-    whole, four = found["4DP", ""], found["4DP+4EP", ""]
-    assert four["flags"][:2] == ["--expert-model-parallel-size", "4"] and four["not_by_this_engine"] is None
-    experts = 2 * 4 * 8 * 3 * 256 * 704
-    parameters = [m["breakdown"]["parameters"] for m in (whole, four)]
-    assert parameters[0] - parameters[1] == experts * 3 // 4, "each holds two of eight"
-    tensor = [method for (name, _), method in found.items() if "TP" in name]
-    assert tensor and all("--sequence-parallel" in m["flags"] for m in tensor), (
-        "the engine wants it with experts"
+    status, output, errors = estimate(
+        SMALL_MIXTRAL, "--tasks", str(file), *TWO, "--gpu-memory", "1500MiB", "--json"
     )
-    assert all("adapters on routed experts" in m["not_by_this_engine"] for m in tensor)
+    assert status == 0 and not errors
+    answer = json.loads(output)
+    found = {(m["name"], m["details"]): m for m in answer["methods"]}
+    whole, two = found["2DP", ""], found["2DP+2EP", ""]
+    assert two["flags"][:2] == ["--expert-model-parallel-size", "2"] and two["not_by_this_engine"] is None
+    experts = 2 * 2 * 8 * 3 * 256 * 704
+    parameters = [m["breakdown"]["parameters"] for m in (whole, two)]
+    off = parameters[0] - parameters[1] - experts // 2
+    assert 0 <= off < 1024, "each holds four of eight, and a few tables of these"
+    assert not any("TP" in name for name, _ in found)
+    assert "adapters on routed experts" in answer["impossible"]["2TP"], "the engine does not run it"
 
 
 def test_experts_lie_where_a_file_has_them_and_are_used_as_a_profile_says(
@@ -184,29 +188,32 @@ def test_experts_lie_where_a_file_has_them_and_are_used_as_a_profile_says(
 ) -> None:
     file, placed, used = (tmp_path / name for name in ("tasks.yaml", "placement.json", "profile.json"))
     file.write_text(ONE_TASK)
-    model = {"family": "mixtral", "layers": 4, "experts": 8, "top_k": 2, "hidden_size": 256}
-    row = [[0]] * 5 + [[1], [2], [3]]
-    placed.write_text(json.dumps({"model": model, "workers": 4, "placement": [row] * 4}))
+    model = {"family": "mixtral", "layers": 2, "experts": 8, "top_k": 2, "hidden_size": 256}
+    row = [[0]] * 7 + [[1]]
+    placed.write_text(json.dumps({"model": model, "workers": 2, "placement": [row] * 2}))
     used.write_text(
-        json.dumps({"model": model, "top_k": 2, "tokens": 9, "access": [[0.1] * 5 + [0.1, 0.7, 0.7]] * 4})
+        json.dumps({"model": model, "top_k": 2, "tokens": 9, "access": [[0.15] * 7 + [0.95]] * 2})
     )
 
     def predicted(*flags: str) -> dict[str, Any]:
-        status, output, errors = estimate(MIXTRAL, "--tasks", str(file), "--json", *flags)
+        flags = ("--mux-expert-placement", str(placed), *flags)
+        status, output, errors = estimate(SMALL_MIXTRAL, "--tasks", str(file), *TWO, "--json", *flags)
         assert status == 0 and not errors, errors
         methods = {(m["name"], m["details"]): m for m in json.loads(output)["methods"]}
-        found = methods["4DP+4EP", ""]["breakdown"]
-        return {**found, "names": {name for name, _ in methods}}
+        found = methods["2DP+2EP", ""]["breakdown"]
+        values = json.loads(output)["model"]["parameters"]
+        return {**found, "names": {name for name, _ in methods}, "values": values}
 
-    even, uneven = predicted(), predicted("--mux-expert-placement", str(placed))
-    both = predicted("--mux-expert-placement", str(placed), "--expert-profile", str(used))
-    assert uneven["names"] == {"4DP+4EP"}, "as many expert ranks as the file has workers"
-    one = 2 * 4 * 3 * 256 * 704
-    assert uneven["parameters"] - even["parameters"] == 3 * one, "one rank holds five of eight"
-    assert uneven["activations"] > 1.5 * even["activations"], "and computes five eighths of the pairs"
-    assert both["activations"] < uneven["activations"], "of rows that mostly go elsewhere"
+    uneven, both = predicted(), predicted("--expert-profile", str(used))
+    assert uneven["names"] == {"2DP+2EP"}, "as many expert ranks as the file has workers"
+    one = 2 * 2 * 3 * 256 * 704
+    off = uneven["parameters"] - (2 * uneven["values"] - one)
+    assert 0 <= off < 4096, "one rank holds seven of eight, and a few tables of these"
+    assert both["activations"] < 0.9 * uneven["activations"], "of rows that mostly go elsewhere"
     placed.write_text(placed.read_text().replace('"experts": 8', '"experts": 9'))
-    status, _, errors = estimate(MIXTRAL, "--tasks", str(file), "--mux-expert-placement", str(placed))
+    status, _, errors = estimate(
+        SMALL_MIXTRAL, "--tasks", str(file), *TWO, "--mux-expert-placement", str(placed)
+    )
     assert status == 2 and "is for another model: experts 9 instead of 8" in errors
     status, _, errors = estimate(OURS, "--tasks", str(file), "--expert-profile", str(used))
     assert status == 2 and "a llama has no experts" in errors
@@ -215,7 +222,7 @@ def test_experts_lie_where_a_file_has_them_and_are_used_as_a_profile_says(
 def test_a_file_says_its_own_batches_and_lengths(estimate: Call, tasks: str) -> None:
     file = Path(tasks)
     file.write_text(TASKS.replace("max_steps: 1", "max_steps: 1, gradient_accumulation_steps: 3"))
-    _, output, _ = estimate(OURS, "--tasks", tasks, "--json", "--gpu-memory", "1300MiB")
+    _, output, _ = estimate(SHALLOW, "--tasks", tasks, *TWO, "--json", "--gpu-memory", "1300MiB")
     found = json.loads(output)
     assert [(t["name"], t["sequences"], t["length"]) for t in found["tasks"]] == [
         ("a", 24, 64),
@@ -225,13 +232,13 @@ def test_a_file_says_its_own_batches_and_lengths(estimate: Call, tasks: str) -> 
     for method in found["methods"]:
         together = method["data_parallel"] * method["micro_batches"] * method["batch_size"]
         assert together >= 48 and method["fits"] == (method["batch_size"] <= method["largest_batch"])
-    plain = next(m for m in found["methods"] if m["name"] == "4DP" and not m["details"])
-    assert (plain["micro_batches"], plain["batch_size"]) == (1, 12)
+    plain = next(m for m in found["methods"] if m["name"] == "2DP" and not m["details"])
+    assert (plain["micro_batches"], plain["batch_size"]) == (1, 24)
     # Half of what that leaves room for, beside the context and cuBLAS's workspaces: in each of two micro-batches.
     half = (plain["peak_process_bytes"] + plain["breakdown"]["context"] + 2 * 8_519_680) // 2
-    less = json.loads(estimate(OURS, "--tasks", tasks, "--json", "--gpu-memory", str(half))[1])
-    again = next(m for m in less["methods"] if m["name"] == "4DP" and not m["details"])
-    assert again["fits"] and again["micro_batches"] > 1 and again["batch_size"] < 12
+    less = json.loads(estimate(SHALLOW, "--tasks", tasks, *TWO, "--json", "--gpu-memory", str(half))[1])
+    again = next(m for m in less["methods"] if m["name"] == "2DP" and not m["details"])
+    assert again["fits"] and again["micro_batches"] > 1 and again["batch_size"] < 24
     assert ["--mux-micro-batches", str(again["micro_batches"])] == again["flags"][-2:]
 
 
@@ -239,11 +246,14 @@ def test_a_run_does_what_was_predicted(
     workplace: Workplace, server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The printed flags are the run's own, and its plan has as many micro-batches, of as many rows at most."""
+    tasks = tmp_path / "tasks.yaml"
+    (first, *_) = load_task_file(workplace.tasks)
+    tasks.write_text(json.dumps({"tasks": [first.plain()]}))
     usual = [
         "--model",
         str(workplace.backbone),
         "--tasks",
-        str(workplace.tasks),
+        str(tasks),
         "--precision",
         "fp32",
         "--json",
@@ -256,14 +266,14 @@ def test_a_run_does_what_was_predicted(
         found = json.loads(capsys.readouterr().out)
         return list(found["methods"])
 
-    specs = load_task_file(workplace.tasks)
+    specs = load_task_file(tasks)
     lengths = {
         s.name: Lengths((s.data.max_length,) * s.sequences_per_step, (1,) * s.sequences_per_step)
         for s in specs
     }
     loads: Any = {s.name: SimpleNamespace(accumulation=s.training.gradient_accumulation_steps) for s in specs}
-    for method in (*predicted(4, 1 << 40), *predicted(4, 700 << 20)):
-        arguments = parse_args(workplace.arguments(*method["flags"]))
+    for method in (*predicted(2, 1 << 40), *predicted(2, 700 << 20)):
+        arguments = parse_args(workplace.arguments(*method["flags"], "--mux-tasks", tasks))
         assert arguments.mux_policy == "spatial"
         planning = Planning(
             "spatial", arguments.pipeline_model_parallel_size, micro_batches=arguments.mux_micro_batches
@@ -277,7 +287,7 @@ def test_a_run_does_what_was_predicted(
     plenty = next(m for m in predicted(1, 1 << 40) if not m["details"])
     scarce = next(m for m in predicted(1, plenty["peak_process_bytes"] - 1) if not m["details"])
     assert plenty["micro_batches"] == 1 < scarce["micro_batches"] and scarce["fits"]
-    run = server.run(workplace.arguments(*scarce["flags"], "--save", tmp_path / "run"))
+    run = server.run(workplace.arguments(*scarce["flags"], "--mux-tasks", tasks, "--save", tmp_path / "run"))
     assert run.status == 0, run.errors
     plan = Plan.from_json(json.loads((tmp_path / "run" / "plan.json").read_text()))
     assert [bucket.micro_batches for bucket in plan.buckets] == [scarce["micro_batches"]]
@@ -493,15 +503,15 @@ def test_what_is_wrong_is_said_in_one_line(
 def test_a_config_by_itself(estimate: Call, tasks: str, tmp_path: Path) -> None:
     alone = tmp_path / "elsewhere" / "some-model.json"
     alone.parent.mkdir()
-    alone.write_text(write(tmp_path, OURS).read_text())
-    flags = ["--tasks", tasks, "--gpu-memory", "1300MiB", "--json"]
+    alone.write_text(write(tmp_path, SHALLOW).read_text())
+    flags = ["--tasks", tasks, *TWO, "--gpu-memory", "1300MiB", "--json"]
     found, same = (
-        json.loads(estimate(OURS, *flags, "--model", str(model))[1]) for model in (alone, tmp_path)
+        json.loads(estimate(SHALLOW, *flags, "--model", str(model))[1]) for model in (alone, tmp_path)
     )
     assert found["methods"] == same["methods"] and found["methods"]
-    output = estimate(OURS, *flags[:-1], "--model", str(alone))[1]
+    output = estimate(SHALLOW, *flags[:-1], "--model", str(alone))[1]
     assert "--backbone DIR " in output, "the file does not say where the backbone is"
-    status, output, errors = estimate(OURS, *flags, "--method", "dry-run", "--model", str(alone))
+    status, output, errors = estimate(SHALLOW, *flags, "--method", "dry-run", "--model", str(alone))
     (line,) = errors.splitlines()
     assert status == 2 and not output and "give a backbone's directory, or --method ours" in line
 

@@ -20,7 +20,11 @@ from tests.end_to_end.complaints import complaints
 from tests.end_to_end.forked import ROOT, Server
 from tests.end_to_end.workplace import TASKS, Workplace
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 Call = Callable[..., tuple[int, str, str]]
+PLAIN = {**TASKS["lora"], "adapter": {**TASKS["lora"]["adapter"], "lora_dropout": 0.0}}
+"""Without dropout, whose masks take most of a dry run's time."""
 
 
 def tool(name: str) -> ModuleType:
@@ -53,6 +57,17 @@ def plan(
     return caller(workplace, capsys, threads=2)
 
 
+@pytest.fixture
+def one_kind(workplace: Workplace) -> Path:
+    """A file with a single task: each kind that memory is predicted for takes seconds."""
+    return workplace.write_tasks("one.yaml", {"lora": PLAIN})
+
+
+def without_progress(errors: str) -> list[str]:
+    """What a call complains of."""
+    return [line for line in errors.splitlines() if not line.startswith("dry runs to predict memory")]
+
+
 def test_what_programs_read(plan: Call) -> None:
     status, output, _ = plan("--json", "--stages", "2")
     found = json.loads(output)
@@ -66,18 +81,25 @@ def test_what_programs_read(plan: Call) -> None:
 
 
 def test_what_people_read(plan: Call) -> None:
-    status, output, errors = plan("--stages", "2", "--memory-limit", "1GiB")
-    assert status == 0 and not errors
+    status, output, errors = plan("--stages", "2", "--device", "H100", "--bf16", "--memory-limit", "4GiB")
+    assert status == 0 and not without_progress(errors)
     for word in (
         *TASKS,
         "zero-padded",
         "temporal",
         "share of padding",
-        "of 1.00 GiB",
+        "of 4.00 GiB",
         "roofline",
         "megatron-mux train",
     ):
         assert word in output, word
+
+
+def test_memory_is_not_predicted_without_need(plan: Call) -> None:
+    """On a CPU without a limit: dry runs take long."""
+    status, output, errors = plan()
+    assert status == 0 and not errors and "memory is not predicted without a limit" in output
+    assert json.loads(plan("--json")[1])["memory_bytes"] == []
 
 
 def test_a_profile_that_stands_in_is_said(plan: Call, workplace: Workplace, tmp_path: Path) -> None:
@@ -112,8 +134,8 @@ def test_a_plan_keeps_subgraphs(plan: Call, tmp_path: Path, capsys: pytest.Captu
     assert status == 2 and "needs --tensor-parallel of at least 2" in errors
 
 
-def test_ranks_are_divided(plan: Call) -> None:
-    status, output, _ = plan("--gpus", "4", "--device", "H100", "--bf16", "--json")
+def test_ranks_are_divided(plan: Call, one_kind: Path) -> None:
+    status, output, _ = plan("--gpus", "4", "--device", "H100", "--bf16", "--tasks", one_kind, "--json")
     found = json.loads(output)
     meshes = {(m["tensor"], m["pipeline"], m["data"]) for m in found["mesh"]}
     assert status == 0 and {(1, 1, 4), (1, 4, 1), (2, 2, 1), (4, 1, 1)} <= meshes
@@ -121,28 +143,30 @@ def test_ranks_are_divided(plan: Call) -> None:
     assert seconds == sorted(seconds) and seconds[0] == found["predicted_latency_s"]
 
 
-def test_layers_are_recomputed_on_a_gpu_where_a_run_would(plan: Call) -> None:
+def test_layers_are_recomputed_on_a_gpu_where_a_run_would(plan: Call, one_kind: Path) -> None:
     """Where a task does not fit otherwise, unless a flag says what is recomputed."""
+
+    gpu = ("--device", "H100", "--bf16", "--tasks", one_kind)
 
     def needed(*more: str) -> int:
         """The least KiB for which there is a plan."""
         low, high = 0, 1 << 20
         while high - low > 1:
             middle = (low + high) // 2
-            status = plan("--device", "H100", "--memory-limit", f"{middle}KiB", "--json", *more)[0]
+            status = plan(*gpu, "--memory-limit", f"{middle}KiB", "--json", *more)[0]
             low, high = (low, middle) if status == 0 else (middle, high)
         return high
 
     least = needed()
     assert least == needed("--recompute-granularity", "full") < needed("--recompute-granularity", "selective")
     given = ("--memory-limit", f"{least}KiB")
-    status, output, errors = plan("--device", "H100", *given)
+    status, output, errors = plan(*gpu, *given)
     assert status == 0 and "layers are recomputed (--recompute-granularity full)" in errors
     assert "--recompute-granularity full --save" in output
     for more in (["--json"], ["--gpus", "1", "--json"]):
-        assert json.loads(plan("--device", "H100", *given, *more)[1])["flags"].startswith("--recompute")
-    assert "--recompute" not in plan("--device", "H100", "--memory-limit", "1GiB")[1]
-    status, _, errors = plan("--device", "H100", *given, "--recompute-granularity", "selective")
+        assert json.loads(plan(*gpu, *given, *more)[1])["flags"].startswith("--recompute")
+    assert "--recompute" not in plan(*gpu, "--memory-limit", "1GiB")[1]
+    status, _, errors = plan(*gpu, *given, "--recompute-granularity", "selective")
     assert status == 2 and "recompute layers (--recompute-granularity full)" in errors
 
 
@@ -152,7 +176,10 @@ def test_layers_are_recomputed_on_a_gpu_where_a_run_would(plan: Call) -> None:
         (["--gpus", "4", "--stages", "2"], "--gpus: chooses how ranks are divided: leave out --stages"),
         (["--stages", "9"], "its 4 layers cannot fill 9 pipeline stages"),
         (["--device", "abacus"], "--device abacus: is not known"),
-        (["--memory-limit", "100KiB"], "the memory limit of 100 KiB is less than the"),
+        (
+            ["--device", "H100", "--bf16", "--recompute-granularity", "full", "--memory-limit", "100KiB"],
+            "the memory limit of 100 KiB is less than the",
+        ),
         (["--memory-limit", "much"], "must be a size such as"),
         (["--chunk-size", "-3"], "must be a whole number of at least 1"),
         (["--output", "/proc/nowhere/plan.json"], "cannot be written"),
@@ -163,7 +190,7 @@ def test_layers_are_recomputed_on_a_gpu_where_a_run_would(plan: Call) -> None:
 def test_what_is_wrong_is_said_in_one_line(plan: Call, more: list[str], said: str) -> None:
     status, output, errors = plan(*more)
     assert status == 2 and not output
-    (line,) = errors.splitlines()
+    (line,) = without_progress(errors)
     assert line.startswith("plan.py: ") and said in line
 
 
@@ -234,7 +261,7 @@ def test_a_plan_whose_tasks_do_not_fit_together(
     plan: Call, workplace: Workplace, server: Server, tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.json"
-    large = {**TASKS["lora"], "adapter": {**TASKS["lora"]["adapter"], "r": 4096}}
+    large = {**PLAIN, "adapter": {**PLAIN["adapter"], "r": 4096}}
     tasks = workplace.write_tasks("large.yaml", dict.fromkeys(("a", "b"), large))
     assert plan("--output", file, "--tasks", tasks)[0] == 0
     arguments = workplace.arguments("--mux-plan", file, "--mux-memory-limit", "50MiB", tasks=tasks)
@@ -244,10 +271,12 @@ def test_a_plan_whose_tasks_do_not_fit_together(
 
 
 def test_memory_is_kept_or_refused(workplace: Workplace, server: Server, tmp_path: Path) -> None:
-    arguments = workplace.arguments("--mux-memory-limit", "100KiB", "--save", tmp_path / "run")
+    tasks = workplace.write_tasks("two.yaml", {"lora": PLAIN, "same": PLAIN})
+    more = ("--save", tmp_path / "run")
+    arguments = workplace.arguments("--mux-memory-limit", "100KiB", *more, tasks=tasks)
     lines = complaints(server, arguments)  # one for each task: what it holds beside the backbone
     assert all("the memory limit of 100 KiB is less than the" in line for line in lines)
-    run = server.run(workplace.arguments("--mux-memory-limit", "1GiB", "--save", tmp_path / "run"))
+    run = server.run(workplace.arguments("--mux-memory-limit", "1GiB", *more, tasks=tasks))
     assert run.status == 0, run.errors
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["memory_limit_bytes"] == 1 << 30
 

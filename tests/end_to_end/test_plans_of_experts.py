@@ -13,6 +13,8 @@ from tests.end_to_end.ranks import run_ranks
 from tests.end_to_end.test_plans import Call, caller
 from tests.end_to_end.workplace import TASKS, Workplace, furnish
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 STEPS = 2
 SHORT = {
     name: {**TASKS[name], "training": {**TASKS[name]["training"], "max_steps": STEPS}}
@@ -40,12 +42,12 @@ def plan(
 
 
 def test_experts_are_divided_too(plan: Call) -> None:
-    status, output, errors = plan("--gpus", "4", "--device", "H100", "--json")
+    status, output, errors = plan("--gpus", "4", "--device", "H100", "--bf16", "--json")
     assert status == 0, errors
     found = json.loads(output)["mesh"]
     meshes = {(m["tensor"], m["pipeline"], m["data"], m["expert"]) for m in found}
     assert {(1, 1, 4, 1), (1, 1, 4, 2), (1, 1, 4, 4), (1, 2, 2, 2), (2, 1, 2, 2)} <= meshes
-    status, output, _ = plan("--gpus", "4", "--device", "H100")
+    status, output, _ = plan("--gpus", "4", "--device", "H100", "--bf16")
     assert status == 0 and "--expert-model-parallel-size" in output and "experts" in output
 
 

@@ -39,6 +39,11 @@ class SteppedTensor(NamedTuple):
     kind: tuple[float, float]
 
 
+def signature_of(spec: TaskSpec, shape: BackboneShape) -> Signature:
+    """What of a task decides the bytes of its rows on a backbone."""
+    return Signature.of(spec.plain()).at_least(shape.hidden // _PART_OF_HIDDEN)
+
+
 @dataclass(frozen=True)
 class TaskLoad:
     """One task.
@@ -108,7 +113,7 @@ class TaskLoad:
 
     def signature(self, shape: BackboneShape) -> Signature:
         """What decides the bytes of its rows on a backbone."""
-        return Signature.of(self.spec.plain()).at_least(shape.hidden // _PART_OF_HIDDEN)
+        return signature_of(self.spec, shape)
 
     @property
     def ops(self) -> tuple[AdaptedOp, ...]:

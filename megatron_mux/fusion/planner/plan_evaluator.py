@@ -23,7 +23,6 @@ from megatron_mux.fusion.planner.cost import (
     kept_limit,
     lower_bounds,
 )
-from megatron_mux.fusion.planner.form_memory import FormMemory
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.planner.simulated_step import step_of
@@ -124,12 +123,12 @@ class PlanEvaluator:
     # -- memory
 
     @cached_property
-    def memory(self) -> StepMemory | FormMemory:
+    def memory(self) -> StepMemory:
         """Of a typical step's tasks."""
         return self.costs.memory or self.context.step_memory()
 
     @cached_property
-    def _most_memory(self) -> StepMemory | FormMemory:
+    def _most_memory(self) -> StepMemory:
         """Of a step in which each task has its longest record."""
         tasks = {name: load.with_longest for name, load in self.context.tasks.items()}
         return replace(self.context, tasks=tasks).step_memory()
@@ -286,7 +285,7 @@ class PlanEvaluator:
 
     def with_longest(self, found: Evaluation) -> Evaluation:
         """The same with its memory, also in steps with longest records, which nothing but a limit asks for before."""
-        if self.limit is not None:
+        if self.limit is not None or self.context.tables is None:
             return found
         return self._evaluate(found.plan, self._price(found.plan, True), True)
 
@@ -373,7 +372,7 @@ class PlanEvaluator:
             of_bucket[bucket].append(bucket_cost([next(costs) for _ in chunks]))
         return [self._mean(own, size) for own, size in zip(of_bucket, sizes, strict=True)]
 
-    def _most_bytes(self, memory: StepMemory | FormMemory, grids: Sequence[StepGrid]) -> _Bytes:
+    def _most_bytes(self, memory: StepMemory, grids: Sequence[StepGrid]) -> _Bytes:
         """`[2, buckets, S]` the most bytes that a unit of these grids keeps, and that its passes take besides."""
         units = [(unit.bucket, chunks) for grid in grids for unit, chunks in grid.chunks.items()]
         taken = memory.of_chunks([chunk for _, chunks in units for chunk in chunks])

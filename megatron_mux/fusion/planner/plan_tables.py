@@ -44,7 +44,10 @@ def print_plan(
         limit = f" of {plan.memory_limit_bytes / (1 << 30):.2f}" if plan.memory_limit_bytes else ""
         console.print(f"predicted memory of each stage: {memory}{limit} GiB")
     else:
-        console.print("memory is not predicted for experts that are divided so")
+        known = plan.mesh.predicts_memory
+        console.print(
+            f"memory is not predicted {'without a limit' if known else 'for experts that are divided so'}"
+        )
     if evaluation is not None:
         console.print(
             f"evaluating all tasks together: {evaluation.together_s:.4g} s predicted, one after another "

@@ -8,7 +8,8 @@ lengths, and the best is taken: a plan is never predicted to be slower than one 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
@@ -17,12 +18,14 @@ from megatron_mux.fusion.alignment import padding_shares, paper_chunk
 from megatron_mux.fusion.graphs.launch_order import LaunchOrder
 from megatron_mux.fusion.plan import Plan, StageTurns
 from megatron_mux.fusion.planner.arrangement import Arrangement
-from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.planner.load import TaskLoad, signature_of
 from megatron_mux.fusion.planner.plan_evaluator import Evaluation, PlanEvaluator
 from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.planner.search import search
+from megatron_mux.fusion.planner.step_memory import are_short, is_short
 from megatron_mux.fusion.step import step_grid
 from megatron_mux.memory.sizes import show_size
+from megatron_mux.tasks import TaskSpec
 
 _MAX_FORWARDS = 1_000
 """Forward passes of a step on all stages, added up while numbers of micro-batches and chunk sizes are compared: a fifth
@@ -88,6 +91,28 @@ class Planner:
         """
         if self.memory_limit is not None and tasks:
             _refuse_too_large(self._evaluator(tasks))
+
+    def prepare(self, tasks: Mapping[str, TaskLoad], coming: Sequence[TaskSpec]) -> Future[None] | None:
+        """Predict in the background what memory tasks will take that are going to join others.
+
+        Every rank calls it.
+
+        Args:
+            tasks: That may train then.
+            coming: Whose data are not known yet.
+
+        Returns:
+            See `MemorySource.prepare`.
+        """
+        context = self.context
+        if context.memory_limit is None or context.tables is None:
+            return None
+        shape, loads = context.info.shape, tasks.values()
+        signatures = {load.signature(shape) for load in loads} | {signature_of(one, shape) for one in coming}
+        short = are_short(loads) and all(
+            is_short(one.data.max_length, one.adapter.virtual_tokens) for one in coming
+        )
+        return context.tables.prepare(context.mesh, context.recompute, sorted(signatures), short)
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan of this planner is predicted to keep to its limit."""
@@ -278,8 +303,13 @@ def choose_recompute(
 
     Returns:
         The divided context.
+
+    Raises:
+        UserError: There is a limit of memory, and memory cannot be predicted.
     """
     found = divide(context)
+    if found.memory_limit is not None and found.tasks:
+        found.step_memory()  # what cannot be predicted is no reason to recompute anything
     if asked is not None or device == "cpu":
         return found
     try:

@@ -11,7 +11,6 @@ from megatron_mux.fusion.alignment import Mode
 from megatron_mux.fusion.graphs.launch_order import Interleave
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import ROLLING, Schedule
-from megatron_mux.fusion.planner.form_memory import FormMemory
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.stage_cost import StageCosts
 from megatron_mux.fusion.planner.step_memory import Allowance, MemorySource, StepMemory, are_short
@@ -40,7 +39,7 @@ class PlanningContext:
         mesh: How ranks and layers are divided.
         itemsize: Bytes per element of the backbone's dtype.
         recompute: What is recomputed in the backward pass.
-        memory_limit: Bytes that a rank may use; None: no limit.
+        memory_limit: Bytes that a rank may use; None: no limit. A limit needs `tables`.
         alignment: How sequences are padded, if at all.
         chunk: See `Chunking`.
         micro_batches: C; None: chosen.
@@ -51,7 +50,7 @@ class PlanningContext:
         interleave: How tensor ranks hide their messages; see `Interleave`.
         pointwise: See `Plan`.
         tasks: The tasks to plan for, by name.
-        tables: What they take of memory; None: closed forms say it.
+        tables: What they take of memory; None: it is not predicted.
     """
 
     profile: Profile
@@ -134,18 +133,18 @@ class PlanningContext:
             None if self.memory_limit is None else self.step_memory(),
         )
 
-    def step_memory(self) -> StepMemory | FormMemory:
+    def step_memory(self) -> StepMemory:
         """What these tasks' batches keep and take.
 
         Raises:
             UserError: It cannot be predicted.
         """
+        if self.tables is None:
+            raise ValueError("memory is predicted from tables")
         loads = list(self.tasks.values())
         device = self.profile.about.get("kind", "cpu")
         gpu = assumed(str(self.profile.about.get("device", "")))[0].gpu
         shape = self.info.shape
-        if self.tables is None:
-            return FormMemory(shape, loads, self.stages, self.method, self.itemsize, device, gpu)
         signatures = sorted({load.signature(shape) for load in loads})
         memory = self.tables.memory(self.mesh, self.recompute, signatures, are_short(loads))
         return StepMemory(memory, loads, shape, device, Allowance.of(device, gpu, self.method))

@@ -24,7 +24,6 @@ from megatron_mux.fusion.contents import contents_of
 from megatron_mux.fusion.graphs.launch_order import Interleave, Overlap
 from megatron_mux.fusion.planner.adapter_seconds import AdapterSeconds
 from megatron_mux.fusion.planner.cost import Hybrid, HybridCost
-from megatron_mux.fusion.planner.form_memory import FormMemory
 from megatron_mux.fusion.planner.frozen import Frozen
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.messages import Layout, Messages
@@ -70,7 +69,7 @@ class StageCosts:
         overlap: bool = False,
         interleave: Interleave | None = None,
         exchanges: bool = False,
-        memory: StepMemory | FormMemory | None = None,
+        memory: StepMemory | None = None,
     ) -> None:
         self.overlap = overlap
         self.memory = memory

@@ -6,6 +6,7 @@ Shapes: B micro-batches or chunks, H hybrid tasks, K tasks, S stages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -47,6 +48,17 @@ class MemorySource(Protocol):
             UserError: It cannot be predicted.
         """
 
+    def prepare(
+        self, mesh: Mesh, recompute: Recompute, signatures: Sequence[Signature], short: bool
+    ) -> Future[None] | None:
+        """Predict it in the background: once that is done, `memory` of these and of some of them is quick.
+
+        Every rank calls it with the same arguments, which are those of `memory`.
+
+        Returns:
+            The work, on the rank that does it; None: there is nothing to wait for.
+        """
+
 
 @dataclass(frozen=True)
 class Allowance:
@@ -71,7 +83,12 @@ class Allowance:
 
 def are_short(loads: Iterable[TaskLoad]) -> bool:
     """Whether a CPU's attention computes all sequences of these tasks as short ones."""
-    return all(load.longest_sequence <= LONGEST and not load.virtual_tokens for load in loads)
+    return all(is_short(load.longest_sequence, load.virtual_tokens) for load in loads)
+
+
+def is_short(longest: int, virtual_tokens: int) -> bool:
+    """The same of sequences of so many tokens at most, behind so many virtual ones."""
+    return longest <= LONGEST and not virtual_tokens
 
 
 class StepMemory:

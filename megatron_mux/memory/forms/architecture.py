@@ -209,18 +209,16 @@ class Architecture:
         """Whether a layer has experts instead of an MLP."""
         return self.moe is not None and layer not in self.moe.dense
 
-    def held(self, layer: int, ranks: int, rank: int | None = None) -> int:
-        """The experts of a layer that one of so many expert ranks holds.
+    def held(self, layer: int, ranks: int) -> int:
+        """The experts of a layer on that one of so many expert ranks which holds most there.
 
         Args:
             layer: The layer.
             ranks: Expert ranks.
-            rank: Which of them; None: the one that holds most there.
         """
         if self.placement is None or not self.has_experts(layer):
             return -(-self.experts // ranks)
-        each = range(ranks) if rank is None else (rank,)
-        return max(len(self.placement.held(layer, one)) for one in each)
+        return max(len(self.placement.held(layer, rank)) for rank in range(ranks))
 
 
 def architecture_of(

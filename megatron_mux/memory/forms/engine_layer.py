@@ -81,14 +81,12 @@ class EngineLayer:
 
     def kept(
         self,
-        selective: bool = False,
         inputs: frozenset[BaseOpName] = frozenset(),
         first: First | None = None,
     ) -> list[Row]:
         """Tensors that the layer keeps if it has a gradient, besides the adapters' own.
 
         Args:
-            selective: Whether attention is recomputed.
             inputs: BaseOps whose input is needed to train an adapter.
             first: Where gradients begin in this layer, at the first adapter: parts below it keep nothing. None: below
                 the layer. Above attention (`linear_proj`), the last layer has labelled rows only.
@@ -99,15 +97,15 @@ class EngineLayer:
         if begins == 0:
             saved += self._norm("the first norm")
         if begins <= BEGINS["core_attention"]:
-            saved += self._attention(selective, begins)
+            saved += self._attention(begins)
         if begins <= BEGINS["linear_proj"]:
             saved += self._norm("the second norm")
             saved += self._norm("the norm behind attention") if a.output_norms else []
         saved += self._mlp(begins)
         saved += self._norm("the norm behind the MLP") if a.output_norms else []
-        return saved + self.adapter_inputs(inputs, selective, begins)
+        return saved + self.adapter_inputs(inputs, begins)
 
-    def adapter_inputs(self, inputs: frozenset[BaseOpName], selective: bool, begins: int = 0) -> list[Row]:
+    def adapter_inputs(self, inputs: frozenset[BaseOpName], begins: int = 0) -> list[Row]:
         """Inputs of BaseOps that are kept for adapters only; see `kept`."""
         a, saved = self.architecture, list[Row]()
         if not inputs.isdisjoint(("linear_qkv", "linear_kv_down")):
@@ -116,7 +114,7 @@ class EngineLayer:
             saved.append(Row("normalised latent of queries", "all", a.widths["linear_q_up"][0]))
         if "linear_kv_up" in inputs:
             saved.append(Row("normalised latent of keys and values", "all", a.widths["linear_kv_up"][0]))
-        kept_anyway = not (selective or self.short or begins > BEGINS["core_attention"])
+        kept_anyway = not (self.short or begins > BEGINS["core_attention"])
         if "linear_proj" in inputs and (not kept_anyway or a.attended != a.queries):
             saved.append(Row("output of attention", "columns", a.attended))
         if not inputs.isdisjoint(("linear_fc1", "shared_fc1")):
@@ -173,7 +171,7 @@ class EngineLayer:
         changed = a.rotary or a.qk_norm
         return [Row("copied keys", "columns", a.keys)] if self.one_kernel and not changed else []
 
-    def _attention(self, selective: bool, begins: int) -> Iterator[Row]:
+    def _attention(self, begins: int) -> Iterator[Row]:
         """Queries, keys and values as core attention takes them, and what it keeps itself.
 
         The product of linear_qkv holds all three. It is kept whole where one of them is a view of it that something
@@ -184,17 +182,15 @@ class EngineLayer:
         """
         a = self.architecture
         if a.latent is not None:
-            yield from latent_layer.kept(self, selective, begins)
+            yield from latent_layer.kept(self, begins)
             return
         grouped = a.heads != a.kv_heads
         changed = a.rotary or a.qk_norm
-        short = self.short and not selective
-        products = self.by_products and not selective
-        repeated = self.repeats_keys and not selective
-        if self.prefixed and not selective:
+        short, products, repeated = self.short, self.by_products, self.repeats_keys
+        if self.prefixed:
             yield from self._behind_a_prefix(begins)
             return
-        values_copied = self.turned or ((self.one_kernel or short or products or repeated) and not selective)
+        values_copied = self.turned or self.one_kernel or short or products or repeated
         if short:
             yield from self.short_attention()
         elif products:
@@ -217,9 +213,9 @@ class EngineLayer:
                 yield Row("queries before their norm", "columns", a.queries)
             statistics = self.statistics * (a.heads + a.kv_heads)
             yield Row("statistics of the norms of queries and keys", "columns", statistics, 4)
-        if not selective and not short:
+        if not short:
             yield Row("output of attention", "columns", a.queries)
-        if not selective and not short and not products:
+        if not short and not products:
             yield Row("log-sum-exp", "columns", a.heads, 4)
 
     def _behind_a_prefix(self, begins: int) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""The memory of the engine's ranks by closed forms, for the planner, admission and the choice of a method.
+"""The memory of the engine's ranks by closed forms, for split servers.
 
 A rank holds memory that lasts (`EngineMemory.lasting`), and memory of micro-batches (`EngineMemory.passes`): what each
 of them keeps from its forward to its backward pass, and the temporary memory of the one that is computed, which is
@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory.estimate import process_overhead
 from megatron_mux.memory.forms import expert_layer
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.engine_adapters import AdapterBytes, AdapterTables
@@ -27,14 +26,9 @@ from megatron_mux.memory.forms.engine_bytes import Lasting, Passes
 from megatron_mux.memory.forms.engine_layer import EngineLayer
 from megatron_mux.memory.forms.layer_bytes import LayerBytes, RowBytes
 from megatron_mux.memory.forms.layer_kinds import LayerKinds
-from megatron_mux.memory.forms.loss import loss_bytes
 from megatron_mux.memory.forms.method import Method
-from megatron_mux.memory.forms.phases import FRAGMENTATION
 from megatron_mux.memory.forms.stages import Stage, stages
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
-from megatron_mux.memory.untraced import THREADS, cublas_of
-from megatron_mux.pipeline.transfers import received_ahead, sends_kept
-from megatron_mux.runtime import GRADIENTS_AT_ONCE
 
 Array = npt.NDArray[np.float64]
 
@@ -73,8 +67,6 @@ class EngineMemory:
         lengths: Tokens of each task's sequences.
         device: `cuda`, or `cpu`, where only tensors are counted.
         gpu: The GPU, on `cuda`.
-        fragmentation: Whether the allocator's fragmentation is counted.
-        expert_rank: Which expert rank it is of; None: of one that in each layer holds and computes as much as any.
     """
 
     architecture: Architecture
@@ -85,15 +77,13 @@ class EngineMemory:
     lengths: Sequence[Sequence[float]]
     device: str = "cuda"
     gpu: Gpu = Gpu()  # noqa: RUF009  (frozen)
-    fragmentation: bool = True
-    expert_rank: int | None = None
 
     # -- what lasts
 
     @cached_property
     def stages(self) -> list[Stage]:
         """The backbone's stages."""
-        return stages(self.architecture, self.method, self.layers, self.expert_rank)
+        return stages(self.architecture, self.method, self.layers)
 
     @cached_property
     def lasting(self) -> Lasting:
@@ -109,27 +99,12 @@ class EngineMemory:
             [sum(t.copies * t.fixed_values(s.layers, tensor) for t in self.tasks) for s in stages]
         )
         rounded = held / self.adapter_size * self.size * (self.size < self.adapter_size)
-        brought = self._fetches_weights
         return Lasting(
             parameters=np.array([float(self._weights(stage)) for stage in stages]),
-            in_use=np.array(
-                [float(stage.in_use(self.size, brought, self.device == "cuda")) for stage in stages]
-            ),
-            head_in_use=np.array(
-                [brought * float(stage.units[-1].bytes(self.size).total) for stage in stages]
-            ),
             adapters=held + rounded + self.adapter_size * fixed,
             gradients=held,
             moments=self.adapter_size * np.array(states, dtype=np.float64),
-            buffer=np.minimum(held, GRADIENTS_AT_ONCE * self.adapter_size) * (self.method.data * tensor > 1),
         )
-
-    @property
-    def overhead(self) -> float:
-        """Bytes that a process takes besides tensors: its context, communicators, workspaces; none on a CPU."""
-        if self.device != "cuda":
-            return 0.0
-        return process_overhead(self.method.communicators) + THREADS * cublas_of(self.gpu)
 
     @property
     def step_scratch(self) -> Array:
@@ -142,18 +117,11 @@ class EngineMemory:
         return max(4, self.size)
 
     @property
-    def _fetches_weights(self) -> bool:
-        """Whether weights are kept elsewhere between uses."""
-        return self.method.offload or self.method.zero == 3
-
-    @property
     def _brings_weights(self) -> bool:
-        """Whether weights are in place during use only: then each layer is a graph of its own."""
-        return self._fetches_weights or any(unit.dequantised for unit in self.architecture.layers)
+        """Whether weights are dequantised for each use: then each layer is a graph of its own."""
+        return any(unit.dequantised for unit in self.architecture.layers)
 
     def _weights(self, stage: Stage) -> int:
-        if self.method.offload and self.device == "cuda":  # on a CPU, host memory is what is counted
-            return 0
         return stage.bytes(self.method, self.size) + self._wide_routers(stage)
 
     def _wide_routers(self, stage: Stage) -> int:
@@ -165,19 +133,17 @@ class EngineMemory:
 
     # -- what passes keep and take
 
-    def passes(self, rows: Rows, in_step: float = np.inf, length: Array | None = None) -> Passes:
+    def passes(self, rows: Rows) -> Passes:
         """Bytes that micro-batches keep and take on every stage.
 
         Args:
             rows: The micro-batches.
-            in_step: The most micro-batches of a step.
-            length: `[B]` of all sequences in each; None: as each task's are.
         """
         most = rows.most[:, None]
         # Whoever may need more rows than its tasks have now, has them of the same tasks.
         share = rows.most / np.maximum(rows.of_tasks.sum(axis=1), 1e-9)
         of_tasks = rows.of_tasks * share[:, None]
-        kept_of = [own.at(of_tasks, length) for own in self._row_bytes]
+        kept_of = [own.at(of_tasks) for own in self._row_bytes]
         tasks = self._tables.at(of_tasks, kept_of, self._brings_weights)
         of_stage, layer_input = self._tables.of_stage, self._layer.input
         trained = tasks.trained @ of_stage
@@ -185,7 +151,7 @@ class EngineMemory:
         labels = np.minimum(rows.labels, rows.most)
         of_layers = self._kept_of_layers(rows, labels, kept_of, tasks)
         kept = of_layers @ of_stage
-        if self.method.recompute != "full" and not self._brings_weights:
+        if not self._brings_weights:
             # Else even embedded tokens are tied to the weights' coming.
             kept = kept - most * tasks.below_first
         sends = np.array([not stage.last for stage in self.stages])
@@ -196,24 +162,10 @@ class EngineMemory:
         kept = kept + layer_input * (referred * arrives + (most * (referred > 0) + 2 * referred) * sends)
         kept = kept + (labels * _LABEL_INPUTS)[:, None]
         kept[:, -1] += self._at_the_end(rows.most, labels)
-        workspace, recomputed = self._most(
-            self._workspace(most, labels, tasks) - of_layers @ self._above,
-            self._recomputed(most, kept_of, tasks),
-        )
+        workspace = self._most(self._workspace(most, labels, tasks) - of_layers @ self._above)
         # A gradient comes for all rows that were sent.
         workspace = np.where(trains, workspace, most * layer_input * 2) + layer_input * referred * sends
-        recomputed = np.where(trains, recomputed, 0.0)
-        loss, logits = np.zeros_like(workspace), np.zeros_like(workspace)
-        loss[:, -1], logits[:, -1] = loss_bytes(self._layer, self.tasks, rows.of_tasks > 0, labels)
-        return Passes(
-            np.maximum(kept, 0.0),
-            loss,
-            logits,
-            workspace,
-            recomputed,
-            (most + referred) * layer_input * self._messages(in_step, trained),
-            FRAGMENTATION[self.method.recompute] * (self.fragmentation and self.device == "cuda"),
-        )
+        return Passes(np.maximum(kept, 0.0), workspace)
 
     def _kept_of_layers(
         self, rows: Rows, labels: Array, kept_of: Sequence[LayerBytes], tasks: AdapterBytes
@@ -227,10 +179,7 @@ class EngineMemory:
             tasks: What adapters keep.
         """
         most = rows.most[:, None]
-        if self.method.recompute == "full":
-            found: Array = most * tasks.trained * (self._layer.input + self._order_bytes)
-            return found
-        found = most * (tasks.plain + tasks.inputs) + tasks.own
+        found: Array = most * (tasks.plain + tasks.inputs) + tasks.own
         if not self.method.sequence_parallel:
             # Above the last layer's attention only labelled rows are computed.
             above = kept_of[self._kinds.of_layer[-1]].above_attention + tasks.last_inputs
@@ -239,25 +188,11 @@ class EngineMemory:
             found[:, -1] -= spared * (tasks.trained @ self._tables.of_stage[:, -1] > 0)
         return found
 
-    def _recomputed(self, most: Array, kept_of: Sequence[LayerBytes], tasks: AdapterBytes) -> Array:
-        """`[B, L]` bytes of what is computed again for a layer's backward pass."""
-        if self.method.recompute == "full":
-            # The layer's input is kept anyway.
-            plain = self._kinds.spread([one.plain for one in kept_of]) - self._layer.input
-            found: Array = most * (plain + tasks.inputs) + tasks.own
-            return found
-        more = self._kinds.spread([one.whole - one.plain for one in kept_of])
-        return most * np.maximum(0.0, more) * self._selective
-
-    def _most(self, workspace: Array, recomputed: Array) -> tuple[Array, Array]:
-        """`[B, S]` of both `[B, L]`, of the layer of each stage where they are most together."""
-        found = []
-        for own in self._tables.of_stage.T:
-            layers = np.flatnonzero(own)
-            at = layers[(workspace + recomputed)[:, layers].argmax(axis=1)][:, None]
-            found.append([np.take_along_axis(part, at, axis=1)[:, 0] for part in (workspace, recomputed)])
-        one, other = np.array(found).transpose(1, 2, 0)
-        return one, other
+    def _most(self, workspace: Array) -> Array:
+        """`[B, S]` of `[B, L]`, of the layer of each stage where it is most."""
+        return np.stack(
+            [workspace[:, np.flatnonzero(own)].max(axis=1) for own in self._tables.of_stage.T], axis=1
+        )
 
     @cached_property
     def _above(self) -> Array:
@@ -284,7 +219,7 @@ class EngineMemory:
 
     @cached_property
     def _kinds(self) -> LayerKinds:
-        return LayerKinds.of(self._layer, self.method, self.expert_rank)
+        return LayerKinds.of(self._layer, self.method)
 
     @cached_property
     def _tables(self) -> AdapterTables:
@@ -293,11 +228,7 @@ class EngineMemory:
     @cached_property
     def _row_bytes(self) -> list[RowBytes]:
         prefixed = [task.virtual_tokens > 0 for task in self.tasks]
-        return [RowBytes(layer, self._selective, self.lengths, prefixed) for layer in self._kinds.kinds]
-
-    @property
-    def _selective(self) -> bool:
-        return self.method.recompute == "selective"
+        return [RowBytes(layer, self.lengths, prefixed) for layer in self._kinds.kinds]
 
     @property
     def row_inputs(self) -> int:
@@ -305,11 +236,6 @@ class EngineMemory:
         a = self.architecture
         angles = a.rotations * a.rotary_width * self.size if a.rotary else 0
         return _ROW_INPUTS + angles
-
-    @cached_property
-    def _order_bytes(self) -> Array:
-        """`[L]` bytes of a row of a layer's order of pairs, which is kept even if the layer is recomputed."""
-        return self._kinds.each(lambda layer: layer.bytes(expert_layer.order(layer)), experts=True)
 
     def _workspace(self, most: Array, labels: Array, tasks: AdapterBytes) -> Array:
         """`[B, L]` for a moment, while a layer goes backward: at the worst of several moments.
@@ -338,15 +264,10 @@ class EngineMemory:
 
     def _experts_workspace(self, most: Array) -> Array:
         """`[B, L]` the same while experts' outputs are summed, or go backward."""
-        again = self.method.recompute == "full"
-        forward = self._kinds.each(
-            lambda layer: layer.bytes(expert_layer.forward(layer, again)), experts=True
-        )
-        backward = self._kinds.each(
-            lambda layer: layer.bytes(expert_layer.backward(layer, again)), experts=True
-        )
-        if not again:  # embedded tokens are there until the forward pass has ended
-            forward = forward + self._tables.of_stage[:, 0] * self._layer.input
+        forward = self._kinds.each(lambda layer: layer.bytes(expert_layer.forward(layer)), experts=True)
+        backward = self._kinds.each(lambda layer: layer.bytes(expert_layer.backward(layer)), experts=True)
+        # Embedded tokens are there until the forward pass has ended.
+        forward = forward + self._tables.of_stage[:, 0] * self._layer.input
         found: Array = most * np.maximum(forward, backward)
         return found
 
@@ -364,30 +285,4 @@ class EngineMemory:
         row = 2 * max(1.0, a.kv_heads / self.method.tensor) * a.head_dim * self.size
         own = (rows.copied > 0) * rows.most * self._layer.bytes(self._layer.copied_keys())
         found: Array = (rows.copied * row + own)[:, None] * self._tables.of_stage.sum(axis=0)
-        return found
-
-    def _messages(self, in_step: float, trained: Array) -> Array:
-        """`[B, S]` number of hidden states and their gradients that a stage has received ahead or has sent and keeps.
-
-        Args:
-            in_step: The most micro-batches of a step.
-            trained: `[B, S]` layers with a gradient: below all of them none is sent.
-        """
-        ranks = self.method.pipeline
-        share = ranks / len(self.stages)  # a rank's stages share what it keeps
-        inputs, gradients = (
-            min(received_ahead(len(self.stages), ranks, backward), in_step - 1) * share
-            for backward in (False, True)
-        )
-        sent = min(sends_kept(ranks), in_step - 1) * share
-        outputs = min(sends_kept(ranks), in_step) * share  # all are sent by the last backward passes
-        returned = np.cumsum(trained, axis=1) > 0  # whether a gradient comes back to a stage
-        found = np.zeros_like(trained)
-        for i, stage in enumerate(self.stages):
-            if not stage.first:
-                found[:, i] += inputs + sent * returned[:, i - 1]
-            if not stage.last:  # outputs of what is in flight are there anyway
-                found[:, i] += gradients * returned[:, i] + max(0.0, outputs - (len(self.stages) - i))
-        if ranks > 1 and self.method.tensor == 1 and self.method.zero != 3:
-            found[:, 0] += 1  # zeros, to send where memory runs out
         return found

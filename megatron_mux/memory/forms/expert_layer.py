@@ -60,14 +60,13 @@ def order(layer: EngineLayer) -> Iterator[Row]:
     yield Row("experts and tasks of pairs", "rows", load.pairs, 4)
 
 
-def forward(layer: EngineLayer, recomputes: bool) -> list[Row]:
+def forward(layer: EngineLayer) -> list[Row]:
     """Temporary tensors when outputs have been weighted and are being summed for each row.
 
     What arrived and what experts' second product was given are held until their layer is done.
 
     Args:
         layer: The layer.
-        recomputes: Whether it is being recomputed: then the gradient of its output is there.
     """
     a, load = layer.architecture, layer.load
     assert a.moe is not None and load is not None
@@ -76,7 +75,7 @@ def forward(layer: EngineLayer, recomputes: bool) -> list[Row]:
     # Wider products are rounded before they are summed.
     rounded, last = (weighted * wide, 0.0) if wide > layer.size else (0.0, summed)
     return [
-        Row("hidden states, and their gradient", "rows", a.hidden * (2 if recomputes else 1)),
+        Row("hidden states", "rows", a.hidden),
         Row("received rows", "rows", summed * layer.exchanges),
         Row("output of experts' activation", "rows", layer.pairs * layer.expert_ffn),
         Row("weighted outputs", "rows", weighted),
@@ -85,19 +84,18 @@ def forward(layer: EngineLayer, recomputes: bool) -> list[Row]:
     ]
 
 
-def backward(layer: EngineLayer, recomputes: bool) -> list[Row]:
+def backward(layer: EngineLayer) -> list[Row]:
     """Temporary tensors of the product of outputs and weights going backward, when nothing has been freed yet.
 
     That product has the wider of their dtypes, and so has its gradient and what that becomes for each of the two.
 
     Args:
         layer: The layer.
-        recomputes: Whether it has been recomputed: then outputs are gone before their gradient is rounded.
     """
     a = layer.architecture
     assert a.moe is not None
     wide = layer.size if a.moe.routing.cast else max(4, layer.size)
-    rounded = wide > layer.size and not recomputes
+    rounded = wide > layer.size
     return [
         Row("gradient of hidden states", "rows", a.hidden),
         Row("gradients of outputs and weights", "rows", layer.pairs * a.hidden * 3, wide),

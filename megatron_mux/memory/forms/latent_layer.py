@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from megatron_mux.memory.forms.engine_layer import EngineLayer
 
 
-def kept(layer: EngineLayer, selective: bool, begins: int) -> Iterator[Row]:
+def kept(layer: EngineLayer, begins: int) -> Iterator[Row]:
     """Tensors that attention keeps, adapters' own and their inputs aside.
 
     Args:
         layer: The layer.
-        selective: Whether core attention is recomputed.
         begins: Where gradients begin; see `beginnings`.
     """
     a, latent = layer.architecture, layer.architecture.latent
@@ -32,17 +31,17 @@ def kept(layer: EngineLayer, selective: bool, begins: int) -> Iterator[Row]:
             if width is not None:
                 yield Row("product with the latent", "all", width)
                 yield Row("statistics of the latent's norm", "all", layer.statistics, 4)
-    short = layer.short and not selective
+    short = layer.short
     if short:
         yield from layer.short_attention()
     else:
         yield Row("queries and keys", "columns", a.queries + a.keys)
     padded = a.attended != a.queries
-    if not short and not selective and (padded or layer.one_kernel):
+    if not short and (padded or layer.one_kernel):
         yield Row("values, as wide as queries", "columns", a.queries)
     elif not short:
         yield Row("product of linear_kv_up", "columns", a.widths["linear_kv_up"][1])
-    if not selective and not short:
+    if not short:
         yield Row("output of core attention", "columns", a.queries)
         yield Row("log-sum-exp", "columns", a.heads, 4)
 

@@ -22,7 +22,7 @@ Array = npt.NDArray[np.float64]
 
 OPS: tuple[BaseOpName, ...] = (*BASE_OPS, *LATENT_OPS, *SHARED_OPS, *EXPERT_OPS)
 """All BaseOps."""
-_PARTS = (1, 2, 3, 3 + len(OPS))
+_PARTS = (1, 2, 2 + len(OPS))
 """Where the fields of a `LayerBytes` begin, but for the first."""
 
 
@@ -31,14 +31,12 @@ class LayerBytes(NamedTuple):
 
     Attributes:
         plain: `[B]` kept whatever the adapters.
-        whole: `[B]` the same without recomputation.
         above_attention: `[B]` of these, what is kept above attention.
         inputs: `[B, ops]` kept besides where an adapter needs a BaseOp's input.
         below: `[B, len(FIRSTS)]` of `plain`, what is not kept if gradients begin at a part of the layer.
     """
 
     plain: Array
-    whole: Array
     above_attention: Array
     inputs: Array
     below: Array
@@ -50,37 +48,19 @@ class RowBytes:
 
     Attributes:
         layer: A layer of the backbone.
-        selective: Whether attention is recomputed.
         lengths: Of each task's sequences.
         prefixed: Whether each task has virtual tokens.
     """
 
     layer: EngineLayer
-    selective: bool
     lengths: Sequence[Sequence[float]]
     prefixed: Sequence[bool]
 
-    def at(self, rows: Array, length: Array | None = None) -> LayerBytes:
-        """What micro-batches keep.
-
-        Args:
-            rows: `[B, K]` rows of each task.
-            length: `[B]` of all sequences in each; None: as each task's are.
-        """
-        share = rows / np.maximum(rows.sum(axis=1, keepdims=True), 1e-9)
-        if length is None:
-            found = share @ self._of_tasks
-        else:
-            sizes = np.maximum(1, np.round(length)).tolist()
-            prefixed = share @ np.array(self.prefixed, np.float64)
-            of_prefixed = ((prefixed, True), (share.sum(axis=1) - prefixed, False))
-            found = sum(
-                part[:, None] * np.array([self._alone(size, kind) for size in sizes])
-                for part, kind in of_prefixed
-                if part.any()
-            )
-        plain, whole, above, inputs, below = np.split(found, _PARTS, axis=1)
-        return LayerBytes(plain[:, 0], whole[:, 0], above[:, 0], inputs, below)
+    def at(self, rows: Array) -> LayerBytes:
+        """What micro-batches with so many rows of each task, `[B, K]`, keep."""
+        found = rows / np.maximum(rows.sum(axis=1, keepdims=True), 1e-9) @ self._of_tasks
+        plain, above, inputs, below = np.split(found, _PARTS, axis=1)
+        return LayerBytes(plain[:, 0], above[:, 0], inputs, below)
 
     @cached_property
     def _of_tasks(self) -> Array:
@@ -96,21 +76,20 @@ class RowBytes:
         """The numbers of a `LayerBytes`, of sequences of one length."""
         on_cpu = self.layer.device == "cpu"
         if on_cpu and prefixed:
-            return _kept(replace(self.layer, length=int(length), prefixed=True), self.selective)
+            return _kept(replace(self.layer, length=int(length), prefixed=True))
         # Longer ones are computed alike, and so are all on a GPU.
         alike = min(int(length), LONGEST + 1) if on_cpu else self.layer.length
-        return _kept(replace(self.layer, length=alike), self.selective)
+        return _kept(replace(self.layer, length=alike))
 
 
 @lru_cache(maxsize=4096)
-def _kept(layer: EngineLayer, selective: bool) -> Array:
-    plain = layer.bytes(layer.kept(selective))
+def _kept(layer: EngineLayer) -> Array:
+    plain = layer.bytes(layer.kept())
     return np.array(
         [
             plain,
-            layer.bytes(layer.kept()),
             layer.bytes(layer.kept(first="linear_proj")),
-            *(layer.bytes(layer.adapter_inputs(frozenset([op]), selective)) for op in OPS),
-            *(plain - layer.bytes(layer.kept(selective, first=at)) for at in FIRSTS),
+            *(layer.bytes(layer.adapter_inputs(frozenset([op]))) for op in OPS),
+            *(plain - layer.bytes(layer.kept(first=at)) for at in FIRSTS),
         ]
     )

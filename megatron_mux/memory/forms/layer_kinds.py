@@ -31,15 +31,14 @@ class LayerKinds:
     of_layer: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, layer: EngineLayer, method: Method, expert_rank: int | None) -> LayerKinds:
-        """The layers of a backbone on a rank.
+    def of(cls, layer: EngineLayer, method: Method) -> LayerKinds:
+        """The layers of a backbone, on a rank that in each of them computes as much as any.
 
         Args:
             layer: One of them, without experts.
             method: How ranks divide the backbone.
-            expert_rank: The rank's; None: one that in each layer computes as much as any.
         """
-        loads = [_load(layer, index, method, expert_rank) for index in range(len(layer.architecture.layers))]
+        loads = [_load(layer, index, method) for index in range(len(layer.architecture.layers))]
         different = list(dict.fromkeys(loads))
         kinds = [replace(layer, load=load) for load in different]
         return cls(kinds, np.array([different.index(load) for load in loads], dtype=np.int64))
@@ -61,10 +60,9 @@ class LayerKinds:
         return spread
 
 
-def _load(layer: EngineLayer, index: int, method: Method, expert_rank: int | None) -> ExpertLoad | None:
+def _load(layer: EngineLayer, index: int, method: Method) -> ExpertLoad | None:
     """What a rank does of the experts of a layer; None if that has none."""
     a = layer.architecture
     if a.moe is None or not a.has_experts(index):
         return None
-    loads = ExpertLoad.of(a.moe, index, method.expert, method.tensor, a.placement, a.access)
-    return ExpertLoad.most(loads) if expert_rank is None else loads[expert_rank]
+    return ExpertLoad.most(ExpertLoad.of(a.moe, index, method.expert, method.tensor, a.placement, a.access))

@@ -35,8 +35,8 @@ PARTS = (
     "context",
 )
 """The parts of a rank's memory. `activations`: what passes keep, including autocast's copies of weights;
-`communication`: weights gathered or copied for use, gradients copied to be reduced; `fragmentation`: held by the
-allocator, but unused; `context`: not allocated through the allocator."""
+`communication`: weights gathered or copied for use (of tasks' backbones these are in `workspace`), gradients copied to
+be reduced; `fragmentation`: held by the allocator, but unused; `context`: not allocated through the allocator."""
 
 AT: Mapping[str, int] = {part: place for place, part in enumerate(PARTS)}
 """The columns of parts in arrays of bytes."""

@@ -100,7 +100,6 @@ def stages(
     architecture: Architecture,
     method: Method,
     split: Sequence[range] | None = None,
-    expert_rank: int | None = None,
 ) -> list[Stage]:
     """The stages of a method.
 
@@ -108,7 +107,6 @@ def stages(
         architecture: The model.
         method: How ranks divide it.
         split: The layers of each stage, instead of the method's number of stages; None: as even as possible.
-        expert_rank: Which expert rank's share it is; None: in each layer that of the one that holds most there.
     """
     if split is None:
         split = stage_layers(even_split(len(architecture.layers), method.pipeline))
@@ -119,7 +117,7 @@ def stages(
             on_rank(
                 architecture.layers[i],
                 method,
-                architecture.held(i, method.expert, expert_rank) / architecture.experts,
+                architecture.held(i, method.expert) / architecture.experts,
             )
             for i in layers
         ]

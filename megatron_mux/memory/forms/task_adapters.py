@@ -100,7 +100,6 @@ class TaskAdapters:
         fixed: Untrained values on each rank with a part of the adapter.
         fixed_divided, fixed_copied: `[L]` untrained values of each layer, like `divided` and `copied`.
         embeds: Whether it trains rows of the embedding, so that gradients go through all layers.
-        head_rows: Rows of the output layer that it trains.
         tensors: The trained tensors one by one, for optimizers whose states depend on shapes.
         tokens: Those of them that are rows of single tokens: the only ones that neither `divided` nor `copied` counts.
         copies: How often adapter and gradients are held: twice with a frozen copy for reference.
@@ -119,7 +118,6 @@ class TaskAdapters:
     fixed_divided: tuple[float, ...] = ()
     fixed_copied: tuple[float, ...] = ()
     embeds: bool = False
-    head_rows: int = 0
     tensors: tuple[TrainedTensor, ...] = ()
     tokens: tuple[TrainedTensor, ...] = ()
     copies: int = 1
@@ -167,7 +165,6 @@ class TaskAdapters:
             tuple(fixed_divided),
             tuple(fixed_copied),
             any("embedding" in matrix.places for matrix in matrices),
-            sum(matrix.size(shape)[0] for matrix in matrices if "head" in matrix.places),
             tuple(trained),
             tuple(tokens),
             2 if spec.starts_from_reference else 1,

@@ -75,7 +75,7 @@ def test_one_rank_tokenises_and_both_admit_at_the_same_step(
         if len(ran) == 2 and parallel.rank == 0:
             task_file(workplace, "second").rename(watched.directory / "second.yaml")
         # As the loop does: nobody takes the data in before all ranks are done with them.
-        registry.follow(watched, parallel.most([float(registry.tokenising)])[0] > 0)
+        registry.follow(watched, parallel.most([float(registry.preparing)])[0] > 0)
         ran.append(sorted(engine.step()))
     registry.close()
     everyone: list[Any] = [None, None]

@@ -12,8 +12,9 @@ from megatron_mux.adapters.lora import LoraSpec
 from megatron_mux.adapters.registry import KINDS, by_type
 from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.shape import BackboneShape, Module
-from tests.end_to_end import test_export, test_isolation, test_memory_forms, test_parity
+from tests.end_to_end import test_export, test_isolation, test_memory_tables, test_parity
 from tests.end_to_end.families import FAMILIES
+from tests.end_to_end.table_cases import KINDS as MEMORY_KINDS
 from tests.unit.adapters import test_peft_format
 from tests.unit.adapters.toy import mixture, sizes
 
@@ -29,7 +30,9 @@ TESTED: dict[str, Callable[[], set[str]]] = {
     "unit/adapters/toy.py": lambda: {task.adapter.peft_type for task in mixture()},
     "end_to_end/test_isolation.py": lambda: named(test_isolation.kinds(LLAMA).values()),
     "end_to_end/test_parity.py": lambda: named(test_parity.other_kinds(LLAMA)),
-    "end_to_end/test_memory_forms.py": lambda: named(test_memory_forms.ADAPTERS.values()),
+    "end_to_end/test_memory_tables.py": lambda: named(
+        MEMORY_KINDS[kind]["adapter"] for case in test_memory_tables.CASES for kind in case.kinds
+    ),
 }
 OF_PEFT: dict[str, Callable[[], set[str]]] = {
     "end_to_end/test_export.py": lambda: named(test_export.sections("llama").values()),

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from megatron_mux.choice.engine_step import step_memory
 from megatron_mux.choice.flags import megatron_flags
 from megatron_mux.memory.forms.architecture import Architecture, Unit
 from megatron_mux.memory.forms.method import Method, methods
 from megatron_mux.memory.forms.recipe import Precision, Recipe
-from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.optimizers import DEFAULT
 from megatron_mux.memory.trace.case import Options
 from tests.unit.memory.architectures import at_stage, gpt2, llama

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_mux.arguments import parse_args
 from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS
+from megatron_mux.choice.engine_step import step_memory
 from megatron_mux.choice.fit import SEQUENCES
 from megatron_mux.choice.flags import flags, megatron_flags, not_by_this_engine
 from megatron_mux.choice.ranking import answer, rank
@@ -23,9 +24,9 @@ from megatron_mux.memory.forms.architecture import Unit
 from megatron_mux.memory.forms.method import Method, methods
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.stages import Stage, on_rank, stages
-from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.question import Question
 from megatron_mux.memory.sizes import MIB
+from tests.unit.choice.tables_by_hand import TablesByHand
 from tests.unit.memory.architectures import llama, lora
 from tests.unit.memory.configs import skeleton
 from tests.unit.memory.profiles import by_hand
@@ -37,6 +38,7 @@ LARGE = llama(16, 4096, 11008)
 ON_LARGE = Recipe(1024, adapters=(replace(lora(LARGE), length=1024),))
 A100 = device_of("cuda", "A100", 0)
 PROFILES = by_hand(ARCHITECTURE)
+TABLES = TablesByHand(ARCHITECTURE, FROZEN)
 
 
 @given(
@@ -47,14 +49,14 @@ PROFILES = by_hand(ARCHITECTURE)
 )
 @settings(max_examples=10, deadline=None)
 def test_the_fastest_that_fits(recipe: Recipe, gpus: int, mib: int, batch: int | None) -> None:
-    found = rank(ARCHITECTURE, recipe, gpus, mib * MIB, A100, batch, profiles=PROFILES)
+    found = rank(ARCHITECTURE, recipe, gpus, mib * MIB, A100, batch, profiles=PROFILES, tables=TABLES)
     fitting = [entry for entry in found.entries if entry.fits]
     assert found.chosen == (max(fitting, key=lambda e: e.throughput) if fitting else None)
     for entry in found.entries:
         assert entry.fits == (entry.peak_process <= mib * MIB) == (0 < entry.largest >= entry.sequences)
         assert entry.peak_process == sum(entry.breakdown.values())
         assert entry.peak_allocated < entry.peak_reserved < entry.peak_process
-        parts = step_memory(ARCHITECTURE, recipe, entry.method, PROFILES)
+        parts = step_memory(ARCHITECTURE, recipe, entry.method, PROFILES, TABLES)
         assert parts.peak((entry.largest + 1) * recipe.length) > mib * MIB
         assert entry.to_json()["worst_rank"]["rank"] % (entry.method.tensor * entry.method.data) == 0
 
@@ -90,7 +92,7 @@ def test_host_memory_helps_where_nothing_else_does() -> None:
 def seconds(recipe: Recipe, batch: int, device: Device = A100, **degrees: Any) -> float:
     """Of a step of 64 sequences of 1024 tokens, so many in a micro-batch."""
     method = Method(**degrees)
-    memory = step_memory(LARGE, recipe, method, by_hand(LARGE))
+    memory = step_memory(LARGE, recipe, method, by_hand(LARGE), TablesByHand(LARGE, ON_LARGE))
     return step_seconds(memory, batch * 1024, 64 // batch // method.data, device)
 
 

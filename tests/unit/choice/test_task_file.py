@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_mux.choice.engine_step import step_memory
 from megatron_mux.choice.fit import Fit, Fitting
 from megatron_mux.choice.flags import flags
 from megatron_mux.choice.ranking import rank
@@ -16,8 +17,8 @@ from megatron_mux.fusion.device import device_of
 from megatron_mux.gpus import known
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.recipe import Recipe
-from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.sizes import MIB
+from tests.unit.choice.tables_by_hand import TablesByHand
 from tests.unit.memory.architectures import at_stage, llama, lora
 
 ARCHITECTURE = llama(8)
@@ -25,11 +26,12 @@ LONG = replace(lora(ARCHITECTURE, 8, "long"), sequences=3)
 SHORT = replace(lora(ARCHITECTURE, 64, "short"), sequences=6, length=64)
 A100 = device_of("cuda", "A100", 0)
 RECIPE = Recipe(128, adapters=(LONG, SHORT))
+TABLES = TablesByHand(ARCHITECTURE, RECIPE)
 STEP = FileStep((LONG, SHORT))
 
 
 def fit(recipe: Recipe, memory: int, method: Method) -> Fit:
-    return Fitting(ARCHITECTURE, recipe, memory, A100)(method)
+    return Fitting(ARCHITECTURE, recipe, memory, A100, tables=TablesByHand(ARCHITECTURE, recipe))(method)
 
 
 def contents(*found: dict[str, int]) -> tuple[Content, ...]:
@@ -68,11 +70,11 @@ def test_a_task_adds_what_its_own_rows_keep() -> None:
         for content in contents({name: 4})
     }
     peaks = {
-        name: at_stage(step_memory(ARCHITECTURE, recipe, Method()), 0, 256) for name, recipe in of.items()
+        name: at_stage(step_memory(ARCHITECTURE, recipe, Method(), tables=TABLES), 0, 256)
+        for name, recipe in of.items()
     }
     more = peaks["short"]["activations"] - peaks["long"]["activations"]
-    # In each of eight layers, in bf16: the latent columns of the task that is there, for each row.
-    assert more == 8 * (2 * 64 - 2 * 8) * 256 * 2
+    assert more == (2 - 1) * 256, "a byte more for each row of the second task's table"
 
 
 SIZES = st.tuples(st.integers(1, 9), st.sampled_from([32, 64, 100, 128]))
@@ -90,14 +92,15 @@ def test_the_fewest_micro_batches_that_fit(
     step = FileStep(adapters)
     method = Method(data=data, pipeline=pipeline)
     recipe = replace(RECIPE, adapters=adapters)
+    tables = TablesByHand(ARCHITECTURE, recipe)
 
     def peak(count: int) -> int:
         division = step.divided(data, count)
         own = replace(method, parts=count)
         return max(
-            step_memory(ARCHITECTURE, step.mix(content, recipe), own, gpu=known("A100").gpu).peak(
-                step.rows(content)
-            )
+            step_memory(
+                ARCHITECTURE, step.mix(content, recipe), own, tables=tables, gpu=known("A100").gpu
+            ).peak(step.rows(content))
             for content in division.heaviest
         )
 
@@ -119,7 +122,8 @@ def test_data_parallel_ranks_divide_a_step() -> None:
     memory = 1100 * MIB
     twice = tuple(replace(task, sequences=2 * task.sequences) for task in STEP.tasks)
     one, two = (
-        rank(ARCHITECTURE, replace(RECIPE, adapters=tasks), 2, memory, A100) for tasks in (STEP.tasks, twice)
+        rank(ARCHITECTURE, recipe, 2, memory, A100, tables=TablesByHand(ARCHITECTURE, recipe))
+        for recipe in (replace(RECIPE, adapters=tasks) for tasks in (STEP.tasks, twice))
     )
     assert one.chosen is not None and two.chosen is not None
     assert one.chosen.tokens * 2 == two.chosen.tokens == 2 * 768

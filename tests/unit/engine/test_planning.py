@@ -202,6 +202,7 @@ def test_auto_needs_a_planner() -> None:
 
 
 def test_the_real_planner_refuses_what_does_not_fit_before_anyone_runs() -> None:
-    planner = Planner(PlanningContext(backbone.profile(), backbone.info(), memory_limit=1e6))
+    tables = backbone.MadeUpTables()
+    planner = Planner(PlanningContext(backbone.profile(), backbone.info(), memory_limit=1e6, tables=tables))
     with pytest.raises(UserError, match="give more memory"):
         planner.check(loads("ab"))

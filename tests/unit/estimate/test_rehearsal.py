@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_mux.dry_run.depth import read_info
+from megatron_mux.dry_run.heaviest_batch import STEPS
 from megatron_mux.estimate.rehearsal import rehearsal
 from megatron_mux.footprint.content import ATTENTION, COUNTS
 from megatron_mux.footprint.signature import Signature
@@ -27,7 +28,34 @@ def test_every_group_has_a_bucket_with_tasks_of_its_own() -> None:
     assert made.run.steps > made.warm
 
 
-def test_a_mask_is_frozen_before_the_steps_that_count() -> None:
+@pytest.mark.parametrize("pipelines", [1, 2])
+@pytest.mark.parametrize("loss", ["sft", "dpo"])
+def test_attention_has_two_calls_where_one_kernel_cannot_serve_all_lengths(pipelines: int, loss: str) -> None:
+    """Of nearly all rows and of a few, on every pipeline: in fp32."""
+    run = replace(base(), dtype="float32", plan=replace(base().plan, data=pipelines))
+    lora = {"peft_type": "LORA", "target_modules": ["q_proj"]}
+    training = {"max_steps": 3, "loss": loss}
+    spec = TaskSpec.model_validate(
+        {"name": "a", "adapter": lora, "data": {"path": "none"}, "training": training}
+    )
+    made = rehearsal(run, [Signature.of(spec.plain())], [(0,)], 3, CHUNK).run
+    (_, task) = made.tasks
+    together = 2 if loss == "dpo" else 1
+    batch = 3 * pipelines * together
+    for start in range(0, len(task.lengths), batch):
+        own = task.lengths[start : start + batch]
+        (long,) = {length for length in own if length > 9}
+        assert sorted(own) == [9] * pipelines + [long] * (len(own) - pipelines) and long % 8 == 0
+
+
+def test_what_lasts_is_told_by_one_size() -> None:
+    sized, one = (
+        rehearsal(base(), [signature()], [(0,)], 2, CHUNK, sized=several).run for several in (True, False)
+    )
+    assert one.steps == STEPS < sized.steps
+
+
+def test_a_mask_is_frozen_by_the_last_step() -> None:
     pruned = {"peft_type": "DIFF_PRUNING", "target_modules": ["q_proj"]}
     spec = TaskSpec.model_validate(
         {"name": "a", "adapter": pruned, "data": {"path": "none"}, "training": {"max_steps": 3}}
@@ -35,8 +63,10 @@ def test_a_mask_is_frozen_before_the_steps_that_count() -> None:
     plain, made = (
         rehearsal(base(), [one], [(0,)], 3, CHUNK) for one in (signature(), Signature.of(spec.plain()))
     )
-    assert made.warm == spec.adapter.freezes_after(made.run.steps) and made.warm > plain.warm
-    assert made.run.steps - made.warm == plain.run.steps - plain.warm
+    assert (made.warm, made.run.steps) == (plain.warm, plain.run.steps)
+    for one in made.run.tasks:
+        total = TaskSpec.model_validate(one.task).training.max_steps
+        assert total is not None and spec.adapter.freezes_after(total) == made.run.steps
 
 
 @pytest.mark.parametrize("group", [(0,), (0, 1)])
@@ -52,6 +82,17 @@ def test_sizes_tell_rows_labels_and_sequences_apart(group: tuple[int, ...]) -> N
     assert set(contents.sequences) == {3.0 * len(group), 1.0 * len(group)}
     full = contents.labels.sum(axis=1) > CHUNK
     assert full.any() and not full.all()
+
+
+def test_labels_do_not_follow_from_rows_and_sequences_where_none_fill_a_chunk() -> None:
+    """A small vocabulary has large chunks of logits."""
+    (_, task) = rehearsal(base(), [signature()], [(0,)], 3, 1 << 22).run.tasks
+    of_batches = [
+        [[sum(own), len(own)] for own in (values[i : i + 3] for i in range(0, len(values), 3))]
+        for values in (task.lengths, task.labels)
+    ]
+    told = np.array([[rows, labels, count] for (rows, count), (labels, _) in zip(*of_batches, strict=True)])
+    assert np.linalg.matrix_rank(told / told.max(axis=0)) == 3
 
 
 def test_on_a_cpu_short_records_of_a_batch_have_one_length() -> None:

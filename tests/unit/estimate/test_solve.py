@@ -26,7 +26,7 @@ GROUPS: list[Group] = [(0,), (1,), (0, 1)]
 
 
 def solved(kept: RowBytes, layers: int = 30, scratch: int = 0) -> Memory:
-    """A deep stage's memory, from passes of three and four layers."""
+    """A deep stage's memory, from passes of two and three layers."""
     shallow, deep = (played(GROUPS, depth, kept, scratch) for depth in (SHALLOW, DEEP))
     return Memory(SIGNATURES, [stage_table(shallow, deep, (SHALLOW, DEEP), CHUNK)], [layers], CHUNK)
 
@@ -87,6 +87,7 @@ def test_moments_that_a_cpus_attention_makes_largest_are_kept(feature: str) -> N
     by_rows[len(COUNTS)] = 10.0  # of most micro-batches the largest
     by_attention[COUNTS.index(feature)] = {"pairs": 0.1, "long": 11.0}[feature]
     forward, backward = (
-        _Lines(line[None], np.zeros(1), np.zeros_like(line)) for line in (by_rows, by_attention)
+        _Lines(line[None], np.zeros(1), np.zeros_like(line), np.zeros_like(line), ["a pass"])
+        for line in (by_rows, by_attention)
     )
     assert len(_pass_table(forward, backward, np.zeros_like(by_rows), CHUNK).moments) == 2

@@ -16,19 +16,32 @@ from megatron_mux.estimate.solve import stage_table
 from megatron_mux.estimate.tables import Tables
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group
-from tests.unit.estimate.played import CHUNK, SIGNATURES, base, played, signature
+from tests.unit.estimate.played import CHUNK, CONFIG, SIGNATURES, base, played, signature
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
+def ran() -> list[int]:
+    """The stages that have been rehearsed."""
+    return []
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, ran: list[int]) -> list[Group]:
     """The groups that have been rehearsed."""
     found: list[Group] = []
 
-    def rehearsed(self: Tables, groups: Sequence[Group], signatures: Sequence[Signature], alike: bool) -> Any:
+    def rehearsed(
+        self: Tables,
+        groups: Sequence[Group],
+        stages: Sequence[int],
+        signatures: Sequence[Signature],
+        alike: bool,
+    ) -> Any:
         found.extend(groups)
+        ran.extend(stages)
         own = played([(0,), (1,), (0, 1)], SHALLOW, lambda rows: int(2 * rows))
         whole = stage_table(own, own, (SHALLOW, SHALLOW), CHUNK)
-        return [tables._entry([whole], group) for group in groups]
+        return [(group, stage, tables._entry(whole, group)) for group in groups for stage in stages]
 
     monkeypatch.setattr(Tables, "_rehearsed", rehearsed)
     return found
@@ -48,13 +61,13 @@ def test_a_pair_by_itself_is_rehearsed_beside_one_of_its_signatures(monkeypatch:
     class Asked(Exception):
         pass
 
-    def rehearsal(run: Any, signatures: Any, groups: Sequence[Group], *_: Any) -> None:
+    def rehearsal(run: Any, signatures: Any, groups: Sequence[Group], *_: Any, **__: Any) -> None:
         raise Asked(list(groups))
 
     monkeypatch.setattr(tables, "rehearsal", rehearsal)
     for asked, run in (([(0, 1)], [(0,), (0, 1)]), ([(1,), (0, 1)], [(1,), (0, 1)])):
         with pytest.raises(Asked) as found:
-            Tables(base())._rehearsed(asked, SIGNATURES, True)
+            list(Tables(base())._rehearsed(asked, [0], SIGNATURES, True))
         assert found.value.args == (run,)
 
 
@@ -64,6 +77,23 @@ def test_other_runs_have_tables_of_their_own(tmp_path: Path, made: list[Group]) 
     assert made == [(0,)] * 3
     Tables(replace(base(), steps=9), tmp_path).memory(SIGNATURES[:1])
     assert len(made) == 3
+
+
+def test_pipelines_share_their_ends_and_all_that_are_alike(
+    tmp_path: Path, made: list[Group], ran: list[int]
+) -> None:
+    def asks(stages: int, data: int = 1, **more: Any) -> list[int]:
+        before = len(ran)
+        plan = replace(base().plan, stages=stages, data=data)
+        Tables(
+            replace(base(), plan=plan, config={**CONFIG, "num_hidden_layers": 24}, **more), tmp_path
+        ).memory(SIGNATURES[:1])
+        return ran[before:]
+
+    assert asks(2) == [0, 2] and asks(3) == [1] and asks(4) == []
+    assert asks(2) == asks(3) == [] and asks(1) == [0]
+    assert asks(1, 2) == asks(1, 4) == []
+    assert asks(1, 2, residence="sharded") == [0] == asks(1, 4, residence="sharded")
 
 
 def test_a_file_that_is_not_whole_is_made_anew(tmp_path: Path, made: list[Group]) -> None:
@@ -85,6 +115,6 @@ def test_all_layers_are_run_where_adapters_differ(adapter: dict[str, Any], alike
 def test_all_layers_are_run_where_the_backbone_differs_or_is_shallow() -> None:
     config = {**base().config, "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 64}
     assert not Tables(replace(base(), config=config))._are_alike([signature()])
-    assert not Tables(replace(base(), config={**base().config, "num_hidden_layers": 4}))._are_alike(
+    assert not Tables(replace(base(), config={**base().config, "num_hidden_layers": 3}))._are_alike(
         [signature()]
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mux.footprint.content import ATTENTION, COUNTS, Array, Contents
-from megatron_mux.footprint.memory import Memory
+from megatron_mux.footprint.memory import Memory, groups_of
 from megatron_mux.footprint.signature import Signature
-from megatron_mux.footprint.table import Group, Lasting, PassTable, StageTable
+from megatron_mux.footprint.table import LOSS, Group, Lasting, PassTable, StageTable
 
 FROZEN = 100.0
 """Bytes of a row that the frozen layers keep."""
@@ -42,18 +42,17 @@ def row_bytes(group: Group) -> Array:
     return np.array([FROZEN + OWN[i] + sum(kept.values()) for i in group])
 
 
-def stage_table(count: int = 4) -> StageTable:
-    """A table of signatures alone and in pairs, for a stage of four layers."""
-    singles = [(i,) for i in range(count)]
-    pairs = [*itertools.combinations(range(count), 2)]
+def stage_table(signatures: Sequence[Signature] = SIGNATURES) -> StageTable:
+    """A table of signatures alone and together, for a stage of four layers."""
+    count = len(signatures)
     passes = {}
-    for group in [*singles, *pairs]:
+    for group in groups_of(signatures):
         kept = line(group, 4 * row_bytes(group))
         moments = np.stack([kept + line(group, np.full(len(group), 50.0), 9.0), kept * 0.5])
-        passes[group] = PassTable(kept, kept / 4, moments, np.array([1.0, 0.0]))
+        passes[group] = PassTable(kept, kept / 4, moments, np.array([1.0, 0.0]), (LOSS, "a pass"))
     tasks = np.arange(1.0, 1 + count)
-    lasting = Lasting(4000.0, 4 * tasks, 10 * tasks)
-    return StageTable(4, lasting, Lasting(1000.0, tasks, 0 * tasks), passes)
+    lasting = Lasting(4000.0, 4 * tasks, 10 * tasks, 2 * tasks, tasks)
+    return StageTable(4, lasting, Lasting(1000.0, tasks, 0 * tasks, 0.5 * tasks, 0.25 * tasks), passes)
 
 
 def contents(rows: list[list[float]]) -> Contents:
@@ -67,20 +66,51 @@ def contents(rows: list[list[float]]) -> Contents:
     st.lists(st.lists(st.integers(0, 5000), min_size=4, max_size=4), min_size=1, max_size=5),
     st.integers(4, 90),
 )
-def test_any_set_of_signatures_keeps_what_pairs_say_it_shares(rows: list[list[float]], layers: int) -> None:
+def test_signatures_that_meet_keep_what_all_would(rows: list[list[float]], layers: int) -> None:
     memory = Memory(SIGNATURES, [stage_table()], [layers], chunk=64)
     taken = memory.passes(contents(rows))
     for batch, own in enumerate(rows):
         group = tuple(i for i in range(4) if own[i])
-        expected = layers * sum(own[i] * size for i, size in zip(group, row_bytes(group), strict=True))
+        priced = group if len(group) == 1 else (0, 1, 2, 3)
+        expected = layers * sum(own[i] * size for i, size in zip(priced, row_bytes(priced), strict=True))
+        assert expected >= layers * row_bytes(group) @ [own[i] for i in group]
         assert taken.kept[batch, 0] == pytest.approx(expected)
         assert taken.working[batch, 0] == pytest.approx(50 * sum(own) + 9 if group else 0)
 
 
+def test_moments_of_a_name_are_priced_by_the_largest_and_logits_are_told() -> None:
+    width = len(COUNTS) + 2
+    kept, loss, small, large = (np.zeros(width) for _ in range(4))
+    kept[len(COUNTS)], small[len(COUNTS)], large[len(COUNTS)] = 10.0, 11.0, 14.0
+    loss[len(COUNTS)], loss[COUNTS.index("labels of a chunk")] = 10.0, 2000.0
+    table = PassTable(kept, kept, np.stack([small, loss, large]), np.ones(3), ("a pass", LOSS, "a pass"))
+    one = contents([[100]])
+    features = dataclasses.replace(one, labels=one.rows).features(chunk=64)
+    assert table.named(features, 2) == {"a pass": (400.0, 0.0), LOSS: (64 * 2000.0, 64 * 2000.0)}
+    assert table.at(features, 2)[1] == 64 * 2000.0
+
+
+def test_weights_elsewhere_leave_those_in_use_and_hidden_states_at_both_ends() -> None:
+    memory = Memory(SIGNATURES, [stage_table()] * 3, [4, 6, 4], chunk=64, message=8.0)
+    one = contents([[10, 0, 0, 0]])
+    before = memory.passes(one)
+    for recomputed, first in ((False, 80.0), (True, 0.0)):
+        after = memory.elsewhere(0.5, [100.0, 200.0, 300.0], recomputed)
+        assert after.lasting_parts(np.zeros(4))["backbone"].tolist() == [2000.0, 3000.0, 2000.0]
+        found = after.passes(one)
+        assert (found.kept - before.kept)[0].tolist() == [first, 0.0, 80.0]
+        assert (found.working - before.working)[0] == pytest.approx([180.0, 280.0, 380.0])
+
+
 def test_what_lasts_is_counted_by_task_and_layer() -> None:
     memory = Memory(SIGNATURES, [stage_table(), stage_table()], [4, 6], chunk=64)
-    assert memory.lasting(np.array([1.0, 0.0, 2.0, 0.0])).tolist() == [4000 + 4 * 7, 6000 + 6 * 7]
+    counts = np.array([1.0, 0.0, 2.0, 0.0])
+    assert memory.lasting(counts).tolist() == [4000 + 4 * 7, 6000 + 6 * 7]
     assert memory.updating(np.array([1.0, 0.0, 1.0, 0.0])).tolist() == [30, 30]
+    summed = dataclasses.replace(memory, sums=1e6)
+    assert (summed.lasting(counts) - memory.lasting(counts)).tolist() == [2 * 7, 3 * 7]
+    many = 1e9 * counts
+    assert (summed.lasting(many) - memory.lasting(many)).tolist() == [1e6, 1e6]
 
 
 def test_messages_are_kept_by_the_stages_that_send_or_receive_them() -> None:
@@ -120,8 +150,10 @@ def test_tables_are_read_without_torch() -> None:
 
 def test_rows_beside_a_higher_rank_of_their_family_take_what_it_takes() -> None:
     families = [Signature("a", 8), Signature("a", 64), Signature("b", 0), Signature("c", 0)]
-    memory = Memory(families, [stage_table()], [7], chunk=64)
-    apart = Memory(SIGNATURES, [stage_table()], [7], chunk=64)
+    assert groups_of(families) == [(0,), (1,), (2,), (3,), (1, 2, 3)]
+    memory = Memory(families, [stage_table(families)], [7], chunk=64)
     found = memory.passes(contents([[10, 20, 0, 0], [10, 20, 5, 0], [10, 0, 5, 0]]))
-    wanted = apart.passes(contents([[0, 30, 0, 0], [0, 30, 5, 0], [10, 0, 5, 0]]))
+    wanted = memory.passes(contents([[0, 30, 0, 0], [0, 30, 5, 0], [0, 10, 5, 0]]))
     assert np.array_equal(found.kept, wanted.kept) and np.array_equal(found.working, wanted.working)
+    alone = memory.passes(contents([[10, 0, 0, 0], [0, 10, 0, 0]])).kept
+    assert alone[0] < alone[1]

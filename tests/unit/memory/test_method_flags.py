@@ -48,7 +48,8 @@ def test_what_a_method_does_not_look_at_is_refused(words: list[str]) -> None:
         ["--optimizer", "sgd", "--precision", "fp32", "--attention", "eager", "--recompute", "full"],
         ["--method", "ours", "--no-master-weights", "--optimizer", "sgd"],
         ["--method", "trace", "--recompute", "full"],
-        [*TASKS, "--precision", "fp32", "--attention", "eager"],
+        [*TASKS, "--precision", "fp32"],
+        [*TASKS, "--method", "trace", "--precision", "fp16", "--attention", "eager"],
         [*TASKS, "--method", "trace", "--recompute", "full"],
         [
             *TASKS,
@@ -99,3 +100,8 @@ def test_bf16_is_refused_where_a_gpu_has_none(words: list[str], device: str) -> 
 def test_a_gpu_that_is_not_known_is_refused_by_all(method: str) -> None:
     with pytest.raises(UserError, match="--device bogus: is not known"):
         parsed("--method", method, "--device", "bogus")
+
+
+def test_tasks_are_not_trained_in_fp16() -> None:
+    with pytest.raises(UserError, match=r"^--precision fp16: tasks are trained in bf16 or fp32"):
+        parsed(*TASKS, "--precision", "fp16")

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from megatron_mux.choice.engine_step import step_memory
 from megatron_mux.memory.forms.method import Method, methods
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.skeleton import read_architecture
 from megatron_mux.memory.forms.stages import stages
-from megatron_mux.memory.forms.step_memory import step_memory
 from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS, Optimizer, Shapes
 from megatron_mux.memory.stream.events import Category
 from megatron_mux.memory.tensors import Skeleton

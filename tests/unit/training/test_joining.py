@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.tokenised_file import Reading, as_source
+from megatron_mux.errors import UserError
 from megatron_mux.training import joining
 from megatron_mux.training.joining import STOP, JoiningFiles, WatchedDirectory
 
@@ -58,19 +60,40 @@ def files(monkeypatch: pytest.MonkeyPatch) -> JoiningFiles:
 
 
 def test_one_file_at_a_time(files: JoiningFiles) -> None:
-    assert not files and not files.tokenising and files.news() == []
+    assert not files and not files.preparing and files.news() == []
     files.add(Path("a.yaml"), specs("a", "x", "y"))
     files.add(Path("b.yaml"), specs("b", "z", loss="dpo"))
     assert [process.paths for process in Process.made] == [["x", "y", "held-out", "held-out"]]
-    assert files.tokenising and files.names == ["a-x", "a-y", "b-z"]
+    assert files.preparing and files.names == ["a-x", "a-y", "b-z"]
     assert files.news() == ["half of it"] and files.news() == []
     results: Any = {"x": "tokens"}
     Process.made[0].results = results
-    assert not files.tokenising
+    assert not files.preparing
     file, opened = files.take()
     assert (file.path, opened.tokenised) == (Path("a.yaml"), results)
-    assert [process.paths for process in Process.made[1:]] == [["z", "held-out"]] and files.tokenising
+    assert [process.paths for process in Process.made[1:]] == [["z", "held-out"]] and files.preparing
     assert Process.made[1].losses == ["dpo", "dpo"]
+
+
+def test_a_file_waits_for_the_prediction_of_its_memory(files: JoiningFiles) -> None:
+    work: Future[None] = Future()
+    asked: list[Any] = []
+
+    def predict(specs: Any) -> Future[None] | None:
+        asked.append(specs)
+        return work if len(asked) == 1 else None
+
+    files.predict = predict
+    first, second = specs("a", "x"), specs("b", "y")
+    files.add(Path("a.yaml"), first)
+    files.add(Path("b.yaml"), second)
+    results: Any = {}
+    Process.made[0].results = results
+    assert files.preparing and asked == [first]
+    work.set_exception(UserError("asked again, it is said who is at fault"))
+    assert not files.preparing
+    files.take()
+    assert asked == [first, second]
 
 
 def test_a_file_that_leaves_ends_its_process(files: JoiningFiles) -> None:
@@ -91,7 +114,7 @@ def test_other_ranks_of_a_host_leave_it_to_the_first(
     monkeypatch.setenv("LOCAL_RANK", "1")
     files.parallel = SimpleNamespace(world_size=4, rank=3)  # type: ignore[assignment]
     files.add(Path("a.yaml"), specs("a", "x"))
-    assert Process.made == [] and not files.tokenising
+    assert Process.made == [] and not files.preparing
 
     def gather(found: list[Any], own: Any) -> None:
         assert own is None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
@@ -15,6 +15,8 @@ import torch
 
 from megatron_mux.backbone.registry import info_without_weights
 from megatron_mux.errors import UserError
+from megatron_mux.estimate.run_tables import RunTables
+from megatron_mux.footprint.memory import Memory
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planner import Planner, choose_recompute
@@ -24,6 +26,7 @@ from megatron_mux.memory.forms.method import Recompute
 from megatron_mux.training import plan_setup
 from megatron_mux.training.plan_setup import memory_limit
 from tests.end_to_end.harness import make_spec
+from tests.unit.fusion import backbone
 from tests.unit.memory.traced import LLAMA
 
 GIB = 1 << 30
@@ -110,6 +113,7 @@ def test_a_gpu_recomputes_layers_where_a_task_does_not_fit_otherwise(tmp_path: P
     loads = {"task": TaskLoad.of(spec, np.array([2048], np.int32), np.array([8], np.int32), info.shape)}
     profile = roofline(info.shape, {"device": "H100", "kind": "cuda", "threads": 1}, 2, 1)
     context = PlanningContext(profile, info, itemsize=2, tasks=loads)
+    context = replace(context, tables=RunTables(context, None, lambda text: None))
     least = {recompute: needed(context, recompute) for recompute in get_args(Recompute)}
     assert least["full"] < least["selective"] < least["none"], "attention's output alone is not kept"
 
@@ -124,3 +128,27 @@ def test_a_gpu_recomputes_layers_where_a_task_does_not_fit_otherwise(tmp_path: P
     assert chosen(least["none"] - 1) == chosen(least["full"]) == "full"
     assert chosen(least["full"] - 1) == "full", "the planner then says what does not fit"
     assert chosen(least["full"], device="cpu") == chosen(least["full"], asked="selective") == "none"
+
+
+class Unpredicted:
+    """A `MemorySource` that knows nothing."""
+
+    def memory(self, *_: Any) -> Memory:
+        raise UserError("memory cannot be predicted")
+
+    def prepare(self, *_: Any) -> None:
+        pass
+
+
+def test_what_cannot_be_predicted_drops_a_limit_that_nobody_asked_for() -> None:
+    context = PlanningContext(backbone.profile(), backbone.info(), tasks=backbone.random_loads(1, 2))
+    limited = replace(context, memory_limit=1e9, tables=Unpredicted())
+    said: list[str] = []
+    default, asked = (SimpleNamespace(mux_memory_limit=given) for given in ("auto", GIB))
+    found = plan_setup._predictable(limited, cast(Any, default), said.append)
+    assert found == context and said == ["planning without a limit of memory: memory cannot be predicted"]
+    with pytest.raises(UserError, match="cannot be predicted"):
+        plan_setup._predictable(limited, cast(Any, asked), said.append)
+    with pytest.raises(UserError, match="cannot be predicted"):  # which is no reason to recompute layers
+        choose_recompute(limited, "cuda", None, lambda tried: tried, said.append)
+    assert len(said) == 1

@@ -13,7 +13,6 @@ from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.plan_evaluator import PlanEvaluator
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import ROLLING_STEPS, PlanningContext
-from megatron_mux.fusion.planner.step_memory import MemorySource
 from megatron_mux.fusion.step import step_grid, step_template
 from megatron_mux.pipeline.action import Unit
 from megatron_mux.pipeline.bucket import BucketCost
@@ -73,12 +72,10 @@ def _bare(bucket: Bucket, plan: Plan) -> BucketCost:
     return BucketCost(bucket.micro_batches, bucket.forward, bucket.backward, transfer=bucket.transfer)
 
 
-def limited_planner(
-    loads: Mapping[str, TaskLoad], mesh: Mesh, share: float, tables: MemorySource | None = None
-) -> Planner:
+def limited_planner(loads: Mapping[str, TaskLoad], mesh: Mesh, share: float) -> Planner:
     """A planner whose limit is this share of the way from what is always there to what all tasks together take."""
     context = PlanningContext(
-        backbone.profile(), backbone.info(), mesh, rolling=ROLLING_STEPS, tables=tables
+        backbone.profile(), backbone.info(), mesh, rolling=ROLLING_STEPS, tables=backbone.MadeUpTables()
     ).with_tasks(loads)
     made = PlanEvaluator(context)
     whole = made.with_longest(made.evaluate(made.of_policy("spatial")))

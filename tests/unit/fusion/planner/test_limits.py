@@ -29,13 +29,11 @@ from tests.unit.fusion.planner.test_step_memory import tables_of
 
 
 @settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(st.integers(0, 10_000), st.sampled_from(MESHES), st.floats(0.0, 1.1), st.booleans())
-@example(101, Mesh(), 0.24611230194568634, False)  # its longest sequence takes less a token than shorter ones
-def test_a_plan_under_a_limit_has_one_and_keeps_to_it(
-    seed: int, mesh: Mesh, share: float, by_tables: bool
-) -> None:
+@given(st.integers(0, 10_000), st.sampled_from(MESHES), st.floats(0.0, 1.1))
+@example(101, Mesh(), 0.24611230194568634)  # its longest sequence takes less a token than shorter ones
+def test_a_plan_under_a_limit_has_one_and_keeps_to_it(seed: int, mesh: Mesh, share: float) -> None:
     loads = backbone.random_loads(seed, 1 + seed % 5)
-    limited = limited_planner(loads, mesh, share, backbone.MadeUpTables() if by_tables else None)
+    limited = limited_planner(loads, mesh, share)
     try:
         plan = limited.plan(loads)
     except UserError:
@@ -56,6 +54,7 @@ def test_a_plain_plan_counts_records_longer_than_those_of_a_typical_step(chunk: 
         backbone.info(),
         Mesh(pipeline=2),
         chunk=chunk,
+        tables=backbone.MadeUpTables(),
     )
     evaluator = PlanEvaluator(context.with_tasks(loads))
     found = evaluator.with_longest(evaluator.evaluate(evaluator.of_policy("spatial", micro_batches=4)))
@@ -88,11 +87,11 @@ def test_a_step_of_an_optimizer_may_take_the_most() -> None:
         Planner(replace(context, memory_limit=max(needed) - 1)).check(loads)
 
 
-class OfPairs:
+class OfPairs(backbone.MadeUpTables):
     """A CPU's memory: a byte for each pair of tokens whose weights short sequences keep, and what lasts."""
 
     def memory(
-        self, mesh: Mesh, recompute: Recompute, signatures: Sequence[Signature], short: bool
+        self, mesh: Mesh, recompute: Recompute, signatures: Sequence[Signature], short: bool = True
     ) -> Memory:
         return tables_of(signatures, COUNTS.index("pairs"))
 

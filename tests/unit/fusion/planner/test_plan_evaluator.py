@@ -20,6 +20,7 @@ from tests.unit.pipeline.idle import busy_seconds
 
 
 def evaluator(seed: int, mesh: Mesh, **changes: object) -> PlanEvaluator:
+    changes["tables"] = backbone.MadeUpTables()
     context = PlanningContext(backbone.profile(), backbone.info(), mesh, **changes)  # type: ignore[arg-type]
     return PlanEvaluator(context.with_tasks(backbone.random_loads(seed)))
 

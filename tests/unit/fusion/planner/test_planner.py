@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,10 +14,12 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan, dumps
-from megatron_mux.fusion.planner.load import TaskLoad
+from megatron_mux.fusion.planner.load import TaskLoad, signature_of
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.step import Lengths, step_grid
+from megatron_mux.kernels.short_attention import LONGEST
+from megatron_mux.tasks import TaskSpec
 from tests.unit.fusion import backbone
 
 meshes = st.builds(Mesh, st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
@@ -24,7 +27,7 @@ meshes = st.builds(Mesh, st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st
 
 def planner(mesh: Mesh, **changes: object) -> Planner:
     profile = backbone.profile(tensor_parallel=mesh.tensor)
-    return Planner(PlanningContext(profile, backbone.info(), mesh, **changes))  # type: ignore[arg-type]
+    return Planner(PlanningContext(profile, backbone.info(), mesh, tables=backbone.MadeUpTables(), **changes))  # type: ignore[arg-type]
 
 
 @settings(max_examples=20, deadline=None)
@@ -137,3 +140,35 @@ def test_other_tasks_are_checked_while_a_plan_is_made(monkeypatch: pytest.Monkey
 
 def test_no_task_no_bucket() -> None:
     assert planner(Mesh()).plan({}).buckets == ()
+
+
+class Asked(backbone.MadeUpTables):
+    """Tables that note what they are asked to prepare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepared: list[object] = []
+
+    def prepare(self, *asked: object) -> None:
+        """See `MemorySource`."""
+        self.prepared.append(asked)
+
+
+@pytest.mark.parametrize(("longest", "short"), [(LONGEST, True), (LONGEST + 1, False)])
+def test_memory_is_prepared_for_all_that_may_meet(longest: int, short: bool) -> None:
+    tables, loads, mesh = Asked(), backbone.random_loads(1, 3), Mesh(pipeline=2)
+    context = PlanningContext(backbone.profile(), backbone.info(), mesh, recompute="full")
+    coming = TaskSpec.model_validate(
+        {
+            "name": "coming",
+            "adapter": {"peft_type": "BOTTLENECK", "bottleneck_size": 5},
+            "data": {"path": "none", "max_length": longest},
+            "training": {"max_steps": 3},
+        }
+    )
+    unlimited = Planner(replace(context, tables=tables))
+    assert unlimited.prepare(loads, [coming]) is None and not tables.prepared
+    Planner(replace(context, tables=tables, memory_limit=1e9)).prepare(loads, [coming])
+    of_loads = {load.signature(backbone.shape()) for load in loads.values()}
+    every = sorted(of_loads | {signature_of(coming, backbone.shape())})
+    assert tables.prepared == [(mesh, "full", every, short)] and len(every) == len(of_loads) + 1

@@ -97,6 +97,8 @@ def test_a_gpu_needs_more_than_its_tensors() -> None:
     assert more.of_chunks([pieces(load)]).kept == pytest.approx(1.07 * plain.of_chunks([pieces(load)]).kept)
     assert more.lasting == pytest.approx(plain.lasting)
     assert Allowance.of("cpu", Gpu(), Method()) == Allowance()
+    alone, pair = (Allowance.of("cuda", Gpu(), Method(pipeline=stages)).fixed for stages in (1, 2))
+    assert alone > 512 << 20 and pair > alone
 
 
 def test_short_is_what_a_cpus_attention_pads() -> None:

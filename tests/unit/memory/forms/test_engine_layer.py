@@ -19,10 +19,10 @@ def layer(architecture: Architecture, size: int = 2, **more: Any) -> EngineLayer
     return EngineLayer(architecture, size, 128, **more)
 
 
-def of(architecture: Architecture, *inputs: BaseOpName, selective: bool = False, first: Any = None) -> float:
+def of(architecture: Architecture, *inputs: BaseOpName, first: Any = None) -> float:
     """Bytes of a row."""
     found = layer(architecture)
-    return found.bytes(found.kept(selective, frozenset(inputs), first))
+    return found.bytes(found.kept(frozenset(inputs), first))
 
 
 def test_an_input_is_kept_only_for_an_adapter() -> None:
@@ -32,13 +32,6 @@ def test_an_input_is_kept_only_for_an_adapter() -> None:
     assert of(llama(), "linear_qkv") - plain == 2 * 256
     assert of(llama(), "linear_proj") == plain, "attention keeps its output anyway"
     assert of(llama(), "linear_fc2") - plain == 2 * 704
-    assert of(llama(), "linear_proj", selective=True) - of(llama(), selective=True) == 2 * 256
-
-
-def test_selective_recomputation_keeps_queries_keys_and_values() -> None:
-    """Of attention's output and log-sum-exp nothing; without rotation values as they lie in the product."""
-    assert of(llama()) - of(llama(), selective=True) == 2 * 256 + 4 * 8
-    assert of(gpt2()) - of(gpt2(), selective=True) == 2 * 256 + 4 * 8 + 2 * 256
 
 
 def test_below_the_first_adapter_nothing_is_kept() -> None:

@@ -1,0 +1,188 @@
+"""The memory of a task file's tasks for a ranking of methods: tables, made where no file has them."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from functools import cached_property, partial
+from queue import SimpleQueue
+from threading import Event
+from typing import Literal
+
+import numpy as np
+
+from megatron_mux.choice.engine_step import TaskMemory
+from megatron_mux.choice.task_file import TaskFile
+from megatron_mux.dry_run.process import dry_runs
+from megatron_mux.dry_run.run_spec import RunSpec
+from megatron_mux.errors import UserError
+from megatron_mux.estimate.run_tables import end_worker, kept_worker
+from megatron_mux.estimate.solve import NotLinear
+from megatron_mux.estimate.tables import Tables
+from megatron_mux.footprint.memory import Memory
+from megatron_mux.footprint.signature import Signature
+from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.planner.load import lasting_share, signature_of
+from megatron_mux.fusion.planner.step_memory import is_short
+from megatron_mux.gpus import Gpu
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.stages import stages
+from megatron_mux.memory.worker import WorkerError
+
+_AT_ONCE = 2
+"""Processes for dry runs, each of which runs up to four ranks."""
+_TOLERANCE = float("inf")
+"""As for plans: what lines may be off is added to them."""
+
+
+class MethodTables:
+    """Makes or reads the tables of methods for a task file.
+
+    Args:
+        file: The tasks and their backbone.
+        precision: `bf16` or `fp32`.
+        gpu: The GPU whose kernels are assumed.
+        say: Told before tables are made, which takes seconds.
+        device: `cuda`, or `cpu` for processes that compute there.
+    """
+
+    def __init__(
+        self,
+        file: TaskFile,
+        precision: Literal["bf16", "fp32"],
+        gpu: Gpu,
+        say: Callable[[str], None] = lambda text: None,
+        device: Literal["cuda", "cpu"] = "cuda",
+    ) -> None:
+        self._file, self._gpu, self._device = file, gpu, device
+        self._dtype: Literal["bfloat16", "float32"] = "bfloat16" if precision == "bf16" else "float32"
+        self._say = say
+        self._known: dict[Method, TaskMemory | UserError] = {}
+        self._short = all(is_short(task.length, task.virtual_tokens) for task in file.adapters)
+
+    def prepare(self, methods: Sequence[Method]) -> None:
+        """Make what is missing for these, several at a time. Calls raise what could not be made."""
+        together = defaultdict(list)
+        for method in methods:
+            # Stages of pipelines of several depths share tables, and so do stages of several pipelines.
+            about = method.tensor, method.sequence_parallel, method.recompute, method.expert
+            together[about].append(method)
+        count = max(1, min(_AT_ONCE, len(os.sched_getaffinity(0))))
+        free, stopped = SimpleQueue[int](), Event()
+        for number in range(count):
+            free.put(number)
+
+        def make(own: Sequence[Method]) -> None:
+            number = free.get()
+            try:
+                for method in own:
+                    if not stopped.is_set():
+                        self._of(method, number)
+            finally:
+                free.put(number)
+
+        pool = ThreadPoolExecutor(count)
+        try:
+            for done in as_completed([pool.submit(make, own) for own in together.values()]):
+                done.result()
+        except BaseException:  # such as Ctrl-C
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            end_worker()
+            raise
+        finally:
+            pool.shutdown()
+
+    def __call__(self, method: Method) -> TaskMemory:
+        """What tables say of a method.
+
+        Raises:
+            UserError: They cannot be made.
+        """
+        found = self._of(method, 0)
+        if isinstance(found, UserError):
+            raise found
+        return found
+
+    def _of(self, method: Method, worker: int) -> TaskMemory | UserError:
+        """The same, or why they cannot be made; with dry runs in one of several processes."""
+        if method not in self._known:
+            try:
+                memories = self._from_resident(method, worker) or self._directly(method, worker)
+                self._known[method] = TaskMemory(memories, self._columns, self._counts)
+            except (NotLinear, WorkerError, UserError) as error:
+                self._known[method] = UserError(f"its memory cannot be predicted: {error}")
+        return self._known[method]
+
+    def _from_resident(self, method: Method, worker: int) -> list[Memory]:
+        """From tables of resident weights, if the method keeps its weights elsewhere; else nothing, nor for quantised
+        weights, of which only those in use are in the backbone's dtype.
+        """
+        if not (method.offload or method.zero == 3) or self._file.shape.quantisation:
+            return []
+        resident = replace(method, offload=False, zero=0)
+        in_use = [
+            own.in_use(self._run(resident).itemsize, brought=True, on_gpu=self._device == "cuda")
+            for own in stages(self._file.architecture, resident)
+        ]
+        # On a CPU its memory is what is counted.
+        share = 0.0 if method.offload and self._device == "cuda" else 1 / (method.data if method.zero else 1)
+        recomputed = method.recompute == "full"
+        return [own.elsewhere(share, in_use, recomputed) for own in self._directly(resident, worker)]
+
+    def _directly(self, method: Method, worker: int) -> list[Memory]:
+        architecture, run = self._file.architecture, self._run(method)
+        runs = partial(dry_runs, whole=True, worker=kept_worker(worker))
+        named = f"{method.name} ({method.details})" if method.details else method.name
+
+        def say(_: str) -> None:
+            self._say(f"dry runs for {named}: seconds, and kept for later")
+
+        differ = architecture.placement is not None or architecture.access is not None
+        return [
+            Tables(run, None, runs, say, self._short, _TOLERANCE, rank, chunks=False).memory(self._signatures)
+            for rank in range(method.expert if differ else 1)
+        ]
+
+    @cached_property
+    def _each(self) -> list[Signature]:
+        return [signature_of(spec, self._file.shape) for spec in self._file.specs]
+
+    @cached_property
+    def _signatures(self) -> list[Signature]:
+        return sorted(set(self._each))
+
+    @cached_property
+    def _columns(self) -> list[int]:
+        return [self._signatures.index(own) for own in self._each]
+
+    @cached_property
+    def _counts(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        found = np.zeros(len(self._signatures))
+        for spec, own, column in zip(self._file.specs, self._each, self._columns, strict=True):
+            found[column] += lasting_share(spec, self._file.shape, own)
+        return found
+
+    def _run(self, method: Method) -> RunSpec:
+        where = ("sharded" if method.zero == 3 else "", "offloaded" if method.offload else "")
+        file = self._file
+        return RunSpec(
+            file.shape.config,
+            (),
+            Plan("auto", method.pipeline, (), tensor=method.tensor, data=method.data),
+            method.tensor,
+            method.sequence_parallel,
+            self._dtype,
+            method.recompute,
+            "-".join(filter(None, where)) or "resident",  # type: ignore[arg-type]
+            self._device,
+            self._gpu,
+            expert=method.expert,
+            expert_tensor=method.tensor if file.shape.experts is not None else 1,
+            placement=file.architecture.placement,
+            access=file.architecture.access,
+            quantise=file.quantise,
+        )

@@ -1,0 +1,136 @@
+"""Tables of a ranking: which runs are asked for, and what becomes of those that fail. No dry run is made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from megatron_mux.choice.task_file import TaskFile
+from megatron_mux.dry_run.run_spec import RunSpec
+from megatron_mux.errors import UserError
+from megatron_mux.estimate import method_tables
+from megatron_mux.estimate.method_tables import MethodTables
+from megatron_mux.footprint.memory import Memory
+from megatron_mux.footprint.signature import Signature
+from megatron_mux.footprint.table import Group, Lasting, PassTable, StageTable
+from megatron_mux.gpus import known
+from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.worker import WorkerError
+from tests.unit.memory.traced import LLAMA
+
+ROW, WEIGHTS = 8.0, 1000.0
+
+
+class Asked:
+    """Stands for `Tables`: remembers the runs that it is asked for."""
+
+    runs: ClassVar[list[RunSpec]] = []
+    broken: ClassVar[set[int]] = set()
+    lock = Lock()
+
+    def __init__(self, run: RunSpec, *_: Any, **more: Any) -> None:
+        assert more == {"chunks": False}
+        self.run = run
+
+    def memory(self, signatures: Sequence[Signature]) -> Memory:
+        with self.lock:
+            self.runs.append(self.run)
+        if self.run.tensor in self.broken:
+            raise WorkerError("it was killed")
+        stages = self.run.plan.stages
+        width = 11 + 2 * len(signatures)
+        passes: dict[Group, PassTable] = {
+            (0,): PassTable(np.zeros(width), np.zeros(width), np.zeros((1, width)), np.zeros(1), ("a pass",))
+        }
+        nothing = np.zeros(len(signatures))
+        lasting = Lasting(WEIGHTS, nothing, nothing, nothing, nothing)
+        table = StageTable(1, lasting, Lasting(0.0, *(nothing,) * 4), passes)
+        return Memory(signatures, [table] * stages, [1] * stages, 64, ROW)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Asked]]:
+    monkeypatch.setattr(method_tables, "Tables", Asked)
+    yield Asked
+    Asked.runs.clear()
+    Asked.broken.clear()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> TaskFile:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    lora = {"peft_type": "LORA", "target_modules": ["q_proj"]}
+    training = {"max_steps": 1, "per_device_train_batch_size": 8}
+    tasks = [
+        {
+            "name": f"r{r}",
+            "adapter": {**lora, "r": r},
+            "data": {"path": "none", "max_length": 8},
+            "training": training,
+        }
+        for r in (3, 8, 64)
+    ]
+    (tmp_path / "tasks.yaml").write_text(json.dumps({"tasks": tasks}))
+    return TaskFile.read(tmp_path / "config.json", tmp_path / "tasks.yaml")
+
+
+def of(file: TaskFile) -> MethodTables:
+    return MethodTables(file, "bf16", known("H100").gpu)
+
+
+def test_methods_are_prepared_once_and_tasks_share_signatures(asked: type[Asked], file: TaskFile) -> None:
+    tables = of(file)
+    methods = [Method(), Method(tensor=2), Method(pipeline=2), Method(recompute="full")]
+    tables.prepare(methods)
+    assert len(asked.runs) == len(methods)
+    found = [tables(method) for method in methods]
+    assert len(asked.runs) == len(methods), "what was prepared is known"
+    assert all(one.columns == [0, 0, 1] for one in found), "ranks up to eight have one signature"
+    assert all(one.counts.tolist() == [1 + 3 / 8, 1.0] for one in found)
+    assert {run.dtype for run in asked.runs} == {"bfloat16"}
+
+
+def test_a_method_that_fails_harms_no_others(asked: type[Asked], file: TaskFile) -> None:
+    asked.broken.add(2)
+    tables = of(file)
+    tables.prepare([Method(tensor=2), Method(), Method(tensor=2, pipeline=2)])
+    assert tables(Method()).memories
+    for method in (Method(tensor=2), Method(tensor=2, pipeline=2)):
+        with pytest.raises(UserError, match="cannot be predicted: it was killed"):
+            tables(method)
+    assert len(asked.runs) == 3, "nor is it tried again"
+
+
+@pytest.mark.parametrize(
+    ("method", "kept"),
+    [
+        (Method(offload=True), 0.0),
+        (Method(data=4, zero=3), WEIGHTS / 4),
+        (Method(data=4, zero=3, offload=True), 0.0),
+        (Method(data=4), WEIGHTS),
+    ],
+)
+def test_weights_elsewhere_are_priced_from_resident_ones(
+    asked: type[Asked], file: TaskFile, method: Method, kept: float
+) -> None:
+    (memory,) = of(file)(method).memories
+    (run,) = asked.runs
+    assert run.residence == "resident" and run.plan.data == method.data
+    assert memory.lasting_parts(np.zeros(2))["backbone"].tolist() == [kept]
+    (table,) = memory.tables
+    held = table.passes[0,].moments[0]
+    assert (held[0] > 0) == (kept < WEIGHTS), "two units are in place"
+    # One stage has both ends of the pipeline.
+    assert held[11] == (3 * ROW if kept < WEIGHTS else 0) and table.passes[0,].kept[11] == held[11] * 2 / 3
+
+
+def test_a_quantised_backbone_is_run_where_its_weights_are(asked: type[Asked], file: TaskFile) -> None:
+    quantised = TaskFile.read(file.path.parent / "config.json", file.path, quantise="nf4")
+    of(quantised)(Method(data=2, zero=3))
+    assert [run.residence for run in asked.runs] == ["sharded"]
