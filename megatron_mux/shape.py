@@ -182,6 +182,11 @@ class BackboneShape:
     latent: Latent | None = None
     quantisation: Quantisation | None = None
 
+    @property
+    def layers_are_alike(self) -> bool:
+        """Whether all layers take the same memory: they have the same window, and experts if any has."""
+        return len(set(self.windows)) == 1 and (self.experts is None or not self.experts.dense)
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts instead of an MLP."""
         return self.experts is not None and layer not in self.experts.dense

@@ -27,10 +27,10 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def no_process_stays() -> Iterator[None]:
-    """The process for dry runs of plans, which a run keeps ready, ends with the tests of a module."""
+    """The process for dry runs, which a run keeps ready, ends with the tests; importing what it needs takes seconds."""
     yield
-    tables = sys.modules.get("megatron_mux.estimate.run_tables")
-    if tables is not None:
-        tables.end_worker()
+    process = sys.modules.get("megatron_mux.dry_run.process")
+    if process is not None:
+        process.end_worker()

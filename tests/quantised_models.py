@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -217,9 +218,9 @@ def held_bytes(stages: Any) -> int:
 
 
 def predicted_bytes(stages: Any, size: int, sharded: bool = False) -> float:
-    """The same by the closed forms, of the rank's stages."""
+    """The same by the sizes of the architecture's units, of the rank's stages."""
+    from megatron_mux.memory.forms import stages as forms
     from megatron_mux.memory.forms.architecture import architecture_of
-    from megatron_mux.memory.forms.engine_memory import EngineMemory
     from megatron_mux.memory.forms.method import Method
 
     shape, parallel = stages[0].shape, stages[0].parallel
@@ -228,8 +229,9 @@ def predicted_bytes(stages: Any, size: int, sharded: bool = False) -> float:
     if parallel.pp_size > 1:
         each = shape.layers // parallel.pp_size
         layers = [range(i * each, (i + 1) * each) for i in range(parallel.pp_size)]
-    memory = EngineMemory(architecture_of(shape), [], layers, method, size, [], device="cpu")
-    return float(memory.lasting.parameters[parallel.pp_rank])
+    own = forms.stages(architecture_of(shape), method, layers)[parallel.pp_rank]
+    held = dataclasses.replace(own, units=tuple(unit.bytes(size) for unit in own.units))
+    return float(held.divided(method) if sharded else held.values)
 
 
 def dequantised(plain: Path, backbone: Any, directory: Path) -> Path:

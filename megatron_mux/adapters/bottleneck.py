@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_mux.adapters.adapter import Adapter, AdapterParameter, Grouped, TaskAdapter
 from megatron_mux.adapters.attach import Site
-from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
+from megatron_mux.adapters.costs import Curve, Place, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant, uniform
 from megatron_mux.adapters.peft_fields import OUR_FIELDS
 from megatron_mux.adapters.targets import short_names
@@ -142,11 +142,6 @@ class BottleneckSpec(AdapterSpec):
     def work(self, place: Place) -> Work:
         """See `AdapterSpec.work`."""
         return Work(4 * self.bottleneck_size * place.out_features, 5 * place.out_features)
-
-    def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
-        """See `AdapterSpec.kept`."""
-        rows = (Row("bottleneck", "rows", 2 * self.bottleneck_size),)
-        return Kept(output=True, rows=rows, grouped=Kept(output=True, latent=self.bottleneck_size))
 
 
 KIND = BottleneckSpec

@@ -1,21 +1,17 @@
-"""What an adapter costs at one BaseOp: seconds of compute, and bytes that it keeps for the backward pass."""
+"""What an adapter costs at one BaseOp in seconds of compute."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_mux.base_ops import COLUMN_PARALLEL, BaseOpName
+from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
 from megatron_mux.shape import BackboneShape
 
 if TYPE_CHECKING:
     from megatron_mux.adapters.kind import AdapterSpec
-
-Where = Literal["rows", "all", "columns"]
-"""The part of a tensor that a tensor rank has: all columns of its own rows (with sequence parallelism; else of all
-rows), the whole of it, or its own columns of all rows."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +22,12 @@ class Place:
         op: Which BaseOp.
         in_features, out_features: Its widths.
         modules: Number of its modules that the adapter targets.
-        share: Outputs of these modules, if the BaseOp has several modules; 0 if it is one module.
     """
 
     op: BaseOpName
     in_features: float
     out_features: float
     modules: int = 1
-    share: int = 0
-
-    @property
-    def column_parallel(self) -> bool:
-        """Whether tensor ranks divide its output; else they divide its input."""
-        return self.op in COLUMN_PARALLEL
 
 
 class Work(NamedTuple):
@@ -93,47 +82,3 @@ def accepted(section: AdapterSpec, shape: BackboneShape) -> bool:
     except UserError:
         return False
     return True
-
-
-class Row(NamedTuple):
-    """A tensor that is kept for each row of a task.
-
-    Attributes:
-        what: It is, for people.
-        where: The part of it that a tensor rank has.
-        width: Values of a row.
-        size: Bytes of a value; None: as the backbone computes.
-    """
-
-    what: str
-    where: Where
-    width: float
-    size: int | None = None
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The memory of an adapter at a BaseOp in one layer, besides its parameters and what the backbone keeps anyway.
-
-    Attributes:
-        input: Whether its backward pass needs the BaseOp's input.
-        output: Whether its backward pass needs the BaseOp's output as it was before the adapter.
-        replaces_input: Whether it changes the input of a row-parallel BaseOp: other adapters need the changed one.
-        rows: What each row of the task keeps.
-        latent: Columns that it needs of a latent tensor, which all rows of a micro-batch keep, as wide as any of its
-            tasks needs: that of low-rank terms, or with `output` that of bottlenecks.
-        scratch: Values in fp32 that come and go with a backward pass and with an optimizer step, divided over tensor
-            ranks.
-        multiplied: Values of a row, of the BaseOp's input or output, that it multiplies in the parameters' precision:
-            its backward pass has three such tensors at a time.
-        grouped: What it is instead where kernels compute all tasks at once; None: the same.
-    """
-
-    input: bool = False
-    output: bool = False
-    replaces_input: bool = False
-    rows: tuple[Row, ...] = ()
-    latent: int = 0
-    scratch: float = 0.0
-    multiplied: float = 0.0
-    grouped: Kept | None = None

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
 from megatron_mux.adapters.attach import Site
-from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
+from megatron_mux.adapters.costs import Curve, Place, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant
 from megatron_mux.adapters.peft_fields import OUR_FIELDS
 from megatron_mux.adapters.targets import short_names
@@ -41,9 +41,6 @@ STRETCH = (-1.5, 1.5)
 INITIAL_LOG_ALPHA = 5.0
 FROZEN_LOG_ALPHA = 20.0  # its noise-free mask is exactly 1, and exactly 0 with the sign turned
 RELAXED_SHARE = (2, 3)  # of the steps
-
-_OF_AN_ELEMENT = 5
-"""Values of 4 bytes for each element of a difference: its mask, its slope, random numbers and what they are made of."""
 
 
 def freeze_step(total_steps: int) -> int:
@@ -295,12 +292,6 @@ class DiffPruningSpec(AdapterSpec):
         """See `AdapterSpec.work`."""
         inputs, outputs = place.in_features, place.out_features
         return Work(2 * inputs * outputs, inputs + 2 * outputs, 4 * inputs * outputs)
-
-    def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
-        """See `AdapterSpec.kept`: modules are computed one after the other, of several in a BaseOp the mean counts."""
-        elements = place.in_features * (place.share or place.out_features) / place.modules
-        rows = (Row("product of its own", "columns", place.share),)
-        return Kept(input=True, rows=rows, scratch=_OF_AN_ELEMENT * elements)
 
 
 KIND = DiffPruningSpec

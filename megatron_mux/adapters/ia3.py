@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_mux.adapters.adapter import Adapter, AdapterParameter, Grouped, TaskAdapter
 from megatron_mux.adapters.attach import Host, Site
-from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Work
+from megatron_mux.adapters.costs import Curve, Place, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant
 from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField
 from megatron_mux.adapters.vocabulary_fields import SavesModules
@@ -193,17 +192,6 @@ class IA3Spec(SavesModules, AdapterSpec):
     def work(self, place: Place) -> Work:
         """See `AdapterSpec.work`."""
         return Work(place.out_features, 4 * place.out_features)
-
-    def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
-        """See `AdapterSpec.kept`."""
-        if not self.scales_input(modules, shape):
-            grouped = Kept(output=True)
-            return replace(grouped, multiplied=place.out_features, grouped=grouped)
-        if not place.column_parallel:
-            grouped = Kept(input=True, replaces_input=True)
-            return replace(grouped, multiplied=place.in_features, grouped=grouped)
-        product = Row("product of its own", "columns", place.share)
-        return Kept(input=True, rows=(product,), multiplied=place.in_features)
 
     def _feedforward(self, shape: BackboneShape) -> str | list[str]:
         given = self.feedforward_modules

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 import torch
 from torch import Tensor, nn
 
-from megatron_mux.adapters.costs import Curve, Kept, Place, Sample, Work
+from megatron_mux.adapters.costs import Curve, Place, Sample, Work
 from megatron_mux.adapters.peft_fields import NOT_STORED, PeftField
 from megatron_mux.adapters.selection import within_layers, without
 from megatron_mux.adapters.targets import ALL_LINEAR, Targets, match_targets, short_names
@@ -192,6 +192,14 @@ class AdapterSpec(Section, ABC):
             found[matrix.key] = AdapterTensor(matrix.size(shape), layer, _of_backbone, dim)
         return found
 
+    def is_alike(self, shape: BackboneShape, layers: range) -> bool:
+        """Whether each of these layers has tensors of the same shapes, or none has any."""
+        found: dict[int, list[str]] = {layer: [] for layer in layers}
+        for tensor in self.tensors(shape).values():
+            if tensor.layer in found:
+                found[tensor.layer].append(f"{tensor.shape} {tensor.dim} {tensor.trained}")
+        return len({tuple(sorted(own)) for own in found.values()}) == 1
+
     def in_files(self, tensors: Mapping[str, Tensor], shape: BackboneShape) -> dict[str, Tensor]:
         """The tensors as `adapter_model.safetensors` has them, from those of `tensors`."""
         return dict(tensors)
@@ -240,16 +248,6 @@ class AdapterSpec(Section, ABC):
     @abstractmethod
     def work(self, place: Place) -> Work:
         """The work of this adapter at a BaseOp, for profiles that are not measured."""
-
-    @abstractmethod
-    def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
-        """The memory of this adapter at a BaseOp.
-
-        Args:
-            place: The BaseOp.
-            modules: Its modules that the adapter targets.
-            shape: Of the backbone.
-        """
 
     # -- at run time
 

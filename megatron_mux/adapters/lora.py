@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from megatron_mux.adapters import initial_values as initial
 from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
 from megatron_mux.adapters.attach import Site
-from megatron_mux.adapters.costs import Curve, Kept, Place, Row, Sample, Where, Work
+from megatron_mux.adapters.costs import Curve, Place, Sample, Work
 from megatron_mux.adapters.dora import DoraTerms
 from megatron_mux.adapters.expert_op import ExpertTerms
 from megatron_mux.adapters.initial_values import DOWN, FIRST_DOWN, FIRST_UP, MAGNITUDE, UP
@@ -342,17 +341,6 @@ class LoraSpec(SavesTokens, LowRankSpec):
         elements = place.in_features * place.out_features
         again = 2 * elements if self.dropout else 0
         return Work(found.flops + again, found.moved + 3 * place.out_features, elements)
-
-    def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
-        """See `AdapterSpec.kept`."""
-        found = super().kept(place, modules, shape)
-        if not self.use_dora:
-            return found
-        if self.dropout:
-            return replace(found, multiplied=place.in_features + place.out_features)
-        where: Where = "columns" if place.column_parallel else "all"
-        rows = (Row("product before its magnitudes", where, place.out_features),)
-        return replace(found, rows=rows, multiplied=place.out_features)
 
 
 def _dora(sample: Sample, op: BaseOpName, names: Sequence[str]) -> AdapterSpec:

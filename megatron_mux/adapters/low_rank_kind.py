@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
 from megatron_mux.adapters.attach import Site
-from megatron_mux.adapters.costs import Curve, Kept, Place, Sample, Work
+from megatron_mux.adapters.costs import Curve, Place, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField
 from megatron_mux.adapters.selection import Layers, LayersPattern
@@ -20,7 +20,7 @@ from megatron_mux.base_ops import EXPERT_OPS, BaseOpName
 from megatron_mux.kernels.dropout import key_of
 from megatron_mux.kernels.terms import Term
 from megatron_mux.section import problem
-from megatron_mux.shape import BackboneShape, Module
+from megatron_mux.shape import Module
 
 LOW_RANK_FIELDS: Mapping[str, PeftField] = {
     **TUNER_FIELDS,
@@ -118,10 +118,6 @@ class LowRankSpec(SavesModules, AdapterSpec):
         """See `AdapterSpec.work`."""
         rank, inputs, outputs = self.rank * place.modules, place.in_features, place.out_features
         return Work(2 * rank * (inputs + outputs), (4 if self.dropout else 1) * inputs + 2 * outputs)
-
-    def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
-        """See `AdapterSpec.kept`."""
-        return Kept(input=True, latent=self.latent(modules) if modules else self.rank * place.modules)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
 from megatron_mux.adapters.attach import Site
-from megatron_mux.adapters.costs import Kept, Place, Sample, Work
+from megatron_mux.adapters.costs import Place, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor
 from megatron_mux.adapters.peft_fields import COMMON_FIELDS, NOT_YET, PeftField, not_yet
 from megatron_mux.layout import MicroBatch
 from megatron_mux.section import LARGEST_SIZE
-from megatron_mux.shape import BackboneShape, Module
+from megatron_mux.shape import BackboneShape
 
 _KEY = "prompt_embeddings"
 
@@ -162,10 +162,6 @@ class PrefixTuningSpec(AdapterSpec):
     def work(self, place: Place) -> Work:
         """See `AdapterSpec.work`."""
         return Work(0.0, 0.0)
-
-    def kept(self, place: Place, modules: Sequence[Module], shape: BackboneShape) -> Kept:
-        """See `AdapterSpec.kept`: keys and values of its `virtual_tokens` are counted with attention's."""
-        return Kept()
 
 
 KIND = PrefixTuningSpec

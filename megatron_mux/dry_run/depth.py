@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_mux.backbone.registry import BackboneInfo, info_without_weights
 from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.dry_run.run_spec import Recording, RunSpec, TaskRecords
-from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.memory.stream.events import StreamError
 from megatron_mux.memory.stream.extension import Grouping, extended
 from megatron_mux.memory.trace.model import configuration
 from megatron_mux.quantised.scheme import Method
+from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 
 _RESIDENT = Grouping(first=2)
@@ -43,9 +40,9 @@ def shallow(run: RunSpec) -> list[RunSpec]:
         return []
     if min(_split(run, info)) <= grouping.layers(3) + 1:
         return []
-    if info.shape.experts is not None and (info.shape.experts.dense or run.placement or run.access):
+    if not info.shape.layers_are_alike or run.placement or run.access:
         return []
-    if len(set(info.shape.windows)) > 1 or not all(_is_everywhere(one, info) for one in run.tasks):
+    if not all(_is_everywhere(one, info.shape) for one in run.tasks):
         return []
     return [_cut(run, grouping.layers(groups)) for groups in (2, 3)]
 
@@ -102,13 +99,9 @@ def _split(run: RunSpec, info: BackboneInfo) -> tuple[int, ...]:
     return run.plan.split or even_split(info.shape.layers, run.plan.stages)
 
 
-def _is_everywhere(one: TaskRecords, info: BackboneInfo) -> bool:
+def _is_everywhere(one: TaskRecords, shape: BackboneShape) -> bool:
     """Whether a task's adapter treats all layers alike and independently."""
-    spec = TaskSpec.model_validate(one.task)
-    load = TaskLoad.of(spec, np.array(one.lengths, np.int32), np.array(one.labels, np.int32), info.shape)
-    sites = defaultdict(set)
-    for site in load.ops:
-        sites[site.layer].add((site.op, site.curve))
-    if load.virtual_tokens or spec.adapter.acts_after_steps or spec.adapter.own_rows(info.shape):
+    adapter = TaskSpec.model_validate(one.task).adapter
+    if adapter.virtual_tokens or adapter.acts_after_steps or adapter.own_rows(shape):
         return False
-    return len(sites) == info.shape.layers and len(set(map(frozenset, sites.values()))) == 1
+    return adapter.is_alike(shape, range(shape.layers))

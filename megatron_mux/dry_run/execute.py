@@ -5,29 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_mux import megatron_core, runtime
+from megatron_mux import megatron_core
 from megatron_mux.adapters.kind import blank
-from megatron_mux.attributes import replaced
 from megatron_mux.backbone.model import load_stages
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.dry_run.depth import read_info
-from megatron_mux.dry_run.known_values import assumed_routes
-from megatron_mux.dry_run.real_host import RealHostMode, gather_own_object, read_fake_value
+from megatron_mux.dry_run.fake_world import fake_rank
+from megatron_mux.dry_run.real_host import read_fake_value
 from megatron_mux.dry_run.run_spec import JOINS, STEP, Recording, RunSpec, TaskRecords
 from megatron_mux.dry_run.stand_ins import LengthsOnlyDataset
 from megatron_mux.dry_run.tracker import StepTracker
 from megatron_mux.engine import Engine, Planning, Task
-from megatron_mux.memory.fake_gpu.device import DEVICE, fake_gpu
 from megatron_mux.memory.fake_gpu.place import INPUTS, JOIN, Place
 from megatron_mux.memory.fake_gpu.recorder import Answer, Recorder
 from megatron_mux.memory.kernel_scratch import scratch_of
@@ -70,38 +65,26 @@ def execute_dry_run(run: RunSpec, rank: int, around: Around = contextlib.nullcon
         UserError: The backbone cannot be divided so, or a task does not fit it.
         NoFakeGpu: This process cannot have a fake GPU.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.world)
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (directory / "config.json").write_text(json.dumps(run.config))
-        stack.enter_context(_fake_world(run))
-        parallel = runtime.initialize(
-            run.tensor,
-            run.plan.ranks,
-            run.sequence_parallel,
-            device=_device(run),
-            expert_parallel=run.expert,
-            expert_tensor_parallel=run.expert_tensor,
+        parallel, host = stack.enter_context(
+            fake_rank(
+                rank,
+                run.world,
+                run.device,
+                run.gpu,
+                run.tensor,
+                run.plan.ranks,
+                run.sequence_parallel,
+                run.expert,
+                run.expert_tensor,
+                run.placement,
+                run.access,
+            )
         )
-        stack.enter_context(assumed_routes(parallel.experts, run.placement, run.access))
-        host = stack.enter_context(RealHostMode())
-        parallel = UniformParallel(**vars(parallel))
         recording = record_steps(run, directory, parallel, read_fake_value, around)
         return replace(recording, communicators=len(host.groups))
-
-
-class UniformParallel(Parallel):
-    """A rank's place in a fake world: reductions assume that all ranks contribute the same values."""
-
-    def total(self, flags: Sequence[bool]) -> list[int]:
-        """See `Parallel.total`."""
-        super().total(flags)
-        return [self.world_size * int(flag) for flag in flags]
-
-    def most(self, values: Sequence[float]) -> list[float]:
-        """See `Parallel.most`."""
-        super().most(values)
-        return list(values)
 
 
 def record_steps(
@@ -178,21 +161,3 @@ def _task(one: TaskRecords, shape: BackboneShape) -> Task:
         cast(TaskDataset | None, held_out),
         initial,
     )
-
-
-def _device(run: RunSpec) -> torch.device:
-    return DEVICE if run.device == "cuda" else torch.device("cpu")
-
-
-@contextlib.contextmanager
-def _fake_world(run: RunSpec) -> Iterator[None]:
-    """Inside, tensors are fake and gathered objects are this rank's own."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(dist, "all_gather_object", gather_own_object))
-        if run.device == "cuda":
-            stack.enter_context(fake_gpu(run.gpu))
-            stack.enter_context(replaced(torch.cuda, "current_device", lambda: DEVICE))
-            stack.enter_context(replaced(torch.Tensor, "pin_memory", lambda tensor: tensor))
-        else:
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        yield

@@ -30,6 +30,26 @@ Input = TypeVar("Input")
 Result = TypeVar("Result")
 
 
+_workers: dict[int, Worker] = {}
+
+
+def kept_worker(number: int = 0) -> Worker:
+    """A process for dry runs. It is kept: what it imports takes seconds. It ends with this one.
+
+    Args:
+        number: Which of several.
+    """
+    if number not in _workers:
+        _workers[number] = Worker(_SECONDS)
+    return _workers[number]
+
+
+def end_worker() -> None:
+    """End the processes for dry runs, whatever they do; whoever needs one again starts another."""
+    while _workers:
+        _workers.popitem()[1].__exit__(None, None, None)
+
+
 def prepare(worker: Worker) -> Future[None]:
     """Let a process import what dry runs need, while the caller goes on: seconds that its first dry run then spares."""
     return worker.submit(_imported)

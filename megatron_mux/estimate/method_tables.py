@@ -16,10 +16,9 @@ import numpy as np
 
 from megatron_mux.choice.engine_step import TaskMemory
 from megatron_mux.choice.task_file import TaskFile
-from megatron_mux.dry_run.process import dry_runs
+from megatron_mux.dry_run.process import dry_runs, end_worker, kept_worker
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.errors import UserError
-from megatron_mux.estimate.run_tables import end_worker, kept_worker
 from megatron_mux.estimate.solve import NotLinear
 from megatron_mux.estimate.tables import Tables
 from megatron_mux.footprint.memory import Memory
@@ -125,7 +124,7 @@ class MethodTables:
             return []
         resident = replace(method, offload=False, zero=0)
         in_use = [
-            own.in_use(self._run(resident).itemsize, brought=True, on_gpu=self._device == "cuda")
+            own.in_use(self._run(resident).itemsize, on_gpu=self._device == "cuda")
             for own in stages(self._file.architecture, resident)
         ]
         # On a CPU its memory is what is counted.

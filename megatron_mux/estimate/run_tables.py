@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from threading import current_thread
 
-from megatron_mux.dry_run.process import dry_runs
+from megatron_mux.dry_run.process import dry_runs, kept_worker
 from megatron_mux.dry_run.run_spec import Dtype, RunSpec
 from megatron_mux.errors import UserError
 from megatron_mux.estimate.solve import NotLinear
@@ -24,37 +24,15 @@ from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.planner.step_memory import are_short
 from megatron_mux.gpus import assumed
 from megatron_mux.memory.forms.method import Recompute
-from megatron_mux.memory.worker import Worker, WorkerError
+from megatron_mux.memory.worker import WorkerError
 from megatron_mux.quantised.scheme import Method
 
 Share = Callable[[Callable[[], Memory]], Memory]
 
-_SECONDS = 600.0
-"""Time limit of the dry runs for one answer."""
 _TOLERANCE = math.inf
 """What lines may be off: plans need bounds from above, so lines that are too low are raised instead of refused. On a
 CPU, where attention goes sequence by sequence, some are."""
 _DTYPES: dict[int, Dtype] = {2: "bfloat16", 4: "float32", 8: "float64"}
-
-
-_workers: dict[int, Worker] = {}
-
-
-def kept_worker(number: int = 0) -> Worker:
-    """A process for dry runs. It is kept: what it imports takes seconds. It ends with this one.
-
-    Args:
-        number: Which of several.
-    """
-    if number not in _workers:
-        _workers[number] = Worker(_SECONDS)
-    return _workers[number]
-
-
-def end_worker() -> None:
-    """End the processes for dry runs, whatever they do; whoever needs one again starts another."""
-    while _workers:
-        _workers.popitem()[1].__exit__(None, None, None)
 
 
 class RunTables:

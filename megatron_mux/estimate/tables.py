@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -185,11 +184,10 @@ class Tables:
     def _are_alike(self, signatures: Sequence[Signature]) -> bool:
         """Whether a few layers tell what all take: neither backbone nor adapters treat some otherwise."""
         shape, base = self._shape, self._base
-        if min(self.layers) <= DEEP or len(set(shape.windows)) > 1:
+        if min(self.layers) <= DEEP or not shape.layers_are_alike or base.placement or base.access:
             return False
-        if shape.experts is not None and (shape.experts.dense or base.placement or base.access):
-            return False
-        return all(_is_everywhere(one, shape) for one in signatures)
+        adapters = [TaskSpec.model_validate(one.task).adapter for one in signatures]
+        return all(own.is_alike(shape, range(shape.layers)) for own in adapters)
 
     def _path(self, group: Group, stage: int, signatures: Sequence[Signature], alike: bool) -> Path:
         about = {
@@ -258,14 +256,3 @@ def _entry(table: StageTable, group: Group) -> Entry:
 
 def _only(lasting: Lasting, signatures: list[int]) -> Lasting:
     return Lasting(lasting.backbone, *(getattr(lasting, name)[signatures] for name in OF_TASKS))
-
-
-def _is_everywhere(signature: Signature, shape: BackboneShape) -> bool:
-    """Whether an adapter has the same tensors in every layer."""
-    spec = TaskSpec.model_validate(signature.task)
-    found = defaultdict(list)
-    for tensor in spec.adapter.tensors(shape).values():
-        if tensor.layer is not None:
-            found[tensor.layer].append((tensor.shape, tensor.dim, tensor.trained))
-    every = [sorted(map(str, own)) for own in found.values()]
-    return not every or (len(every) == shape.layers and all(own == every[0] for own in every))

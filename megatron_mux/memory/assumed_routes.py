@@ -10,21 +10,17 @@ Shapes: R rows, E experts, K of them for a row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_mux.expert_shape import Experts, Placement, Routing
+from megatron_mux.expert_shape import Routing
 
 Access = Mapping[int, Sequence[float]]
 """Of each layer with experts, `[E]` the probability that a row selects each of them."""
 
 _GOLDEN, _SILVER = (5**0.5 - 1) / 2, 2**0.5 - 1
 """Their multiples, modulo 1, are spread evenly however many of them there are, also in pairs."""
-_SAMPLE = 4096
-"""Rows from which shares are taken."""
 
 
 def assumed_experts(
@@ -66,68 +62,3 @@ def _spread(places: npt.NDArray[np.float64], over: int) -> npt.NDArray[np.int64]
     """Which of `over` equal parts of all unit intervals each place is in."""
     parts: npt.NDArray[np.int64] = np.minimum(places * over / places.shape[1], over - 1).astype(np.int64)
     return parts
-
-
-@dataclass(frozen=True)
-class ExpertLoad:
-    """What a rank computes of a layer's experts, for each row that a rank has.
-
-    Attributes:
-        sent: Rows that the rank sends, to itself too; one for each rank with a share of the row's experts.
-        received: Rows that it receives.
-        pairs: Pairs of a row and an expert that it computes.
-    """
-
-    sent: float = 1.0
-    received: float = 1.0
-    pairs: float = 1.0
-
-    @classmethod
-    def of(
-        cls,
-        experts: Experts,
-        layer: int,
-        ranks: int = 1,
-        tensor: int = 1,
-        placement: Placement | None = None,
-        access: Access | None = None,
-    ) -> list[ExpertLoad]:
-        """The load of each expert rank in a layer.
-
-        Args:
-            experts: The backbone's.
-            layer: The layer.
-            ranks: Expert ranks.
-            tensor: Ranks that divide the matrices of an expert.
-            placement: Which expert ranks hold which experts; None: neighbouring ones share a rank.
-            access: How likely experts are selected; None: all equally.
-        """
-        if placement is None:
-            placement = Placement.contiguous(experts.count, ranks, (layer,))
-        likely = None if access is None else tuple(access[layer])
-        alike = all(len(held) == 1 for held in placement.ranks[layer])  # without replicas
-        shares = np.array(
-            [
-                _shares(tuple(placement.serving(layer, source)), ranks, experts.routing, likely)
-                for source in (range(1) if alike else range(ranks))
-            ]
-        )
-        shares = np.broadcast_to(shares, (ranks, *shares.shape[1:]))
-        sent = shares[:, 0].sum(axis=1)
-        received, pairs = shares.sum(axis=0)
-        return [cls(*(tensor * load).tolist()) for load in np.stack((sent, received, pairs), axis=1)]
-
-    @classmethod
-    def most(cls, loads: Sequence[ExpertLoad]) -> ExpertLoad:
-        """The most of any of these in everything."""
-        return cls(*(max(getattr(load, name) for load in loads) for name in ("sent", "received", "pairs")))
-
-
-@lru_cache(maxsize=4096)
-def _shares(
-    serving: tuple[int, ...], ranks: int, routing: Routing, access: tuple[float, ...] | None
-) -> npt.NDArray[np.float64]:
-    """`[2, ranks]` rows that go to each rank, and pairs, for each row; `serving` has the rank of each expert."""
-    served = np.array(serving)[assumed_experts(_SAMPLE, len(serving), routing, access)]  # [R, K]
-    here = served[:, :, None] == np.arange(ranks)
-    return np.stack((here.any(axis=1).mean(axis=0), here.sum(axis=1).mean(axis=0)))

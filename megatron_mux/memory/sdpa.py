@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory.kernel_scratch import Scratch, cudnn, efficient, flash_of_sequences
-
-_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Kernel(StrEnum):
@@ -62,25 +59,6 @@ def kernel(gpu: Gpu, call: AttentionCall) -> Kernel:
     if _flash(gpu, call):
         return Kernel.FLASH
     return Kernel.EFFICIENT if same_heads and _efficient(gpu, call) else Kernel.MATH
-
-
-def backward_scratch(gpu: Gpu, call: AttentionCall, batch: int) -> list[Scratch]:
-    """Scratch of that kernel's backward pass.
-
-    Args:
-        gpu: The GPU.
-        call: The call, of one sequence.
-        batch: Sequences.
-    """
-    a, size = call, _ITEMSIZES.get(call.dtype, 8)
-    match kernel(gpu, call):
-        case Kernel.FLASH:
-            return flash_of_sequences(batch, a.heads, a.groups, a.queries, a.keys, a.width, size)
-        case Kernel.CUDNN:
-            return cudnn(batch, a.heads, a.queries, a.width)
-        case Kernel.EFFICIENT:
-            return efficient(batch, a.heads, a.queries, a.width, size)
-    return []
 
 
 def _half(gpu: Gpu, dtype: str) -> bool:

@@ -76,11 +76,19 @@ class LinkMeter:
         self._time(links, size)  # which connects
         while self._time(links, size) < self._seconds and size < _MOST_BYTES:
             size *= 2
+        long, short = self._medians(links, size)
+        while long < 2 * short and size < _MOST_BYTES:  # latency and noise hide what the bytes take
+            size *= 2
+            long, short = self._medians(links, size)
         small = size // _SMALL
-        both = [(self._time(links, size), self._time(links, small)) for _ in range(_REPEATS)]
-        long, short = (statistics.median(times) for times in zip(*both, strict=True))
-        per_byte = max(long - short, 1e-9) / (size - small)
+        per_byte = (long - short) / (size - small) if long > short else long / size
         return Transfer(len(links) / per_byte, max(0.0, short - small * per_byte))
+
+    def _medians(self, links: Sequence[tuple[int, int]], size: int) -> tuple[float, float]:
+        """Seconds of transfers of `size` bytes, and of an eighth of them, taken in turns."""
+        both = [(self._time(links, size), self._time(links, size // _SMALL)) for _ in range(_REPEATS)]
+        long, short = (statistics.median(times) for times in zip(*both, strict=True))
+        return long, short
 
     def _time(self, links: Sequence[tuple[int, int]], size: int) -> float:
         """Seconds of the slowest process if `size` bytes cross each link."""

@@ -47,17 +47,6 @@ class Adafactor(Optimizer):
         self._first, self._second = (torch.empty_like(place.values[:size]) for _ in range(2))
         self._stacks = [_Stack(slots, place) for slots in _alike(place.slots)]
 
-    @classmethod
-    def state_bytes(cls, shape: Sequence[int], dim: int | None, parts: int) -> float:
-        """See `Optimizer.state_bytes`."""
-        local = [size / parts if i == dim else size for i, size in enumerate(shape)]
-        return sum(4.0 * math.prod(local[i] for i in dims) for dims in _kept_dims(len(local)).values())
-
-    @classmethod
-    def scratch_bytes(cls, sizes: Sequence[int]) -> float:
-        """See `Optimizer.scratch_bytes`."""
-        return 8.0 * max(max(sizes, default=0), min(_AT_ONCE, sum(sizes)))
-
     @torch.no_grad()
     def update(self, step: int, rate: float, skip: Tensor) -> None:
         """See `Optimizer.update`."""

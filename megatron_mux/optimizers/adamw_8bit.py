@@ -84,18 +84,6 @@ class AdamW8bit(Optimizer):
             state = {name: _part(name, flat, rows) for name, flat in flats.items()}
             yield _Span(run._replace(first=first + rows.start, last=first + rows.stop), state)
 
-    @classmethod
-    def state_bytes(cls, shape: Sequence[int], dim: int | None, parts: int) -> float:
-        """See `Optimizer.state_bytes`."""
-        count = math.prod(shape) / (1 if dim is None else parts)
-        return 8.0 * count if math.prod(shape) < SMALL else 2 * (count + 4 * math.ceil(count / BLOCK))
-
-    @classmethod
-    def scratch_bytes(cls, sizes: Sequence[int]) -> float:
-        """See `Optimizer.scratch_bytes`."""
-        count = min(_AT_ONCE, sum(sizes))
-        return 4.0 * count + 2 * (min(_AT_ONCE, 4 * sum(sizes)) + 4 * math.ceil(count / BLOCK))
-
     @torch.no_grad()
     def update(self, step: int, rate: float, skip: Tensor) -> None:
         """See `Optimizer.update`."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -25,11 +23,6 @@ class Lion(FlatOptimizer):
         super().__init__(place, options)
         size = min(_AT_ONCE, place.values.numel())
         self._sign, self._next = (torch.empty_like(place.values[:size]) for _ in range(2))
-
-    @classmethod
-    def scratch_bytes(cls, sizes: Sequence[int]) -> float:
-        """See `Optimizer.scratch_bytes`."""
-        return 8.0 * min(_AT_ONCE, sum(sizes))
 
     def update(self, step: int, rate: float, skip: Tensor) -> None:
         """See `Optimizer.update`."""

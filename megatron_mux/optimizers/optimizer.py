@@ -132,7 +132,7 @@ class Optimizer(ABC):
     names: ClassVar[tuple[str, ...]]
     """Its spellings in `TrainingArguments.optim`, with equal results; the first is its name here."""
     states_per_value: ClassVar[int | None]
-    """fp32 values of state for each value that it steps; None: see `state_bytes`."""
+    """fp32 values of state for each value that it steps; None: their number depends on shapes."""
     splits: ClassVar[bool] = True
     """Whether values are stepped independently, so that parts of a parameter may be on ranks that do not meet."""
     launches: ClassVar[int]
@@ -151,23 +151,6 @@ class Optimizer(ABC):
     def __init__(self, place: Place, options: Options) -> None:
         self.place = place
         self.options = options
-
-    @classmethod
-    def state_bytes(cls, shape: Sequence[int], dim: int | None, parts: int) -> float:
-        """Bytes of state that a rank keeps for an fp32 tensor.
-
-        Args:
-            shape: Of the whole tensor.
-            dim: The dimension that is divided; None: each rank holds everything.
-            parts: Number of ranks that divide it.
-        """
-        count = torch.Size(shape).numel() / (1 if dim is None else parts)
-        return 4.0 * (cls.states_per_value or 0) * count
-
-    @classmethod
-    def scratch_bytes(cls, sizes: Sequence[int]) -> float:
-        """Bytes of buffers that it keeps to step tensors of so many values on a rank."""
-        return 0.0
 
     @abstractmethod
     def update(self, step: int, rate: float, skip: Tensor) -> None:

@@ -25,8 +25,3 @@ def _by_name(kinds: Iterable[type[Optimizer]]) -> Mapping[str, type[Optimizer]]:
 
 OPTIMIZERS: Mapping[str, type[Optimizer]] = _by_name((AdamW, AdamW8bit, Lion, Adafactor, SGD))
 """Optimizers by name; the first is the default of `transformers`."""
-
-
-def same_optimizer(name: str, other: str) -> bool:
-    """Whether two spellings name the same optimizer, with the same results."""
-    return OPTIMIZERS[name] is OPTIMIZERS[other]

@@ -33,6 +33,8 @@ from megatron_mux.split.meter import Peak, measure
 from megatron_mux.split.pieces import MOMENTS, Piece, assemble, check_pieces, runs_of
 from megatron_mux.tasks import TrainingSpec
 
+Meter = Callable[[torch.device, Callable[[], object]], tuple[object, Peak]]
+
 _TRIES = 4
 """Measurements of a pass on the CPUs of several ranks, of which the least counts: gloo's threads sometimes release a
 message only after later tensors were made."""
@@ -112,11 +114,13 @@ class Body:
     Args:
         backbone: This rank's part of the layers; it needs no embedding and no output layer.
         parallel: Where this rank stands.
+        meter: Runs a computation on this device, and measures its memory.
     """
 
-    def __init__(self, backbone: Backbone, parallel: Parallel) -> None:
+    def __init__(self, backbone: Backbone, parallel: Parallel, meter: Meter = measure) -> None:
         self.backbone = backbone
         self.parallel = parallel
+        self._meter = meter
         base_ops, weights = backbone.base_ops(), backbone.module_weight
         self.adapters = AdapterSet(Host(base_ops, parallel, backbone.dtype, backbone.shape, weights=weights))
         self._members: dict[str, _Member] = {}
@@ -324,7 +328,7 @@ class Body:
 
         def least(compute: Callable[[], object]) -> Peak:
             several = device.type == "cpu" and self.parallel.world_size > 1
-            found = [measure(device, compute)[1] for _ in range(_TRIES if several else 1)]
+            found = [self._meter(device, compute)[1] for _ in range(_TRIES if several else 1)]
             return Peak(min(own.peak for own in found), min(own.lasting for own in found))
 
         self.forward([rows], layers, graph=False)  # whatever is allocated once
@@ -370,5 +374,5 @@ class Body:
 
 def unique_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of the storages of tensors, each counted once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())

@@ -2,55 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import numpy as np
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from megatron_mux.memory.fake_gpu.place import Place
+from megatron_mux.memory.fake_gpu.recorder import Recorder
 
 T = TypeVar("T")
-
-
-class _Storages(TorchDispatchMode):
-    """Bytes of storages that operators have made and that are still there, and the most of them at once.
-
-    Attributes:
-        now, peak: Bytes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {
-            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
-        }
-        made = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(made):
-            if isinstance(leaf, Tensor):
-                self._count(leaf, before)
-        return made
-
-    def _count(self, tensor: Tensor, before: set[int]) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in before or key in self._known:
-            return
-        size = storage.nbytes()
-        self._known.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, key, size)
-
-    def _gone(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
 
 
 @dataclass(frozen=True)
@@ -78,6 +40,23 @@ def measure(device: torch.device, compute: Callable[[], T]) -> tuple[T, Peak]:
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) - before
         return result, Peak(peak, torch.cuda.memory_allocated(device) - before)
-    with _Storages() as storages:
-        result = compute()
-    return result, Peak(storages.peak, storages.now)
+    with Recorder(Place(), device.type, 0, late=True) as recorder:
+        return recorded(recorder, 1, compute)
+
+
+def recorded(recorder: Recorder, block: int, compute: Callable[[], T]) -> tuple[T, Peak]:
+    """Run a computation while a recorder is entered, and measure its memory.
+
+    Args:
+        recorder: Sees the tensors that are made; it may have seen others before.
+        block: Bytes that the allocator rounds up to.
+        compute: The computation.
+    """
+    before = recorder.events
+    result = compute()
+    stream = recorder.done()  # with what the result holds
+    codes, sizes = np.array(stream.codes, np.int64), np.array(stream.sizes, np.int64)
+    rounded = -(-sizes // block) * block
+    changes = np.where(codes >= 0, rounded[codes], -rounded[~codes])[before:] if len(codes) else codes
+    taken = np.append(0, np.cumsum(changes))
+    return result, Peak(int(taken.max()), int(taken[-1]))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.errors import UserError
+from megatron_mux.shape import BackboneShape
 from megatron_mux.split.agreement import Proposal
-from megatron_mux.split.body import Body
-from megatron_mux.split.session_memory import Memory, predict
+from megatron_mux.split.session_memory import Memory
 from megatron_mux.split.wire import Dtype, RefusedError
 
 _MIB = 1 << 20
@@ -99,32 +98,26 @@ def _needed(claims: Sequence[_Claim]) -> int:
     return sum(claim.standing for claim in claims) + max(claim.most for claim in claims)
 
 
-def examine(proposal: Proposal, body: Body, layers: range, most_message: int) -> tuple[range, Memory]:
+def examine(
+    proposal: Proposal,
+    shape: BackboneShape,
+    layers: range,
+    most_message: int,
+    predict: Callable[[Proposal], Memory],
+) -> tuple[range, Memory]:
     """The layers of a session's body, and the memory that it needs on the rank that needs most.
 
     Args:
         proposal: What its client asks for.
-        body: The server's.
+        shape: Of the backbone.
         layers: That the server has.
         most_message: Bytes of the largest message that it receives.
+        predict: See `SessionPredictor`.
 
     Raises:
         RefusedError: The server cannot compute it, or would not receive its requests.
     """
-    backbone, parallel = body.backbone, body.parallel
-    shape, wire = backbone.shape, Dtype[proposal.wire.upper()]
-    try:
-        own = proposal.body(shape)
-        if own.start < layers.start or own.stop > layers.stop:
-            least = f"--cut-front {layers.start} and --cut-back {shape.layers - layers.stop}"
-            raise UserError(
-                f"the server holds layers {layers.start} to {layers.stop - 1}: it needs at least {least}"
-            )
-        stages = stage_layers((layers.start, *even_split(len(layers), parallel.pp_size)))[1:]
-        itemsize, device = backbone.dtype.itemsize, backbone.device.type
-        need = predict(shape, proposal, itemsize, device, parallel.tp_size, stages)
-    except UserError as error:
-        raise RefusedError("proposal", str(error)) from None
+    wire = Dtype[proposal.wire.upper()]
     decoded = Dtype.F32.row_bytes(shape.hidden) if wire is Dtype.I8 else 0
     message = proposal.rows * (wire.row_bytes(shape.hidden) + decoded)
     if message > most_message:
@@ -133,4 +126,13 @@ def examine(proposal: Proposal, body: Body, layers: range, most_message: int) ->
             f"a request of {proposal.rows} tokens takes {message / _MIB:.0f} MiB, and the server receives "
             f"{most_message / _MIB:.0f} MiB of a client (a quarter of --max-bytes-in-flight): use smaller batches",
         )
-    return own, need
+    try:
+        own = proposal.body(shape)
+        if own.start < layers.start or own.stop > layers.stop:
+            least = f"--cut-front {layers.start} and --cut-back {shape.layers - layers.stop}"
+            raise UserError(
+                f"the server holds layers {layers.start} to {layers.stop - 1}: it needs at least {least}"
+            )
+        return own, predict(proposal)
+    except UserError as error:
+        raise RefusedError("proposal", str(error)) from None

@@ -23,6 +23,7 @@ from megatron_mux.backbone.registry import read_backbone_info, stored_dtype
 from megatron_mux.backbone.split import even_split
 from megatron_mux.console import make_console
 from megatron_mux.directory_lock import DirectoryLock
+from megatron_mux.dry_run.process import kept_worker, prepare
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.body import Body
@@ -85,6 +86,8 @@ def _run(arguments: argparse.Namespace, check: Callable[[], None] = lambda: None
             f"{parallel.world_size} processes were started for a body on {tensor * pipeline}: use {needed}"
         )
     with watched(parallel, PROGRAM) as parallel:
+        if not parallel.rank:
+            prepare(kept_worker())
         backbone = _load(arguments, parallel, layers, info.shape.layers)
         kind = Body if parallel.world_size == 1 else StagedBody if parallel.rank else LeadingBody
         body = kind(backbone, parallel)

@@ -25,6 +25,7 @@ from megatron_mux.split.room import examine
 from megatron_mux.split.service import Incoming, Send
 from megatron_mux.split.session import Session
 from megatron_mux.split.session_compute import Bodies
+from megatron_mux.split.session_prediction import BodyPlace, SessionPredictor
 from megatron_mux.split.store import SessionStore
 from megatron_mux.split.wire import Kind, Limits, Message, RefusedError
 
@@ -106,6 +107,8 @@ class SplitServer:
         self._replaced: WeakSet[asyncio.Task[Any]] = WeakSet()
         self._background = Background()
         self._joining: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._examined: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._predict = SessionPredictor(BodyPlace.of(bodies.shared, options.layers))
         self.requests = SessionRequests(
             bodies, dispatcher, store, options.policy, metrics, log, self.sessions
         )
@@ -226,10 +229,11 @@ class SplitServer:
 
     async def _add(self, name: str, identity: str, proposal: Proposal) -> Session:
         """A new session, at the step that its client is at."""
-        # Not on the event loop: an adapter may name thousands of modules.
-        layers, need = await asyncio.to_thread(
-            examine, proposal, self.bodies.shared, self.options.layers, self.options.most_message
-        )
+        # One by one of each client: predictions take seconds, and one process makes them for all.
+        async with self._examined.setdefault(identity, asyncio.Lock()):
+            layers, need = await asyncio.to_thread(
+                examine, proposal, self.shape, self.options.layers, self.options.most_message, self._predict
+            )
         memory, holds = await self._attachments.attach(name, identity, proposal, layers, need)
         session = Session(
             name=name,

@@ -10,10 +10,10 @@ from megatron_mux import checkpoint
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.data.dataset import DataFiles
+from megatron_mux.dry_run.process import end_worker
 from megatron_mux.engine import Engine, Task
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.errors import UserError
-from megatron_mux.estimate.run_tables import end_worker
 from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel
 from megatron_mux.task_table import JOINING

@@ -137,7 +137,7 @@ class TaskLoad:
 
     def updates(self, layers: range, tensor: int) -> tuple[int, int]:
         """Parameters in these layers, and groups of them that the optimizer steps as one, on one of `tensor` ranks."""
-        kind, every = OPTIMIZERS[self.adapter.optimizer], len(self.adapter.divided)
+        kind, every = OPTIMIZERS[self.adapter.optimizer], self.adapter.layers
         own = [one for one in self.stepped if one.tensor.share(layers, every)]
         kinds = [(one.kind, one.tensor.shape if kind.by_shape else ()) for one in own]
         if kind.by_shape:

@@ -80,6 +80,7 @@ class Recorder(TorchDispatchMode):
         vocabulary: Tensors made outside layers with this last dimension are logits.
         answer: Values read from fake tensors; None if tensors are real.
         scratch: Scratch to add for each operator; None adds nothing.
+        late: Whether some tensors are there already: what is written in place is then no new storage.
 
     Attributes:
         vocabulary: As given; it may be set later.
@@ -92,6 +93,7 @@ class Recorder(TorchDispatchMode):
         vocabulary: int,
         answer: Answer | None = None,
         scratch: ScratchOf | None = None,
+        late: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._place = place
@@ -99,6 +101,7 @@ class Recorder(TorchDispatchMode):
         self.vocabulary = vocabulary
         self._answer = answer
         self._scratch = scratch
+        self._late = late
         self._in_turn = False
         self._at: int | None = None
         self._blocks: list[_Block] = []
@@ -182,7 +185,7 @@ class Recorder(TorchDispatchMode):
 
     def _see(self, func: Any, args: Sequence[Any], made: Any) -> None:
         """Record new storages among an operator's results."""
-        if _is_view(func):
+        if _is_view(func) or (self._late and _is_argument(func)):
             return
         operator = func._schema.name.removeprefix("aten::")
         for index, tensor in enumerate(_tensors(made)):
@@ -281,6 +284,13 @@ def _is_view(func: Any) -> bool:
     """
     alias = func._schema.returns[0].alias_info if func._schema.returns else None
     return alias is not None and not alias.is_write and func is not torch.ops.aten.lift_fresh.default
+
+
+@cache
+def _is_argument(func: Any) -> bool:
+    """Whether an operator returns what it writes into."""
+    alias = func._schema.returns[0].alias_info if func._schema.returns else None
+    return alias is not None and alias.is_write
 
 
 def _tensors(made: Any) -> Iterator[torch.Tensor]:

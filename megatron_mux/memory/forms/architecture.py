@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_mux.base_ops import (
     COLUMN_PARALLEL,
     EXPERT_OPS,
-    LATENT_OPS,
-    MLP_OPS,
     REPLICATED,
-    SHARED_OPS,
     BaseOpName,
 )
 from megatron_mux.expert_shape import Experts, Placement
 from megatron_mux.memory.assumed_routes import Access
 from megatron_mux.memory.optimizers import Shapes
 from megatron_mux.quantised.scheme import Quantisation
-from megatron_mux.shape import BackboneShape, Latent
+from megatron_mux.shape import BackboneShape
 
 
 @dataclass(frozen=True)
@@ -97,15 +93,8 @@ class Architecture:
         embedding: Parameters before the layers.
         head: The output layer's own parameters; none of its weights if tied.
         final: Parameters behind the layers besides the output layer's.
-        activation: Hugging Face's name of the MLP's activation function. This field and the following ones are set for
-            backbones only.
-        rms_norm: Whether norms are RMS norms.
-        rotary: Whether queries and keys are rotated.
-        qk_norm: Whether queries and keys are normalised head by head.
-        output_norms: Whether the outputs of attention and of the MLP are normalised before they are added.
-        rotations: How many different rotary embeddings its layers have.
+        rotary: Whether queries and keys are rotated. This field and the following ones are set for backbones only.
         moe: Its experts, if any.
-        latent: Sizes of multi-head latent attention, if it has that.
         placement: Which expert ranks hold which of them; None: neighbouring ones share a rank.
         access: How likely rows select each of them; None: all equally.
         quantisation: How weights of linear modules are held, if not in the backbone's dtype.
@@ -126,14 +115,8 @@ class Architecture:
     embedding: Unit
     head: Unit
     final: Unit
-    activation: str = ""
-    rms_norm: bool = False
     rotary: bool = False
-    qk_norm: bool = False
-    output_norms: bool = False
-    rotations: int = 1
     moe: Experts | None = None
-    latent: Latent | None = None
     placement: Placement | None = field(default=None, compare=False)
     access: Access | None = field(default=None, compare=False)
     quantisation: Quantisation | None = None
@@ -145,18 +128,8 @@ class Architecture:
 
     @property
     def queries(self) -> int:
-        """Width of all queries, and of attention's output within core attention."""
+        """Width of all queries."""
         return self.heads * self.head_dim
-
-    @property
-    def attended(self) -> int:
-        """Input width of linear_proj."""
-        return self.queries if self.latent is None else self.heads * self.latent.value
-
-    @property
-    def rotary_width(self) -> int:
-        """Features of a head that are rotated."""
-        return self.head_dim if self.latent is None else self.latent.rotated
 
     @property
     def keys(self) -> int:
@@ -167,33 +140,6 @@ class Architecture:
     def inner(self) -> int:
         """Output width of the MLP's first product."""
         return self.ffn * (2 if self.gated else 1)
-
-    @property
-    def widths(self) -> Mapping[BaseOpName, tuple[int, int]]:
-        """Input and output width of every BaseOp; 0 of those that it has nowhere."""
-        found: dict[BaseOpName, tuple[int, int]] = {
-            "linear_qkv": (self.hidden, self.queries + 2 * self.keys),
-            "linear_proj": (self.attended, self.hidden),
-        }
-        widths = (MLP_OPS, self.ffn), (SHARED_OPS, self.shared_ffn), (EXPERT_OPS, self.expert_ffn)
-        for (first, second), inner in widths:
-            found[first] = self.hidden, inner * (2 if self.gated else 1)
-            found[second] = inner, self.hidden
-        return found | self._latent_widths
-
-    @property
-    def _latent_widths(self) -> dict[BaseOpName, tuple[int, int]]:
-        latent = self.latent
-        if latent is None:
-            return dict.fromkeys(LATENT_OPS, (0, 0))
-        query = latent.query_rank or 0
-        return {
-            "linear_q": (self.hidden, self.queries),
-            "linear_q_down": (self.hidden, query),
-            "linear_q_up": (query, self.queries),
-            "linear_kv_down": (self.hidden, latent.rank + latent.rotated),
-            "linear_kv_up": (latent.rank, self.heads * (latent.plain + latent.value)),
-        }
 
     @property
     def expert_ffn(self) -> int:
@@ -242,8 +188,6 @@ def architecture_of(
         head_dim=shape.head_dim,
         ffn=shape.ffn,
         gated=shape.gated,
-        activation=shape.activation,
-        rms_norm=shape.norm == "RMSNorm",
         rotary=any(shape.ropes),
         experts=1 if moe is None else moe.count,
         experts_per_token=1 if moe is None else moe.routing.top_k,
@@ -253,11 +197,7 @@ def architecture_of(
         embedding=Unit(divided=vocabulary, copied=positions * shape.hidden),
         head=Unit(divided=0 if shape.tied else vocabulary),
         final=Unit(copied=shape.hidden * len(shape.norm_leaves)),
-        qk_norm=shape.qk_norm,
-        output_norms=shape.output_norms,
-        rotations=len({rope for rope in shape.ropes if rope is not None}),
         moe=moe,
-        latent=shape.latent,
         placement=placement,
         access=access,
         quantisation=shape.quantisation,

@@ -64,30 +64,16 @@ class Stage:
         sizes = [unit.total for unit in self.units]
         return max(a + b for a, b in pairwise(sizes)) if len(sizes) > 1 else sizes[0]
 
-    def bytes(self, method: Method, size: int) -> int:
-        """Bytes of the weights between uses, of each data-parallel rank's shard if they are sharded.
-
-        Args:
-            method: How ranks divide the step.
-            size: Of a value that is not quantised.
-        """
-        if method.zero != 3:
-            return sum(unit.bytes(size).total for unit in self.units)
-        return replace(self, units=tuple(unit.bytes(size) for unit in self.units)).divided(method)
-
-    def in_use(self, size: int, brought: bool, on_gpu: bool) -> int:
-        """Most bytes that weights take in use besides those between uses.
+    def in_use(self, size: int, on_gpu: bool) -> int:
+        """Most bytes that weights take in use which are kept elsewhere between uses.
 
         Args:
             size: Of a value in use.
-            brought: Whether they are kept elsewhere between uses.
             on_gpu: Whether they are dequantised by a kernel, which needs no other memory.
         """
         dequantised = size * max(unit.dequantised for unit in self.units)
         if dequantised and not on_gpu:
             dequantised += min(VALUES_AT_ONCE, dequantised // size) * (_INDEX + 4 * (size != 4))
-        if not brought:
-            return dequantised
         return dequantised + replace(self, units=tuple(unit.bytes(size) for unit in self.units)).two_in_use
 
     def divided(self, method: Method) -> int:

@@ -97,10 +97,6 @@ def test_twenty_steps_are_the_librarys_skipped_ones_change_nothing_and_states_ar
                 optimizer.load(slot, state[slot.parameter.key])
     for slot, parameter in zip(optimizer.place.slots, parameters, strict=True):
         assert torch.dist(slot.of(values), parameter) <= 1e-6 * parameter.norm()
-    saved = sum(stored.tensor.nbytes for own in optimizer.state().values() for stored in own.values())
-    assert saved == sum(optimizer.state_bytes(shape, None, 1) for shape in SHAPES)
-    buffers = optimizer.scratch_bytes([tensor.numel() for tensor in tensors])
-    assert sum(tensor.nbytes for tensor in optimizer.tensors) == pytest.approx(saved + buffers, rel=0.03)
 
 
 class Operators(TorchDispatchMode):

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from megatron_mux.dry_run.process import end_worker
 from megatron_mux.errors import UserError
 from megatron_mux.estimate import run_tables
-from megatron_mux.estimate.run_tables import RunTables, end_worker
+from megatron_mux.estimate.run_tables import RunTables
 from megatron_mux.estimate.solve import NotLinear
 from megatron_mux.footprint.memory import Memory
 from megatron_mux.footprint.signature import Signature

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_mux.adapters.costs import Place
 from megatron_mux.adapters.diff_pruning import DiffPruningSpec
 from megatron_mux.adapters.ia3 import IA3Spec
 from megatron_mux.adapters.kind import AdapterSpec
@@ -25,7 +24,7 @@ from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.profiler.profile import Profile
 from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.memory.forms.method import Recompute
-from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
+from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters, TrainedTensor
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 
@@ -62,9 +61,7 @@ def site(layer: int, kind: str = "LORA", size: int = 16) -> AdaptedOp:
         spec = IA3Spec(peft_type="IA3", feedforward_modules=[])
     else:
         spec = DiffPruningSpec(peft_type="DIFF_PRUNING")
-    known = shape(layer + 1)
-    place = Place("linear_qkv", known.in_features("linear_qkv"), known.out_features("linear_qkv"))
-    return AdaptedOp(layer, "linear_qkv", spec.curve(1), spec.kept(place, (), known))
+    return AdaptedOp(layer, "linear_qkv", spec.curve(1))
 
 
 def load(
@@ -79,14 +76,14 @@ def load(
     """A task with sequences of these lengths, half of each labelled, its adapter on every layer's linear_qkv."""
     if sites is None:
         sites = tuple(site(layer, kind, size) for layer in range(layers))
-    values = tuple(10_000.0 * any(site.layer == layer for site in sites) for layer in range(layers))
+    tensors = tuple(TrainedTensor((layer,), (100, 100), 0) for layer in {site.layer for site in sites})
     found = TaskLoad(
         name=name,
         tokens=tuple(lengths),
         labels=tuple(max(1, n // 2) for n in lengths),
         max_length=max(lengths),
         accumulation=1,
-        adapter=TaskAdapters(name, "adamw_torch", sites, values, (0.0,) * layers, 1, 64),
+        adapter=TaskAdapters(name, "adamw_torch", sites, layers, 1, 64, tensors=tensors),
         spec=_spec(kind, size),
     )
     return dataclasses.replace(found, **changes)

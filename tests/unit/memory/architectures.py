@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_mux.adapters.costs import Place
 from megatron_mux.adapters.lora import LoraSpec
 from megatron_mux.memory.forms.architecture import Architecture, Unit
 from megatron_mux.memory.forms.phases import StepMemory
-from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters
+from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters, TrainedTensor
 
 
 def at_stage(memory: StepMemory, stage: int, rows: int) -> Mapping[str, int]:
@@ -30,8 +29,6 @@ def llama(layers: int = 3, hidden: int = 256, ffn: int = 704, kv_heads: int = 4,
         "head_dim": width,
         "ffn": ffn,
         "gated": True,
-        "activation": "silu",
-        "rms_norm": True,
         "rotary": True,
         "experts": 1,
         "experts_per_token": 1,
@@ -45,12 +42,12 @@ def llama(layers: int = 3, hidden: int = 256, ffn: int = 704, kv_heads: int = 4,
     return Architecture(**{**sizes, **more})
 
 
-def gpt2(layers: int = 3, hidden: int = 256, activation: str = "gelu_new") -> Architecture:
-    """A small GPT-2 of eight heads; with ReLU, an OPT."""
+def gpt2(layers: int = 3, hidden: int = 256) -> Architecture:
+    """A small GPT-2 of eight heads."""
     return Architecture(
         "gpt2", hidden, 8, 8, hidden // 8, 4 * hidden, False, 1, 1, 1024, True,
         (Unit(12 * hidden * hidden + 7 * hidden, 6 * hidden),) * layers,
-        Unit(1024 * hidden, 1024 * hidden), Unit(), Unit(0, 2 * hidden), activation,
+        Unit(1024 * hidden, 1024 * hidden), Unit(), Unit(0, 2 * hidden),
     )  # fmt: skip
 
 
@@ -58,14 +55,19 @@ def lora(architecture: Architecture, rank: int = 8, name: str = "lora") -> TaskA
     """LoRA on queries and values of every layer."""
     a, count = architecture, len(architecture.layers)
     spec = LoraSpec(peft_type="LORA", r=rank)
-    shape: Any = None  # what LoRA keeps does not depend on it
-    kept = spec.kept(Place("linear_qkv", a.hidden, a.queries + 2 * a.keys, 2), (), shape)
+    tensors = [
+        TrainedTensor((layer,), tuple(size), dim)
+        for layer in range(count)
+        for size, dim in (
+            ((rank, a.hidden), None), ((a.queries, rank), 0), ((rank, a.hidden), None), ((a.keys, rank), 0)
+        )
+    ]  # fmt: skip
     return TaskAdapters(
         name,
         "adamw_torch",
-        tuple(AdaptedOp(layer, "linear_qkv", spec.curve(2), kept) for layer in range(count)),
-        divided=(float(rank * (a.queries + a.keys)),) * count,
-        copied=(float(2 * rank * a.hidden),) * count,
+        tuple(AdaptedOp(layer, "linear_qkv", spec.curve(2)) for layer in range(count)),
+        count,
         sequences=1,
         length=128,
+        tensors=tuple(tensors),
     )

@@ -407,6 +407,7 @@ def test_a_killed_client_begins_its_step_again(server: RunningServer) -> None:
 def test_a_client_that_is_killed_while_joining_may_come_again(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    Caller(server, task="another").join()  # from now on the server knows what such a session takes
     bodies, begun, may_end = server.server.bodies, threading.Event(), threading.Event()
     join = bodies.join
 

@@ -12,9 +12,8 @@ import pytest
 
 from megatron_mux.backbone.registry import info_without_weights
 from megatron_mux.backbone.residence import Kind
-from megatron_mux.dry_run.process import dry_runs
+from megatron_mux.dry_run.process import dry_runs, kept_worker
 from megatron_mux.dry_run.run_spec import Dtype, RunSpec, TaskRecords
-from megatron_mux.estimate import run_tables
 from megatron_mux.estimate.run_tables import RunTables
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner import step_memory
@@ -138,7 +137,7 @@ def test_a_plan_takes_what_is_predicted(run: Run, tmp_path: Path, monkeypatch: p
     setting, predicted = _dry_run(run, info_without_weights(tmp_path))
     # The first tensor and data rank of every stage.
     ranks = [stage * run.mesh.tensor * run.mesh.data for stage in range(run.mesh.pipeline)]
-    found = dry_runs([(setting, rank) for rank in ranks], worker=run_tables.kept_worker())
+    found = dry_runs([(setting, rank) for rank in ranks], worker=kept_worker())
     off = [bytes_ / last_step_peak(one) - 1 for bytes_, one in zip(predicted, found, strict=True)]
     print(off)
     assert all(-BELOW <= one <= ABOVE for one in off), off

@@ -316,7 +316,7 @@ def test_kernels_step_a_bucket_at_once_and_each_rank_its_own_values() -> None:
     price = UpdateSeconds(task=8.0, run=0.0, tensor=0.0, value=1e-3, together=True)
     device = backbone.profile(LAYERS, updates={"adamw_torch_fused": price})
     profile = dataclasses.replace(device, step_seconds=0.0, sequence_seconds=0.0)
-    values = 2 * sum(loads[0].adapter.divided) * 1e-3
+    values = 2 * loads[0].adapter.values(range(LAYERS), 1) * 1e-3
     model = costs(loads, stages=2, profile=profile, method=Method(pipeline=2))
     assert model.step_overhead([(0, 1)]) == pytest.approx(8 + values / 2)
     assert model.step_overhead([(0,), (1,)]) == pytest.approx(16 + values / 2)

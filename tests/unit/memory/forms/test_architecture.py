@@ -88,9 +88,7 @@ def test_a_backbone_s_is_the_one_that_is_read_from_the_model_of_transformers(
 ) -> None:
     tiny_models.make(tmp_path, name)
     found = architecture_of(read_shape(tmp_path / name))
-    # Structure that is not read from parameters: only the engine's forms use it.
-    found = replace(found, activation="", rms_norm=False, rotary=False)
-    found = replace(found, qk_norm=False, output_norms=False, rotations=1)
+    found = replace(found, rotary=False)  # not read from parameters
     wanted = read_architecture(Skeleton(tmp_path / name))
     if name == "opt":  # its final norm stands before the layers there
         norm = 2 * found.hidden

@@ -1,4 +1,4 @@
-"""The closed forms of memory against what four ranks really hold and keep; fp32, frozen backbone."""
+"""The sizes of shares of weights and adapters against what four ranks really hold; fp32, frozen backbone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,20 +13,16 @@ import torch.distributed as dist
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.backbone.residence import Kind
-from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.engine import Engine
 from megatron_mux.memory.forms.architecture import Architecture, architecture_of
-from megatron_mux.memory.forms.engine_memory import EngineMemory, Rows
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.stages import Stage, stages
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.test_engine_layouts import cases_of
-from tests.end_to_end.harness import Case, random_records
 from tests.weight_units import bytes_of
 
-LENGTH = 12
 LAYOUTS = {
     "DP4": Method(data=4),
     "DP2+TP2": Method(data=2, tensor=2),
@@ -106,53 +101,3 @@ def test_adapters_of_every_kind(name: str, path: Path, joined: Callable[..., Par
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found == wanted or (found, wanted))
     assert everyone == [True] * len(everyone)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_what_a_forward_pass_keeps(
-    name: str,
-    path: Path,
-    architecture: Architecture,
-    joined: Callable[..., Parallel],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    method = LAYOUTS[name]
-    backbone, parallel = _loaded(path, joined, method)
-    adapter = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "v_proj"]}
-    training: dict[str, object] = {"per_device_train_batch_size": 16, "max_steps": 2, "learning_rate": 1e-3}
-    case = Case("lora", adapter, training, random_records(16, 96, LENGTH, LENGTH, seed=1))
-    engine = Engine([backbone], parallel)
-    engine.register_tasks([case.task])
-    weights = {p.untyped_storage().data_ptr() for p in backbone.model.parameters()}
-    passes: list[tuple[int, int, int]] = []
-    forward = Backbone.forward
-
-    def counted(self: Backbone, batch: Any, *more: Any, **options: Any) -> Any:
-        saved: dict[int, int] = {}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights | {batch.tokens.untyped_storage().data_ptr()}:
-                saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = forward(self, batch, *more, **options)
-        passes.append((batch.rows, batch.label_rows.shape[0], sum(saved.values())))
-        return output
-
-    monkeypatch.setattr(Backbone, "forward", counted)
-    engine.step()
-    rows, labels, found = passes[0]
-    task = TaskAdapters.of(case.task.spec, backbone.shape)
-    split = stage_layers(even_split(len(architecture.layers), method.pipeline))
-    memory = EngineMemory(architecture, [task], split, method, 4, [(LENGTH,)], "cpu")
-    batch = Rows(np.array([[rows]]), np.array([rows]), np.array([labels]), np.zeros(1))
-    wanted = float(memory.passes(batch).kept[0, parallel.pp_rank])
-    # Autograd does not hold what the batch itself is, what was sent on, nor the loss's gradient; nor the final norm's
-    # output where labelled rows are gathered from it.
-    wanted -= rows * 24 + labels * 60
-    share = method.tensor if method.sequence_parallel else 1
-    wanted -= 4 * architecture.hidden * (labels if backbone.last else rows / share)
-    wanted -= 4 * architecture.hidden * rows / share * (method.sequence_parallel and backbone.last)
-    _assert_equal(found, wanted, 0.01)
