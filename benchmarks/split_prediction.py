@@ -6,6 +6,7 @@ python benchmarks/split_prediction.py [--backbone DIR] [--rows 256 512 1024 2048
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,18 @@ def compare(backbone: Path, rows: Sequence[int], cuts: tuple[int, int]) -> list[
     from megatron_mux import runtime
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.backbone.registry import read_shape
+    from megatron_mux.dry_run.process import kept_worker, prepare
     from megatron_mux.split.agreement import Proposal
     from megatron_mux.split.body import Body
-    from megatron_mux.split.session_memory import predict, profile
+    from megatron_mux.split.session_memory import profile
+    from megatron_mux.split.session_prediction import BodyPlace, SessionPredictor
     from megatron_mux.tasks import TrainingSpec
 
     shape, parallel, (front, back) = read_shape(backbone), runtime.initialize(device="cpu"), cuts
     split = (front, shape.layers - front - back, back)
     body = Body(Backbone.load(backbone, parallel, torch.float32, split=split, stage=1, ends=False), parallel)
+    predict = SessionPredictor(BodyPlace.of(body, range(front, shape.layers - back)))
+    prepare(kept_worker()).result()
     found = []
     for name, adapter in ADAPTERS.items():
         for count in rows:
@@ -69,10 +74,13 @@ def compare(backbone: Path, rows: Sequence[int], cuts: tuple[int, int]) -> list[
             )
             layers = asked.body(shape)
             body.add("task", asked.adapter_spec(), asked.training, layers, asked.total_steps)
-            predicted, measured = predict(shape, asked, 4, "cpu"), profile(body, "task", asked, layers)
+            began = time.perf_counter()
+            predicted = predict(asked)
+            seconds = time.perf_counter() - began
+            measured = profile(body, "task", asked, layers)
             body.remove("task")
             figures = {one: (getattr(predicted, one), getattr(measured, one)) for one in _FIGURES}
-            found.append({"adapter": name, "rows": count, **figures})
+            found.append({"adapter": name, "rows": count, "seconds": round(seconds, 2), **figures})
     return found
 
 
@@ -89,9 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for one in found:
         both = [one[name] for name in _FIGURES]
         errors = [f"{got / 2**20:.1f} ({100 * (said / got - 1):+.1f}%)" for said, got in both]
-        rows.append((one["adapter"], str(one["rows"]), *errors))
+        rows.append((one["adapter"], str(one["rows"]), *errors, f"{one['seconds']:.1f}"))
     head = "Measured MiB, and how far the prediction is off: M_f, what a graph keeps, M_b, A + O. fp32, on a CPU."
-    lines = table("adapter | rows | M_f | graph | M_b | A + O", rows)
+    lines = table("adapter | rows | M_f | graph | M_b | A + O | seconds", rows)
     publish({"sessions": found}, "\n".join([head, "", *lines]), arguments.output)
     return 0
 

@@ -1,0 +1,43 @@
+"""Measuring links: what bytes take is told from latency and noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+
+import pytest
+
+from megatron_mux.moe import measure_links
+from megatron_mux.moe.measure_links import LinkMeter, Transfer
+from megatron_mux.runtime import Parallel
+
+LATENCY, SPEED = 1e-3, 1e9
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, delays: Iterator[float], most: int = 1 << 28) -> Transfer:
+    """What a link of 1 GB/s is taken for whose transfers are delayed in turns."""
+    monkeypatch.setattr(measure_links, "_MOST_BYTES", most)
+
+    def time(self: LinkMeter, links: Sequence[tuple[int, int]], size: int) -> float:
+        return LATENCY + size / SPEED + next(delays)
+
+    monkeypatch.setattr(LinkMeter, "_time", time)
+    return LinkMeter(Parallel.alone("cpu"), seconds=5e-3).measure([(0, 1)])
+
+
+def test_latency_is_no_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured(monkeypatch, repeat(0.0))
+    assert found.bandwidth == pytest.approx(SPEED) and found.latency == pytest.approx(LATENCY)
+
+
+def test_a_pause_of_the_machine_makes_no_link_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first transfers are delayed, small ones more: they would take longer than large ones."""
+    pauses = iter([0.1] * 2 + [0.0, 2.0] * 3 + [0.0] * 100)
+    assert measured(monkeypatch, pauses).bandwidth == pytest.approx(SPEED)
+
+
+def test_a_link_that_noise_hides_is_not_taken_for_faster_than_it_was_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses = iter([0.1] * 2 + [0.0, 2.0] * 100)
+    assert measured(monkeypatch, pauses, most=1 << 16).bandwidth < SPEED
