@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -40,8 +40,13 @@ class TaskMemory:
 class Tables(Protocol):
     """Makes or reads the tables of methods: `estimate.method_tables`."""
 
-    def prepare(self, methods: Sequence[Method]) -> None:
-        """Make what is missing for these. Calls raise what could not be made."""
+    def prepare(self, methods: Sequence[Method], known: Callable[[Method], None]) -> None:
+        """Make what is missing for these. Calls raise what could not be made.
+
+        Args:
+            methods: To prepare.
+            known: Told of each that can be asked for.
+        """
 
     def __call__(self, method: Method) -> TaskMemory:
         """What tables say of a method.

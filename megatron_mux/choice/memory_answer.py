@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from megatron_mux.choice.engine_step import Tables
     from megatron_mux.choice.fit import Fit
-    from megatron_mux.choice.ranking import Ranking
+    from megatron_mux.choice.ranking import Ranking, Told
     from megatron_mux.choice.task_file import TaskFile
 
 _DRAWN = 6
@@ -49,7 +49,12 @@ class MemoryAnswer:
 
     @classmethod
     def of(
-        cls, question: Question, arguments: Namespace, file: TaskFile | None, tables: Tables | None = None
+        cls,
+        question: Question,
+        arguments: Namespace,
+        file: TaskFile | None,
+        tables: Tables | None = None,
+        told: Told = lambda done, total, best: None,
     ) -> MemoryAnswer:
         """Ask the methods that `--method` names.
 
@@ -58,6 +63,7 @@ class MemoryAnswer:
             arguments: Parsed arguments of the tool.
             file: The tasks that train together; None for full fine-tuning, or for one traced task.
             tables: Of the tasks' bytes.
+            told: See `ranking.Told`.
 
         Raises:
             UserError: No method answers.
@@ -70,7 +76,7 @@ class MemoryAnswer:
             )
 
             try:
-                answer.ranking = ranked(question, arguments, file, tables)
+                answer.ranking = ranked(question, arguments, file, tables, told)
             except UserError as error:
                 if arguments.method == "ours" or file is not None:
                     raise
@@ -223,11 +229,10 @@ def _show_choice(console: Console, ranking: Ranking, command: str) -> None:
         return
     parts = ", ".join(f"{part} {show_size(size)}" for part, size in best.breakdown.items() if size)
     offloaded = f"{OFFLOAD}: " if best.method.offload else ""
-    details = f" ({best.method.details})" if best.method.details else ""
     many = "at most " if best.method.parts else ""
     batches = f"{many}{best.sequences} sequence(s) in each of {best.method.micro_batches} micro-batch(es)"
     lines = [
-        f"selected: {offloaded}{best.method.name}{details}, {batches}",
+        f"selected: {offloaded}{best.method.title}, {batches}",
         f"its peak, at {best.worst.name}: {parts}",
         f"{' to '.join(map(show_size, best.interval))} (context, NCCL and allocator are uncertain)",
     ]

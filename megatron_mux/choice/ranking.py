@@ -23,6 +23,9 @@ from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.memory.question import OFFLOAD, Question
 from megatron_mux.memory.step_profile import Profiles, StepProfiles
 
+Told = Callable[[int, int, Fit | None], None]
+"""Told of progress: methods of tasks that are predicted, of how many, and the fastest so far that fits."""
+
 
 @dataclass(frozen=True)
 class Ranking:
@@ -71,7 +74,11 @@ class Ranking:
 
 
 def answer(
-    question: Question, how: Namespace, file: TaskFile | None = None, tables: Tables | None = None
+    question: Question,
+    how: Namespace,
+    file: TaskFile | None = None,
+    tables: Tables | None = None,
+    told: Told = lambda done, total, best: None,
 ) -> Ranking:
     """Rank every method for a user's question.
 
@@ -80,6 +87,7 @@ def answer(
         how: `precision`, `optimizer`, `master_weights`, `attention`, `device`, as parsed by the tool.
         file: The tasks that train a frozen backbone; None: every parameter is trained.
         tables: Of the tasks' bytes.
+        told: See `Told`.
 
     Raises:
         UserError: A name is unknown, the model is not understood, its experts are placed on other numbers of ranks, or
@@ -99,6 +107,7 @@ def answer(
         question.batch,
         profiles=StepProfiles(question, recipe.autocast) if file is None else None,
         tables=tables,
+        told=told,
     )
 
 
@@ -113,6 +122,7 @@ def rank(
     profiles: Profiles | None = None,
     tables: Tables | None = None,
     only: Callable[[Method], bool] = lambda method: True,
+    told: Told = lambda done, total, best: None,
 ) -> Ranking:
     """Rank every method.
 
@@ -127,6 +137,7 @@ def rank(
         profiles: Profiles of full fine-tuning.
         tables: Of tasks.
         only: Which methods.
+        told: See `Told`.
     """
     fit = Fitting(architecture, recipe, memory, device, kind, profiles, tables)
     asked = [method for method in methods(gpus, architecture, recipe) if only(method)]
@@ -141,31 +152,42 @@ def rank(
     if not asked and architecture.placement is not None:
         ranks = architecture.placement.size
         raise UserError(f"--mux-expert-placement: is for {ranks} expert ranks, which {gpus} GPU(s) cannot be")
-    if tables is not None:
-        asked = _predictable(asked, tables, excluded)
-    found = [fit(method, batch) for method in asked]
+    if tables is None:
+        found = [fit(method, batch) for method in asked]
+    else:
+        found = _of_tasks(asked, tables, partial(fit, batch=batch), excluded, told)
     # Sorting keeps the order of equals: the plainest first.
     fitting = sorted((one for one in found if one.fits), key=lambda one: -one.throughput)
     others = sorted((one for one in found if not one.fits), key=lambda one: one.peak_process)
     return Ranking([*fitting, *others], excluded, device.name, recipe.adapters)
 
 
-def _predictable(asked: Sequence[Method], tables: Tables, excluded: dict[str, str]) -> list[Method]:
+def _of_tasks(
+    asked: Sequence[Method],
+    tables: Tables,
+    fit: Callable[[Method], Fit],
+    excluded: dict[str, str],
+    told: Told,
+) -> list[Fit]:
     """The methods whose tables could be made; why others are missing is added to `excluded`.
 
     Raises:
         UserError: There is none.
     """
-    tables.prepare(asked)
-    found, problems = [], dict[str, str]()
-    for method in asked:
+    found, problems = dict[Method, Fit](), dict[str, str]()
+
+    def known(method: Method) -> None:
         try:
             tables(method)
-            found.append(method)
+            found[method] = fit(method)
         except UserError as error:
-            name = f"{method.name} ({method.details})" if method.details else method.name
-            problems[name] = " ".join(error.problems)
+            problems[method.title] = " ".join(error.problems)
+        fitting = [one for one in found.values() if one.fits]
+        best = max(fitting, key=lambda one: one.throughput, default=None)
+        told(len(found) + len(problems), len(asked), best)
+
+    tables.prepare(asked, known)
     if asked and not found:
         raise UserError(*dict.fromkeys(problems.values()))
     excluded |= problems
-    return found
+    return [found[method] for method in asked if method in found]

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from shlex import quote
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megatron_mux.choice.engine_step import Tables
+    from megatron_mux.choice.fit import Fit
+    from megatron_mux.choice.ranking import Told
     from megatron_mux.choice.task_file import TaskFile
     from megatron_mux.memory.question import Question
     from megatron_mux.memory.store import SavedOutput
@@ -210,10 +212,15 @@ def _answer(arguments: argparse.Namespace, console: Console | None) -> tuple[Sav
 
     if arguments.plot:
         check(arguments.plot)
-    with Tracer() as tracer:
+    by_tables = arguments.tasks is not None and arguments.method != "trace"
+    if by_tables:
+        from megatron_mux.estimate.method_tables import start
+
+        start()
+    with Tracer() as tracer, _progress(by_tables) as told:
         question, file = _question(arguments, tracer)
         tables = _tables(arguments)(file) if file is not None else None
-        answer = MemoryAnswer.of(question, arguments, file, tables)
+        answer = MemoryAnswer.of(question, arguments, file, tables, told)
     if arguments.plot:
         answer.draw(arguments.plot)
     if console is None:
@@ -236,24 +243,53 @@ def _dry_run(arguments: argparse.Namespace, console: Console | None, start: floa
     if arguments.plot:
         check(arguments.plot)
     skeleton = Skeleton(arguments.model, Store("models"))
-    question, result = command.run(arguments, skeleton, to_stderr, _tables(arguments))
+    question, result = command.run(arguments, skeleton, to_stderr, _tables(arguments, to_stderr))
     if console is None:
         print(json.dumps({**result, **about(question), "seconds": time.perf_counter() - start}))
     else:
         command.show(console, result, _command(arguments, question))
 
 
-def _tables(arguments: argparse.Namespace) -> Callable[[TaskFile], Tables]:
-    """Return what makes the tables of a task file's bytes, which takes seconds: people are told."""
+def _tables(
+    arguments: argparse.Namespace, say: Callable[[str], None] = lambda text: None
+) -> Callable[[TaskFile], Tables]:
+    """Return what makes the tables of a task file's bytes; `say` is told before dry runs."""
 
     def made(file: TaskFile) -> Tables:
         from megatron_mux.estimate.method_tables import MethodTables
         from megatron_mux.gpus import known
 
-        say = to_stderr if sys.stderr.isatty() else lambda text: None
         return MethodTables(file, arguments.precision, known(arguments.device).gpu, say)
 
     return made
+
+
+@contextmanager
+def _progress(wanted: bool) -> Iterator[Told]:
+    """Context with what shows how many methods of tasks are predicted, and the best so far, to people."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from megatron_mux.memory.sizes import show_size
+
+    console = Console(stderr=True)
+    columns = (
+        MofNCompleteColumn(),
+        TextColumn("methods"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, disable=not (wanted and console.is_terminal)) as progress:
+        shown = progress.add_task("importing", total=None)
+
+        def told(done: int, total: int, best: Fit | None) -> None:
+            text = "none fits so far"
+            if best is not None:
+                size, speed = show_size(best.peak_process), best.throughput
+                text = f"best so far: {best.method.title}, {size}, {speed:,.0f} tokens/s"
+            progress.update(shown, completed=done, total=total, description=text)
+
+        yield told
 
 
 def _question(arguments: argparse.Namespace, tracer: Tracer) -> tuple[Question, TaskFile | None]:

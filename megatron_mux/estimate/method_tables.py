@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
 from queue import SimpleQueue
@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_mux.choice.engine_step import TaskMemory
 from megatron_mux.choice.task_file import TaskFile
-from megatron_mux.dry_run.process import dry_runs, end_worker, kept_worker
+from megatron_mux.dry_run.process import dry_runs, end_worker, kept_worker, prepare
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.errors import UserError
 from megatron_mux.estimate.solve import NotLinear
@@ -35,6 +35,11 @@ _AT_ONCE = 2
 """Processes for dry runs, each of which runs up to four ranks."""
 _TOLERANCE = float("inf")
 """As for plans: what lines may be off is added to them."""
+
+
+def start() -> None:
+    """Let a process import what dry runs need, while the caller reads the question."""
+    prepare(kept_worker())
 
 
 class MethodTables:
@@ -62,17 +67,21 @@ class MethodTables:
         self._known: dict[Method, TaskMemory | UserError] = {}
         self._short = all(is_short(task.length, task.virtual_tokens) for task in file.adapters)
 
-    def prepare(self, methods: Sequence[Method]) -> None:
-        """Make what is missing for these, several at a time. Calls raise what could not be made."""
+    def prepare(
+        self, methods: Sequence[Method], known: Callable[[Method], None] = lambda method: None
+    ) -> None:
+        """See `choice.engine_step.Tables`; it makes several at a time."""
         together = defaultdict(list)
         for method in methods:
             # Stages of pipelines of several depths share tables, and so do stages of several pipelines.
             about = method.tensor, method.sequence_parallel, method.recompute, method.expert
             together[about].append(method)
+        for own in together.values():
+            own.sort(key=lambda method: method.pipeline)  # those that share most
         count = max(1, min(_AT_ONCE, len(os.sched_getaffinity(0))))
-        free, stopped = SimpleQueue[int](), Event()
-        for number in range(count):
-            free.put(number)
+        free, stopped, done = SimpleQueue[int](), Event(), SimpleQueue[Method | None]()
+        waiting = range(1, count)  # for the first answer, which one process gives sooner if no other starts
+        free.put(0)
 
         def make(own: Sequence[Method]) -> None:
             number = free.get()
@@ -80,13 +89,22 @@ class MethodTables:
                 for method in own:
                     if not stopped.is_set():
                         self._of(method, number)
+                        done.put(method)
             finally:
                 free.put(number)
+                done.put(None)
 
         pool = ThreadPoolExecutor(count)
         try:
-            for done in as_completed([pool.submit(make, own) for own in together.values()]):
-                done.result()
+            made = [pool.submit(make, own) for own in together.values()]
+            for _ in made:
+                while (ready := done.get()) is not None:
+                    for number in waiting:
+                        free.put(number)
+                    waiting = range(0)
+                    known(ready)
+            for one in made:
+                one.result()
         except BaseException:  # such as Ctrl-C
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -135,10 +153,9 @@ class MethodTables:
     def _directly(self, method: Method, worker: int) -> list[Memory]:
         architecture, run = self._file.architecture, self._run(method)
         runs = partial(dry_runs, whole=True, worker=kept_worker(worker))
-        named = f"{method.name} ({method.details})" if method.details else method.name
 
         def say(_: str) -> None:
-            self._say(f"dry runs for {named}: seconds, and kept for later")
+            self._say(f"dry runs for {method.title}: seconds, and kept for later")
 
         differ = architecture.placement is not None or architecture.access is not None
         return [

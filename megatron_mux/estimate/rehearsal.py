@@ -2,8 +2,8 @@
 
 Each group of signatures has tasks and a bucket of its own, so that one step runs a micro-batch of every group; each
 step has records of other lengths. The last batch of an epoch is short, which tells the bytes of a sequence from those
-of its rows. The first bucket cuts its micro-batches into chunks, for what copies of earlier chunks' keys and values
-take; what is allocated once for all tasks falls to it, too.
+of its rows. Where chunks are asked for, a bucket before the others cuts its micro-batches, for what copies of earlier
+chunks' keys and values take; what is allocated once for all tasks falls to the first bucket.
 """
 
 from __future__ import annotations
@@ -54,15 +54,17 @@ class Rehearsal:
     """A run at a few sizes.
 
     Attributes:
-        run: With a bucket for chunks, then one for each group.
+        run: With a bucket for chunks, if there are any, then one for each group.
         groups: The signatures of each bucket.
         warm: Steps before those that count: what is allocated once is there after them.
+        cut: Buckets for chunks: 1 or 0.
         short: Whether it is of short sequences on a CPU.
     """
 
     run: RunSpec
     groups: tuple[Group, ...]
     warm: int
+    cut: int = 1
     short: bool = False
 
 
@@ -86,7 +88,7 @@ def rehearsal(
         chunk: Rows whose logits are computed at once.
         short: Whether, on a CPU, its attention shall compute all sequences as short ones.
         sized: Whether micro-batches of several sizes are run; of one size tell only what lasts.
-        chunks: Whether the first bucket cuts its micro-batches.
+        chunks: Whether there is a bucket that cuts its micro-batches.
     """
     stages = base.plan.ranks
     whole = read_info(base.config, base.quantise).shape.layers
@@ -109,7 +111,7 @@ def rehearsal(
     tasks, buckets = [], []
     generator = np.random.default_rng(0)
     seconds = (1.0,) * stages
-    groups = [groups[0][:1], *groups]
+    groups = [groups[0][:1], *groups] if chunks else groups
     for number, group in enumerate(groups):
         names = []
         turns = _turns(short, sizes, generator) if on_cpu else None
@@ -126,7 +128,7 @@ def rehearsal(
         "auto", stages, tuple(buckets), split=split, schedule="1f1b", tensor=base.tensor, data=base.plan.data
     )
     run = replace(base, config=config, tasks=tasks, plan=plan, steps=steps, rolling=False)
-    return Rehearsal(run, tuple(groups), STEPS - 1, on_cpu and short)
+    return Rehearsal(run, tuple(groups), STEPS - 1, int(chunks), on_cpu and short)
 
 
 def _spec(name: str, signature: Signature, batch: int, steps: int) -> TaskSpec:

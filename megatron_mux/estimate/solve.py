@@ -83,10 +83,11 @@ def stage_table(
             own[:known] = (whole[:known] - less) / more
         further = replace(further, backbone=(lasting.backbone - fewer.backbone) / more)
     passes, copied = {}, (0.0, 0.0)
-    for bucket, group in list(enumerate(deep.rehearsal.groups))[1:]:
+    cut = deep.rehearsal.cut
+    for bucket, group in list(enumerate(deep.rehearsal.groups))[cut:]:
         forward = _lines(deep, "F", bucket, chunk, tolerance)
         deeper = np.zeros_like(forward.end) if same else forward.deeper
-        if bucket == 1:  # the same signature as that of the bucket with chunks
+        if cut and bucket == cut:  # the same signature as that of the bucket with chunks
             copied = _copied(deep, forward.end, deeper, chunk)
         at = COUNTS.index("copied")
         forward.end[at] = forward.moments[:, at] = copied[0]
@@ -355,12 +356,16 @@ def _attention(total: Array, generator: np.random.Generator) -> Array:
 
 def _lasting(windows: Windows) -> Lasting:
     """What lasts: of the backbone, of a task of each signature; and the most that its update takes besides."""
-    groups = windows.rehearsal.groups
-    alone = {group[0]: number for number, group in enumerate(groups) if number and len(group) == 1}
+    groups, cut = windows.rehearsal.groups, windows.rehearsal.cut
+    alone = {group[0]: number for number, group in enumerate(groups) if number >= cut and len(group) == 1}
     joins = iter(windows.joins)
     events = [[next(joins) for _ in group] for group in groups]
     joined = [[windows.grown(*own) for own in each] for each in events]
     updated = [windows.updated(number) for number in range(len(groups))]
+    of_first = alone[groups[0][0]]
+    if not cut:  # what is allocated once for all tasks comes with the first one, and is none of its own
+        own = (Category.ADAPTERS, Category.GRADIENTS, Category.OPTIMIZER)
+        joined[0] = [sum(windows.lasting(*events[0][0], category) for category in own)]
     tasks, updating, gradients, optimizer = (np.zeros(1 + max(map(max, groups))) for _ in OF_TASKS)
     for signature, number in alone.items():
         tasks[signature] = joined[number][0] + updated[number]
@@ -375,7 +380,6 @@ def _lasting(windows: Windows) -> Lasting:
         # Its attention keeps the masks of some lengths for their next use.
         masks = sum(windows.lasting(w.start, w.stop) for w in windows.all if w.action.is_pass)
     # The first bucket has all that is allocated once beside what the task of its signature has.
-    of_first = alone[groups[0][0]]
     joined[0], updated[0] = joined[of_first], updated[of_first]
     everything = windows.lasting(0, len(windows.recording.stream))
     backbone = everything - masks - sum(map(sum, joined)) - sum(updated)

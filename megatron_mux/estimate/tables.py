@@ -30,7 +30,7 @@ from megatron_mux.runtime import GRADIENTS_AT_ONCE
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 
-_FORMAT = 11
+_FORMAT = 12
 
 _GIVES_WAY = 10
 """Of dry runs beside a run's steps, as of `os.nice`: Linux gives them a tenth of a core that is busy."""

@@ -75,6 +75,11 @@ class Method:
         ]
         return ", ".join(filter(None, words))
 
+    @property
+    def title(self) -> str:
+        """Its name and, in brackets, its details."""
+        return f"{self.name} ({self.details})" if self.details else self.name
+
 
 def methods(gpus: int, architecture: Architecture, recipe: Recipe) -> list[Method]:
     """All useful methods for a number of GPUs, the plainest first.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -37,9 +37,11 @@ class TablesByHand:
         self._architecture, self._recipe = architecture, recipe
         self.prepared: list[Method] = []
 
-    def prepare(self, methods: Sequence[Method]) -> None:
-        """See `Tables`."""
+    def prepare(self, methods: Sequence[Method], known: Callable[[Method], None]) -> None:
+        """See `Tables`; methods are known in another order than they are asked for."""
         self.prepared += methods
+        for method in reversed(methods):
+            known(method)
 
     def __call__(self, method: Method) -> TaskMemory:
         """See `Tables`."""

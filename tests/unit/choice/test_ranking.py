@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_mux.arguments import parse_args
 from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS
 from megatron_mux.choice.engine_step import step_memory
-from megatron_mux.choice.fit import SEQUENCES
+from megatron_mux.choice.fit import SEQUENCES, Fit
 from megatron_mux.choice.flags import flags, megatron_flags, not_by_this_engine
 from megatron_mux.choice.ranking import answer, rank
 from megatron_mux.choice.speed import _Passes, step_seconds
@@ -59,6 +59,20 @@ def test_the_fastest_that_fits(recipe: Recipe, gpus: int, mib: int, batch: int |
         parts = step_memory(ARCHITECTURE, recipe, entry.method, PROFILES, TABLES)
         assert parts.peak((entry.largest + 1) * recipe.length) > mib * MIB
         assert entry.to_json()["worst_rank"]["rank"] % (entry.method.tensor * entry.method.data) == 0
+
+
+def test_the_best_so_far_is_told_while_methods_are_predicted() -> None:
+    told: list[tuple[int, int, Fit | None]] = []
+    found = rank(ARCHITECTURE, FROZEN, 4, 4000 * MIB, A100, tables=TABLES, told=lambda *now: told.append(now))
+    count = len(found.entries)
+    assert [(done, total) for done, total, _ in told] == [(n + 1, count) for n in range(count)]
+    speeds = [0.0 if best is None else best.throughput for *_, best in told]
+    assert speeds == sorted(speeds) and len(set(speeds)) > 1
+    # Of equals, the plainest is chosen, whichever was known first.
+    assert found.chosen is not None and speeds[-1] == found.chosen.throughput
+    plainest = [method.title for method in methods(4, ARCHITECTURE, FROZEN)]
+    equals = [one.method.title for one in found.entries if one.fits and one.throughput == speeds[-1]]
+    assert len(equals) > 1 and equals == sorted(equals, key=plainest.index)
 
 
 @pytest.mark.parametrize("gpus", [1, 4])

@@ -11,7 +11,7 @@ from megatron_mux.estimate.windows import Windows
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.memory.stream.events import Moment, Stream, StreamBuilder
+from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.tasks import TaskSpec
 
@@ -21,6 +21,8 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 WEIGHTS, ADAPTER, MOMENTS = 1000, 10, 20
 """Bytes of a layer that last: of the backbone, of a task, of its optimizer after the first step."""
+ONCE = 5000
+"""Bytes that last, allocated when the first task joins, for all of them."""
 COPIED = 3
 """Bytes of a layer for each row of keys and values that is copied."""
 MANY = 1900
@@ -47,7 +49,9 @@ def base() -> RunSpec:
     return RunSpec(CONFIG, (), Plan("auto", 1, ()))
 
 
-def played(groups: list[Group], layers: int, kept: RowBytes, scratch: int = 0) -> Windows:
+def played(
+    groups: list[Group], layers: int, kept: RowBytes, scratch: int = 0, chunks: bool = True
+) -> Windows:
     """A rehearsal of two signatures whose layers keep bytes by rows.
 
     Args:
@@ -55,14 +59,17 @@ def played(groups: list[Group], layers: int, kept: RowBytes, scratch: int = 0) -
         layers: Of the stage.
         kept: Bytes that a layer keeps of so many rows.
         scratch: Bytes that passes of many rows take behind all else.
+        chunks: Whether some micro-batches are cut.
     """
-    made = rehearsal(base(), SIGNATURES, groups, layers, CHUNK)
+    made = rehearsal(base(), SIGNATURES, groups, layers, CHUNK, chunks=chunks)
     grids = Windows(made, Recording(Stream.empty(), ())).grids
     player = _Player(layers, kept, scratch)
     player.allocate(WEIGHTS * layers, Moment("load"))
-    for _ in made.run.tasks:
+    for number, _ in enumerate(made.run.tasks):
         player.mark(JOINS)
-        player.allocate(ADAPTER * layers, Moment("join"))
+        player.allocate(ADAPTER * layers, Moment("join"), Category.ADAPTERS)
+        if not number:
+            player.allocate(ONCE, Moment("join"))
     for step, (grid, lengths) in enumerate(grids):
         player.mark(STEP)
         for bucket, own in enumerate(made.run.plan.buckets):
@@ -93,9 +100,9 @@ class _Player:
     def mark(self, what: object) -> None:
         self.marks.append((self._events, str(what)))
 
-    def allocate(self, size: int, moment: Moment) -> int:
+    def allocate(self, size: int, moment: Moment, category: Category = Category.OTHER) -> int:
         self._events += 1
-        return self.builder.allocate(size, moment)
+        return self.builder.allocate(size, moment, category=category)
 
     def free(self, block: int, phase: str) -> None:
         self._events += 1

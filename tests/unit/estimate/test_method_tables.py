@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread, current_thread
 from typing import Any, ClassVar
 
 import numpy as np
@@ -99,7 +99,10 @@ def test_methods_are_prepared_once_and_tasks_share_signatures(asked: type[Asked]
 def test_a_method_that_fails_harms_no_others(asked: type[Asked], file: TaskFile) -> None:
     asked.broken.add(2)
     tables = of(file)
-    tables.prepare([Method(tensor=2), Method(), Method(tensor=2, pipeline=2)])
+    methods, known = [Method(tensor=2), Method(), Method(tensor=2, pipeline=2)], list[tuple[Method, Thread]]()
+    tables.prepare(methods, lambda method: known.append((method, current_thread())))
+    assert sorted(map(str, methods)) == sorted(str(method) for method, _ in known)
+    assert {thread for _, thread in known} == {current_thread()}
     assert tables(Method()).memories
     for method in (Method(tensor=2), Method(tensor=2, pipeline=2)):
         with pytest.raises(UserError, match="cannot be predicted: it was killed"):

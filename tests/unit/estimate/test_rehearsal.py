@@ -48,6 +48,14 @@ def test_attention_has_two_calls_where_one_kernel_cannot_serve_all_lengths(pipel
         assert sorted(own) == [9] * pipelines + [long] * (len(own) - pipelines) and long % 8 == 0
 
 
+def test_where_no_chunks_are_asked_for_no_bucket_is_spent_on_them() -> None:
+    signatures = [signature(), signature(use_dora=True)]
+    made = rehearsal(base(), signatures, [(0,), (0, 1)], 3, CHUNK, chunks=False)
+    buckets = made.run.plan.buckets
+    assert [bucket.tasks for bucket in buckets] == [("0-0",), ("1-0", "1-1")]
+    assert not any(bucket.chunk for bucket in buckets) and made.cut == 0
+
+
 def test_what_lasts_is_told_by_one_size() -> None:
     sized, one = (
         rehearsal(base(), [signature()], [(0,)], 2, CHUNK, sized=several).run for several in (True, False)

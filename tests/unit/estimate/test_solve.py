@@ -16,6 +16,7 @@ from tests.unit.estimate.played import (
     COPIED,
     MANY,
     MOMENTS,
+    ONCE,
     SIGNATURES,
     WEIGHTS,
     RowBytes,
@@ -25,22 +26,23 @@ from tests.unit.estimate.played import (
 GROUPS: list[Group] = [(0,), (1,), (0, 1)]
 
 
-def solved(kept: RowBytes, layers: int = 30, scratch: int = 0) -> Memory:
+def solved(kept: RowBytes, layers: int = 30, scratch: int = 0, chunks: bool = True) -> Memory:
     """A deep stage's memory, from passes of two and three layers."""
-    shallow, deep = (played(GROUPS, depth, kept, scratch) for depth in (SHALLOW, DEEP))
+    shallow, deep = (played(GROUPS, depth, kept, scratch, chunks) for depth in (SHALLOW, DEEP))
     return Memory(SIGNATURES, [stage_table(shallow, deep, (SHALLOW, DEEP), CHUNK)], [layers], CHUNK)
 
 
-def test_deep_stages_at_other_sizes_follow_from_few_layers() -> None:
-    memory = solved(lambda rows: int(8 * rows) + 40)
+@pytest.mark.parametrize("chunks", [True, False])
+def test_deep_stages_at_other_sizes_follow_from_few_layers(chunks: bool) -> None:
+    memory = solved(lambda rows: int(8 * rows) + 40, chunks=chunks)
     rows = np.array([[100_000.0, 0.0], [7.0, 3000.0]])
-    copied = np.array([0.0, 5000.0])
+    copied = np.array([0.0, 5000.0 * chunks])
     taken = memory.passes(Contents(rows, rows / 2, np.ones(2), copied, np.zeros((2, len(ATTENTION)))))
     total = rows.sum(axis=1)
     assert taken.kept[:, 0] == pytest.approx(30 * (8 * total + COPIED * copied + 40) + 64, abs=8)
     assert taken.working[:, 0] == pytest.approx(total, abs=8)
     lasts = memory.lasting(np.array([2.0, 1.0]))[0]
-    assert lasts == pytest.approx(30 * (WEIGHTS + 3 * (ADAPTER + MOMENTS)))
+    assert lasts == pytest.approx(ONCE + 30 * (WEIGHTS + 3 * (ADAPTER + MOMENTS)))
     # In the first step moments are allocated, too; they count as lasting.
     assert memory.updating(np.array([1.0, 0.0]))[0] == pytest.approx(300)
 
@@ -77,7 +79,7 @@ def test_what_lasts_does_not_need_every_signature_of_a_pair_alone() -> None:
         stage_table(own, own, (DEEP, DEEP), CHUNK)
         for own in (played(groups, DEEP, lambda rows: 2 * rows) for groups in (GROUPS, [(1,), (0, 1)]))
     )
-    assert part.lasting.backbone == whole.lasting.backbone == WEIGHTS * DEEP
+    assert part.lasting.backbone == whole.lasting.backbone == ONCE + WEIGHTS * DEEP
     assert part.lasting.tasks[1] == whole.lasting.tasks[1] == (ADAPTER + MOMENTS) * DEEP
 
 
