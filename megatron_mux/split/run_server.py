@@ -23,7 +23,7 @@ from megatron_mux.backbone.registry import read_backbone_info, stored_dtype
 from megatron_mux.backbone.split import even_split
 from megatron_mux.console import make_console
 from megatron_mux.directory_lock import DirectoryLock
-from megatron_mux.dry_run.process import kept_worker, prepare
+from megatron_mux.dry_run.process import end_worker, kept_worker, prepare
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.body import Body
@@ -214,6 +214,7 @@ async def _serve(
     await server.drain(arguments.grace_seconds)
     await service.stop(1.0)
     dispatcher.close()
+    end_worker()  # a client that joined meanwhile waits for no prediction
 
 
 async def _stopped() -> None:

@@ -17,8 +17,9 @@ import torch
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.agreement import Terms
+from megatron_mux.split.agreement import Proposal, Terms
 from megatron_mux.split.pieces import Piece, from_wire, to_wire
+from megatron_mux.split.session_memory import Memory
 from megatron_mux.split.transport import DeadlineError
 from megatron_mux.split.wire import Dtype, Flags, Kind, Message, RefusedError
 from tests.unit.split.caller import (
@@ -426,6 +427,27 @@ def test_a_client_that_is_killed_while_joining_may_come_again(
     caller.join()
     caller.train_step()
     assert server.server.dispatcher.scheduler.free == server.capacity - caller_memory(server)
+
+
+def test_one_client_s_proposals_are_examined_one_by_one(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Predictions are made by one process for all clients, whose proposals would wait behind those of one."""
+    predict, lock, at_once, most = server.server._predict, threading.Lock(), [0], [0]
+
+    def counted(asked: Proposal) -> Memory:
+        with lock:
+            at_once[0] += 1
+            most[0] = max(most + at_once)
+        time.sleep(0.2)
+        with lock:
+            at_once[0] -= 1
+        return predict(asked)
+
+    monkeypatch.setattr(server.server, "_predict", counted)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda name: Caller(server, task=name).join(), ("one", "two", "three")))
+    assert most == [1] and len(server.server.sessions) == 3
 
 
 def caller_memory(server: RunningServer) -> int:
