@@ -68,13 +68,14 @@ class MemoryAnswer:
         Raises:
             UserError: No method answers.
         """
+        by_us = arguments.method in ("ours", "all")
+        if (
+            by_us
+        ):  # imports torch, which a saved trace does without, while another process reads the model's sizes
+            from megatron_mux.choice.ranking import answer as ranked
         question.check()
         answer = cls(question)
-        if arguments.method in ("ours", "all"):
-            from megatron_mux.choice.ranking import (
-                answer as ranked,  # imports torch, which a saved trace does without
-            )
-
+        if by_us:
             try:
                 answer.ranking = ranked(question, arguments, file, tables, told)
             except UserError as error:

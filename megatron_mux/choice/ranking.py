@@ -152,42 +152,52 @@ def rank(
     if not asked and architecture.placement is not None:
         ranks = architecture.placement.size
         raise UserError(f"--mux-expert-placement: is for {ranks} expert ranks, which {gpus} GPU(s) cannot be")
+    predicted = _Predicted(partial(fit, batch=batch), tables, len(asked), told)
     if tables is None:
-        found = [fit(method, batch) for method in asked]
+        for method in asked:
+            predicted.add(method)
     else:
-        found = _of_tasks(asked, tables, partial(fit, batch=batch), excluded, told)
+        tables.prepare(asked, predicted.add)
+    if asked and not predicted.fits:
+        raise UserError(*dict.fromkeys(predicted.problems.values()))
+    excluded |= predicted.problems
+    found = [predicted.fits[method] for method in asked if method in predicted.fits]
     # Sorting keeps the order of equals: the plainest first.
     fitting = sorted((one for one in found if one.fits), key=lambda one: -one.throughput)
     others = sorted((one for one in found if not one.fits), key=lambda one: one.peak_process)
     return Ranking([*fitting, *others], excluded, device.name, recipe.adapters)
 
 
-def _of_tasks(
-    asked: Sequence[Method],
-    tables: Tables,
-    fit: Callable[[Method], Fit],
-    excluded: dict[str, str],
-    told: Told,
-) -> list[Fit]:
-    """The methods whose tables could be made; why others are missing is added to `excluded`.
+class _Predicted:
+    """Methods that are predicted, in whichever order.
 
-    Raises:
-        UserError: There is none.
+    Args:
+        fit: Predicts one.
+        tables: Of tasks.
+        total: How many there will be.
+        told: See `Told`.
+
+    Attributes:
+        fits: The predictions.
+        problems: Why others are missing, by their titles: their tables could not be made.
     """
-    found, problems = dict[Method, Fit](), dict[str, str]()
 
-    def known(method: Method) -> None:
+    def __init__(self, fit: Callable[[Method], Fit], tables: Tables | None, total: int, told: Told) -> None:
+        self._fit, self._tables, self._total, self._told = fit, tables, total, told
+        self._best: Fit | None = None
+        self.fits: dict[Method, Fit] = {}
+        self.problems: dict[str, str] = {}
+
+    def add(self, method: Method) -> None:
+        """Predict one more."""
         try:
-            tables(method)
-            found[method] = fit(method)
+            if self._tables is not None:
+                self._tables(method)
+            found = self.fits[method] = self._fit(method)
+            if found.fits and (self._best is None or found.throughput > self._best.throughput):
+                self._best = found
         except UserError as error:
-            problems[method.title] = " ".join(error.problems)
-        fitting = [one for one in found.values() if one.fits]
-        best = max(fitting, key=lambda one: one.throughput, default=None)
-        told(len(found) + len(problems), len(asked), best)
-
-    tables.prepare(asked, known)
-    if asked and not found:
-        raise UserError(*dict.fromkeys(problems.values()))
-    excluded |= problems
-    return [found[method] for method in asked if method in found]
+            if self._tables is None:
+                raise
+            self.problems[method.title] = " ".join(error.problems)
+        self._told(len(self.fits) + len(self.problems), self._total, self._best)

@@ -212,12 +212,11 @@ def _answer(arguments: argparse.Namespace, console: Console | None) -> tuple[Sav
 
     if arguments.plot:
         check(arguments.plot)
-    by_tables = arguments.tasks is not None and arguments.method != "trace"
-    if by_tables:
+    if arguments.tasks is not None and arguments.method != "trace":
         from megatron_mux.estimate.method_tables import start
 
         start()
-    with Tracer() as tracer, _progress(by_tables) as told:
+    with Tracer() as tracer, _progress(arguments.method != "trace") as told:
         question, file = _question(arguments, tracer)
         tables = _tables(arguments)(file) if file is not None else None
         answer = MemoryAnswer.of(question, arguments, file, tables, told)
