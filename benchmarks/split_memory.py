@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 if TYPE_CHECKING:
+    from megatron_mux.split.agreement import Proposal
     from megatron_mux.split.body import Body
+    from megatron_mux.split.session_memory import Memory
+    from megatron_mux.split.session_prediction import BodyPlace
 
 
 def measure_memory(backbone: Path, most: int, rows: int, longest: int) -> dict[str, Any]:
@@ -51,7 +54,7 @@ def grow(backbone: Path, most: int, copies: bool, rows: int, longest: int) -> li
     from megatron_mux.backbone.registry import read_shape
     from megatron_mux.split.body import Body
     from megatron_mux.split.session_compute import Bodies
-    from megatron_mux.split.session_memory import predict
+    from megatron_mux.split.session_prediction import BodyPlace
 
     shape, parallel = read_shape(backbone), runtime.initialize(device="cpu")
     before = _set_aside()
@@ -59,11 +62,12 @@ def grow(backbone: Path, most: int, copies: bool, rows: int, longest: int) -> li
     body = Body(Backbone.load(backbone, parallel, split=split, stage=1, ends=False), parallel)
     if copies:
         before = _set_aside()
+    place = BodyPlace.of(body, range(1, shape.layers))
     bodies, found, lasting = Bodies(body, copies, 1.0), [], 0
     for count in range(1, most + 1):
         name, asked = f"client-{count}/task", proposal("", rows, longest)
         part = asked.body(shape)
-        memory, predicted = bodies.join(name, asked, part, None), predict(shape, asked, 4, "cpu")
+        memory, predicted = bodies.join(name, asked, part, None), _predicted(place, asked)
         lasting += memory.lasting
         peak = _step(bodies.of(name), name, part, rows, longest)
         persistent, resident = tensor_bytes(), resident_bytes() - before
@@ -75,7 +79,7 @@ def grow(backbone: Path, most: int, copies: bool, rows: int, longest: int) -> li
                 "resident": resident,
                 "measured": persistent + peak,
                 "equation_3": weights + lasting + memory.backward,
-                "closed_forms": weights + count * predicted.lasting + predicted.backward,
+                "predicted": weights + count * predicted.lasting + predicted.backward,
                 "weights": weights,
                 "lasting": lasting,
                 "request": peak,
@@ -83,6 +87,12 @@ def grow(backbone: Path, most: int, copies: bool, rows: int, longest: int) -> li
         )
     gc.unfreeze()
     return found
+
+
+def _predicted(place: BodyPlace, asked: Proposal) -> Memory:
+    from megatron_mux.split.session_prediction import predict, prediction_worker
+
+    return prediction_worker().submit(predict, place, asked.model_dump_json()).result()
 
 
 def _set_aside() -> int:

@@ -41,18 +41,18 @@ def compare(backbone: Path, rows: Sequence[int], cuts: tuple[int, int]) -> list[
     from megatron_mux import runtime
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.backbone.registry import read_shape
-    from megatron_mux.dry_run.process import kept_worker, prepare
+    from megatron_mux.dry_run.process import prepare
     from megatron_mux.split.agreement import Proposal
     from megatron_mux.split.body import Body
     from megatron_mux.split.session_memory import profile
-    from megatron_mux.split.session_prediction import BodyPlace, SessionPredictor
+    from megatron_mux.split.session_prediction import BodyPlace, predict, prediction_worker
     from megatron_mux.tasks import TrainingSpec
 
     shape, parallel, (front, back) = read_shape(backbone), runtime.initialize(device="cpu"), cuts
     split = (front, shape.layers - front - back, back)
     body = Body(Backbone.load(backbone, parallel, torch.float32, split=split, stage=1, ends=False), parallel)
-    predict = SessionPredictor(BodyPlace.of(body, range(front, shape.layers - back)))
-    prepare(kept_worker()).result()
+    place = BodyPlace.of(body, range(front, shape.layers - back))
+    prepare(prediction_worker()).result()
     found = []
     for name, adapter in ADAPTERS.items():
         for count in rows:
@@ -75,7 +75,7 @@ def compare(backbone: Path, rows: Sequence[int], cuts: tuple[int, int]) -> list[
             layers = asked.body(shape)
             body.add("task", asked.adapter_spec(), asked.training, layers, asked.total_steps)
             began = time.perf_counter()
-            predicted = predict(asked)
+            predicted = prediction_worker().submit(predict, place, asked.model_dump_json()).result()
             seconds = time.perf_counter() - began
             measured = profile(body, "task", asked, layers)
             body.remove("task")

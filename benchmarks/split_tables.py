@@ -137,7 +137,7 @@ def _memory(found: Mapping[str, Any]) -> list[str]:
             *(f"{value / _MIB:.0f}" for value in (other["persistent"], own["persistent"])),
             f"{own['persistent'] / other['persistent'] - 1:+.1%}",
             *(f"{value / _MIB:.0f}" for value in (other["resident"], own["resident"], own["measured"])),
-            *(f"{own[key] / own['measured'] - 1:+.2%}" for key in ("equation_3", "closed_forms")),
+            *(f"{own[key] / own['measured'] - 1:+.2%}" for key in ("equation_3", "predicted")),
         )
         for own, other in zip(found["shared"], found["vanilla"], strict=True)
     ]
@@ -149,7 +149,7 @@ def _memory(found: Mapping[str, Any]) -> list[str]:
     names = (
         "clients | vanilla | shared | against | vanilla, resident | shared, resident | shared, with a request"
     )
-    return [head, "", *table(f"{names} | equation 3 | by closed forms", rows)]
+    return [head, "", *table(f"{names} | equation 3 | as predicted", rows)]
 
 
 def goals(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -182,7 +182,7 @@ def goals(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         if len(shared) >= 4:
             saved = 1 - shared[3]["persistent"] / copies[3]["persistent"]
             add("persistent memory of 4 clients >= 70% below vanilla's", saved, "{:.1%}", saved >= 0.7)
-        for key, name in (("equation_3", "as measured at joining"), ("closed_forms", "by closed forms")):
+        for key, name in (("equation_3", "as measured at joining"), ("predicted", "as predicted")):
             off = max(abs(one[key] / one["measured"] - 1) for one in shared)
             add(f"equation 3 within 5%, {name}, worst", off, "{:.2%}", off <= 0.05)
     return found

@@ -19,15 +19,11 @@ class Place:
     """A BaseOp where an adapter acts.
 
     Attributes:
-        op: Which BaseOp.
         in_features, out_features: Its widths.
-        modules: Number of its modules that the adapter targets.
     """
 
-    op: BaseOpName
     in_features: float
     out_features: float
-    modules: int = 1
 
 
 class Work(NamedTuple):

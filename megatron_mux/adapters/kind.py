@@ -193,8 +193,11 @@ class AdapterSpec(Section, ABC):
         return found
 
     def is_alike(self, shape: BackboneShape, layers: range) -> bool:
-        """Whether each of these layers has tensors of the same shapes, or none has any."""
+        """Whether each of these layers has tensors of the same shapes in the same places, or none has any."""
         found: dict[int, list[str]] = {layer: [] for layer in layers}
+        for module in self.modules(shape):
+            if module.layer in found:
+                found[module.layer].append(module.op)
         for tensor in self.tensors(shape).values():
             if tensor.layer in found:
                 found[tensor.layer].append(f"{tensor.shape} {tensor.dim} {tensor.trained}")

@@ -116,7 +116,7 @@ class LowRankSpec(SavesModules, AdapterSpec):
 
     def work(self, place: Place) -> Work:
         """See `AdapterSpec.work`."""
-        rank, inputs, outputs = self.rank * place.modules, place.in_features, place.out_features
+        rank, inputs, outputs = self.rank, place.in_features, place.out_features
         return Work(2 * rank * (inputs + outputs), (4 if self.dropout else 1) * inputs + 2 * outputs)
 
 

@@ -113,7 +113,7 @@ class VeraSpec(LowRankSpec):
 
     def work(self, place: Place) -> Work:
         """See `AdapterSpec.work`: that of low-rank terms, and the scaling of the matrices."""
-        matrices = self.r * place.modules * (place.in_features + place.out_features)
+        matrices = self.r * (place.in_features + place.out_features)
         return super().work(place)._replace(weights=3 * matrices)
 
     def _draw(self, full: Tensor, *before: tuple[int, int]) -> None:

@@ -38,7 +38,7 @@ FAMILIES = (
 """Each is a module of `families` with a `FAMILY`."""
 
 WITH_EXPERTS = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
-"""Those with mixture-of-experts layers, which closed forms and planner do not know yet."""
+"""Those with mixture-of-experts layers."""
 
 DENSE = tuple(name for name in FAMILIES if name not in WITH_EXPERTS)
 

@@ -27,7 +27,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from shlex import quote
 from typing import TYPE_CHECKING
 
@@ -212,11 +212,12 @@ def _answer(arguments: argparse.Namespace, console: Console | None) -> tuple[Sav
 
     if arguments.plot:
         check(arguments.plot)
+    ahead: AbstractContextManager[None] = nullcontext()
     if arguments.tasks is not None and arguments.method != "trace":
-        from megatron_mux.estimate.method_tables import start
+        from megatron_mux.estimate.method_tables import importing
 
-        start()
-    with Tracer() as tracer, _progress(arguments.method != "trace") as told:
+        ahead = importing()
+    with ahead, Tracer() as tracer, _progress(arguments.method != "trace") as told:
         question, file = _question(arguments, tracer)
         tables = _tables(arguments)(file) if file is not None else None
         answer = MemoryAnswer.of(question, arguments, file, tables, told)

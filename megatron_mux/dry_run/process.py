@@ -30,18 +30,17 @@ Input = TypeVar("Input")
 Result = TypeVar("Result")
 
 
-_workers: dict[int, Worker] = {}
+_workers: dict[tuple[int, float], Worker] = {}
 
 
-def kept_worker(number: int = 0) -> Worker:
+def kept_worker(number: int = 0, seconds: float = _SECONDS) -> Worker:
     """A process for dry runs. It is kept: what it imports takes seconds. It ends with this one.
 
     Args:
         number: Which of several.
+        seconds: Time limit of a call.
     """
-    if number not in _workers:
-        _workers[number] = Worker(_SECONDS)
-    return _workers[number]
+    return _workers.setdefault((number, seconds), Worker(seconds))
 
 
 def end_worker() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from queue import SimpleQueue
@@ -37,9 +38,17 @@ _TOLERANCE = float("inf")
 """As for plans: what lines may be off is added to them."""
 
 
-def start() -> None:
-    """Let a process import what dry runs need, while the caller reads the question."""
+@contextmanager
+def importing() -> Iterator[None]:
+    """Context in which a process imports what dry runs need, while the caller reads the question. After an exception it
+    ends at once.
+    """
     prepare(kept_worker())
+    try:
+        yield
+    except BaseException:
+        end_worker()
+        raise
 
 
 class MethodTables:
@@ -79,7 +88,7 @@ class MethodTables:
         for own in together.values():
             own.sort(key=lambda method: method.pipeline)  # those that share most
         count = max(1, min(_AT_ONCE, len(os.sched_getaffinity(0))))
-        free, stopped, done = SimpleQueue[int](), Event(), SimpleQueue[Method | None]()
+        free, stopped, done = SimpleQueue[int](), Event(), SimpleQueue[Method | BaseException | None]()
         waiting = range(1, count)  # for the first answer, which one process gives sooner if no other starts
         free.put(0)
 
@@ -90,21 +99,25 @@ class MethodTables:
                     if not stopped.is_set():
                         self._of(method, number)
                         done.put(method)
+            except BaseException as error:
+                done.put(error)
+            else:
+                done.put(None)
             finally:
                 free.put(number)
-                done.put(None)
 
         pool = ThreadPoolExecutor(count)
         try:
-            made = [pool.submit(make, own) for own in together.values()]
-            for _ in made:
+            for own in together.values():
+                pool.submit(make, own)
+            for _ in together:
                 while (ready := done.get()) is not None:
+                    if isinstance(ready, BaseException):
+                        raise ready
                     for number in waiting:
                         free.put(number)
                     waiting = range(0)
                     known(ready)
-            for one in made:
-                one.result()
         except BaseException:  # such as Ctrl-C
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)

@@ -366,6 +366,7 @@ def _lasting(windows: Windows) -> Lasting:
     if not cut:  # what is allocated once for all tasks comes with the first one, and is none of its own
         own = (Category.ADAPTERS, Category.GRADIENTS, Category.OPTIMIZER)
         joined[0] = [sum(windows.lasting(*events[0][0], category) for category in own)]
+        updated[0] = windows.updated(0, Category.OPTIMIZER)
     tasks, updating, gradients, optimizer = (np.zeros(1 + max(map(max, groups))) for _ in OF_TASKS)
     for signature, number in alone.items():
         tasks[signature] = joined[number][0] + updated[number]

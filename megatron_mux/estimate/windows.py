@@ -107,9 +107,9 @@ class Windows:
             sizes = sizes * (self._categories[start:stop] == CATEGORIES.index(category))
         return float(sizes.sum())
 
-    def updated(self, bucket: int) -> float:
-        """Bytes that a bucket's updates allocated and that are there at the end of the run."""
-        return sum(self.lasting(w.start, w.stop) for w in self._of(bucket) if not w.action.is_pass)
+    def updated(self, bucket: int, category: Category | None = None) -> float:
+        """Bytes that a bucket's updates allocated and that are there at the end of the run; of a category, if given."""
+        return sum(self.lasting(w.start, w.stop, category) for w in self._of(bucket) if not w.action.is_pass)
 
     def _of(self, bucket: int) -> list[Window]:
         every = len(self.rehearsal.groups)

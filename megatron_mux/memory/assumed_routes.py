@@ -1,4 +1,4 @@
-"""Which experts rows select where no router has run: in dry runs and closed forms, before a run.
+"""Which experts rows select where no router has run: in dry runs, before a run.
 
 Every expert is selected equally often, or as an access profile says. The experts of a row are as far apart in the order
 of their numbers as can be, within the groups that a router may choose from: where neighbouring experts share a rank, as

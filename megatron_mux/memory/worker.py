@@ -17,6 +17,7 @@ from functools import cached_property
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from threading import Lock
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -32,6 +33,10 @@ class WorkerError(RuntimeError):
     """A call failed, took too long, or lost its process; the message says why."""
 
 
+class LostProcess(WorkerError):
+    """A call's process ended before it was done."""
+
+
 class Worker:
     """A process that calls functions one after the other; leaving the context ends it and all that it has started.
 
@@ -43,6 +48,7 @@ class Worker:
         self._seconds = seconds
         self._process: _Process | None = None
         self._calls = ThreadPoolExecutor(1)
+        self._lock, self._is_over = Lock(), False
 
     def __enter__(self) -> Self:
         return self
@@ -51,9 +57,12 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._calls.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._is_over = True
+            if self._process is not None:
+                self._process.end()
+        self._calls.shutdown()
         if self._process is not None:
-            self._process.end()
-            self._calls.shutdown()
             self._process.close()
 
     def start(self, module: str) -> None:
@@ -61,15 +70,21 @@ class Worker:
         self.submit(_imported, module)
 
     def submit(self, function: Callable[P, Result], *arguments: P.args, **named: P.kwargs) -> Future[Result]:
-        """Call a function of a module in the process, after the calls submitted before.
+        """Call a function of a module in the process, after the calls submitted before. Any thread may do so.
 
         Returns:
             The result, or a UserError if the function raises one, or a WorkerError if it fails otherwise. After its
-            process is lost, the next call starts another one.
+            process is lost, the next call starts another one, also if it waits already.
         """
-        if self._process is None or self._process.has_ended:
-            self._process = _Process(self._seconds)
-        return self._calls.submit(self._process.call, function, arguments, named)
+        return self._calls.submit(self._call, function, arguments, named)
+
+    def _call(self, function: Callable[..., Any], arguments: Any, named: Any) -> Any:
+        with self._lock:
+            if self._is_over:
+                raise LostProcess("the calls of its process have been ended")
+            if self._process is None or self._process.has_ended:
+                self._process = _Process(self._seconds)
+        return self._process.call(function, arguments, named)
 
 
 class _Process:
@@ -99,7 +114,7 @@ class _Process:
                 raise WorkerError(f"it took longer than {self._seconds:g} s")
             result, error = self._connection.recv()
         except (EOFError, OSError):
-            raise WorkerError(self._last_words) from None
+            raise LostProcess(self._last_words) from None
         if error is not None:
             raise error
         return result

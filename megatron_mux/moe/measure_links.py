@@ -22,7 +22,11 @@ _SMALL = 8
 """A transfer is compared with one of an eighth of its bytes: what both take alike is latency."""
 _REPEATS = 3
 _TIMES = 2 * _REPEATS + 3
-"""Times a transfer's duration that measuring a link takes, or somewhat less: longer ones are found by doubling."""
+"""Times a transfer's duration that measuring a link takes, or somewhat less: longer ones are found by doubling. More
+where latency is most of a transfer.
+"""
+_PATIENCE = 16
+"""Times the duration that was asked for at which a transfer is not made longer any more."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +81,12 @@ class LinkMeter:
         while self._time(links, size) < self._seconds and size < _MOST_BYTES:
             size *= 2
         long, short = self._medians(links, size)
-        while long < 2 * short and size < _MOST_BYTES:  # latency and noise hide what the bytes take
+        # Latency and noise may hide what the bytes take.
+        while long < 2 * short and size < _MOST_BYTES and long < _PATIENCE * self._seconds:
             size *= 2
             long, short = self._medians(links, size)
         small = size // _SMALL
-        per_byte = (long - short) / (size - small) if long > short else long / size
+        per_byte = long / size if long < 2 * short else (long - short) / (size - small)
         return Transfer(len(links) / per_byte, max(0.0, short - small * per_byte))
 
     def _medians(self, links: Sequence[tuple[int, int]], size: int) -> tuple[float, float]:

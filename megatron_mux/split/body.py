@@ -34,6 +34,7 @@ from megatron_mux.split.pieces import MOMENTS, Piece, assemble, check_pieces, ru
 from megatron_mux.tasks import TrainingSpec
 
 Meter = Callable[[torch.device, Callable[[], object]], tuple[object, Peak]]
+"""Runs a computation on a device and measures its memory; see `meter.measure`."""
 
 _TRIES = 4
 """Measurements of a pass on the CPUs of several ranks, of which the least counts: gloo's threads sometimes release a

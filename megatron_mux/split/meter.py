@@ -51,6 +51,9 @@ def recorded(recorder: Recorder, block: int, compute: Callable[[], T]) -> tuple[
         recorder: Sees the tensors that are made; it may have seen others before.
         block: Bytes that the allocator rounds up to.
         compute: The computation.
+
+    Returns:
+        What it returned, and its memory.
     """
     before = recorder.events
     result = compute()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_mux.errors import UserError
+from megatron_mux.memory.worker import LostProcess
 from megatron_mux.shape import BackboneShape
 from megatron_mux.split.agreement import Proposal
 from megatron_mux.split.session_memory import Memory
@@ -98,12 +99,12 @@ def _needed(claims: Sequence[_Claim]) -> int:
     return sum(claim.standing for claim in claims) + max(claim.most for claim in claims)
 
 
-def examine(
+async def examine(
     proposal: Proposal,
     shape: BackboneShape,
     layers: range,
     most_message: int,
-    predict: Callable[[Proposal], Memory],
+    predict: Callable[[Proposal], Awaitable[Memory]],
 ) -> tuple[range, Memory]:
     """The layers of a session's body, and the memory that it needs on the rank that needs most.
 
@@ -133,6 +134,9 @@ def examine(
             raise UserError(
                 f"the server holds layers {layers.start} to {layers.stop - 1}: it needs at least {least}"
             )
-        return own, predict(proposal)
+        return own, await predict(proposal)
     except UserError as error:
         raise RefusedError("proposal", str(error)) from None
+    except LostProcess:
+        why = "the server lost the process that predicts a session's memory"
+        raise RefusedError("full", why, retry=True) from None

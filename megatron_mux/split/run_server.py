@@ -23,7 +23,7 @@ from megatron_mux.backbone.registry import read_backbone_info, stored_dtype
 from megatron_mux.backbone.split import even_split
 from megatron_mux.console import make_console
 from megatron_mux.directory_lock import DirectoryLock
-from megatron_mux.dry_run.process import end_worker, kept_worker, prepare
+from megatron_mux.dry_run.process import end_worker, prepare
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.body import Body
@@ -37,6 +37,7 @@ from megatron_mux.split.server import PROGRAM
 from megatron_mux.split.service import SHARE, ServerTls, Service
 from megatron_mux.split.serving import ServingOptions, SplitServer
 from megatron_mux.split.session_compute import Bodies
+from megatron_mux.split.session_prediction import prediction_worker
 from megatron_mux.split.store import SessionStore
 
 _MIB = 1 << 20
@@ -55,7 +56,10 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.save, break_lock=arguments.break_lock, say=partial(print, flush=True)
     ) as lock:
         lock.record(backbone=str(arguments.backbone.resolve()))
-        _run(arguments, lock.check)
+        try:
+            _run(arguments, lock.check)
+        finally:
+            end_worker()  # nobody waits for a prediction any more
 
 
 def _run(arguments: argparse.Namespace, check: Callable[[], None] = lambda: None) -> None:
@@ -87,7 +91,7 @@ def _run(arguments: argparse.Namespace, check: Callable[[], None] = lambda: None
         )
     with watched(parallel, PROGRAM) as parallel:
         if not parallel.rank:
-            prepare(kept_worker())
+            prepare(prediction_worker())
         backbone = _load(arguments, parallel, layers, info.shape.layers)
         kind = Body if parallel.world_size == 1 else StagedBody if parallel.rank else LeadingBody
         body = kind(backbone, parallel)
@@ -214,7 +218,6 @@ async def _serve(
     await server.drain(arguments.grace_seconds)
     await service.stop(1.0)
     dispatcher.close()
-    end_worker()  # a client that joined meanwhile waits for no prediction
 
 
 async def _stopped() -> None:

@@ -107,7 +107,7 @@ class SplitServer:
         self._replaced: WeakSet[asyncio.Task[Any]] = WeakSet()
         self._background = Background()
         self._joining: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._examined: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._examining: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._predict = SessionPredictor(BodyPlace.of(bodies.shared, options.layers))
         self.requests = SessionRequests(
             bodies, dispatcher, store, options.policy, metrics, log, self.sessions
@@ -230,9 +230,9 @@ class SplitServer:
     async def _add(self, name: str, identity: str, proposal: Proposal) -> Session:
         """A new session, at the step that its client is at."""
         # One by one of each client: predictions take seconds, and one process makes them for all.
-        async with self._examined.setdefault(identity, asyncio.Lock()):
-            layers, need = await asyncio.to_thread(
-                examine, proposal, self.shape, self.options.layers, self.options.most_message, self._predict
+        async with self._examining.setdefault(identity, asyncio.Lock()):
+            layers, need = await examine(
+                proposal, self.shape, self.options.layers, self.options.most_message, self._predict
             )
         memory, holds = await self._attachments.attach(name, identity, proposal, layers, need)
         session = Session(

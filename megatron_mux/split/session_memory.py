@@ -78,23 +78,23 @@ class Memory:
         return {f"{name}_bytes": value for name, value in asdict(self).items() if name != "rows"}
 
 
-def heaviest_lengths(rows: int, sequences: int, longest: int, device: str) -> list[int]:
-    """The lengths of which a request may need most: one of them does.
+def heaviest_lengths(longest: int, device: str) -> list[int]:
+    """The lengths, up to the longest, of which a row needs most: one of them does.
 
     A GPU computes all lengths alike. A CPU keeps the weights of all pairs of a short sequence's tokens, and pads it.
+    How many sequences a request has does not matter: short ones may be beside long ones.
 
     Args:
-        rows: Of the request.
-        sequences: That it has at most.
-        longest: Tokens of the longest one.
+        longest: Tokens of the longest sequence.
         device: `cpu` or `cuda`.
     """
-    longest = min(longest, rows)
     if device != "cpu":
         return [longest]
-    short = range(-(-rows // max(1, sequences)), min(longest, LONGEST) + 1)
-    heaviest = max(short, key=lambda length: padded_length(length) ** 2 / length, default=longest)
-    return sorted({longest, heaviest})
+    # Of those that are padded to one length, the shortest is padded most; few sequences are shorter than that.
+    short = [n for n in range(2, min(longest, LONGEST) + 1) if padded_length(n) > padded_length(n - 1)]
+    most_pairs = max(short, key=lambda n: padded_length(n) ** 2 / n, default=longest)
+    most_padding = max(short, key=lambda n: padded_length(n) / n, default=longest)
+    return sorted({longest, most_pairs, most_padding})
 
 
 def sequences_behind_prefixes(rows: int, most: int, longest: int) -> list[int]:
@@ -144,9 +144,7 @@ def profile(body: Body, name: str, proposal: Proposal, layers: range, smaller: b
         """Where the line through both meets a request without rows."""
         return max(0, (little * most - large * few) // (most - few)) if most > few else 0
 
-    lengths = (
-        [longest] if prefixed else heaviest_lengths(most, proposal.sequences, longest, backbone.device.type)
-    )
+    lengths = [longest] if prefixed else heaviest_lengths(longest, backbone.device.type)
     forward, graph, backward, lasting = map(max, zip(*(measured(most, one) for one in lengths), strict=True))
     hidden = most * backbone.shape.hidden * backbone.dtype.itemsize
     memory = Memory(most, forward, graph, backward, hidden, lasting)

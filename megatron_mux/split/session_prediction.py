@@ -5,9 +5,11 @@ The server itself measures them once the session is in its memory: see `session_
 
 from __future__ import annotations
 
+import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,7 +22,8 @@ from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.dry_run.process import kept_worker
 from megatron_mux.errors import UserError
 from megatron_mux.gpus import Gpu, assumed
-from megatron_mux.memory.worker import WorkerError
+from megatron_mux.memory.worker import LostProcess, Worker, WorkerError
+from megatron_mux.optimizers.registry import OPTIMIZERS
 from megatron_mux.split.agreement import Proposal
 from megatron_mux.split.body import Body
 from megatron_mux.split.meter import recorded
@@ -28,6 +31,8 @@ from megatron_mux.split.session_memory import Memory, profile
 
 _KEPT = 256
 """Answers that are remembered: sessions come again."""
+_SECONDS = 60.0
+"""Time limit of a prediction: other clients wait for it."""
 _BLOCK = 512
 """Bytes that a GPU's allocator rounds up to."""
 
@@ -69,7 +74,7 @@ class BodyPlace:
 
 
 class SessionPredictor:
-    """Predicts the memory of sessions that want to join a server.
+    """Predicts the memory of sessions that want to join a server. One process does so for all of them, in turn.
 
     Args:
         place: The server's body.
@@ -77,27 +82,40 @@ class SessionPredictor:
 
     def __init__(self, place: BodyPlace) -> None:
         self._place = place
-        self._ask = lru_cache(_KEPT)(self._asked)
+        self._known: OrderedDict[str, Memory] = OrderedDict()
 
-    def __call__(self, proposal: Proposal) -> Memory:
-        """A session's memory before anything is allocated, of the rank that needs most. It takes seconds.
+    async def __call__(self, proposal: Proposal) -> Memory:
+        """A session's memory before anything is allocated, of the rank that needs most: in seconds, or not at all
+        after a minute.
 
         Args:
             proposal: What its client asks for.
 
         Raises:
             UserError: The adapter does not fit the backbone, the cut leaves no layer, or it cannot be computed.
+            LostProcess: The process was ended.
         """
         proposal.body(self._place.info.shape)
-        proposal.adapter_spec()
         nobody = {"task": "task", "run": "0" * 16, "incarnation": "0" * 16, "fingerprint": "", "step": 0}
-        return self._ask(proposal.model_copy(update=nobody).model_dump_json())
+        asked = proposal.model_copy(update=nobody).model_dump_json()
+        if asked not in self._known:
+            # Without a thread that waits: a client that goes takes its call back, unless that has begun.
+            future = prediction_worker().submit(predict, self._place, asked)
+            try:
+                self._known[asked] = await asyncio.wrap_future(future)
+            except LostProcess:
+                raise
+            except WorkerError as error:
+                raise UserError(f"the task cannot be computed: {error}") from error
+        self._known.move_to_end(asked)
+        while len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+        return self._known[asked]
 
-    def _asked(self, proposal: str) -> Memory:
-        try:
-            return kept_worker().submit(predict, self._place, proposal).result()
-        except WorkerError as error:
-            raise UserError(f"the task cannot be computed: {error}") from error
+
+def prediction_worker() -> Worker:
+    """The process that predicts."""
+    return kept_worker(seconds=_SECONDS)
 
 
 def predict(place: BodyPlace, proposal: str) -> Memory:
@@ -135,11 +153,14 @@ def _of_stage(place: BodyPlace, proposal: Proposal, stage: int, layers: range) -
         return measured(layers)
     one, two = measured(layers[:1]), measured(layers[:2])
     deep = _combined([one, two], lambda figures: figures[1] + (figures[1] - figures[0]) * (len(layers) - 2))
-    return replace(deep, forward=two.forward)  # without a graph, nothing of a layer stays
+    deep = replace(deep, forward=two.forward)  # without a graph, nothing of a layer stays
+    if OPTIMIZERS[proposal.training.optim].at_once:  # it has buffers of a size that layers do not add to
+        deep = replace(deep, lasting=measured(layers, passes=False).lasting)
+    return deep
 
 
-def _measured(place: BodyPlace, proposal: Proposal, stage: int, layers: range) -> Memory:
-    """Memory of a rank that has these layers of the body and no others."""
+def _measured(place: BodyPlace, proposal: Proposal, stage: int, layers: range, passes: bool = True) -> Memory:
+    """Memory of a rank that has these layers of the body and no others; without passes, only what lasts."""
     from megatron_mux.dry_run.fake_world import fake_rank
     from megatron_mux.dry_run.real_host import read_fake_value
     from megatron_mux.memory.fake_gpu.place import Place
@@ -162,6 +183,8 @@ def _measured(place: BodyPlace, proposal: Proposal, stage: int, layers: range) -
             )
             whole = proposal.body(place.info.shape)
             body.add("session", proposal.adapter_spec(), proposal.training, whole, proposal.total_steps)
+            if not passes:
+                return Memory(proposal.train_rows, 0, 0, 0, 0, body.bytes_of("session"))
             return profile(body, "session", proposal, whole, smaller=False)
 
 

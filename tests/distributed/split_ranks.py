@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ def compare_memory(body: LeadingBody, alone: Body) -> None:
         wire="f64",
     )
     ours, theirs = (profile(one, name, proposal, layers) for one in (body, alone))
-    predicted = SessionPredictor(BodyPlace.of(body, range(1, LAYERS)))(proposal)
+    predicted = asyncio.run(SessionPredictor(BodyPlace.of(body, range(1, LAYERS)))(proposal))
     assert predicted.lasting == ours.lasting
     for figure in ("forward", "graph", "backward"):
         late = getattr(ours, figure) - getattr(predicted, figure)

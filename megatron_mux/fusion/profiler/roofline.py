@@ -181,7 +181,7 @@ class _Rank:
                 if sample.at(op, self.shape) is None or (routed and self.expert_tensor > 1):
                     continue
                 section = sample.section(op, ["module"])
-                work, place = section.work(Place(op, *self._widths(op))), section.curve(1)
+                work, place = section.work(Place(*self._widths(op))), section.curve(1)
                 assert place is not None, "samples take seconds"
 
                 launches = _LOW_RANK_LAUNCHES if routed else 1

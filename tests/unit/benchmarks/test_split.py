@@ -77,7 +77,7 @@ def result() -> dict[str, Any]:
         {"clients": i, "persistent": 100 + i, "resident": 120, "measured": 120 + i, "equation_3": 121}
         for i in range(1, 5)
     ]
-    memory = [{**own, "closed_forms": 130} for own in memory]
+    memory = [{**own, "predicted": 130} for own in memory]
     copies = [{**own, "persistent": 101 * own["clients"]} for own in memory]
     sizes = [{"rows": rows, "rows_per_s": {"alone": [10.0], "together": [x * 10]}, "speed_up": x}
              for rows, x in ((64, 1.5), (256, 0.9))]  # fmt: skip

@@ -22,7 +22,7 @@ CONFIG: dict[str, Any] = {
 WEIGHTS, ADAPTER, MOMENTS = 1000, 10, 20
 """Bytes of a layer that last: of the backbone, of a task, of its optimizer after the first step."""
 ONCE = 5000
-"""Bytes that last, allocated when the first task joins, for all of them."""
+"""Bytes that last, allocated when the first task joins, and when it is first updated, for all of them."""
 COPIED = 3
 """Bytes of a layer for each row of keys and values that is copied."""
 MANY = 1900
@@ -84,6 +84,8 @@ def played(
             for unit in reversed(units):
                 player.backward(unit)
             player.update(bucket, MOMENTS * layers * len(own.tasks) if step == 0 else 0)
+            if step == bucket == 0:
+                player.allocate(ONCE, Moment("optimizer"))
     return Windows(made, Recording(player.builder.done(), tuple(player.marks)))
 
 
@@ -133,4 +135,4 @@ class _Player:
         self.mark(Action(0, "U", bucket))
         self.free(self.allocate(300, Moment("optimizer", None, "step")), "optimizer")
         if moments:
-            self.allocate(moments, Moment("optimizer", None, "zeros"))
+            self.allocate(moments, Moment("optimizer", None, "zeros"), Category.OPTIMIZER)

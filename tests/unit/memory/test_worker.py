@@ -10,7 +10,7 @@ import time
 import pytest
 
 from megatron_mux.errors import UserError
-from megatron_mux.memory.worker import Worker, WorkerError
+from megatron_mux.memory.worker import LostProcess, Worker, WorkerError
 
 
 def _refuse(*problems: str) -> None:
@@ -36,15 +36,14 @@ def test_what_a_function_raises_is_raised() -> None:
         assert worker.submit(math.sqrt, 4).result() == 2
 
 
-def test_a_lost_process_is_told_and_the_next_call_has_another() -> None:
+def test_a_lost_process_is_told_and_other_calls_have_another() -> None:
     with Worker() as worker:
         pid = worker.submit(os.getpid).result()
         sleeping, waiting = worker.submit(time.sleep, 60), worker.submit(os.getpid)
         os.kill(pid, signal.SIGKILL)
-        for future in (sleeping, waiting):
-            with pytest.raises(WorkerError, match="ended by SIGKILL"):
-                future.result()
-        assert worker.submit(os.getpid).result() != pid
+        with pytest.raises(LostProcess, match="ended by SIGKILL"):
+            sleeping.result()
+        assert waiting.result() == worker.submit(os.getpid).result() != pid
         worker.submit(print, "the last word").result()
         with pytest.raises(WorkerError, match=r"^the last word$"):
             worker.submit(os._exit, 3).result()

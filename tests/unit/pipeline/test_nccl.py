@@ -191,7 +191,7 @@ def test_the_order_of_one_rank(template: Template) -> None:
 @pytest.mark.parametrize("virtual", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_how_much_is_received_ahead(ranks: int, virtual: int) -> None:
-    """What closed forms of memory count is what ranks do."""
+    """What predictions count is what ranks do."""
     stages, sizes = ranks * virtual, plain([3 * ranks, 2 * ranks])
     template = one_f_one_b(ranks, sizes) if virtual == 1 else interleaved(ranks, virtual, sizes)
     most = Counter[bool]()

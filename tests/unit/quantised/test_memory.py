@@ -1,4 +1,4 @@
-"""What quantised weights take is what closed forms, a dry run and the planner say."""
+"""What quantised weights take is what the sizes of matrices, a dry run and the planner say."""
 
 from __future__ import annotations
 

@@ -433,21 +433,20 @@ def test_one_client_s_proposals_are_examined_one_by_one(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Predictions are made by one process for all clients, whose proposals would wait behind those of one."""
-    predict, lock, at_once, most = server.server._predict, threading.Lock(), [0], [0]
+    predict, at_once, most = server.server._predict, 0, 0
 
-    def counted(asked: Proposal) -> Memory:
-        with lock:
-            at_once[0] += 1
-            most[0] = max(most + at_once)
-        time.sleep(0.2)
-        with lock:
-            at_once[0] -= 1
-        return predict(asked)
+    async def counted(asked: Proposal) -> Memory:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await asyncio.sleep(0.2)
+        at_once -= 1
+        return await predict(asked)
 
     monkeypatch.setattr(server.server, "_predict", counted)
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda name: Caller(server, task=name).join(), ("one", "two", "three")))
-    assert most == [1] and len(server.server.sessions) == 3
+    assert most == 1 and len(server.server.sessions) == 3
 
 
 def caller_memory(server: RunningServer) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -79,7 +80,8 @@ def without_small(memory: Memory) -> Memory:
 )
 def test_predictions_are_what_is_measured(body: Body, adapter: str, cut_back: int) -> None:
     asked, measured = joined(body, adapter, cut_back=cut_back)
-    assert SessionPredictor(BodyPlace.of(body, range(1, 6)))(asked) == without_small(measured)
+    predict = SessionPredictor(BodyPlace.of(body, range(1, 6)))
+    assert asyncio.run(predict(asked)) == without_small(measured)
     assert measured.forward < measured.graph < measured.backward
 
 
@@ -108,11 +110,21 @@ def test_measuring_changes_nothing(body: Body) -> None:
 
 
 def test_the_heaviest_sequences_are_the_longest_or_those_that_are_padded_most() -> None:
-    assert heaviest_lengths(8, 1, 8, "cpu") == [8]
-    assert heaviest_lengths(256, 28, 64, "cpu") == [57, 64]  # 57 is padded to 64
-    assert heaviest_lengths(4000, 400, 2000, "cpu") == [449, 2000]  # to 512, whose weights are many
-    assert heaviest_lengths(4000, 2, 2000, "cpu") == [2000]  # two sequences are not short
-    assert heaviest_lengths(4000, 400, 2000, "cuda") == [2000]
+    assert heaviest_lengths(8, "cpu") == [8]
+    assert heaviest_lengths(64, "cpu") == [9, 57, 64]  # padded to 16, and 57 to 64
+    assert heaviest_lengths(2000, "cpu") == [9, 449, 2000]  # 449 to 512, whose weights are many
+    assert heaviest_lengths(2000, "cuda") == [2000]
+
+
+def test_short_sequences_beside_long_ones_need_no_more_than_is_reserved(body: Body) -> None:
+    """Of few sequences some may be short, so that the others are longer than any that the server measured alone."""
+    lengths = (449, 449, 702)
+    rows = sum(lengths)
+    asked, memory = joined(body, "lora", train_rows=rows, rows=rows, longest=702, sequences=3)
+    width = body.backbone.shape.hidden
+    one = Rows("a", lengths, (0, 1, 2), 0, True, torch.zeros(rows, width), True)
+    forward, graph, backward, _ = body.measure(one, asked.body(body.backbone.shape))
+    assert forward <= memory.forward and graph <= memory.graph and backward <= memory.backward
 
 
 def test_prefixes_are_copied_for_as_many_sequences_as_there_may_be() -> None:

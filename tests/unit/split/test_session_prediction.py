@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +15,24 @@ from megatron_mux import runtime
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.errors import UserError
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory.worker import WorkerError
+from megatron_mux.memory.worker import LostProcess, WorkerError
 from megatron_mux.split import session_prediction
+from megatron_mux.split.agreement import Proposal
 from megatron_mux.split.body import Body
+from megatron_mux.split.room import examine
 from megatron_mux.split.session_memory import Memory, profile
 from megatron_mux.split.session_prediction import BodyPlace, SessionPredictor
+from megatron_mux.split.wire import RefusedError
 from tests import tiny_models
+from tests.unit.fusion.backbone import info
 from tests.unit.split.caller import proposal
 
 LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
 ASKED: dict[str, Any] = {"adapter": LORA, "cut_back": 0, "train_rows": 96, "rows": 96, "longest": 50}
+
+
+def predicted(place: BodyPlace, asked: Proposal) -> Memory:
+    return asyncio.run(SessionPredictor(place)(asked))
 
 
 def loaded(directory: Path, name: str, layers: int, dtype: torch.dtype = torch.float32) -> Body:
@@ -43,56 +52,109 @@ def test_every_family_takes_what_is_predicted(name: str, layers: int, tmp_path: 
     own = asked.body(body.backbone.shape)
     body.add("a", asked.adapter_spec(), asked.training, own, 9)
     measured = profile(body, "a", asked, own, smaller=False)
-    assert SessionPredictor(BodyPlace.of(body, own))(asked) == measured
+    assert predicted(BodyPlace.of(body, own), asked) == measured
 
 
 def test_a_gpu_keeps_less_than_a_cpu(tmp_path: Path) -> None:
-    """It computes attention without the weights of pairs; what lasts is the same but for what its kernels round to."""
+    """It computes attention without the weights of pairs; what lasts is the same."""
     place = BodyPlace.of(loaded(tmp_path, "llama", 6, torch.bfloat16), range(1, 6))
     asked = proposal(**ASKED)
-    on_cpu = SessionPredictor(place)(asked)
-    on_gpu = SessionPredictor(replace(place, device="cuda", gpu=Gpu()))(asked)
+    on_cpu = predicted(place, asked)
+    on_gpu = predicted(replace(place, device="cuda", gpu=Gpu()), asked)
     assert on_gpu.lasting == on_cpu.lasting and on_gpu.hidden == on_cpu.hidden
     assert 0 < on_gpu.forward < on_gpu.graph < on_gpu.backward < on_cpu.backward
 
 
+def test_buffers_of_an_optimizer_do_not_grow_with_layers(tmp_path: Path) -> None:
+    body = loaded(tmp_path, "llama", 6)
+    lion = {"max_steps": 9, "optim": "lion_32bit"}
+    asked = proposal(**{**ASKED, "adapter": {**LORA, "r": 2000}, "training": lion})
+    own = asked.body(body.backbone.shape)
+    body.add("a", asked.adapter_spec(), asked.training, own, 9)
+    assert predicted(BodyPlace.of(body, own), asked).lasting == body.bytes_of("a")
+
+
 @pytest.fixture
-def answered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Calls of the process for dry runs, which always answers the same."""
-    calls: list[Any] = []
+def answered(monkeypatch: pytest.MonkeyPatch) -> list[Future[Memory]]:
+    """Answers of the process that predicts, to be given in tests."""
+    asked: list[Future[Memory]] = []
 
     class Process:
         def submit(self, *call: Any) -> Future[Memory]:
-            calls.append(call)
-            future = Future[Memory]()
-            if "fails" in call[-1]:
-                future.set_exception(WorkerError("IndexError: no such thing"))
-            else:
-                future.set_result(Memory(1, 2, 3, 4, 5, 6))
-            return future
+            asked.append(Future())
+            return asked[-1]
 
-    monkeypatch.setattr(session_prediction, "kept_worker", Process)
-    return calls
+    monkeypatch.setattr(session_prediction, "prediction_worker", Process)
+    return asked
 
 
-def test_what_is_known_is_not_asked_again(answered: list[Any], tmp_path: Path) -> None:
-    predict = SessionPredictor(BodyPlace.of(loaded(tmp_path, "llama", 4), range(1, 4)))
-    first = predict(proposal(**ASKED))
-    assert predict(proposal(**ASKED, task="other", run="ef" * 8, step=3)) == first and len(answered) == 1
-    predict(proposal(**{**ASKED, "train_rows": 95}))
-    assert len(answered) == 2
+PLACE = BodyPlace(info(4), torch.float32, "cpu", Gpu(), 1, (range(1, 4),))
+MEMORY = Memory(1, 2, 3, 4, 5, 6)
 
 
-def test_what_cannot_be_computed_is_refused(answered: list[Any], tmp_path: Path) -> None:
-    predict = SessionPredictor(BodyPlace.of(loaded(tmp_path, "llama", 4), range(1, 4)))
-    with pytest.raises(UserError, match="leave no layer of 4"):
-        predict(proposal(**{**ASKED, "cut_back": 3}))
-    with pytest.raises(UserError, match="the task cannot be computed: IndexError: no such thing"):
-        predict(proposal(**{**ASKED, "adapter": {**LORA, "target_modules": ["fails"]}}))
-    assert len(answered) == 1
+def test_what_is_known_is_not_asked_again(answered: list[Future[Memory]]) -> None:
+    async def ask() -> None:
+        predict = SessionPredictor(PLACE)
+        first = asyncio.ensure_future(predict(proposal(**ASKED)))
+        await asyncio.sleep(0)
+        answered[0].set_result(MEMORY)
+        assert await first == MEMORY
+        assert await predict(proposal(**ASKED, task="other", run="ef" * 8, step=3)) == MEMORY
+        assert len(answered) == 1
+        other = asyncio.ensure_future(predict(proposal(**{**ASKED, "train_rows": 95})))
+        await asyncio.sleep(0)
+        assert len(answered) == 2
+        other.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await other
+        assert answered[1].cancelled(), "nobody waits for it"
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "retry", "why"),
+    [
+        (WorkerError("IndexError: none"), "proposal", False, "the task cannot be computed: IndexError: none"),
+        (UserError("targets nothing"), "proposal", False, "targets nothing"),
+        (LostProcess("ended by SIGKILL"), "full", True, "lost the process"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(
+    answered: list[Future[Memory]], error: Exception, code: str, retry: bool, why: str
+) -> None:
+    async def ask() -> None:
+        predict = SessionPredictor(PLACE)
+        asked = asyncio.ensure_future(
+            examine(proposal(**ASKED), info(4).shape, range(1, 4), 1 << 20, predict)
+        )
+        await asyncio.sleep(0)
+        answered[0].set_exception(error)
+        await asked
+
+    with pytest.raises(RefusedError, match=why) as refused:
+        asyncio.run(ask())
+    assert (refused.value.code, refused.value.retry) == (code, retry)
+
+
+@pytest.mark.parametrize(
+    ("changes", "first", "code", "why"),
+    [
+        ({"cut_back": 3}, 1, "proposal", "leave no layer of 4"),
+        ({}, 2, "proposal", "holds layers 2 to 3: it needs at least --cut-front 2"),
+        ({"rows": 1 << 20}, 1, "too_large", "a request of 1048576 tokens"),
+    ],
+)
+def test_what_does_not_fit_the_server_is_not_predicted(
+    answered: list[Future[Memory]], changes: dict[str, Any], first: int, code: str, why: str
+) -> None:
+    asked, layers = proposal(**{**ASKED, **changes}), range(first, 4)
+    with pytest.raises(RefusedError, match=why) as refused:
+        asyncio.run(examine(asked, info(4).shape, layers, 1 << 20, SessionPredictor(PLACE)))
+    assert refused.value.code == code and not answered
 
 
 def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    predict = SessionPredictor(BodyPlace.of(loaded(tmp_path, "llama", 4), range(1, 4)))
+    place = BodyPlace.of(loaded(tmp_path, "llama", 4), range(1, 4))
     with pytest.raises(UserError, match="nowhere"):
-        predict(proposal(**{**ASKED, "adapter": {**LORA, "target_modules": ["nowhere"]}}))
+        predicted(place, proposal(**{**ASKED, "adapter": {**LORA, "target_modules": ["nowhere"]}}))

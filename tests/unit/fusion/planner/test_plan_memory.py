@@ -84,7 +84,7 @@ def _cases(run: Run) -> Iterator[Case]:
             "max_steps": 4,
         }
         training["optim"] = "sgd" if i else "adamw_torch"
-        # Sequences of one length: micro-batches are alike, as the closed form has it.
+        # Sequences of one length: micro-batches are alike, as predictions have it.
         yield Case(name, ADAPTERS[name], training, random_records(8, 512, 100, 100, seed=i))
 
 
