@@ -110,6 +110,21 @@ def test_a_method_that_fails_harms_no_others(asked: type[Asked], file: TaskFile)
     assert len(asked.runs) == 3, "nor is it tried again"
 
 
+def test_a_fault_ends_all_dry_runs(
+    asked: type[Asked], file: TaskFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+
+    def fault(self: Asked, signatures: Sequence[Signature]) -> Memory:
+        raise KeyError("a fault")
+
+    monkeypatch.setattr(asked, "memory", fault)
+    monkeypatch.setattr(method_tables, "end_worker", lambda: ended.append(True))
+    with pytest.raises(KeyError, match="a fault"):
+        of(file).prepare([Method(tensor=2), Method()])
+    assert ended
+
+
 @pytest.mark.parametrize(
     ("method", "kept"),
     [
