@@ -69,9 +69,8 @@ class MemoryAnswer:
             UserError: No method answers.
         """
         by_us = arguments.method in ("ours", "all")
-        if (
-            by_us
-        ):  # imports torch, which a saved trace does without, while another process reads the model's sizes
+        if by_us:
+            # It imports torch, which a saved trace does without, while another process reads the model's sizes.
             from megatron_mux.choice.ranking import answer as ranked
         question.check()
         answer = cls(question)

@@ -24,7 +24,7 @@ from megatron_mux.memory.question import OFFLOAD, Question
 from megatron_mux.memory.step_profile import Profiles, StepProfiles
 
 Told = Callable[[int, int, Fit | None], None]
-"""Told of progress: methods of tasks that are predicted, of how many, and the fastest so far that fits."""
+"""Told of progress: methods that are predicted or cannot be, of how many, and the fastest so far that fits."""
 
 
 @dataclass(frozen=True)

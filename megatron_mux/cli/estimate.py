@@ -266,7 +266,7 @@ def _tables(
 
 @contextmanager
 def _progress(wanted: bool) -> Iterator[Told]:
-    """Context with what shows how many methods of tasks are predicted, and the best so far, to people."""
+    """Context with what shows people how many methods are predicted, and the best so far."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -279,7 +279,8 @@ def _progress(wanted: bool) -> Iterator[Told]:
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=console, disable=not (wanted and console.is_terminal)) as progress:
+    shown_to_people = wanted and console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=not shown_to_people) as progress:
         shown = progress.add_task("importing", total=None)
 
         def told(done: int, total: int, best: Fit | None) -> None:
