@@ -25,6 +25,12 @@ def _text(path: Path) -> str:
         return ""
 
 
+@pytest.fixture(autouse=True)
+def alone() -> None:
+    """Without the process that other tests of this session keep."""
+    process.end_worker()
+
+
 def _children(of: int) -> list[int]:
     return [int(pid) for pid in _text(Path(f"/proc/{of}/task/{of}/children")).split()]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.dry_run.process import prepare
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.body import Body
 from megatron_mux.split.dispatcher import Dispatcher
@@ -19,7 +20,10 @@ from megatron_mux.split.scheduler import Scheduler, SchedulerOptions
 from megatron_mux.split.service import Service
 from megatron_mux.split.serving import ServingOptions, SplitServer
 from megatron_mux.split.session_compute import Bodies
+from megatron_mux.split.session_prediction import SessionPredictor, prediction_worker
 from megatron_mux.split.store import SessionStore
+
+_PREDICTORS: dict[object, SessionPredictor] = {}
 
 
 class RunningServer:
@@ -42,6 +46,7 @@ class RunningServer:
         return f"127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        prepare(prediction_worker()).result(120)  # clients of tests wait for seconds only
         started = threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self._run(started)), daemon=True)
         self.thread.start()
@@ -55,6 +60,10 @@ class RunningServer:
         bodies = Bodies(self.body, options.policy == "vanilla", self.swap_rate)
         log = logging.getLogger("split server in a test")
         self.server = SplitServer(bodies, dispatcher, self.store, options, Metrics(), log)
+        # What a body takes is predicted once for all tests, not by each of their servers.
+        info = self.backbone.info
+        body = info.path, info.fingerprint, self.backbone.dtype, self.backbone.layers
+        self.server._predict = _PREDICTORS.setdefault(body, self.server._predict)
         service = Service(self.server, self.address, None)
         await service.start()
         self.port = service.port
