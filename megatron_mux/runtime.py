@@ -27,7 +27,7 @@ ISA_VARIABLE, ISA = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16"
 """The newest instructions that oneDNN uses on a CPU, unless the user has chosen others: those before AMX.
 
 With AMX (torch 2.13, a Xeon) gradients in bf16 are not finite now and then: `test_half_precision_is_near_single` failed
-in 7 of 8 runs, and in none without.
+in 8 of 8 runs, and in none of 11 without.
 """
 
 _current: Parallel | None = None
