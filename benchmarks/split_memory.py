@@ -92,7 +92,7 @@ def grow(backbone: Path, most: int, copies: bool, rows: int, longest: int) -> li
 def _predicted(place: BodyPlace, asked: Proposal) -> Memory:
     from megatron_mux.split.session_prediction import predict, prediction_worker
 
-    return prediction_worker().submit(predict, place, asked.model_dump_json()).result()
+    return prediction_worker().submit(predict, place, asked).result()
 
 
 def _set_aside() -> int:
@@ -121,6 +121,6 @@ def _step(body: Body, name: str, layers: range, rows: int, longest: int) -> int:
         assert kept is not None
         body.backward(kept, [hidden])
 
-    _, peak = measure(torch.device("cpu"), passes)
+    peak = measure(torch.device("cpu"), passes)
     body.update(name, 0, body.squared_norm(name, 0) ** 0.5, False)
     return peak.peak

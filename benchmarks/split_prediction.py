@@ -75,7 +75,7 @@ def compare(backbone: Path, rows: Sequence[int], cuts: tuple[int, int]) -> list[
             layers = asked.body(shape)
             body.add("task", asked.adapter_spec(), asked.training, layers, asked.total_steps)
             began = time.perf_counter()
-            predicted = prediction_worker().submit(predict, place, asked.model_dump_json()).result()
+            predicted = prediction_worker().submit(predict, place, asked).result()
             seconds = time.perf_counter() - began
             measured = profile(body, "task", asked, layers)
             body.remove("task")

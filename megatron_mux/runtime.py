@@ -73,12 +73,10 @@ class Parallel:
     @classmethod
     def alone(cls, device: torch.device | str) -> Parallel:
         """A process by itself, without process groups: it needs neither Megatron-Core nor torch's world."""
-        if torch.device(device).type == "cpu":
-            os.environ.setdefault(ISA_VARIABLE, ISA)
         nothing: Any = None
         experts = ExpertRanks(0, 1, 0, 1, nothing, nothing, over_data=False)
-        own = (0, 1, nothing)
-        return cls(0, 1, *own, *own, *own, nothing, experts, torch.device(device), sequence_parallel=False)
+        own, chosen = (0, 1, nothing), _without_amx(torch.device(device))
+        return cls(0, 1, *own, *own, *own, nothing, experts, chosen, sequence_parallel=False)
 
     @property
     def is_alone(self) -> bool:
@@ -176,9 +174,7 @@ def initialize(
     rank, world_size = world.rank_and_size()
     experts = expert_parallel, expert_tensor_parallel, expert_managers
     world.check_sizes(world_size, tensor_parallel, pipeline_parallel, sequence_parallel, *experts)
-    chosen = _choose_device(device)
-    if chosen.type == "cpu":
-        os.environ.setdefault(ISA_VARIABLE, ISA)  # read by oneDNN's first operator
+    chosen = _without_amx(_choose_device(device))
     world.join(rank, world_size, chosen, timeout_minutes)
     random.seed(seed)
     torch.manual_seed(seed)
@@ -198,9 +194,8 @@ def initialize(
         create_gloo_process_groups=False,
         distributed_timeout_minutes=timeout_minutes,
     )
-    _current = _place(mpu, chosen, sequence_parallel)
-    if expert_managers:
-        _current = _with_broker(_current, timeout_minutes)
+    placed = _place(mpu, chosen, sequence_parallel)
+    _current = _with_broker(placed, timeout_minutes) if expert_managers else placed
     return _current
 
 
@@ -274,6 +269,13 @@ def _leave_groups(mpu: Any) -> None:
         if group is not None:
             dist.destroy_process_group(group)
     mpu.destroy_model_parallel()
+
+
+def _without_amx(device: torch.device) -> torch.device:
+    """The device, for whose operators oneDNN uses no newer instructions than `ISA`; its first operator reads that."""
+    if device.type == "cpu":
+        os.environ.setdefault(ISA_VARIABLE, ISA)
+    return device
 
 
 def _choose_device(wanted: torch.device | str | None) -> torch.device:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,8 +34,8 @@ from megatron_mux.split.meter import Peak, measure
 from megatron_mux.split.pieces import MOMENTS, Piece, assemble, check_pieces, runs_of
 from megatron_mux.tasks import TrainingSpec
 
-Meter = Callable[[torch.device, Callable[[], object]], tuple[object, Peak]]
-"""Runs a computation on a device and measures its memory; see `meter.measure`."""
+Meter = Callable[[Callable[[], object]], Peak]
+"""Runs a computation and measures its memory."""
 
 _TRIES = 4
 """Measurements of a pass on the CPUs of several ranks, of which the least counts: gloo's threads sometimes release a
@@ -115,13 +116,14 @@ class Body:
     Args:
         backbone: This rank's part of the layers; it needs no embedding and no output layer.
         parallel: Where this rank stands.
-        meter: Runs a computation on this device, and measures its memory.
+        meter: Measures the memory of computations; None: `meter.measure` on the backbone's device.
     """
 
-    def __init__(self, backbone: Backbone, parallel: Parallel, meter: Meter = measure) -> None:
+    def __init__(self, backbone: Backbone, parallel: Parallel, meter: Meter | None = None) -> None:
         self.backbone = backbone
         self.parallel = parallel
-        self._meter = meter
+        tries = _TRIES if backbone.device.type == "cpu" and parallel.world_size > 1 else 1
+        self._meter = meter or partial(measure, backbone.device, tries=tries)
         base_ops, weights = backbone.base_ops(), backbone.module_weight
         self.adapters = AdapterSet(Host(base_ops, parallel, backbone.dtype, backbone.shape, weights=weights))
         self._members: dict[str, _Member] = {}
@@ -320,22 +322,17 @@ class Body:
             Bytes of a forward pass without a graph, of a graph, and of a forward pass with its backward, beyond what is
             there before; and of the adapter, its gradients and optimizer state. Of each the most of any rank.
         """
-        device, gradient = self.backbone.device, torch.zeros_like(rows.hidden)
+        gradient = torch.zeros_like(rows.hidden)
 
         def both() -> None:
             _, kept = self.forward([rows], layers, graph=True)
             assert kept is not None
             self.backward(kept, [gradient])
 
-        def least(compute: Callable[[], object]) -> Peak:
-            several = device.type == "cpu" and self.parallel.world_size > 1
-            found = [self._meter(device, compute)[1] for _ in range(_TRIES if several else 1)]
-            return Peak(min(own.peak for own in found), min(own.lasting for own in found))
-
         self.forward([rows], layers, graph=False)  # whatever is allocated once
-        forward = least(lambda: self.forward([rows], layers, graph=False))
-        graph = least(lambda: self.forward([rows], layers, graph=True))
-        backward = least(both)
+        forward = self._meter(lambda: self.forward([rows], layers, graph=False))
+        graph = self._meter(lambda: self.forward([rows], layers, graph=True))
+        backward = self._meter(both)
         self.zero(rows.session)
         own = (forward.peak, graph.lasting, backward.peak, self.bytes_of(rows.session))
         most = self.parallel.most(own)

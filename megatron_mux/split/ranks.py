@@ -31,7 +31,6 @@ from megatron_mux.layout import MicroBatch
 from megatron_mux.liveness import Liveness
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.body import Body, Kept, Meter, Rows
-from megatron_mux.split.meter import measure
 from megatron_mux.split.pieces import Piece, from_wire, to_wire
 from megatron_mux.split.rank_messages import broadcast, put, take
 from megatron_mux.tasks import TrainingSpec
@@ -70,7 +69,7 @@ def watched(parallel: Parallel, program: str) -> Iterator[Parallel]:
 class StagedBody(Body):
     """A rank's part of a body that is divided among pipeline ranks (and tensor ranks, which `Body` knows)."""
 
-    def __init__(self, backbone: Backbone, parallel: Parallel, meter: Meter = measure) -> None:
+    def __init__(self, backbone: Backbone, parallel: Parallel, meter: Meter | None = None) -> None:
         super().__init__(backbone, parallel, meter)
         own, ring = parallel.pp_rank, parallel.pipeline_ranks
         self._before = ring[own - 1] if own else None

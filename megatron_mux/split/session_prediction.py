@@ -97,10 +97,11 @@ class SessionPredictor:
         """
         proposal.body(self._place.info.shape)
         nobody = {"task": "task", "run": "0" * 16, "incarnation": "0" * 16, "fingerprint": "", "step": 0}
-        asked = proposal.model_copy(update=nobody).model_dump_json()
+        anonymous = proposal.model_copy(update=nobody)
+        asked = anonymous.model_dump_json()
         if asked not in self._known:
             # Without a thread that waits: a client that goes takes its call back, unless that has begun.
-            future = prediction_worker().submit(predict, self._place, asked)
+            future = prediction_worker().submit(predict, self._place, anonymous)
             try:
                 self._known[asked] = await asyncio.wrap_future(future)
             except LostProcess:
@@ -118,12 +119,12 @@ def prediction_worker() -> Worker:
     return kept_worker(seconds=_SECONDS)
 
 
-def predict(place: BodyPlace, proposal: str) -> Memory:
+def predict(place: BodyPlace, proposal: Proposal) -> Memory:
     """In the process for dry runs: a session's memory, of the rank that needs most.
 
     Args:
         place: The server's body.
-        proposal: What a client asks for, as JSON.
+        proposal: What a client asks for.
 
     Raises:
         UserError: The adapter does not fit the backbone.
@@ -131,11 +132,10 @@ def predict(place: BodyPlace, proposal: str) -> Memory:
     from megatron_mux.dry_run.stand_ins import fewer_bits_
     from megatron_mux.kernels import dropout
 
-    asked = Proposal.model_validate_json(proposal)
-    whole = asked.body(place.info.shape)
+    whole = proposal.body(place.info.shape)
     with replaced(dropout, "_mix_", fewer_bits_):
         each = [
-            _of_stage(place, asked, stage, part)
+            _of_stage(place, proposal, stage, part)
             for stage, own in enumerate(place.stages)
             if (part := range(max(own.start, whole.start), min(own.stop, whole.stop)))
         ]
@@ -177,10 +177,8 @@ def _measured(place: BodyPlace, proposal: Proposal, stage: int, layers: range, p
             backbone = Backbone(
                 place.info, parallel, layers, place.dtype, "none", "resident", NoWeights(), ends=False
             )
-            measure = partial(recorded, recorder, _BLOCK if on_gpu else 1)
-            body = (StagedBody if world > 1 else Body)(
-                backbone, parallel, lambda _, compute: measure(compute)
-            )
+            meter = partial(recorded, recorder, _BLOCK if on_gpu else 1)
+            body = (StagedBody if world > 1 else Body)(backbone, parallel, meter)
             whole = proposal.body(place.info.shape)
             body.add("session", proposal.adapter_spec(), proposal.training, whole, proposal.total_steps)
             if not passes:

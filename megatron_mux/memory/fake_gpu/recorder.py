@@ -282,15 +282,20 @@ def _is_view(func: Any) -> bool:
 
     The result of `torch.tensor` first appears as a view.
     """
-    alias = func._schema.returns[0].alias_info if func._schema.returns else None
+    alias = _alias_of(func)
     return alias is not None and not alias.is_write and func is not torch.ops.aten.lift_fresh.default
 
 
 @cache
 def _is_argument(func: Any) -> bool:
     """Whether an operator returns what it writes into."""
-    alias = func._schema.returns[0].alias_info if func._schema.returns else None
+    alias = _alias_of(func)
     return alias is not None and alias.is_write
+
+
+def _alias_of(func: Any) -> Any:
+    """What an operator's first result is an alias of; None if it is new, or there is none."""
+    return func._schema.returns[0].alias_info if func._schema.returns else None
 
 
 def _tensors(made: Any) -> Iterator[torch.Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -30,6 +32,20 @@ def test_one_process_is_a_whole_world() -> None:
     runtime.shutdown()
     runtime.shutdown()
     assert runtime.initialize(device="cpu") is not parallel
+
+
+@pytest.mark.parametrize("start", [runtime.initialize, runtime.Parallel.alone])
+def test_a_cpu_does_without_amx_unless_it_is_asked_for(
+    start: Callable[..., runtime.Parallel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(runtime.ISA_VARIABLE, raising=False)
+    runtime.Parallel.alone("meta")
+    assert runtime.ISA_VARIABLE not in os.environ
+    start(device="cpu")
+    assert os.environ[runtime.ISA_VARIABLE] == runtime.ISA
+    monkeypatch.setenv(runtime.ISA_VARIABLE, "DEFAULT")
+    start(device="cpu")
+    assert os.environ[runtime.ISA_VARIABLE] == "DEFAULT"
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_what_is_alive_is_counted_and_what_is_freed_is_not() -> None:
         del b
         return c
 
-    _, peak = measure(CPU, compute)
+    peak = measure(CPU, compute)
     assert (peak.peak, peak.lasting) == (2 * 40_000, 40_000)
 
 
