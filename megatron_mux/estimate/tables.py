@@ -53,7 +53,7 @@ class Tables:
         short: Whether, on a CPU, its attention computes all sequences as short ones.
         tolerance: See `stage_table`.
         expert_rank: Whose bytes; they differ where experts are placed.
-        chunks: Whether micro-batches may be cut, which takes a third longer.
+        chunks: Whether micro-batches may be cut, for which more of them are run.
     """
 
     def __init__(
@@ -116,9 +116,7 @@ class Tables:
                 alike,
             ):
                 entries[group, stage] = entry
-                with suppress(
-                    OSError
-                ):  # a cache that cannot be written, or that others write: it is made anew
+                with suppress(OSError):  # the cache cannot be written: it is made anew
                     write_atomically(self._path(group, stage, signatures, alike), json.dumps(entry))
         stages, base = len(self.layers), self._base
         made = [_assembled({group: entries[group, stage] for group in groups}, singles) for stage in own]
