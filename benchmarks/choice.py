@@ -5,7 +5,8 @@ python benchmarks/choice.py --output benchmarks/results/choice-cpu-2-cores.json 
 
 A small Llama and three tasks, on four processes that compute on the CPU. Memory and seconds of every method that our
 engine runs are predicted, from tables of dry runs and from a measurement of the machine. Then each method trains: first
-with each rank's tensors counted and limited to the budget, as on a GPU of that size, then timed without counting.
+with each rank's tensors counted and limited to the budget, as on a GPU of that size, then timed without
+counting: a step of each in turns, since other work on the machine would slow one method and not another.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forked_world import World
 from script import add_output, command_line, publish, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
@@ -112,7 +113,7 @@ def _measure(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     ranked = _ranking(file, recipe, device, arguments.plain)
     budget = _budget_for([entry.peak_allocated for entry in ranked(1).entries])
     ranking = ranked(int(budget / RESERVE))
-    rows = [_row(entry, directory, file, budget, arguments.steps) for entry in ranking.entries]
+    rows = _run(ranking.entries, directory, file, budget, arguments.steps)
     running = sorted((row for row in rows if row["runs"]), key=lambda row: row["seconds"])
     chosen = rows[0]
     return {
@@ -158,58 +159,12 @@ def _budget_for(peaks: Sequence[int]) -> int:
 # -- four processes
 
 
-def run_in_processes(work: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
-    """Call a function in four processes that form a world; returns their results, None where a process has none.
-
-    When a process fails, the others are killed, since they would wait for it.
-    """
-    context = multiprocessing.get_context("fork")
-    port = _free_port()
-    ends, processes = [], []
-    for rank in range(RANKS):
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_run_rank, args=(rank, port, there, work, arguments))
-        process.start()
-        there.close()
-        ends.append(here)
-        processes.append(process)
-    found: list[Any] = [None] * RANKS
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and any(process.is_alive() for process in processes):
-        time.sleep(0.02)
-        if any(process.exitcode not in (0, None) for process in processes):
-            time.sleep(0.2)  # other processes may report an error as well
-            break
-    for rank, (process, end) in enumerate(zip(processes, ends, strict=True)):
-        with contextlib.suppress(EOFError):  # it ended without a result
-            if end.poll():
-                found[rank] = end.recv()
-        if process.is_alive():
-            process.kill()
-        process.join()
-    return found
-
-
-def _run_rank(rank: int, port: int, end: Any, work: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="localhost")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide what the peers of a failed rank print
-    found = work(*arguments)
-    end.send(found)
-    os._exit(0 if not found.get("error") else 1)
-
-
-def _free_port() -> int:
-    from tests.end_to_end.ranks import free_port
-
-    return free_port()
-
-
 def measure_device(architecture: Architecture) -> Device:
     """Measure this machine in four processes at once, as they will share it."""
     from megatron_mux.fusion.device import Device
 
-    found = [one for one in run_in_processes(_measure_rank, architecture.hidden, architecture.ffn) if one]
+    with World(RANKS, _measure_rank, architecture.hidden, architecture.ffn) as world:
+        found = [one for one in world.ask() if one]
     mean = {name: statistics.mean(one[name] for one in found) for name in found[0]}
     peak = {4: mean["peak"], 2: mean["peak"], 8: mean["peak"] / 2}
     return Device(
@@ -217,7 +172,7 @@ def measure_device(architecture: Architecture) -> Device:
     )
 
 
-def _measure_rank(hidden: int, ffn: int) -> dict[str, float]:
+def _measure_rank(hidden: int, ffn: int) -> Iterator[dict[str, float]]:
     import torch
     import torch.distributed as dist
 
@@ -246,7 +201,7 @@ def _measure_rank(hidden: int, ffn: int) -> dict[str, float]:
     exchange = seconds(lambda: dist.all_reduce(message), 10) - seconds(
         lambda: dist.all_reduce(message[:1]), 50
     )
-    return {
+    yield {
         "peak": 2 * x.numel() * weight.shape[0] / product,
         "bandwidth": 2 * large.nbytes / seconds(large.clone, 20),
         "overhead": seconds(lambda: small * 2, 2000),
@@ -255,29 +210,51 @@ def _measure_rank(hidden: int, ffn: int) -> dict[str, float]:
     }
 
 
-def _row(entry: Fit, directory: Path, file: TaskFile, budget: int, steps: int) -> dict[str, Any]:
-    """Run a method; returns its row of the result, predicted and measured."""
+def _run(
+    entries: Sequence[Fit], directory: Path, file: TaskFile, budget: int, steps: int
+) -> list[dict[str, Any]]:
+    """Run methods; returns their rows of the result, predicted and measured."""
     from megatron_mux.choice.task_file import FileStep
 
     step = FileStep(file.adapters)
-    found = run_in_processes(_train, entry.method, directory, step, budget, steps)
+    rows, running = [], []
+    with contextlib.ExitStack() as stack:
+        for entry in entries:
+            world = World(RANKS, _train, entry.method, directory, step, budget)
+            rows.append(row := _row(entry, world.ask()))
+            if row["runs"]:
+                running.append((row, stack.enter_context(world)))
+            else:
+                world.__exit__()
+        times = [[max(one["seconds"] for one in world.ask()) for _, world in running] for _ in range(steps)]
+    for (row, _), of_row in zip(running, zip(*times, strict=True), strict=True):
+        row["seconds"] = statistics.median(of_row)
+    return rows
+
+
+def _row(entry: Fit, found: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+    """A method's row of the result.
+
+    Args:
+        entry: The method, predicted.
+        found: By rank, what was counted.
+    """
     ranks = [one for one in found if one is not None]
-    failed = len(ranks) < RANKS or any(one["error"] for one in ranks)
     return {
         "name": " ".join(filter(None, (entry.method.name, entry.method.details))),
         "micro_batches": entry.method.micro_batches,
         "fits": entry.fits,
         "predicted_bytes": entry.peak_allocated,
         "predicted_seconds": entry.seconds,
-        "runs": not failed,
+        "runs": len(ranks) == RANKS and not any(one["error"] for one in ranks),
         "peak_bytes": max((one["peak"] for one in ranks), default=None),
-        "seconds": None if failed else max(one["seconds"] for one in ranks),
+        "seconds": None,
         "error": next((one["error"] for one in ranks if one["error"]), None),
     }
 
 
-def _train(method: Any, directory: Path, step: Any, budget: int, steps: int) -> dict[str, Any]:
-    """Train on this rank: two steps within the budget, then the steps to be timed."""
+def _train(method: Any, directory: Path, step: Any, budget: int) -> Iterator[dict[str, Any]]:
+    """Train on this rank: two steps within the budget, then steps that are timed."""
     import torch.distributed as dist
 
     from megatron_mux import runtime
@@ -292,15 +269,15 @@ def _train(method: Any, directory: Path, step: Any, budget: int, steps: int) -> 
             for _ in range(2):
                 engine.step()
     except (MemoryError, RuntimeError) as error:  # RuntimeError: a peer ran out of memory
-        return {"peak": counted.peak, "error": str(error).partition("\n")[0]}
-    seconds = []
-    for _ in range(steps):
+        yield {"peak": counted.peak, "error": str(error).partition("\n")[0]}
+        return
+    yield {"peak": counted.peak, "error": None}
+    while True:
         dist.barrier()
         start = time.perf_counter()
         engine.step()
         dist.barrier()
-        seconds.append(time.perf_counter() - start)
-    return {"peak": counted.peak, "error": None, "seconds": statistics.median(seconds)}
+        yield {"seconds": time.perf_counter() - start}
 
 
 def _engine(method: Any, directory: Path, step: Any, parallel: Any) -> Any:

@@ -5,7 +5,6 @@ What is timed is the operation that rows and gradients travel by, an all-to-all 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,19 +79,22 @@ class LinkMeter:
         self._time(links, size)  # which connects
         while self._time(links, size) < self._seconds and size < _MOST_BYTES:
             size *= 2
-        long, short = self._medians(links, size)
+        long, short = self._least(links, size)
         # Latency and noise may hide what the bytes take.
         while long < 2 * short and size < _MOST_BYTES and long < _PATIENCE * self._seconds:
             size *= 2
-            long, short = self._medians(links, size)
+            long, short = self._least(links, size)
         small = size // _SMALL
         per_byte = long / size if long < 2 * short else (long - short) / (size - small)
         return Transfer(len(links) / per_byte, max(0.0, short - small * per_byte))
 
-    def _medians(self, links: Sequence[tuple[int, int]], size: int) -> tuple[float, float]:
-        """Seconds of transfers of `size` bytes, and of an eighth of them, taken in turns."""
+    def _least(self, links: Sequence[tuple[int, int]], size: int) -> tuple[float, float]:
+        """Seconds of transfers of `size` bytes, and of an eighth of them, taken in turns.
+
+        The least of several: pauses of the machine and packets that are sent again only add to what a link takes.
+        """
         both = [(self._time(links, size), self._time(links, size // _SMALL)) for _ in range(_REPEATS)]
-        long, short = (statistics.median(times) for times in zip(*both, strict=True))
+        long, short = map(min, zip(*both, strict=True))
         return long, short
 
     def _time(self, links: Sequence[tuple[int, int]], size: int) -> float:

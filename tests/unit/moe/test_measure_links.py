@@ -36,6 +36,12 @@ def test_a_pause_of_the_machine_makes_no_link_fast(monkeypatch: pytest.MonkeyPat
     assert measured(monkeypatch, pauses).bandwidth == pytest.approx(SPEED)
 
 
+def test_packets_that_are_sent_again_make_no_link_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three large transfers two have lost a packet, and wait for 200 ms."""
+    delays = iter([0.1] * 2 + [0.2, 0.0] * 2 + [0.0] * 100)
+    assert measured(monkeypatch, delays).bandwidth == pytest.approx(SPEED)
+
+
 def test_a_link_that_noise_hides_is_not_taken_for_faster_than_it_was_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
