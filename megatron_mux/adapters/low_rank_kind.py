@@ -1,4 +1,4 @@
-"""Kinds whose adapters are low-rank products, fused into the BaseOp's: what LoRA and VeRA share."""
+"""Kinds whose adapters are low-rank products; those of LoRA and VeRA are fused into the BaseOp's."""
 
 from __future__ import annotations
 

@@ -65,9 +65,14 @@ COMMON_FIELDS: Mapping[str, PeftField] = {
 }
 """Fields of all of peft's config classes."""
 
+SAVER_FIELDS: Mapping[str, PeftField] = {
+    name: field for name, field in COMMON_FIELDS.items() if name != "modules_to_save"
+}
+"""Fields of the config classes of kinds that have `modules_to_save` (`vocabulary_fields`)."""
+
 TUNER_FIELDS: Mapping[str, PeftField] = {
-    **{name: field for name, field in COMMON_FIELDS.items() if name != "modules_to_save"},
+    **SAVER_FIELDS,
     # How the backbone stores its weights: peft corrects a wrong value, we know it from the backbone.
     **bookkeeping(fan_in_fan_out=False),
 }
-"""Fields of peft's config classes for LoRA, VeRA and IA3, which have `modules_to_save` (`vocabulary_fields`)."""
+"""Fields of peft's config classes for LoRA, VeRA and IA3."""

@@ -14,6 +14,7 @@ _FILES = (
     "bottleneck",
     "diff_pruning",
     "vera",
+    "loha",
 )
 """Each is a module of this room with a `KIND`, its section's class."""
 

@@ -94,7 +94,7 @@ def _refuse_outside(unknown: Sequence[str], modules: Sequence[Module]) -> None:
     if outside:
         raise UserError(
             f"target_modules: {', '.join(map(repr, outside))}: embeddings and output layers can have no adapter: train "
-            f"them whole with modules_to_save (of LORA, VERA and IA3), and name modules of layers here: "
+            f"them whole with modules_to_save (of LORA, LOHA, VERA and IA3), and name modules of layers here: "
             f"{_choices(modules)}"
         )
 

@@ -34,6 +34,7 @@ FAMILIES = (
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "starcoder2",
 )
 """Each is a module of `families` with a `FAMILY`."""
 

@@ -3,7 +3,8 @@
     megatron-mux merge --backbone DIR --adapter DIR --output DIR [--dtype bfloat16]
 
 Weights are read, changed and written one by one, so this takes about the memory of the largest of them. LoRA (also
-DoRA, and on routed experts), VeRA, IA3 and diff pruning can be merged, modules_to_save and trainable_token_indices too.
+DoRA, and on routed experts), VeRA, LoHa, IA3 and diff pruning can be merged, modules_to_save and
+trainable_token_indices too.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_mux.adapters.diff_pruning import gate
+from megatron_mux.adapters.selection import value_of
 from megatron_mux.errors import UserError
 from megatron_mux.merging.low_rank import LowRank, VeraMatrices, lora_terms
 from megatron_mux.merging.stored_adapter import PREFIX, StoredAdapter
@@ -117,6 +118,28 @@ def check_vera(
         yield path, size, {b, d}
 
 
+def merge_loha(adapter: StoredAdapter, changes: Changes) -> set[str]:
+    """LoHa: add the elementwise products of two products."""
+    used: set[str] = set()
+    for path in adapter.paths(".hada_w1_a"):
+        keys = [f"{PREFIX}{path}.hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b")]
+        for key in keys:
+            if key not in adapter.shapes:
+                raise UserError(f"{adapter.weights} holds {keys[0]} without {key}.")
+        (out_features, in_features), rank = changes.size(path, keys[0]), adapter.shapes[keys[0]][-1]
+        for key, size in zip(keys, 2 * [(out_features, rank), (rank, in_features)], strict=True):
+            _check(adapter, key, {size})
+        alpha = value_of(adapter.config.get("alpha_pattern") or {}, path, adapter.config.get("alpha", 8))
+
+        def change(weight: Tensor, keys: Sequence[str] = keys, scale: float = alpha / rank) -> Tensor:
+            a1, b1, a2, b2 = map(adapter.read, keys)
+            return weight + scale * (a1 @ b1) * (a2 @ b2)
+
+        changes.add(path, change)
+        used |= set(keys)
+    return used
+
+
 def merge_ia3(adapter: StoredAdapter, changes: Changes) -> set[str]:
     """IA3: scale a weight's rows and the bias, or, of feed-forward modules, its columns."""
     used = set()
@@ -156,6 +179,7 @@ MERGES: Mapping[str, Callable[[StoredAdapter, Changes], set[str]]] = {
     "VERA": merge_vera,
     "IA3": merge_ia3,
     "DIFF_PRUNING": merge_diff_pruning,
+    "LOHA": merge_loha,
 }
 """By kind: adds an adapter's changes, and returns the keys of the tensors that they use."""
 

@@ -26,7 +26,7 @@ from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
-from tests.end_to_end.families import FAMILIES
+from tests.end_to_end.families import FAMILIES, loha
 from tests.end_to_end.harness import Case, assert_close, random_records
 
 
@@ -136,6 +136,7 @@ def cases_of(family: str, vocab: int) -> list[Case]:
         case(
             "vera", {"peft_type": "VERA", "r": 6, "vera_dropout": 0.1, "target_modules": "all-linear"}, 7, 11
         ),
+        *(case("loha", section, 5, 9) for section in [loha("all-linear", r=3)] if not targets.transposed),
     ]
 
 

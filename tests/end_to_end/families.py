@@ -17,6 +17,7 @@ class Targets:
         feedforward: That module.
         outputs: What ends a block's two halves (Houlsby's places).
         mixed: A column-parallel and a row-parallel module.
+        transposed: Whether weights are `[in, out]`, for which peft has no LoHa.
     """
 
     query_value: list[str]
@@ -25,6 +26,7 @@ class Targets:
     feedforward: list[str]
     outputs: list[str]
     mixed: list[str]
+    transposed: bool = False
 
 
 _LLAMA_LIKE = Targets(
@@ -50,6 +52,14 @@ FAMILIES: dict[str, Targets] = {
         outputs=["o_proj", "down_proj"],
         mixed=["gate_up_proj", "qkv_proj", "down_proj"],
     ),
+    "starcoder2": Targets(
+        query_value=["q_proj", "v_proj"],
+        others=["k_proj", "o_proj", "c_fc"],
+        ia3=["k_proj", "v_proj", "c_proj"],
+        feedforward=["c_proj"],
+        outputs=["o_proj", "c_proj"],
+        mixed=["c_fc", "v_proj", "c_proj"],
+    ),
     "gpt2": Targets(
         query_value=["c_attn"],
         others=["attn.c_proj", "c_fc"],
@@ -57,6 +67,7 @@ FAMILIES: dict[str, Targets] = {
         feedforward=["mlp.c_proj"],
         outputs=["c_proj"],
         mixed=["c_attn", "mlp.c_proj"],
+        transposed=True,
     ),
     "gpt_neo": Targets(
         query_value=["q_proj", "v_proj"],
@@ -100,6 +111,11 @@ def bottleneck(targets: list[str], size: int = 6, **fields: Any) -> dict[str, An
 def vera(targets: list[str] | str, r: int = 16, **fields: Any) -> dict[str, Any]:
     """A VeRA section."""
     return {"peft_type": "VERA", "r": r, "target_modules": targets, **fields}
+
+
+def loha(targets: list[str] | str, r: int = 4, **fields: Any) -> dict[str, Any]:
+    """A LoHa section."""
+    return {"peft_type": "LOHA", "r": r, "alpha": 2 * r, "target_modules": targets, **fields}
 
 
 def diff_pruning(targets: list[str], sparsity: float = 0.8, **fields: Any) -> dict[str, Any]:

@@ -35,6 +35,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     },
     "DoRA": {"adapter": {"peft_type": "LORA", "r": 8, "use_dora": True, "target_modules": "all-linear"}},
     "VERA": {"adapter": {"peft_type": "VERA", "r": 64}},
+    "LOHA": {"adapter": {"peft_type": "LOHA", "r": 4, "target_modules": "all-linear"}},
     "IA3": {"adapter": {"peft_type": "IA3"}},
     "BOTTLENECK": {"adapter": {"peft_type": "BOTTLENECK", "bottleneck_size": 32}},
     "PREFIX_TUNING": {"adapter": {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 16}},

@@ -18,7 +18,7 @@ from megatron_mux.fusion.plan import plan_for
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 from tests.end_to_end.conftest import BackboneOf, PathOf
-from tests.end_to_end.families import FAMILIES, bottleneck, diff_pruning, ia3, lora, prefix, vera
+from tests.end_to_end.families import FAMILIES, bottleneck, diff_pruning, ia3, loha, lora, prefix, vera
 from tests.end_to_end.harness import Case, adapter, assert_close, assert_same, engine_logits, random_records
 from tests.reference import peft_solo
 
@@ -44,7 +44,11 @@ def sections(family: str) -> dict[str, dict[str, Any]]:
             "down": lora(["k_proj"], r=2, lora_alpha=30, target_parameters=["down_proj"]),
         }
     targets = FAMILIES[family]
+    of_linear = (
+        {} if targets.transposed else {"loha": loha("all-linear", r=3, rank_pattern={targets.mixed[0]: 2})}
+    )
     return {
+        **of_linear,
         "lora": lora(targets.query_value, r=4),
         "lora-everywhere": lora("all-linear", r=3, use_rslora=True, lora_alpha=5),
         "ia3": ia3(targets),

@@ -18,7 +18,17 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.conftest import BackboneOf, PathOf
-from tests.end_to_end.families import FAMILIES, Targets, bottleneck, diff_pruning, ia3, lora, prefix, vera
+from tests.end_to_end.families import (
+    FAMILIES,
+    Targets,
+    bottleneck,
+    diff_pruning,
+    ia3,
+    loha,
+    lora,
+    prefix,
+    vera,
+)
 from tests.end_to_end.harness import (
     Case,
     Trained,
@@ -48,6 +58,7 @@ def kinds(targets: Targets) -> dict[str, dict[str, Any]]:
         "prefix": prefix(4),
         "ia3": ia3(targets),
         "dora": lora(targets.mixed, r=4, use_dora=True, rank_pattern={targets.mixed[0]: 6}),
+        **({} if targets.transposed else {"loha": loha("all-linear", r=3)}),
         "vera": vera(
             targets.mixed, save_projection=False
         ),  # of fixed matrices there is no gradient to compare

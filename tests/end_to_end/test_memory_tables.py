@@ -22,6 +22,7 @@ CASES = (
     Case("qwen3", ("DPO",), "DP2 sharded", layers=8),
     Case("llama", ("DIFF_PRUNING",), "DP2 sharded", layers=4),  # its gradients fill the buffer that sums them
     Case("gemma3_text", ("VERA",), saving="NF4", layers=6),
+    Case("qwen3", ("LOHA",), "TP2", layers=6),
     Case("llama", ("PREFIX_TUNING", "BOTTLENECK", "DoRA"), saving="offloaded", layers=6),
     Case("qwen3_moe", ("LORA on experts",), "TP2 sequence parallel", layers=6),
     Case("llama", ("LORA with dropout",), "DP2", "recomputed", layers=6, dtype="float32"),

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from megatron_mux.merging.merge import merge
 from tests import quantised_models
 from tests.end_to_end.conftest import PathOf
-from tests.end_to_end.families import FAMILIES, diff_pruning, ia3, lora, vera
+from tests.end_to_end.families import FAMILIES, diff_pruning, ia3, loha, lora, vera
 from tests.reference import peft_solo
 from tools import merge_adapter
 
@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dora-transposed": ("gpt2", lora(["c_attn", "mlp.c_proj"], 4, use_dora=True)),
     "vera": ("llama", vera("all-linear", 6)),
     "vera-drawn": ("gpt2", vera(_GPT2.mixed, 5, save_projection=False, projection_prng_key=9)),
+    "loha": ("llama", loha("all-linear", 3, **_PATTERNS)),
     "ia3": ("gpt2", ia3(_GPT2)),
     "ia3-no-bias": ("qwen3", ia3(_LLAMA)),
     "head": ("llama", lora(["q_proj"], 4, modules_to_save=["lm_head", "norm"])),

@@ -11,7 +11,17 @@ from megatron_mux.engine import Planning
 from megatron_mux.fusion.plan import Policy
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.conftest import BackboneOf, PathOf
-from tests.end_to_end.families import FAMILIES, Targets, bottleneck, diff_pruning, ia3, lora, prefix, vera
+from tests.end_to_end.families import (
+    FAMILIES,
+    Targets,
+    bottleneck,
+    diff_pruning,
+    ia3,
+    loha,
+    lora,
+    prefix,
+    vera,
+)
 from tests.end_to_end.harness import Case, Trained, assert_close, random_records, train
 from tests.reference import plain, solo
 from tests.reference.loop import SoloResult
@@ -149,7 +159,9 @@ def test_lora_of_attention_and_experts_together_is_as_with_peft_alone(
 
 def other_kinds(targets: Targets) -> list[dict[str, Any]]:
     """Adapter sections of every kind."""
+    of_linear = [] if targets.transposed else [loha("all-linear"), loha(targets.mixed, r=2, alpha=1)]
     return [
+        *of_linear,
         ia3(targets),
         prefix(5),
         bottleneck(targets.outputs, non_linearity="gelu", scaling=0.5),

@@ -104,7 +104,7 @@ def test_tokens_are_validated(tokens: Any, said: str) -> None:
 
 def test_kinds_have_the_fields_that_peft_gives_them() -> None:
     having = {name for name, kind in KINDS.items() if "modules_to_save" in kind.model_fields}
-    assert having == {"LORA", "VERA", "IA3"}
+    assert having == {"LORA", "LOHA", "VERA", "IA3"}
     assert {n for n, kind in KINDS.items() if "trainable_token_indices" in kind.model_fields} == {"LORA"}
 
 

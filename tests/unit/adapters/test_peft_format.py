@@ -48,6 +48,16 @@ PEFT = {
     "ia3-none": ia3("t", ["o_proj", "up_proj"], []),
     "prefix": task("t", peft_type="PREFIX_TUNING", num_virtual_tokens=3),
     "vera": task("t", peft_type="VERA", r=6, target_modules=QVO),
+    "loha": task("t", peft_type="LOHA", r=3, target_modules=QVO),
+    "loha-fields": task(
+        "t",
+        peft_type="LOHA",
+        target_modules=QVO,
+        layers_to_transform=[0, 1],
+        exclude_modules=["1.self_attn.o_proj"],
+        rank_pattern={"q_proj": 5},
+        alpha_pattern={".*0.*v_proj": 7},
+    ),
     "vera-drawn": task("t", peft_type="VERA", r=6, save_projection=False, target_modules="all-linear"),
 }
 GPT2 = {

@@ -284,6 +284,10 @@ class Reference:
             a, b = a[:, : x.shape[1]], b[: weight.shape[0]]
             inner = named["vera_lambda_d"] * ((x * self.keep(path, x.shape[1])) @ a.T)
             return F.linear(x, weight, bias) + named["vera_lambda_b"] * (inner @ b.T)
+        if adapter.peft_type == "LOHA":
+            products = (named[f"hada_{one}_a"] @ named[f"hada_{one}_b"] for one in ("w1", "w2"))
+            change = adapter.scale_of(self.modules[path]) * next(products) * next(products)
+            return F.linear(x, weight + change, bias)
         if adapter.peft_type == "IA3":
             factor = named["ia3_l"].flatten()
             if path in self.inputs:
@@ -389,6 +393,8 @@ def mixture() -> list[Any]:
         ia3("ia3-ff", ["gate_proj", "down_proj"], ["gate_proj"]),
         task("vera", peft_type="VERA", r=6, target_modules="all-linear"),
         task("vera-dropout", peft_type="VERA", r=4, vera_dropout=0.2, target_modules=some),
+        task("loha", peft_type="LOHA", r=3, alpha=5, target_modules="all-linear"),
+        task("loha-ranks", peft_type="LOHA", r=2, target_modules=some, **RANKS),
         lora("dora", target_modules="all-linear", use_dora=True, exclude_modules=["k_proj"]),
         lora(
             "dora-dropout",

@@ -104,6 +104,8 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}
         ("deepseek_v3", "num_experts_per_tok", 0, "positive"),
         ("deepseek_v3", "kv_lora_rank", 0, "positive"),
         ("deepseek_v3", "first_k_dense_replace", 9, "4 layers"),
+        ("starcoder2", "mlp_type", "gated", "default"),
+        ("starcoder2", "norm_type", "rms_norm", "layer_norm"),
         ("opt", "do_layer_norm_before", False, "true"),
         ("opt", "word_embed_proj_dim", 16, "hidden_size 32"),
         ("opt", "_remove_final_layer_norm", True, "false"),

@@ -79,7 +79,18 @@ def test_what_keeps_tensor_ranks_from_sharing_a_layer() -> None:
     assert "MLP of width 700" in impossible(8, llama(ffn=700))["8TP"]
 
 
-NAMES = ("llama", "llama-tied", "llama-biases", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neo", "opt")
+NAMES = (
+    "llama",
+    "llama-tied",
+    "llama-biases",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gpt2",
+    "gpt_neo",
+    "opt",
+    "starcoder2",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
