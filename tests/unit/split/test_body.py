@@ -34,8 +34,17 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "ia3": {"peft_type": "IA3"},
     "diff": {"peft_type": "DIFF_PRUNING", "l0_weight": 0.01},
     "vera": {"peft_type": "VERA", "r": 8},
+    "loha": {"peft_type": "LOHA", "r": 3},
 }
-CUTS = {"lora": (1, 1), "prefix": (1, 0), "bottleneck": (2, 1), "ia3": (3, 2), "diff": (1, 1), "vera": (1, 1)}
+CUTS = {
+    "lora": (1, 1),
+    "prefix": (1, 0),
+    "bottleneck": (2, 1),
+    "ia3": (3, 2),
+    "diff": (1, 1),
+    "vera": (1, 1),
+    "loha": (2, 1),
+}
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ia3": {"peft_type": "IA3"},
     "pruned": {"peft_type": "DIFF_PRUNING", "l0_weight": 0.01},
     "vera": {"peft_type": "VERA", "r": 8},
+    "loha": {"peft_type": "LOHA", "r": 3},
 }  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def whole(whole_backbone: Path, dtype: torch.dtype) -> Engine:
 
 @pytest.mark.parametrize(
     ("kind", "cuts"), [("lora", (1, 0)), ("prefix", (1, 1)), ("bottleneck", (2, 1)), ("ia3", (1, 1)),
-                       ("pruned", (1, 1)), ("vera", (1, 0))]
+                       ("pruned", (1, 1)), ("vera", (1, 0)), ("loha", (1, 1))]
 )  # fmt: skip
 def test_trains_as_the_whole_backbone(whole_backbone: Path, kind: str, cuts: tuple[int, int]) -> None:
     one = case(KINDS[kind])
