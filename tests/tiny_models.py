@@ -47,6 +47,18 @@ _GEMMA3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
 _SHORT_ROPE = {"rope_type": "default", "rope_theta": 100.0}
+_STARCODER2: dict[str, Any] = {
+    **_LLAMA,
+    "sliding_window": 5,
+    "rope_parameters": _SHORT_ROPE,
+    # Of the published configs, which transformers does not read:
+    "mlp_type": "default",
+    "norm_type": "layer_norm",
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "attention_softmax_in_fp32": True,
+    "scale_attention_softmax_in_fp32": True,
+}
 _GPT2: dict[str, Any] = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 4, "n_head": 4}
 _GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
 _NEO: dict[str, Any] = {
@@ -155,7 +167,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3",
         {**_PHI3, "original_max_position_embeddings": 10, "rope_parameters": _LONGROPE},
     ),
-    "starcoder2": ("starcoder2", {**_LLAMA, "sliding_window": 5, "rope_parameters": _SHORT_ROPE}),
+    "starcoder2": ("starcoder2", _STARCODER2),
     "starcoder2-no-bias": ("starcoder2", {**_LLAMA, "use_bias": False, "tie_word_embeddings": False}),
     "mixtral": ("mixtral", _MIXTRAL),
     "qwen3_moe": ("qwen3_moe", _QWEN3_MOE),

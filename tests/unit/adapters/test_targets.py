@@ -16,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 from megatron_mux.adapters.bottleneck import BottleneckSpec
 from megatron_mux.adapters.diff_pruning import DiffPruningSpec
 from megatron_mux.adapters.ia3 import IA3Spec
-from megatron_mux.adapters.loha import LohaSpec
 from megatron_mux.adapters.lora import LoraSpec
 from megatron_mux.adapters.prefix import PrefixTuningSpec
 from megatron_mux.adapters.selection import check_matched, value_of
@@ -112,12 +111,6 @@ def test_defaults_are_pefts(family: str, shape_of: ShapeOf) -> None:
     for spec in (lora, own, BottleneckSpec(peft_type="BOTTLENECK")):
         assert spec.modules(shape)
     assert own.scales_input(own.modules(shape), shape) or shape.experts is not None
-
-
-def test_loha_is_refused_where_peft_has_none(shape_of: ShapeOf) -> None:
-    spec = LohaSpec(peft_type="LOHA", target_modules=["c_attn"])
-    with pytest.raises(UserError, match="transposed weights of a gpt2, as in peft: choose LORA"):
-        spec.modules(shape_of("gpt2"))
 
 
 def test_bottlenecks_follow_sublayers(shape_of: ShapeOf) -> None:

@@ -375,7 +375,10 @@ def diff(name: str, targets: list[str], sparsity: float = 0.9) -> Any:
     return task(name, peft_type="DIFF_PRUNING", sparsity=sparsity, l0_weight=1e-3, target_modules=targets)
 
 
-RANKS: dict[str, Any] = {"rank_pattern": {"q_proj": 2, "mlp.*": 6}, "alpha_pattern": {"1.*o_proj": 1, "gate_proj": 9}}
+RANKS: dict[str, Any] = {
+    "rank_pattern": {"q_proj": 2, "mlp.*": 6},
+    "alpha_pattern": {"1.*o_proj": 1, "gate_proj": 9},
+}
 """Ranks and scales that differ between the modules of a BaseOp, and between layers."""
 
 
