@@ -217,18 +217,28 @@ def _run(
     from megatron_mux.choice.task_file import FileStep
 
     step = FileStep(file.adapters)
-    rows, running = [], []
+    rows: list[dict[str, Any]] = []
+    running: list[tuple[dict[str, Any], World, list[float]]] = []
     with contextlib.ExitStack() as stack:
         for entry in entries:
             world = World(RANKS, _train, entry.method, directory, step, budget)
             rows.append(row := _row(entry, world.ask()))
             if row["runs"]:
-                running.append((row, stack.enter_context(world)))
+                running.append((row, stack.enter_context(world), []))
             else:
                 world.__exit__()
-        times = [[max(one["seconds"] for one in world.ask()) for _, world in running] for _ in range(steps)]
-    for (row, _), of_row in zip(running, zip(*times, strict=True), strict=True):
-        row["seconds"] = statistics.median(of_row)
+        for _ in range(steps):
+            for row, world, times in running:
+                found = world.ask() if row["runs"] else []
+                if found and all(found):
+                    times.append(max(one["seconds"] for one in found))
+                elif found:
+                    row |= {
+                        "runs": False,
+                        "error": "a process failed in a timed step, or took two minutes for it",
+                    }
+    for row, _, times in running:
+        row["seconds"] = statistics.median(times) if row["runs"] else None
     return rows
 
 

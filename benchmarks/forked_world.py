@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 
 from tests.end_to_end.ranks import free_port
 
+_ours: list[Connection] = []
+"""This process's ends of all worlds. Those that are forked close them, so that they notice when it is gone."""
+
 
 class World:
     """Processes that form a world. They are forked, and end with the context.
 
     Args:
         ranks: How many.
-        work: A generator function, called in each: what it yields, one after the other, is what `ask` returns.
+        work: A generator function, called in each: the mappings that it yields, one after the other, are what `ask`
+            returns. One with an `error` says that the process has failed.
         arguments: Of the function.
     """
 
@@ -32,10 +36,13 @@ class World:
         self._ends, self._processes = [], []
         for rank in range(ranks):
             here, there = context.Pipe()
-            process = context.Process(target=_run_rank, args=(rank, ranks, port, there, work, arguments))
+            self._ends.append(here)
+            _ours.append(here)
+            process = context.Process(
+                target=_run_rank, args=(rank, ranks, port, there, work, arguments, list(_ours)), daemon=True
+            )
             process.start()
             there.close()
-            self._ends.append(here)
             self._processes.append(process)
 
     def __enter__(self) -> World:
@@ -70,8 +77,16 @@ class World:
 
 
 def _run_rank(
-    rank: int, ranks: int, port: int, end: Any, work: Callable[..., Iterator[Any]], arguments: Sequence[Any]
+    rank: int,
+    ranks: int,
+    port: int,
+    end: Connection,
+    work: Callable[..., Iterator[Any]],
+    arguments: Sequence[Any],
+    others: Sequence[Connection],
 ) -> None:
+    for other in others:
+        other.close()
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="localhost")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide what the peers of a failed rank print

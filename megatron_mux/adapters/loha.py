@@ -1,9 +1,9 @@
-"""LoHa (Hyeon-Woo et al., 2022), as in peft: a change of a weight that is the elementwise product of two low-rank ones.
+"""LoHa (Hyeon-Woo et al., 2022), as in peft: a weight changes by two low-rank matrices, multiplied element by element.
 
 `y += alpha / r * x ((A1 B1) * (A2 B2))^T`, with A1 and A2 `[c, r]`, B1 and B2 `[r, K]`. That is a low-rank product
-itself, of rank r^2: one factor holds each row of B1 times each of B2, the other each column of A1 times each of A2. So
-no matrix as large as the weight is made. On a column-parallel BaseOp the A are divided as the output is; on a
-row-parallel one the B are divided as the input is. What is whole has a partial gradient.
+itself, of rank r^2 at most: one factor holds each row of B1 times each of B2, the other each column of A1 times each
+of A2. With r at most 16 or so they are small beside the weight. On a column-parallel BaseOp A1 and A2 are divided as
+the output is; on a row-parallel one B1 and B2 are divided as the input is. What is whole has a partial gradient.
 
 Shapes: n rows of the task, K the BaseOp's input width on this rank, c a module's columns.
 """
@@ -134,7 +134,7 @@ class LohaSpec(LowRankSpec):
     sample_ranks = (16, 256)
     refused: ClassVar[Mapping[str, PeftField]] = {
         **SAVER_FIELDS,
-        **not_yet(0.0, "rank_dropout", "module_dropout", neutral=(None, 0)),
+        **not_yet(0.0, "rank_dropout", "module_dropout", neutral=(None, 0, 0.0)),
         **bookkeeping(use_effective_conv2d=False),  # of convolutions
         "init_weights": PeftField(
             "only true (peft's default) is supported: leave it out",

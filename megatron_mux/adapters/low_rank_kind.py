@@ -1,4 +1,4 @@
-"""Kinds whose adapters are low-rank products; those of LoRA and VeRA are fused into the BaseOp's."""
+"""Kinds whose adapters are low-rank products. Those of LoRA and VeRA are computed with the BaseOp's own product."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ _SMALLEST = 8
 
 _WITHOUT_BYTES: Mapping[str, tuple[str, ...]] = {
     "adapter": (
-        "alpha", "alpha_pattern", "d_initial", "l0_weight", "lora_alpha", "projection_prng_key", "scaling", "use_rslora",
+        "alpha", "alpha_pattern", "d_initial", "l0_weight", "lora_alpha", "projection_prng_key", "scaling",
+        "use_rslora",
     ),
     "training": (
         "adam_beta1", "adam_beta2", "adam_epsilon", "beta", "desirable_weight", "discopop_tau",

@@ -100,7 +100,8 @@ def export_gguf(
     info, stored = read_backbone_info(backbone), StoredAdapter(adapter)
     if info.shape.family not in _ARCHITECTURES:
         raise UserError(
-            f"llama.cpp has no architecture for a {info.shape.family}: it has for {', '.join(_ARCHITECTURES)}."
+            f"There is no architecture for a {info.shape.family} in llama.cpp that exports support: supported are "
+            f"{', '.join(_ARCHITECTURES)}."
         )
     naming = _Naming(gguf, info)
     alpha = float(stored.config.get("r" if stored.kind == "VERA" else "lora_alpha") or 1.0)

@@ -119,19 +119,19 @@ def check_vera(
 
 
 def merge_loha(adapter: StoredAdapter, changes: Changes) -> set[str]:
-    """LoHa: add the elementwise products of two products."""
+    """LoHa: add the two products of matrices, multiplied element by element."""
     used: set[str] = set()
     for path in adapter.paths(".hada_w1_a"):
         keys = [f"{PREFIX}{path}.hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b")]
         for key in keys:
             if key not in adapter.shapes:
                 raise UserError(f"{adapter.weights} holds {keys[0]} without {key}.")
-        (out_features, in_features), rank = changes.size(path, keys[0]), adapter.shapes[keys[0]][-1]
-        for key, size in zip(keys, 2 * [(out_features, rank), (rank, in_features)], strict=True):
+        (out_features, in_features), rank = changes.size(path, keys[0]), adapter.shapes[keys[1]][:1]
+        for key, size in zip(keys, 2 * [(out_features, *rank), (*rank, in_features)], strict=True):
             _check(adapter, key, {size})
         alpha = value_of(adapter.config.get("alpha_pattern") or {}, path, adapter.config.get("alpha", 8))
 
-        def change(weight: Tensor, keys: Sequence[str] = keys, scale: float = alpha / rank) -> Tensor:
+        def change(weight: Tensor, keys: Sequence[str] = keys, scale: float = alpha / rank[0]) -> Tensor:
             a1, b1, a2, b2 = map(adapter.read, keys)
             return weight + scale * (a1 @ b1) * (a2 @ b2)
 

@@ -17,6 +17,7 @@ from megatron_mux.engine import Engine, Task
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
+from megatron_mux.tasks.start import with_stored_config
 from tests.end_to_end.conftest import BackboneOf, PathOf
 from tests.end_to_end.families import FAMILIES, bottleneck, diff_pruning, ia3, loha, lora, prefix, vera
 from tests.end_to_end.harness import Case, adapter, assert_close, assert_same, engine_logits, random_records
@@ -123,6 +124,9 @@ def test_a_task_starts_from_what_peft_saved(
         model = peft_solo.wrap(peft_solo.load_model(path_of(family)), section, initial)
         model.save_pretrained(tmp_path / name)  # type: ignore[operator]
         case = make_case(name, section)
+        only_named = {"peft_type": section["peft_type"], "adapter_name_or_path": name}
+        taken, problems = with_stored_config(only_named, tmp_path)
+        assert not problems and taken["peft_type"] == section["peft_type"]
         read = read_adapter(tmp_path / name, case.spec.adapter, backbone.shape)
         engine = Engine(backbone, parallel)
         engine.register_tasks([Task(case.spec, case.records.as_dataset(), initial=read)])

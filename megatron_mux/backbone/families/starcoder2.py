@@ -1,4 +1,4 @@
-"""Starcoder2: rotary positions and grouped heads as in Llama, with layer norms, biases and a plain MLP."""
+"""StarCoder2: rotary positions and grouped heads as in Llama, with layer norms, biases and a plain MLP."""
 
 from __future__ import annotations
 
