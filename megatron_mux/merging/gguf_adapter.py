@@ -100,7 +100,7 @@ def export_gguf(
     info, stored = read_backbone_info(backbone), StoredAdapter(adapter)
     if info.shape.family not in _ARCHITECTURES:
         raise UserError(
-            f"There is no architecture for a {info.shape.family} in llama.cpp that exports support: supported are "
+            f"Exports have no architecture for a {info.shape.family}: they have llama.cpp's for "
             f"{', '.join(_ARCHITECTURES)}."
         )
     naming = _Naming(gguf, info)
