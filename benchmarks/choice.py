@@ -226,7 +226,7 @@ def _run(
             if row["runs"]:
                 running.append((row, stack.enter_context(world), []))
             else:
-                world.__exit__()
+                world.end()
         for _ in range(steps):
             for row, world, times in running:
                 found = world.ask() if row["runs"] else []

@@ -49,6 +49,10 @@ class World:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the processes, whatever they do."""
         for process in self._processes:
             process.kill()
             process.join()

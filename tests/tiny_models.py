@@ -46,11 +46,10 @@ _GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
-_SHORT_ROPE = {"rope_type": "default", "rope_theta": 100.0}
 _STARCODER2: dict[str, Any] = {
     **_LLAMA,
     "sliding_window": 5,
-    "rope_parameters": _SHORT_ROPE,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     # Of the published configs, which transformers does not read:
     "mlp_type": "default",
     "norm_type": "layer_norm",

@@ -20,7 +20,7 @@ from megatron_mux.adapters.adapter import Adapter, AdapterParameter, Grouped, Ta
 from megatron_mux.adapters.attach import Host, Site
 from megatron_mux.adapters.costs import Curve, Place, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant
-from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField
+from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField, initial_values
 from megatron_mux.adapters.vocabulary_fields import SavesModules
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.kernels.columns import Columns
@@ -127,12 +127,7 @@ class IA3Spec(SavesModules, AdapterSpec):
     run_time = IA3
     refused: ClassVar[Mapping[str, PeftField]] = {
         **TUNER_FIELDS,
-        "init_ia3_weights": PeftField(
-            "only true (peft's default) is supported: leave it out",
-            (True,),
-            default=True,
-            of_weights=(True, False),
-        ),
+        **initial_values("init_ia3_weights"),
     }
 
     @model_validator(mode="after")

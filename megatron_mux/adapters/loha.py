@@ -25,8 +25,8 @@ from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Place, Work
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant, uniform
 from megatron_mux.adapters.low_rank_kind import LowRankSpec
-from megatron_mux.adapters.peft_fields import SAVER_FIELDS, PeftField, bookkeeping, not_yet
-from megatron_mux.adapters.selection import Alphas, Ranks, check_matched, value_of
+from megatron_mux.adapters.peft_fields import SAVER_FIELDS, PeftField, bookkeeping, initial_values, not_yet
+from megatron_mux.adapters.selection import Alphas, Ranks, value_of
 from megatron_mux.errors import UserError
 from megatron_mux.layout import MicroBatch
 from megatron_mux.section import LARGEST_SIZE, Modules, Targets, TidyNumber
@@ -136,12 +136,7 @@ class LohaSpec(LowRankSpec):
         **SAVER_FIELDS,
         **not_yet(0.0, "rank_dropout", "module_dropout", neutral=(None, 0, 0.0)),
         **bookkeeping(use_effective_conv2d=False),  # of convolutions
-        "init_weights": PeftField(
-            "only true (peft's default) is supported: leave it out",
-            (True,),
-            default=True,
-            of_weights=(True, False),
-        ),
+        **initial_values("init_weights"),
     }
 
     def modules(self, shape: BackboneShape) -> list[Module]:
@@ -151,9 +146,7 @@ class LohaSpec(LowRankSpec):
                 f"LOHA is not possible for the transposed weights of a {shape.family}, as in peft: choose LORA"
             )
         found = super().modules(shape)
-        if self.adapter_name_or_path is None:
-            for name in ("rank_pattern", "alpha_pattern"):
-                check_matched(name, getattr(self, name), found)
+        self.check_patterns(found)
         return found
 
     @property

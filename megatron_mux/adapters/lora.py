@@ -25,7 +25,7 @@ from megatron_mux.adapters.initial_values import DOWN, FIRST_DOWN, FIRST_UP, MAG
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, Init, constant, tensor_key, uniform
 from megatron_mux.adapters.low_rank_kind import LOW_RANK_FIELDS, LowRankSpec, LowRankTerms, Product
 from megatron_mux.adapters.peft_fields import NOT_STORED, PeftField, bookkeeping, not_yet
-from megatron_mux.adapters.selection import Alphas, Ranks, check_matched, value_of
+from megatron_mux.adapters.selection import Alphas, Ranks, value_of
 from megatron_mux.adapters.targets import match_parameters, matches
 from megatron_mux.adapters.vocabulary_fields import SavesTokens
 from megatron_mux.base_ops import BaseOpName
@@ -197,9 +197,7 @@ class LoraSpec(SavesTokens, LowRankSpec):
         found = [module for module in shape.modules if module.path in wanted]
         for module in found:
             initial.check_rank(self.init_lora_weights, self.rank_of(module), module, shape)
-        if self.adapter_name_or_path is None:
-            for name in ("rank_pattern", "alpha_pattern"):
-                check_matched(name, getattr(self, name), found)
+        self.check_patterns(found)
         return found
 
     def _refuse_beside_experts(self) -> None:

@@ -14,7 +14,7 @@ from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Curve, Place, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField
-from megatron_mux.adapters.selection import Layers, LayersPattern
+from megatron_mux.adapters.selection import Layers, LayersPattern, check_matched
 from megatron_mux.adapters.vocabulary_fields import SavesModules
 from megatron_mux.base_ops import EXPERT_OPS, BaseOpName
 from megatron_mux.kernels.dropout import key_of
@@ -59,6 +59,17 @@ class LowRankSpec(SavesModules, AdapterSpec):
         if pattern and not layers:
             raise problem("layers_pattern needs layers_to_transform, as in peft")
         return self
+
+    def check_patterns(self, modules: Sequence[Module]) -> None:
+        """Refuse keys of `rank_pattern` and `alpha_pattern` that match none of the modules, as peft does not.
+
+        A stored adapter may have such keys.
+
+        Raises:
+            UserError: There are some.
+        """
+        for name in ("rank_pattern", "alpha_pattern") if self.adapter_name_or_path is None else ():
+            check_matched(name, getattr(self, name), modules)
 
     @property
     def rank(self) -> int:

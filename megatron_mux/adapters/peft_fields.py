@@ -38,6 +38,12 @@ def not_yet(default: Any, *names: str, neutral: tuple[Any, ...] = (None, False))
     return {name: PeftField(NOT_YET, neutral, default=default) for name in names}
 
 
+def initial_values(name: str) -> dict[str, PeftField]:
+    """peft's field for how values start, of which we have the default; stored adapters may have any."""
+    advice = "only true (peft's default) is supported: leave it out"
+    return {name: PeftField(advice, (True,), default=True, of_weights=(True, False))}
+
+
 def bookkeeping(**defaults: Any) -> dict[str, PeftField]:
     """Fields of peft that are accepted and ignored, with what is stored for them."""
     return {name: PeftField("", always=True, default=default) for name, default in defaults.items()}

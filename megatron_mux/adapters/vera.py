@@ -21,7 +21,7 @@ from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Place, Work
 from megatron_mux.adapters.kind import AdapterTensor, constant
 from megatron_mux.adapters.low_rank_kind import LOW_RANK_FIELDS, LowRankSpec, LowRankTerms, Product
-from megatron_mux.adapters.peft_fields import NOT_STORED, PeftField, not_yet
+from megatron_mux.adapters.peft_fields import NOT_STORED, PeftField, initial_values, not_yet
 from megatron_mux.section import LARGEST_SIZE, Number, Targets
 from megatron_mux.shape import BackboneShape, Module
 
@@ -84,12 +84,7 @@ class VeraSpec(LowRankSpec):
     refused: ClassVar[Mapping[str, PeftField]] = {
         **LOW_RANK_FIELDS,
         **not_yet(NOT_STORED, "exclude_modules", neutral=(None, [])),
-        "init_weights": PeftField(
-            "only true (peft's default) is supported: leave it out",
-            (True,),
-            default=True,
-            of_weights=(True, False),
-        ),
+        **initial_values("init_weights"),
     }
 
     def shared_tensors(self, shape: BackboneShape) -> dict[str, AdapterTensor]:

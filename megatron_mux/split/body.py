@@ -37,9 +37,9 @@ from megatron_mux.tasks import TrainingSpec
 Meter = Callable[[Callable[[], object]], Peak]
 """Runs a computation and measures its memory."""
 
-_TRIES = 4
+_TRIES = 8
 """Measurements of a pass on the CPUs of several ranks, of which the least counts: gloo's threads sometimes release a
-message only after later tensors were made."""
+message only after later tensors were made, where ranks share cores four times in a row now and then."""
 
 
 @dataclass(frozen=True)

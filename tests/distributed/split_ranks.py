@@ -137,9 +137,8 @@ def compare_memory(body: LeadingBody, alone: Body) -> None:
     predicted = asyncio.run(SessionPredictor(BodyPlace.of(body, range(1, LAYERS)))(proposal))
     assert predicted.lasting == ours.lasting
     for figure in ("forward", "graph", "backward"):
-        # While gloo still sends an earlier message, that is held as well: at the peak, or where it makes another one.
         late = getattr(ours, figure) - getattr(predicted, figure)
-        assert 0 <= late <= ours.hidden, (figure, predicted, ours)
+        assert late in (0, ours.hidden), (figure, predicted, ours)  # gloo may still send an earlier message
     at_least = 1 / (body.parallel.tp_size * len(layers))
     for found, wanted in ((ours.graph, theirs.graph), (ours.backward, theirs.backward)):
         assert found > wanted * at_least, (found, wanted)

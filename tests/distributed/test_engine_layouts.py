@@ -136,7 +136,7 @@ def cases_of(family: str, vocab: int) -> list[Case]:
         case(
             "vera", {"peft_type": "VERA", "r": 6, "vera_dropout": 0.1, "target_modules": "all-linear"}, 7, 11
         ),
-        *(case("loha", section, 5, 9) for section in [loha("all-linear", r=3)] if not targets.transposed),
+        *([] if targets.transposed else [case("loha", loha("all-linear", r=3), 5, 9)]),
     ]
 
 
