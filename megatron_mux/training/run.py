@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -111,7 +111,11 @@ def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = Non
         if save is None:
             reporter.say("no --save: the adapters will be lost when the run ends")
         arguments, parallel = _join_world(arguments, info.shape, reporter)
-        with _monitored(parallel, arguments, partial(_release, reporter), program) as parallel:
+        # Signals end with the watch of ranks: torchrun's SIGTERM must not end this one before it said who was lost.
+        with (
+            ExitStack() as signals,
+            _monitored(parallel, arguments, partial(_release, reporter), program) as parallel,
+        ):
             planning = make_planning(arguments, info, tasks, parallel, manifest, reporter.say)
             _check_same_save(manifest, parallel)
             _prepare_directories(arguments, specs, parallel, reporter, lock)
@@ -124,8 +128,8 @@ def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = Non
             loop = Loop(arguments, engine, parallel, reporter, info, files, manifest, watch, lock, began)
             with closing(loop):
                 loop.registry.register(tasks)
-                with stop_on_signals(loop):
-                    loop.run()
+                signals.enter_context(stop_on_signals(loop))
+                loop.run()
         reporter.close()
     finally:
         reporter.release()

@@ -148,6 +148,24 @@ sys.exit(pretrain_mux.main())
 """
 
 
+BUSY = """
+import sys, time
+from megatron_mux.liveness import Liveness
+from megatron_mux.training.loop import Loop
+import pretrain_mux
+
+def later(original, seconds):
+    def call(*arguments):
+        time.sleep(seconds)
+        return original(*arguments)
+    return call
+
+# By then torchrun has told the other rank to end.
+Loop.close, Liveness._end = later(Loop.close, 1.0), later(Liveness._end, 1.5)
+sys.exit(pretrain_mux.main())
+"""
+
+
 def processes_of(save: Path) -> dict[int, int]:
     """Process ids by rank of the run that saves there; torchrun is -1."""
     found = {}
@@ -174,10 +192,8 @@ def test_under_torchrun(
     undisturbed: tuple[Path, float],
 ) -> None:
     save = workplace.root / f"torchrun-{what}"
-    script = ROOT / "pretrain_mux.py"
-    if what == "stalls":
-        script = workplace.root / "stalls.py"
-        script.write_text(STALLS)
+    script = workplace.root / f"{what}.py"
+    script.write_text(STALLS if what == "stalls" else BUSY)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     torchrun = [server.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.Popen(
