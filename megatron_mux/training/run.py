@@ -75,7 +75,6 @@ def run(arguments: MuxArguments, program: str = "pretrain_mux.py") -> None:
 def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = None) -> None:
     """`run`, with the lock on `--save` where this rank writes there."""
     began = time.monotonic()
-    leader = os.environ.get("RANK", "0") == "0"
     save = arguments.save
     if save is not None and save != arguments.load:
         refuse_used(save)
@@ -93,7 +92,7 @@ def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = Non
         arguments.tensorboard_dir,
         arguments.log_interval,
         not arguments.mux_no_progress,
-        silent=not leader,
+        silent=os.environ.get("RANK", "0") != "0",
     )
     try:
         manifest = _manifest(arguments, info, reporter)

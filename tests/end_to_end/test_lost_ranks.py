@@ -148,7 +148,7 @@ sys.exit(pretrain_mux.main())
 """
 
 
-BUSY = """
+SLOW_TO_SAY = """
 import sys, time
 from megatron_mux.liveness import Liveness
 from megatron_mux.training.loop import Loop
@@ -193,7 +193,7 @@ def test_under_torchrun(
 ) -> None:
     save = workplace.root / f"torchrun-{what}"
     script = workplace.root / f"{what}.py"
-    script.write_text(STALLS if what == "stalls" else BUSY)
+    script.write_text(STALLS if what == "stalls" else SLOW_TO_SAY)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     torchrun = [server.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.Popen(
