@@ -19,7 +19,9 @@ from megatron_mux.runtime import Parallel
 _FIRST_BYTES, _MOST_BYTES = 1 << 15, 1 << 28
 _SMALL = 8
 """A transfer is compared with one of an eighth of its bytes: what both take alike is latency."""
-_REPEATS = 3
+_REPEATS, _MOST_REPEATS = 3, 16
+_SAME = 0.05
+"""Two transfers took the same if they differ by this share of what the larger one takes."""
 _TIMES = 2 * _REPEATS + 3
 """Times a transfer's duration that measuring a link takes, or somewhat less: longer ones are found by doubling. More
 where latency is most of a transfer.
@@ -91,11 +93,18 @@ class LinkMeter:
     def _least(self, links: Sequence[tuple[int, int]], size: int) -> tuple[float, float]:
         """Seconds of transfers of `size` bytes, and of an eighth of them, taken in turns.
 
-        The least of several: pauses of the machine and packets that are sent again only add to what a link takes.
+        The least of several: pauses of the machine and packets that are sent again only add to what a link takes. It
+        was met once the next one took the same; until then transfers go on.
         """
-        both = [(self._time(links, size), self._time(links, size // _SMALL)) for _ in range(_REPEATS)]
-        long, short = map(min, zip(*both, strict=True))
-        return long, short
+        long: list[float] = []
+        short: list[float] = []
+        for number in range(1, _MOST_REPEATS + 1):
+            long.append(self._time(links, size))
+            short.append(self._time(links, size // _SMALL))
+            near = _SAME * min(long)
+            if number >= _REPEATS and all(sorted(times)[1] - min(times) < near for times in (long, short)):
+                break
+        return min(long), min(short)
 
     def _time(self, links: Sequence[tuple[int, int]], size: int) -> float:
         """Seconds of the slowest process if `size` bytes cross each link."""

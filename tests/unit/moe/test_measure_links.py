@@ -42,6 +42,13 @@ def test_packets_that_are_sent_again_make_no_link_slow(monkeypatch: pytest.Monke
     assert measured(monkeypatch, delays).bandwidth == pytest.approx(SPEED)
 
 
+def test_pauses_in_every_one_of_the_first_transfers_make_no_link_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    delays = iter([0.1] * 2 + [0.03, 0.0, 0.02, 0.0, 0.005, 0.0] + [0.0] * 100)
+    assert measured(monkeypatch, delays).bandwidth == pytest.approx(SPEED)
+
+
 def test_a_link_that_noise_hides_is_not_taken_for_faster_than_it_was_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
