@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_mux import runtime
@@ -19,6 +18,7 @@ from megatron_mux.expert_shape import Placement
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.assumed_routes import Access
 from megatron_mux.memory.fake_gpu.device import DEVICE, fake_gpu
+from megatron_mux.memory.fake_gpu.fake_tensors import FakeTensors
 from megatron_mux.runtime import Parallel
 
 
@@ -75,7 +75,7 @@ def fake_rank(
             stack.enter_context(replaced(torch.cuda, "current_device", lambda: DEVICE))
             stack.enter_context(replaced(torch.Tensor, "pin_memory", lambda tensor: tensor))
         else:
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(FakeTensors())
         parallel = runtime.initialize(
             tensor,
             pipeline,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_mux import layout, runtime
@@ -24,6 +23,7 @@ from megatron_mux.fusion.graphs.subgraphs import LayerSubgraphs
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.profiler.profile import Profile
+from megatron_mux.memory.fake_gpu.fake_tensors import FakeTensors
 from megatron_mux.memory.worker import Worker
 from megatron_mux.tasks import TaskSpec
 
@@ -112,7 +112,7 @@ def _of_kind(question: SubgraphQuestion, layers: list[int]) -> LayerSubgraphs:
     sequence = ("lora", 0, np.zeros(rows, np.int64), np.ones(rows, np.bool_), 1.0)
     batch = layout.pack([sequence], ("lora",), {"lora": 0}).to()
     with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(FakeTensors())
         with RealHostMode():
             one = range(layers[0], layers[0] + 1)
             backbone = Backbone(question.info, parallel, one, question.dtype, "none", "resident", NoWeights())

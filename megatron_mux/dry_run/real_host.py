@@ -16,9 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_mux.dry_run.known_values import known, with_values
 
-_STEPS_IN_PLACE = torch.ops.aten._fused_sgd_
-"""It allocates nothing and has no fake kernel (torch 2.13)."""
-
 
 class RealHostMode(TorchDispatchMode):
     """Executes operators on real tensors for real; enter it on top of a fake mode.
@@ -46,8 +43,6 @@ class RealHostMode(TorchDispatchMode):
         if on_host and not fake and (tensors or _makes_numbers(func, args, kwargs)):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if fake and func.overloadpacket is _STEPS_IN_PLACE:
-            return None
         made = with_values(func, args, kwargs, lambda: func(*args, **kwargs))
         if _is_in_place(func) and tensors[0] is args[0] and not isinstance(args[0], FakeTensor):
             return args[0]  # its values are unknown from now on, but its storage stays

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_mux.attributes import replaced
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.fake_gpu.attention import Attention
+from megatron_mux.memory.fake_gpu.fake_tensors import FakeTensors
 from megatron_mux.memory.fake_gpu.guard import fake_guard
 
 DEVICE = torch.device("cuda", 0)
@@ -45,7 +45,7 @@ def fake_gpu(gpu: Gpu) -> Iterator[None]:
         stack.enter_context(_whole_operators())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         # Inputs that a model keeps outside its modules (peft's prefix tokens) are real.
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(FakeTensors())
         stack.enter_context(fake_guard())
         yield
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_mux.backbone.experts.pairs import Pairs
 from megatron_mux.dry_run.known_values import set_known
 from megatron_mux.dry_run.real_host import RealHostMode, read_fake_value
+from megatron_mux.memory.fake_gpu.fake_tensors import FakeTensors
 from megatron_mux.memory.fake_gpu.place import Place
 from megatron_mux.memory.fake_gpu.recorder import Recorder
 
@@ -19,7 +19,7 @@ def _pairs(known: bool, read: bool) -> Pairs:
     """Pairs on a fake device; with `read`, the host has read the sizes of their groups."""
     experts, slots = torch.tensor(EXPERTS), torch.tensor(SLOTS)
     places = torch.tensor([0, -1, 1, -1, -1])  # of five with none: this rank holds experts 0 and 2
-    with FakeTensorMode(allow_non_fake_inputs=True), RealHostMode():
+    with FakeTensors(), RealHostMode():
         on_device = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (experts, slots, places)]
         for fake, values in zip(on_device, (experts, slots, places), strict=True):
             set_known(fake, values if known else None)

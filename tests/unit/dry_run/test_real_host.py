@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_mux.dry_run.real_host import RealHostMode, gather_own_object, read_fake_value
+from megatron_mux.memory.fake_gpu.fake_tensors import FakeTensors
 from megatron_mux.memory.fake_gpu.place import Place
 from megatron_mux.memory.fake_gpu.recorder import Recorder
 
@@ -17,7 +18,7 @@ from megatron_mux.memory.fake_gpu.recorder import Recorder
 def recorder() -> Iterator[Recorder]:
     """Entered, above a fake host."""
     with (
-        FakeTensorMode(allow_non_fake_inputs=True),
+        FakeTensors(),
         RealHostMode(),
         Recorder(Place(), "cpu", 7, read_fake_value) as found,
     ):
