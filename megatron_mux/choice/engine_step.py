@@ -101,8 +101,8 @@ class EngineStep(StepMemory):
 
     def hosted(self, stage: Stage) -> float:
         """See `StepMemory.hosted`: the backbone's weights."""
-        values = stage.divided(self.method) if self.method.zero == 3 else stage.values
-        return values * self.recipe.size
+        held = replace(stage, units=tuple(unit.bytes(self.recipe.size) for unit in stage.units))
+        return float(held.divided(self.method) if self.method.zero == 3 else held.values)
 
     @property
     def buffers(self) -> Array:

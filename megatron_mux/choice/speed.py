@@ -125,14 +125,14 @@ class _Passes:
 
     def _brought(self, own: Unit) -> float:
         """Seconds to bring a rank's weights of a layer into place for a pass."""
-        method, device = self._method, self._device
+        method, device, held = self._method, self._device, own.bytes(self._size)
         seconds = 0.0
         if method.zero == 3:
-            seconds += self._size * self._others(own.copied, own.experts) / self._data_link + device.latency
+            seconds += self._others(held.copied, held.experts) / self._data_link + device.latency
         if method.offload and self._recipe.frozen:
             shares = method.data if method.zero == 3 else 1
-            kept = own.copied + own.experts * min(method.expert, shares)
-            seconds += self._size * kept / shares / HOST_LINK
+            kept = held.copied + held.experts * min(method.expert, shares)
+            seconds += kept / shares / HOST_LINK
         return seconds
 
     def _others(self, dense: float, experts: float) -> float:

@@ -53,7 +53,8 @@ class FileStep:
     def __init__(self, tasks: Sequence[TaskAdapters]) -> None:
         self.tasks = tuple(tasks)
         self._lengths = {task.name: task.length for task in tasks}
-        self._sequences = tuple((task.name, task.sequences, task.length) for task in tasks)
+        self._sequences = tuple((task.name, task.sequences, task.length, task.together) for task in tasks)
+        self._together = {task.name: task.together for task in tasks}
 
     @property
     def tokens(self) -> int:
@@ -65,8 +66,12 @@ class FileStep:
         return sum(count * self._lengths[name] for name, count in content.items())
 
     def most(self, data: int) -> int:
-        """The most micro-batches that `data` pipelines can have: one per sequence of the pipeline that has most."""
-        return max(content.total() for own in _pipelines(self._sequences, data, 1) for content in own)
+        """The most micro-batches that `data` pipelines can have: one per record of the pipeline that has most."""
+        return max(
+            sum(count // self._together[name] for name, count in content.items())
+            for own in _pipelines(self._sequences, data, 1)
+            for content in own
+        )
 
     def divided(self, data: int, micro_batches: int) -> Division:
         """The step on `data` pipelines, in `micro_batches` micro-batches or as many as there can be."""
@@ -85,11 +90,16 @@ class FileStep:
 
 
 @lru_cache(maxsize=1024)
-def _pipelines(tasks: Sequence[tuple[str, int, int]], data: int, micro_batches: int) -> list[list[Content]]:
-    """The micro-batches of each pipeline; of each task its name, its sequences and their tokens."""
-    plan = plan_for("spatial", dict.fromkeys(sorted(name for name, _, _ in tasks), 1), 1, micro_batches)
+def _pipelines(
+    tasks: Sequence[tuple[str, int, int, int]], data: int, micro_batches: int
+) -> list[list[Content]]:
+    """The micro-batches of each pipeline; of each task its name, its sequences, their tokens, and those of a record."""
+    plan = plan_for("spatial", dict.fromkeys(sorted(name for name, *_ in tasks), 1), 1, micro_batches)
     # Micro-batches are not balanced by labels.
-    lengths = {name: Lengths((length,) * count, (length,) * count) for name, count, length in tasks}
+    lengths = {
+        name: Lengths((length,) * count, (length,) * count, together=together)
+        for name, count, length, together in tasks
+    }
     grids = (step_grid(replace(plan, data=data), lengths, rank) for rank in range(data))
     return [[Counter(piece.task for piece in chunk) for (chunk,) in grid.chunks.values()] for grid in grids]
 

@@ -287,8 +287,9 @@ def _plans(
         context = _context(arguments, info, loads, mesh, own, dtype.itemsize)
         start = time.perf_counter()
         say = to_stderr if len(meshes) == 1 else lambda text: None  # of several, the flags tell
-        planner = Planner(choose_recompute(context, kind, arguments.recompute_granularity, divide, say))
         try:
+            mesh.refuse_residence("--backbone-weights", arguments.backbone_weights)
+            planner = Planner(choose_recompute(context, kind, arguments.recompute_granularity, divide, say))
             found.append((planner, planner.plan(loads), time.perf_counter() - start))
         except UserError as error:
             if len(meshes) == 1:

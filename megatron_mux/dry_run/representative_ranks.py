@@ -80,8 +80,13 @@ class _Work:
             run.plan.alignment, {one.name: one.task["data"]["max_length"] for one in run.tasks}
         )
         self._lengths = {
-            one.name: Lengths(tuple(one.lengths), tuple(one.labels), pad_to.get(one.name, 0))
-            for one in run.tasks
+            one.name: Lengths(
+                tuple(one.lengths),
+                tuple(one.labels),
+                pad_to.get(one.name, 0),
+                spec.training.sequences_per_record,
+            )
+            for one, spec in zip(run.tasks, specs, strict=True)
         }
 
     @cached_property

@@ -72,6 +72,8 @@ class Tables:
         shares = base.residence.startswith("sharded") or base.expert > 1
         plan = replace(base.plan, buckets=(), data=base.plan.data if shares else 1)
         self._base = replace(base, tasks=(), plan=plan)
+        # As `engine.out_of_memory.ranks_meet`: then a pass that has failed sends no zeros to the next stage.
+        self._meet = base.tensor > 1 or (shares and base.plan.data > 1)
         self._runs, self._say, self._tolerance = runs, say, tolerance
         self._short = short and base.device == "cpu"
         self._expert_rank, self._chunks = expert_rank, chunks
@@ -129,7 +131,7 @@ class Tables:
             self.chunk,
             self._shape.hidden * base.itemsize / divided,
             base.plan.ranks,
-            base.tensor == 1 and base.residence != "sharded",
+            not self._meet,
             self._sums,
         )
 

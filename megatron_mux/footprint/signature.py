@@ -34,6 +34,8 @@ _IF_ANY: Mapping[str, tuple[str, ...]] = {
 """Numbers of which only counts whether they are zero."""
 _ANY = 0.25
 """Stands for them: all of these fields allow it."""
+_BUFFERED = ("adafactor", "adamw_8bit", "adamw_bnb_8bit", "lion_32bit")
+"""Optimizers whose state or buffers do not grow with the rank."""
 _DRAWN = (True, False, "gaussian")
 """Values of `init_lora_weights` whose matrices may have any rank."""
 
@@ -60,6 +62,7 @@ class Signature:
             adapter["peft_type"] == "LORA"
             and not adapter["rank_pattern"]
             and adapter["init_lora_weights"] in _DRAWN
+            and found["training"]["optim"] not in _BUFFERED
         ):
             adapter["init_lora_weights"] = True
             rank = max(_SMALLEST, _up(adapter.pop("r")))

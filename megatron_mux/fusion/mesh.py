@@ -68,6 +68,22 @@ class Mesh:
                 "unless enough expert ranks divide them: remove it"
             )
 
+    def refuse_residence(self, flag: str, residence: str) -> None:
+        """Refuse weights that pipelines share out though their experts differ.
+
+        Args:
+            flag: That says where weights are.
+            residence: What it says.
+
+        Raises:
+            UserError: They do.
+        """
+        if residence.startswith("sharded") and self.over_data:
+            raise UserError(
+                f"{flag} {residence}: divides weights over pipelines, but the experts of these differ: use resident or "
+                "offloaded"
+            )
+
     @property
     def _expert_ranks(self) -> int:
         """Ranks that together hold each expert once."""

@@ -185,12 +185,9 @@ def adapts_experts(loads: Iterable[TaskLoad]) -> bool:
 
 
 def lasting_share(task: TaskSpec, shape: BackboneShape, signature: Signature) -> float:
-    """Values that a task trains, as a share of those of a task of its signature, which may have a higher rank.
-
-    All of it where the optimizer's state does not grow with the rank.
-    """
+    """Values that a task trains, as a share of those of a task of its signature, which may have a higher rank."""
     whole = TaskSpec.model_validate(signature.task)
-    if task.training.optim.startswith("adafactor") or whole.adapter == task.adapter:
+    if whole.adapter == task.adapter:
         return 1.0
     own, every = (
         sum(math.prod(tensor.shape) for tensor in spec.adapter.tensors(shape).values() if tensor.trained)

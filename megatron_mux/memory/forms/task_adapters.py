@@ -77,6 +77,7 @@ class TaskAdapters:
         virtual_tokens: Virtual tokens in front of each sequence.
         embeds: Whether it trains rows of the embedding, so that gradients go through all layers.
         tensors: The trained tensors one by one.
+        together: Sequences of a record, which are in one micro-batch.
     """
 
     name: str
@@ -88,6 +89,7 @@ class TaskAdapters:
     virtual_tokens: int = 0
     embeds: bool = False
     tensors: tuple[TrainedTensor, ...] = ()
+    together: int = 1
 
     @classmethod
     def of(cls, spec: TaskSpec, shape: BackboneShape) -> TaskAdapters:
@@ -113,6 +115,7 @@ class TaskAdapters:
             spec.adapter.virtual_tokens,
             any("embedding" in matrix.places for matrix in matrices),
             tuple(trained),
+            spec.training.sequences_per_record,
         )
 
     @property

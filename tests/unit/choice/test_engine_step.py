@@ -14,7 +14,7 @@ from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.phases import StepMemory
 from megatron_mux.memory.forms.recipe import Recipe
 from tests.unit.choice.tables_by_hand import BACKWARD, CHUNK, KEPT, SUMS, TAKEN, TablesByHand
-from tests.unit.memory.architectures import at_stage, llama, lora
+from tests.unit.memory.architectures import at_stage, llama, lora, quantised
 
 MODEL = llama(8)
 RECIPE = Recipe(128, adapters=(lora(MODEL), lora(MODEL, 16, "other")))
@@ -110,6 +110,11 @@ def test_offloaded_weights_are_in_host_memory() -> None:
     assert of(Method()).host == 0
     assert of(Method(offload=True)).host == 2 * MODEL.total
     assert of(Method(data=4, zero=3, offload=True)).host == pytest.approx(2 * MODEL.total / 4, rel=1e-3)
+    saved = 2 * sum(unit.divided for unit in MODEL.layers) * 3 / 4
+    for data in (1, 4):
+        method = Method(data=data, zero=3 * (data > 1), offload=True)
+        memory = step_memory(quantised(MODEL), RECIPE, method, tables=TablesByHand(MODEL, RECIPE))
+        assert memory.host == pytest.approx((2 * MODEL.total - saved) / data, rel=1e-3)
 
 
 def test_tables_are_needed_for_tasks_and_profiles_for_all_else() -> None:

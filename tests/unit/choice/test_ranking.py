@@ -27,7 +27,7 @@ from megatron_mux.memory.forms.stages import Stage, on_rank, stages
 from megatron_mux.memory.question import Question
 from megatron_mux.memory.sizes import MIB
 from tests.unit.choice.tables_by_hand import TablesByHand
-from tests.unit.memory.architectures import llama, lora
+from tests.unit.memory.architectures import llama, lora, quantised
 from tests.unit.memory.configs import skeleton
 from tests.unit.memory.profiles import by_hand
 
@@ -127,6 +127,18 @@ def test_speed_follows_from_what_a_method_does(recipe: Recipe) -> None:
     )  # of a forward pass; backward as much, or twice if weights are trained
     times = 2 if recipe.frozen else 3
     assert times * flops / 312e12 < of() < 1.25 * times * flops / 312e12
+
+
+@pytest.mark.parametrize("degrees", [{"offload": True}, {"data": 4, "zero": 3}])
+def test_quantised_weights_are_brought_as_they_are_held(degrees: dict[str, Any]) -> None:
+    """Of a step that waits for its weights most of the time: a quarter of the bytes."""
+    held = quantised(LARGE)
+    method, pcie = Method(**degrees), device_of("cuda", "L40S", 0)
+    tables = TablesByHand(LARGE, ON_LARGE)
+    whole, quarter = (
+        step_seconds(step_memory(own, ON_LARGE, method, tables=tables), 16, 1, pcie) for own in (LARGE, held)
+    )
+    assert 0.2 < quarter / whole < 0.5
 
 
 def test_weights_gathered_for_a_small_batch_cost_time() -> None:

@@ -58,6 +58,15 @@ def test_shared_out_by_hand() -> None:
     assert STEP.most(1) == 9 and STEP.most(2) == 5 and STEP.most(16) == 1
 
 
+def test_records_of_pairs_are_not_divided() -> None:
+    """As the engine keeps them: in one pipeline, and in one micro-batch."""
+    step = FileStep((replace(SHORT, sequences=6, together=2),))
+    assert step.most(1) == 3 and step.most(2) == 2
+    assert step.divided(1, 8).heaviest == contents({"short": 2}) and step.divided(1, 8).micro_batches == 3
+    one = FileStep((replace(SHORT, sequences=2, together=2),)).divided(2, 1)
+    assert one.heaviest == contents({"short": 2}) and one.rows == 2 * 64
+
+
 def test_a_task_adds_what_its_own_rows_keep() -> None:
     """A micro-batch of one task's sequences is that task's alone, but for what stands there anyway."""
     (both,) = STEP.divided(1, 1).heaviest

@@ -42,6 +42,13 @@ def test_most_tokens_tell_first_and_most_labels_last(tensor: int) -> None:
     assert representative_ranks(replace(run, tasks=[_task("a", [38, 40], [2, 40])])) == [0, 2 * tensor]
 
 
+def test_both_of_a_pair_are_on_one_rank() -> None:
+    """Of three pairs the longest is alone on the first; sequences by themselves would be divided evenly."""
+    pairs = _task("a", [40, 20, 20, 20, 20, 20], [8, 8, 8, 8, 8, 8])
+    pairs.task["training"] |= {"loss": "dpo", "per_device_train_batch_size": 3}
+    assert representative_ranks(_run([pairs], 2)) == [1]
+
+
 def test_of_tensor_ranks_that_divide_rows_one_with_most_of_each_kind() -> None:
     tasks = [_task("a", [32, 32], [8, 8]), _task("b", [32, 32], [8, 8], BOTTLENECK)]
     assert representative_ranks(_run(tasks, tensor=2, sequence_parallel=True)) == [0, 1]

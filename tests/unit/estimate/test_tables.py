@@ -57,6 +57,26 @@ def test_only_what_is_new_is_rehearsed(tmp_path: Path, made: list[Group]) -> Non
     assert len(made) == 3 and again.lasting(np.ones(2)) == second.lasting(np.ones(2))
 
 
+@pytest.mark.parametrize(
+    ("residence", "tensor", "data", "sends"),
+    [
+        ("resident", 1, 2, True),
+        ("resident", 2, 1, False),
+        ("sharded", 1, 1, True),
+        ("sharded", 1, 2, False),
+        ("sharded-offloaded", 1, 2, False),
+        ("offloaded", 1, 2, True),
+    ],
+)
+def test_zeros_are_sent_where_no_rank_waits_for_others_in_a_pass(
+    tmp_path: Path, made: list[Group], residence: str, tensor: int, data: int, sends: bool
+) -> None:
+    """As `engine.out_of_memory.ranks_meet`."""
+    run = base()
+    run = replace(run, residence=residence, tensor=tensor, plan=replace(run.plan, data=data))
+    assert Tables(run, tmp_path).memory(SIGNATURES[:1]).sends_zeros == sends
+
+
 def test_a_pair_by_itself_is_rehearsed_beside_one_of_its_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
     class Asked(Exception):
         pass

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_mux.footprint.signature import Signature
+from megatron_mux.optimizers.registry import OPTIMIZERS
 from megatron_mux.tasks import TaskSpec
 
 
@@ -58,6 +59,14 @@ def test_ranks_that_differ_between_layers_are_part_of_the_family() -> None:
 def test_matrices_cut_from_weights_keep_their_rank() -> None:
     found = signature({"r": 12, "init_lora_weights": "pissa"}, {})
     assert found.rank == 0 and found.sections["adapter"]["r"] == 12
+
+
+def test_the_rank_counts_where_an_optimizer_has_buffers_of_one_size() -> None:
+    assert signature({"r": 12}, {}).rank == 16
+    for name, kind in OPTIMIZERS.items():
+        found = signature({"r": 12}, {"optim": name})
+        assert found.rank == (0 if kind.at_once else 16) and found.sections["adapter"]["r"] in (12, 16)
+        assert kind.at_once == 0 or found.at_least(64).sections["adapter"]["r"] == 12
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from megatron_mux.errors import UserError
 from megatron_mux.expert_ranks import size_problems
 from megatron_mux.fusion.mesh import Mesh, possible_meshes
 from tests.unit.fusion.planner.test_messages import shape_of
@@ -33,6 +36,15 @@ def test_flags_start_a_run_that_is_divided_so() -> None:
         "--sequence-parallel",
     ]
     assert Mesh(managers=2, expert_tensor=1).flags == ["--mux-expert-managers", "2"]
+
+
+@pytest.mark.parametrize("residence", ["sharded", "sharded-offloaded"])
+def test_weights_are_not_shared_out_among_pipelines_with_unlike_experts(residence: str) -> None:
+    with pytest.raises(UserError, match=f"--weights {residence}: divides weights over pipelines"):
+        Mesh(data=2, expert=2, expert_tensor=1).refuse_residence("--weights", residence)
+    for mesh in (Mesh(data=2, expert_tensor=1), Mesh(2, data=2, expert=2, expert_tensor=1)):
+        mesh.refuse_residence("--weights", residence)
+    Mesh(data=2, expert=2, expert_tensor=1).refuse_residence("--weights", "offloaded")
 
 
 def test_memory_is_predicted_where_ranks_hold_their_part_of_the_experts() -> None:

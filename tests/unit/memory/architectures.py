@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_mux.adapters.lora import LoraSpec
@@ -71,3 +72,12 @@ def lora(architecture: Architecture, rank: int = 8, name: str = "lora") -> TaskA
         length=128,
         tensors=tuple(tensors),
     )
+
+
+def quantised(whole: Architecture) -> Architecture:
+    """The same whose layers' matrices are held in a quarter of bf16's bytes."""
+    layers = tuple(
+        replace(unit, quantised=Unit(divided=unit.divided), held=Unit(divided=unit.divided // 2))
+        for unit in whole.layers
+    )
+    return replace(whole, layers=layers)
