@@ -102,7 +102,7 @@ def _lines(told: Mapping[str, Any], command: str) -> list[str]:
     lines = [
         f"{one['name']}: the peak is on rank {one['worst_rank']['rank']} {one['worst_rank']['at']}",
         f"its process holds {parts}",
-        "the range covers uncertainty about kernels, context and NCCL; nothing was measured on a GPU",
+        "the range covers uncertainty about kernels, context and NCCL, which were not measured",
     ]
     if told["data_not_read"]:
         names = ", ".join(told["data_not_read"])

@@ -89,7 +89,7 @@ class MethodTables:
             own.sort(key=lambda method: method.pipeline)  # those that share most
         count = max(1, min(_AT_ONCE, len(os.sched_getaffinity(0))))
         free, stopped, done = SimpleQueue[int](), Event(), SimpleQueue[Method | BaseException | None]()
-        waiting = range(1, count)  # for the first answer, which one process gives sooner if no other starts
+        waiting = range(1, count)  # one process gives the first answer sooner if no other starts
         free.put(0)
 
         def make(own: Sequence[Method]) -> None:

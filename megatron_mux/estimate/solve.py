@@ -130,8 +130,8 @@ def _lines(windows: Windows, kind: str, bucket: int, chunk: int, tolerance: floa
             f"{kind} of group {windows.rehearsal.groups[bucket]}: {len(own)} micro-batches are too few"
         )
     least, events, grown, held = _aligned(windows, own)
-    # Kernels are chosen by the number of rows: what only some of them take counts for what comes before. On a CPU
-    # attention goes sequence by sequence.
+    # Numbers of rows decide which kernels run, so some allocations are not made at all sizes: they count for the moment
+    # before. On a CPU attention goes sequence by sequence.
     rest = _fitted if on_cpu else _terms
     terms = _terms(grown, features)
     lines, end = _summed(windows, least, events, terms)

@@ -51,6 +51,15 @@ def test_experts_are_divided_too(plan: Call) -> None:
     assert status == 0 and "--expert-model-parallel-size" in output and "experts" in output
 
 
+def test_weights_are_not_shared_out_among_unlike_experts(plan: Call) -> None:
+    """As a run refuses it; other ways to divide the ranks are planned all the same."""
+    usual = ("--gpus", "2", "--device", "H100", "--bf16", "--backbone-weights", "sharded")
+    status, output, errors = plan(*usual, "--json")
+    assert status == 0, errors
+    assert {(m["data"], m["expert"]) for m in json.loads(output)["mesh"]} >= {(1, 1), (2, 1)}
+    assert all(m["expert"] == 1 or m["data"] == 1 for m in json.loads(output)["mesh"])
+
+
 def test_a_plan_for_expert_ranks_is_followed_by_them_alone(
     plan: Call, place: Workplace, server: Server, tmp_path: Path
 ) -> None:
@@ -79,6 +88,10 @@ def test_a_plan_for_expert_ranks_is_followed_by_them_alone(
             "their master is one rank: leave out --data-parallel",
         ),
         (["--expert-managers", "2", "--memory-limit", "1GiB"], "--memory-limit: memory is not predicted"),
+        (
+            ["--data-parallel", "2", "--expert-parallel", "2", "--backbone-weights", "sharded"],
+            "--backbone-weights sharded: divides weights over pipelines",
+        ),
         (["--tensor-parallel", "2", "--subgraphs"], "--subgraphs does not know"),
     ],
 )
