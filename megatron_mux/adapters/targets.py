@@ -83,8 +83,8 @@ def _refuse_experts(targets: Sequence[str]) -> None:
     if named:
         raise UserError(
             f"target_modules: {', '.join(map(repr, named))} would adapt routed experts, which are no modules: "
-            "name them in target_parameters (mlp.experts.gate_up_proj, mlp.experts.down_proj), and other modules by "
-            "more of their path (shared_experts.up_proj)"
+            "name them in target_parameters (of LORA: mlp.experts.gate_up_proj, mlp.experts.down_proj), and other "
+            "modules by more of their path (shared_experts.up_proj)"
         )
 
 
