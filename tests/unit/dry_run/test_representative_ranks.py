@@ -44,9 +44,9 @@ def test_most_tokens_tell_first_and_most_labels_last(tensor: int) -> None:
 
 def test_both_of_a_pair_are_on_one_rank() -> None:
     """Of three pairs the longest is alone on the first; sequences by themselves would be divided evenly."""
-    pairs = _task("a", [40, 20, 20, 20, 20, 20], [8, 8, 8, 8, 8, 8])
-    pairs.task["training"] |= {"loss": "dpo", "per_device_train_batch_size": 3}
-    assert representative_ranks(_run([pairs], 2)) == [1]
+    own = _task("a", [40, 20, 20, 20, 20, 20], [8, 8, 8, 8, 8, 8])
+    pairs = {**own.task, "training": {"loss": "dpo", "per_device_train_batch_size": 3}}
+    assert representative_ranks(_run([replace(own, task=pairs)], 2)) == [1]
 
 
 def test_of_tensor_ranks_that_divide_rows_one_with_most_of_each_kind() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_mux.backbone.residence import Kind
 from megatron_mux.estimate import tables
 from megatron_mux.estimate.rehearsal import SHALLOW
 from megatron_mux.estimate.solve import stage_table
@@ -69,7 +70,7 @@ def test_only_what_is_new_is_rehearsed(tmp_path: Path, made: list[Group]) -> Non
     ],
 )
 def test_zeros_are_sent_where_no_rank_waits_for_others_in_a_pass(
-    tmp_path: Path, made: list[Group], residence: str, tensor: int, data: int, sends: bool
+    tmp_path: Path, made: list[Group], residence: Kind, tensor: int, data: int, sends: bool
 ) -> None:
     """As `engine.out_of_memory.ranks_meet`."""
     run = base()
