@@ -93,8 +93,8 @@ class LinkMeter:
     def _least(self, links: Sequence[tuple[int, int]], size: int) -> tuple[float, float]:
         """Seconds of transfers of `size` bytes, and of an eighth of them, taken in turns.
 
-        The least of several: pauses of the machine and packets that are sent again only add to what a link takes. It
-        was met once the next one took the same; until then transfers go on.
+        The least of several: pauses of the machine and packets that are sent again only add to what a link takes.
+        Transfers go on until the two least of each size took the same, or there are many.
         """
         long: list[float] = []
         short: list[float] = []

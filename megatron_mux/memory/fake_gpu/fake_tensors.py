@@ -1,4 +1,4 @@
-"""Fake tensors of which views and operators in place take a fraction of torch's time: half of all in a dry run."""
+"""Fake tensors whose views and operators in place, most of those of a dry run, take a fraction of torch's time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
+from megatron_mux.memory.fake_gpu.recorder import is_view
+
 _CHANGES_SHAPE = torch.Tag.inplace_view
-_MAKES_FAKE = torch.ops.aten.lift_fresh.default
 
 
 class FakeTensors(FakeTensorMode):
@@ -59,16 +60,9 @@ class FakeTensors(FakeTensorMode):
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Whether an operator makes a view of its first argument: some that are made of others may copy it."""
-    if (
-        func.namespace != "aten"
-        or func is _MAKES_FAKE
-        or _CHANGES_SHAPE in func.tags
-        or func._can_decompose()
-    ):
-        return False
-    returns, arguments = func._schema.returns, func._schema.arguments
-    return len(returns) == 1 and bool(arguments) and _aliases(returns[0]) and not _is_written(returns[0])
+    """Whether an operator always makes a view of its first argument: those that are made of others may copy it."""
+    single = len(func._schema.returns) == 1
+    return single and func.namespace == "aten" and is_view(func) and not func._can_decompose()
 
 
 @cache
@@ -87,9 +81,5 @@ def _places(func: Any) -> Iterator[tuple[int, str]]:
             yield place, argument.name
 
 
-def _aliases(of: Any) -> bool:
-    return of.alias_info is not None
-
-
 def _is_written(of: Any) -> bool:
-    return _aliases(of) and of.alias_info.is_write
+    return of.alias_info is not None and of.alias_info.is_write

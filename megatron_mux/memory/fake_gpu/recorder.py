@@ -185,7 +185,7 @@ class Recorder(TorchDispatchMode):
 
     def _see(self, func: Any, args: Sequence[Any], made: Any) -> None:
         """Record new storages among an operator's results."""
-        if _is_view(func) or (self._late and _is_argument(func)):
+        if is_view(func) or (self._late and _is_argument(func)):
             return
         operator = func._schema.name.removeprefix("aten::")
         for index, tensor in enumerate(_tensors(made)):
@@ -277,7 +277,7 @@ class Recorder(TorchDispatchMode):
 
 
 @cache
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
     """Whether an operator returns a view of existing memory, perhaps a library's own (gloo's copy of what it reduces).
 
     The result of `torch.tensor` first appears as a view.

@@ -79,8 +79,8 @@ def test_results_are_those_of_torch(name: str) -> None:
     assert _described(FakeTensors(), make) == expected
 
 
-def test_what_torch_computes_by_itself() -> None:
-    """Views and what is written need nothing of it; all else does."""
+def test_which_operators_are_left_to_torch() -> None:
+    """Neither views nor such that return what they write."""
     aten = torch.ops.aten
     assert all(map(_is_view, (aten.view.default, aten.split.Tensor, aten.detach.default)))
     assert _written(aten.mul_.Tensor) == [(0, "self")] and _written(aten.mul.out) == [(2, "out")]
