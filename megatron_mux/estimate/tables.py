@@ -98,7 +98,8 @@ class Tables:
             WorkerError: A dry run failed.
             NotLinear: Bytes are not linear in what micro-batches contain.
         """
-        alike = self._are_alike(signatures)
+        specs = [TaskSpec.model_validate(one.task) for one in signatures]
+        alike = self._are_alike(specs)
         groups = groups_of(signatures)
         singles = groups[: len(signatures)]
         own = self._stages(alike)[1]
@@ -133,6 +134,7 @@ class Tables:
             base.plan.ranks,
             not self._meet,
             self._sums,
+            [i for i, own in enumerate(specs) if own.training.refers_in_steps],
         )
 
     def _stages(self, alike: bool) -> tuple[int, list[int]]:
@@ -181,13 +183,12 @@ class Tables:
         plan = replace(self._base.plan, stages=self._stages(alike)[0], virtual=1, split=split)
         return replace(self._base, plan=plan)
 
-    def _are_alike(self, signatures: Sequence[Signature]) -> bool:
+    def _are_alike(self, specs: Sequence[TaskSpec]) -> bool:
         """Whether a few layers tell what all take: neither backbone nor adapters treat some otherwise."""
         shape, base = self._shape, self._base
         if min(self.layers) <= DEEP or not shape.layers_are_alike or base.placement or base.access:
             return False
-        adapters = [TaskSpec.model_validate(one.task).adapter for one in signatures]
-        return all(own.is_alike(shape, range(shape.layers)) for own in adapters)
+        return all(own.adapter.is_alike(shape, range(shape.layers)) for own in specs)
 
     def _path(self, group: Group, stage: int, signatures: Sequence[Signature], alike: bool) -> Path:
         about = {

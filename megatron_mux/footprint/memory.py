@@ -6,7 +6,7 @@ those that are absent: what one signature's adapters keep of all rows, others ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -56,6 +56,7 @@ class Memory:
         ranks: Of the pipeline.
         sends_zeros: Whether the first stage keeps zeros to send where memory runs out.
         sums: The most bytes of the buffer in which ranks sum the gradients of all tasks; 0: a single one has them.
+        referring: Signatures whose rows have a pass with a reference, too: its hidden states are in the same messages.
     """
 
     signatures: Sequence[Signature]
@@ -66,6 +67,7 @@ class Memory:
     ranks: int = 1
     sends_zeros: bool = True
     sums: float = 0.0
+    referring: Collection[int] = ()
 
     def lasting(self, counts: Array) -> Array:
         """`[S]` bytes that last with so many tasks of each signature; one of a lower rank is less than one."""
@@ -114,7 +116,8 @@ class Memory:
             for stage, table in enumerate(self.tables):
                 further = self.layers[stage] - table.layers
                 found.kept[at, stage], found.working[at, stage] = table.passes[group].at(features, further)
-        total = contents.rows.sum(axis=1)[:, None] * self.message
+        sent = contents.rows.sum(axis=1) + contents.rows[:, list(self.referring)].sum(axis=1)
+        total = sent[:, None] * self.message
         ends = np.arange(len(self.tables))
         found.kept[:] += total * ((ends > 0).astype(float) + (ends < len(self.tables) - 1))
         found.working[:] += total * (

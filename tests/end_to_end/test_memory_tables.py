@@ -20,6 +20,7 @@ CASES = (
     Case("gpt2", ("LORA with dropout",), "TP2", "recomputed", layers=8),
     Case("qwen3", ("LORA",), chunk=900, layers=7),
     Case("qwen3", ("DPO",), "DP2 sharded", layers=8),
+    Case("qwen3", ("DPO",), "PP2", layers=8),  # its messages have rows of references, too
     Case("llama", ("DIFF_PRUNING",), "DP2 sharded", layers=4),  # its gradients fill the buffer that sums them
     Case("gemma3_text", ("VERA",), saving="NF4", layers=6),
     Case("qwen3", ("LOHA",), "TP2", layers=6),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_mux.dry_run.run_spec import JOINS, STEP, Mark, Recording, RunSpec
@@ -34,10 +34,10 @@ RowBytes = Callable[[int], int]
 """Bytes that a layer keeps of so many rows."""
 
 
-def signature(**adapter: Any) -> Signature:
-    """Of a LoRA task."""
+def signature(training: Mapping[str, Any] | None = None, **adapter: Any) -> Signature:
+    """Of a LoRA task, with fields of its section training."""
     task = {"name": "t", "adapter": {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], **adapter}}
-    data = {"data": {"path": "none"}, "training": {"max_steps": 3}}
+    data = {"data": {"path": "none"}, "training": {"max_steps": 3, **(training or {})}}
     return Signature.of(TaskSpec.model_validate({**task, **data}).plain())
 
 

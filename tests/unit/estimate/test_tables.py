@@ -17,6 +17,7 @@ from megatron_mux.estimate.solve import stage_table
 from megatron_mux.estimate.tables import Tables
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group
+from megatron_mux.tasks import TaskSpec
 from tests.unit.estimate.played import CHUNK, CONFIG, SIGNATURES, base, played, signature
 
 
@@ -125,17 +126,32 @@ def test_a_file_that_is_not_whole_is_made_anew(tmp_path: Path, made: list[Group]
     assert len(made) == 2 and again.lasting(np.ones(1)) == memory.lasting(np.ones(1))
 
 
+def test_messages_have_rows_of_references_unless_those_are_computed_before(
+    tmp_path: Path, made: list[Group]
+) -> None:
+    for training, refers in (
+        ({"loss": "orpo"}, []),
+        ({"loss": "dpo"}, [1]),
+        ({"loss": "dpo", "precompute_ref_log_probs": True}, []),
+    ):
+        both = [signature(), signature(training)]
+        assert Tables(base(), tmp_path).memory(both).referring == refers
+
+
+def spec_of(own: Signature) -> TaskSpec:
+    return TaskSpec.model_validate(own.task)
+
+
 @pytest.mark.parametrize(
     ("adapter", "alike"),
     [({}, True), ({"layers_to_transform": [1, 2]}, False), ({"use_dora": True}, True)],
 )
 def test_all_layers_are_run_where_adapters_differ(adapter: dict[str, Any], alike: bool) -> None:
-    assert Tables(base())._are_alike([signature(**adapter)]) == alike
+    assert Tables(base())._are_alike([spec_of(signature(**adapter))]) == alike
 
 
 def test_all_layers_are_run_where_the_backbone_differs_or_is_shallow() -> None:
     config = {**base().config, "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 64}
-    assert not Tables(replace(base(), config=config))._are_alike([signature()])
-    assert not Tables(replace(base(), config={**base().config, "num_hidden_layers": 3}))._are_alike(
-        [signature()]
-    )
+    shallow = {**base().config, "num_hidden_layers": 3}
+    for own in (config, shallow):
+        assert not Tables(replace(base(), config=own))._are_alike([spec_of(signature())])

@@ -127,6 +127,16 @@ def test_messages_are_kept_by_the_stages_that_send_or_receive_them() -> None:
     assert more[0, 1] == (1 + 7 + 6) * 20
 
 
+def test_messages_have_rows_of_references_too() -> None:
+    alone, memory = (
+        Memory(SIGNATURES, [stage_table()] * 2, [4] * 2, 64, message=m, ranks=2) for m in (0.0, 2.0)
+    )
+    both = contents([[10, 5, 0, 0]])
+    for referring, rows in (((), 15), ((1,), 20), ((0, 1), 30)):
+        found = dataclasses.replace(memory, referring=referring).passes(both, in_step=1)
+        assert (found.kept - alone.passes(both, in_step=1).kept).tolist() == [[2 * rows] * 2]
+
+
 def test_logits_are_counted_up_to_a_chunk() -> None:
     one = contents([[100, 0, 0, 0]])
     labelled = dataclasses.replace(one, labels=one.rows)
