@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path
 import torch
 from torch import Tensor
 
-from megatron_mux import layout, runtime
+from megatron_mux import runtime
 from megatron_mux.adapters.attach import AdapterSet, Host, no_weights
 from megatron_mux.adapters.expert_op import AttachedExperts
 from megatron_mux.attributes import replaced
@@ -44,10 +44,11 @@ from megatron_mux.backbone.experts.exchange import Received
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.base_ops import EXPERT_OPS, BaseOpInfo
+from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.pack import pack
 from megatron_mux.expert_shape import Placement
 from megatron_mux.kernels import grouped_product
 from megatron_mux.kernels.pointwise import gated
-from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 
@@ -92,14 +93,14 @@ class Case(NamedTuple):
 
     def compute(self, x: Tensor) -> Tensor:
         """The layer without its router: `[N, H]`."""
-        with layout.activate(self.batch):
+        with activate(self.batch):
             received = Received(x, self.weights, self.experts, self.batch_slots, self.experts.numel())
             return self.layer.compute(received)
 
     @property
     def batch_slots(self) -> Tensor:
         """`[N]` int64, the slot of each row's task."""
-        with layout.activate(self.batch):
+        with activate(self.batch):
             return self.layer.slots(len(self.x))
 
     @property
@@ -159,7 +160,7 @@ def make(
         for task, (name, n) in enumerate(zip(names, lengths, strict=True))
         if n
     ]
-    batch = layout.pack(sequences, names, dict.fromkeys(names, 0)).to(parallel.device)
+    batch = pack(sequences, names, dict.fromkeys(names, 0)).to(parallel.device)
     rows, count, top_k = sum(lengths), shape.experts.count, shape.experts.routing.top_k
     # The last experts get no rows.
     scores = torch.rand(rows, max(top_k, count - count // 5), device=parallel.device)
@@ -254,7 +255,7 @@ def waits(parallel: Parallel, dtype: torch.dtype) -> dict[str, Any]:
     outcome = "none"
 
     def run() -> None:
-        with layout.activate(case.batch):
+        with activate(case.batch):
             y, _ = case.layer(x)
         y.backward(torch.ones_like(y))
 

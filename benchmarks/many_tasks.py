@@ -24,10 +24,11 @@ from mux_side import make_engine
 from script import add_machine, add_output, command_line, publish, table
 from workload import write_random_backbone
 
-from megatron_mux import layout
 from megatron_mux.adapters import base_op
 from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.batch.micro_batch import activate
+from megatron_mux.batch.pack import pack
 from megatron_mux.dry_run.stand_ins import LengthsOnlyDataset
 from megatron_mux.kernels.low_rank_choice import DryKernels
 from megatron_mux.runtime import Parallel, initialize
@@ -72,12 +73,12 @@ def base_op_turn(directory: Path, parallel: Parallel, tasks: int, repeats: int) 
         adapters.add(task(name, TARGETS["q and v"], 1, 1), 1)
     tokens, labels = torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=torch.bool)
     sequences = [(name, 0, tokens, labels, 1.0) for name in names or ["frozen"]]
-    batch = layout.pack(sequences, tuple(names) or ("frozen",), dict.fromkeys(names or ["frozen"], 0)).to()
+    batch = pack(sequences, tuple(names) or ("frozen",), dict.fromkeys(names or ["frozen"], 0)).to()
     (module,) = (info.module for info in backbone.base_ops() if (info.layer, info.name) == (0, "linear_qkv"))
     x = torch.randn(512, 1, 64, requires_grad=True)  # as many rows whatever the number of tasks
 
     def turn() -> None:
-        with layout.activate(batch), mock.patch.object(base_op, "kernels_for", lambda *_: DryKernels):
+        with activate(batch), mock.patch.object(base_op, "kernels_for", lambda *_: DryKernels):
             for _ in range(repeats):
                 y = module(x)[0]
                 y.backward(torch.ones_like(y))

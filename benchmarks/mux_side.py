@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from workload import LEARNING_RATE, Pair, TaskShape, padded_to_longest
 
-from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.pack import pack
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine import Engine, Planning, Task
@@ -113,17 +114,17 @@ class Ceiling:
         self.backbone = backbone
         self.device = device
 
-    def batch(self, pairs_of_tasks: Sequence[Sequence[Pair]]) -> layout.MicroBatch:
+    def batch(self, pairs_of_tasks: Sequence[Sequence[Pair]]) -> MicroBatch:
         """Pack the sequences of all tasks as the engine packs them."""
         sequences = [
             ("backbone", i, tokens, labelled, 1.0)
             for i, (tokens, labelled) in enumerate(pair for pairs in pairs_of_tasks for pair in pairs)
         ]
-        return layout.pack(sequences, ("backbone",), {"backbone": 0}).to(self.device)
+        return pack(sequences, ("backbone",), {"backbone": 0}).to(self.device)
 
-    def step(self, batch: layout.MicroBatch) -> Tensor:
+    def step(self, batch: MicroBatch) -> Tensor:
         """Run one pass; returns the mean loss, on the device."""
-        with layout.activate(batch):
+        with activate(batch):
             # It requires a gradient, so that gradients flow through the lowest layer, as with an adapter on it.
             hidden = self.backbone.embed(batch).detach().requires_grad_()
             loss, _ = self.backbone.loss(self.backbone.forward(batch, hidden, labelled_only=True), batch)

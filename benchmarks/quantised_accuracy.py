@@ -227,16 +227,17 @@ def count_right(engine: Engine, name: str, seed: int, examples: Sequence[_EXAMPL
     import torch
     from engine_bench import QUICKSTART
 
-    from megatron_mux import layout
+    from megatron_mux.batch.micro_batch import activate
+    from megatron_mux.batch.pack import pack
     from megatron_mux.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(QUICKSTART / "backbone")
     words = torch.tensor([tokenizer(word)["input_ids"][0] for word in WORDS])
     sequences = [(name, i, tokens, labels, 1.0) for i, (tokens, labels) in enumerate(examples)]
     slot = engine.adapters.tasks[name].slot
-    batch = layout.pack(sequences, (name,), {name: seed}, training=False, slots={name: slot}).to()
+    batch = pack(sequences, (name,), {name: seed}, training=False, slots={name: slot}).to()
     backbone = engine.backbone
-    with torch.no_grad(), layout.activate(batch):
+    with torch.no_grad(), activate(batch):
         hidden = backbone.forward(batch, labelled_only=True).squeeze(1)
     weight = backbone.model.output_layer.weight[words]
     found = words[(hidden @ weight.t()).argmax(dim=1)]

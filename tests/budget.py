@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.layout import MicroBatch
+from megatron_mux.batch.micro_batch import MicroBatch
 
 
 class Budget(TorchDispatchMode):

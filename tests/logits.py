@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.layout import MicroBatch
+from megatron_mux.batch.micro_batch import MicroBatch
 
 
 def all_logits(backbone: Backbone, batch: MicroBatch, hidden: Tensor | None = None) -> Tensor:

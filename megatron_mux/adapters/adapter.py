@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from megatron_mux.adapters.arena import Arena
 from megatron_mux.adapters.kind import AdapterTensor, tensor_key
 from megatron_mux.adapters.own_rows import TaskRows
+from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.kernels.dropout import key_of
 from megatron_mux.kernels.terms import Term
-from megatron_mux.layout import MicroBatch
 
 if TYPE_CHECKING:
     from megatron_mux.adapters.attach import Host, Site

@@ -19,15 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.adapters.adapter import Adapter, Grouped
 from megatron_mux.base_ops import BaseOpInfo
+from megatron_mux.batch.micro_batch import MicroBatch, active
 from megatron_mux.kernels.grouped_rows import GroupedKernels, RowTables, adapt_rows
 from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.kernels.low_rank import low_rank_linear
 from megatron_mux.kernels.low_rank_choice import KernelName, kernels_for
 from megatron_mux.kernels.terms import Term, TermTable
-from megatron_mux.layout import MicroBatch
 
 if TYPE_CHECKING:
     from megatron_mux.adapters.attach import Host
@@ -115,7 +114,7 @@ class AttachedBaseOp:
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Compute what Megatron's linear modules do, with adapters: `[T, 1, K]` to `[T, 1, N]`, and a skipped bias."""
-        batch = layout.active()
+        batch = active()
         grouped = self._grouped(input_)
         present = self._present(batch, grouped)
         alone = bool(present) and any(stages - {"extend"} for _, stages in present.values())
@@ -187,7 +186,7 @@ class AttachedBaseOp:
         Returns:
             Likewise, and the bias if the module skips it.
         """
-        batch, grouped = layout.active(), self._grouped(summed)
+        batch, grouped = active(), self._grouped(summed)
         return self._behind(summed, self._present(batch, grouped), batch, grouped)
 
     def _behind(

@@ -31,9 +31,9 @@ from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant
 from megatron_mux.adapters.peft_fields import OUR_FIELDS
 from megatron_mux.adapters.targets import short_names
 from megatron_mux.base_ops import BaseOpName
+from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.errors import UserError
 from megatron_mux.kernels.dropout import key_of, uniform
-from megatron_mux.layout import MicroBatch
 from megatron_mux.section import Number, Targets
 from megatron_mux.shape import BackboneShape, Module
 

@@ -26,8 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
 from megatron_mux.adapters.low_rank_kind import LowRankTerms, Product
+from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.kernels.dropout import keep_mask, key_of
-from megatron_mux.layout import MicroBatch
 
 _CHUNK = 1 << 22
 """Elements of a weight that are brought to the parameters' precision at a time."""

@@ -27,8 +27,8 @@ from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant, uni
 from megatron_mux.adapters.low_rank_kind import LowRankSpec
 from megatron_mux.adapters.peft_fields import SAVER_FIELDS, PeftField, bookkeeping, initial_values, not_yet
 from megatron_mux.adapters.selection import Alphas, Ranks, value_of
+from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.errors import UserError
-from megatron_mux.layout import MicroBatch
 from megatron_mux.section import LARGEST_SIZE, Modules, Targets, TidyNumber
 from megatron_mux.shape import BackboneShape, Module
 

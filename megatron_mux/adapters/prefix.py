@@ -19,7 +19,7 @@ from megatron_mux.adapters.attach import Site
 from megatron_mux.adapters.costs import Place, Sample, Work
 from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor
 from megatron_mux.adapters.peft_fields import COMMON_FIELDS, NOT_YET, PeftField, not_yet
-from megatron_mux.layout import MicroBatch
+from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.section import LARGEST_SIZE
 from megatron_mux.shape import BackboneShape
 

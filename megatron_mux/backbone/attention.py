@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_mux import layout
+from megatron_mux.batch.micro_batch import active
 from megatron_mux.kernels.attention import segment_attention
 from megatron_mux.shape import BackboneShape
 
@@ -46,7 +46,7 @@ class SegmentAttention(nn.Module):
         Returns:
             `[T, 1, heads on this rank x D]`.
         """
-        batch = layout.active()
+        batch = active()
 
         def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if batch.carry is not None:

@@ -18,12 +18,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.backbone.experts.exchange import Received, Rows, Sent
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.pieces import Begun, Exchanging, Piece, Yields, received
-from megatron_mux.layout import MicroBatch
+from megatron_mux.batch.micro_batch import MicroBatch, activate
 
 
 class CutMlp(Protocol):
@@ -73,7 +72,7 @@ class CutExperts:
     def forward(self, normed: Tensor, needed: bool) -> Exchanging[tuple[Tensor, bool]]:
         """See `CutMlp.forward`."""
         layer, trained = self._layer, self._trained and torch.is_grad_enabled()
-        with layout.activate(self._batch):
+        with activate(self._batch):
             begun = self._router.input(normed, needed).squeeze(1)
             routes, slots = layer.route(begun, self._again)
         x, weights = self._router.output(begun)[0], self._router.output(routes.weights)[0]
@@ -117,14 +116,14 @@ class CutExperts:
     def _compute_experts(self, rows: Received, trained: bool) -> tuple[Tensor, bool]:
         piece, self._weights = self._experts, rows.weights[:0]
         x, weights = piece.input(rows.x, trained), piece.input(rows.weights, trained)
-        with layout.activate(self._batch):
+        with activate(self._batch):
             return piece.output(self._layer.compute(replace(rows, x=x, weights=weights)))
 
     def _compute_shared(self, normed: Tensor, needed: bool) -> tuple[Tensor | None, bool]:
         shared = self._layer.shared_experts
         if shared is None:
             return None, False
-        with layout.activate(self._batch):
+        with activate(self._batch):
             return self._shared.output(shared(self._shared.input(normed, needed))[0])
 
     def _back_shared(self, gradient: Tensor) -> list[Tensor | None]:

@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.backbone.cut_experts import CutExperts, CutMlp
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.latent_attention import LatentAttention
@@ -35,7 +34,7 @@ from megatron_mux.backbone.pieces import (
     without_collectives,
 )
 from megatron_mux.backbone.rotary import Angles
-from megatron_mux.layout import MicroBatch
+from megatron_mux.batch.micro_batch import MicroBatch, activate
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ class CutLayer:
         layer = self.layer
         output: tuple[Tensor, Tensor | None] = piece.input(*summed), None
         if not isinstance(layer.mlp, MoELayer):
-            with layout.activate(self._rows):
+            with activate(self._rows):
                 output = finished(layer.mlp.linear_fc2, output[0])
         x, _ = add(layer.mlp_bda, output, piece.input(*residual))
         return piece.output(x if self.last_norm is None else self.last_norm(x))
@@ -226,7 +225,7 @@ class _DividedMlp:
     def forward(self, normed: Tensor, needed: bool) -> Exchanging[tuple[Tensor, bool]]:
         """See `CutMlp.forward`."""
         normed = yield from self._messages.spread(normed)
-        with layout.activate(self._batch), without_collectives(self._mlp.linear_fc1, self._mlp.linear_fc2):
+        with activate(self._batch), without_collectives(self._mlp.linear_fc1, self._mlp.linear_fc2):
             partial, _ = self._mlp(self._piece.input(normed, needed))
         partial, trained = self._piece.output(partial)
         return (yield from self._messages.sum(partial)), trained

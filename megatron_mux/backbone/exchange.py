@@ -9,9 +9,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.backbone.pieces import Arriving, Begun, Exchanging, Message
-from megatron_mux.layout import MicroBatch
+from megatron_mux.batch.micro_batch import MicroBatch, activate
 
 Made = TypeVar("Made")
 
@@ -108,7 +107,7 @@ def interleave(
             observer.begins(index)
         message = None
         try:
-            with layout.activate(course.batch):
+            with activate(course.batch):
                 message = course.steps.send(result)
         except StopIteration as end:
             made[index] = end.value

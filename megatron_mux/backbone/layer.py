@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_mux import layout
 from megatron_mux.backbone.norms import FrozenNorm, OutputNorm
 from megatron_mux.backbone.rotary import Angles
+from megatron_mux.batch.micro_batch import activate, active
 from megatron_mux.kernels.fused_pointwise import fork, join
 
 
@@ -124,7 +124,7 @@ def _without_rows(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Te
 
 def _labelled(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
     """The same, its MLP on labelled rows only: `[T, 1, H]` to `[N, 1, H]`."""
-    batch = layout.active()
+    batch = active()
     attended = attend(layer, hidden, angles)[0].index_select(0, batch.label_rows)
-    with layout.activate(batch.labelled):
+    with activate(batch.labelled):
         return feed_forward(layer, attended)

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megatron_mux import layout
 from megatron_mux.backbone import columns, plain, weights
 from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
 from megatron_mux.backbone.cut_layer import CutLayer, TensorMessages, yields_of
@@ -34,11 +33,11 @@ from megatron_mux.backbone.split import Split, even_split, stage_layers
 from megatron_mux.backbone.stage_pass import Pieces, StagePass
 from megatron_mux.backbone.vocabulary import Vocabulary
 from megatron_mux.base_ops import BaseOpInfo
+from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
 from megatron_mux.kernels.own_rows import Place, VocabularyPart
 from megatron_mux.kernels.preference_loss import RowScale
-from megatron_mux.layout import MicroBatch
 from megatron_mux.quantised.scheme import Method
 from megatron_mux.runtime import Parallel
 
@@ -169,7 +168,7 @@ class Backbone:
         labelled_only: bool = False,
         part: range | None = None,
     ) -> Tensor:
-        """Compute this stage on a micro-batch; call inside `layout.activate(batch)`, forward and backward.
+        """Compute this stage on a micro-batch; call inside `activate(batch)`, forward and backward.
 
         Args:
             batch: The micro-batch, on this device. One without rows computes nothing of its own, but still gathers
@@ -369,7 +368,7 @@ class Backbone:
         with torch.set_grad_enabled(trained):
             hidden = compute_layer(decoder.layers[i], hidden, angles, trimmed, self.recompute == "full")
         if is_last and not self.parallel.experts.is_manager:
-            with layout.activate(batch.labelled if trimmed else batch):
+            with activate(batch.labelled if trimmed else batch):
                 hidden = decoder.final_layernorm(hidden)
         return hidden
 
@@ -377,7 +376,7 @@ class Backbone:
         """The last stage without layers: the final norm, of labelled rows alone if these were asked for."""
         if labelled_only:
             hidden, batch = hidden.index_select(0, batch.label_rows), batch.labelled
-        with layout.activate(batch), self.residence.using("head"):
+        with activate(batch), self.residence.using("head"):
             normed: Tensor = self.model.decoder.final_layernorm(hidden)
         return normed
 

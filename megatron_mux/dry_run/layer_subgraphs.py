@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_mux import layout, runtime
+from megatron_mux import runtime
 from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.backbone.checkpoint import NoWeights
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import BackboneInfo
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.dry_run.real_host import RealHostMode
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.graphs.layer_graph import trace_layer
@@ -109,8 +110,8 @@ def _traced(question: SubgraphQuestion) -> list[LayerSubgraphs]:
 def _of_kind(question: SubgraphQuestion, layers: list[int]) -> LayerSubgraphs:
     rows, divided = question.rows, question.sequence_parallel
     parallel = runtime.initialize(question.tensor, 1, divided, device="cpu")
-    sequence = ("lora", 0, np.zeros(rows, np.int64), np.ones(rows, np.bool_), 1.0)
-    batch = layout.pack([sequence], ("lora",), {"lora": 0}).to()
+    sequence = PackedSequence("lora", 0, np.zeros(rows, np.int64), np.ones(rows, np.bool_), 1.0)
+    batch = pack([sequence], ("lora",), {"lora": 0}).to()
     with ExitStack() as stack:
         stack.enter_context(FakeTensors())
         with RealHostMode():

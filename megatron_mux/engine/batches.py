@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from megatron_mux.balancing import Tally
+from megatron_mux.batch.balancing import Tally
+from megatron_mux.batch.host_batch import HostBatch
+from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.engine.prepared import PreparedStep
 from megatron_mux.kernels.carry import Carry
-from megatron_mux.layout import HostBatch, MicroBatch
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.runtime import Parallel, pinned
 
@@ -54,12 +55,12 @@ class Staging:
 
     def places(self, batches: Sequence[HostBatch]) -> dict[int, Tensor]:
         """A place for each batch, by its `id`; none where the device needs none."""
-        size = sum(batch.buffer.size for batch in batches)
+        size = sum(batch.buffer.bytes.size for batch in batches)
         if self._memory is None or self._memory.numel() < size:
             self._memory = pinned(size, self._device)
         if self._memory is None:
             return {}
-        own = self._memory[:size].split([batch.buffer.size for batch in batches])
+        own = self._memory[:size].split([batch.buffer.bytes.size for batch in batches])
         return {id(batch): place for batch, place in zip(batches, own, strict=True)}
 
 

@@ -7,16 +7,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.engine.batches import StepBatches
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.interleaved import InterleavedPasses
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.part_times import PartTimes, PassTimes
 from megatron_mux.kernels.preference_loss import RowScale
-from megatron_mux.layout import MicroBatch
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.runtime import to_device
 
@@ -142,7 +141,7 @@ class TrainingCompute:
     def _forward(self, action: Action, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         backbone = self.stages[action.stage]
         # Rows of references are computed forward only.
-        with layout.activate(batch), torch.set_grad_enabled(batch.training):
+        with activate(batch), torch.set_grad_enabled(batch.training):
             output = backbone.forward(batch, hidden, labelled_only=True)
             return self._finish(action, batch, output)
 
@@ -153,7 +152,7 @@ class TrainingCompute:
             return output
         step = self.finalizer.step(action.bucket)
         scale = RowScale() if self.preferences.couples(step, batch) else None
-        with layout.activate(batch):
+        with activate(batch):
             smoothing = None if self._smoothing is None else self._smoothing[batch.label_tasks]
             loss, nll = backbone.loss(output, batch, scale, smoothing)
         if scale is not None:
@@ -200,7 +199,7 @@ class TrainingCompute:
             passes.backward(outputs, used, self._observer(action, passes))
         for batch, out, own, is_trained in zip(batches, outputs, gradients, trained, strict=True):
             if passes is None and is_trained and out.requires_grad:  # not below all adapters
-                with layout.activate(batch):
+                with activate(batch):
                     torch.autograd.backward((out,), (own,))
             if batch.carry is not None:
                 batch.carry.forget(batch.segments, backbone.layers)

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux import layout
+from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.engine.forward_compute import EvaluationCompute, PassRunner
 from megatron_mux.engine.held_out import HeldOut, HeldOutRecord, RecordGroups
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.errors import SharedError
-from megatron_mux.layout import MicroBatch, PackedSequence
 from megatron_mux.tasks.evaluation import TOKENS_PER_PASS, filled, plain_choices, tokens_per_pass
 
 # Passes of one group, times the stages: the pipeline drains between groups, and these keep that rare.
@@ -210,20 +210,20 @@ class Evaluator(PassRunner):
         each of their tasks allows; as many on every rank where ranks keep in step.
         """
         sequences = [
-            (record.task, i, example.tokens, example.labelled, 1.0)
+            PackedSequence(record.task, i, example.tokens, example.labelled, 1.0)
             for i, (record, example) in enumerate((one, own) for one in group for own in one.examples)
         ]
-        total = sum(len(sequence[2]) for sequence in sequences)
+        total = sum(len(sequence.tokens) for sequence in sequences)
         groups = filled(
             sequences,
-            lambda one: len(one[2]),
+            lambda one: len(one.tokens),
             min(max_tokens, tokens_per_pass(total, self.parallel.pp_size)),
-            lambda one: members[one[0]].batch_size or math.inf,
+            lambda one: members[one.task].batch_size or math.inf,
         )
         return [self._pack(members, own) for own in self.as_many_everywhere(list(groups))]
 
     def _pack(self, members: Mapping[str, HeldOut], sequences: list[PackedSequence]) -> MicroBatch:
-        host = layout.pack(
+        host = pack(
             sequences,
             tuple(members),
             {name: one.task.step for name, one in members.items()},

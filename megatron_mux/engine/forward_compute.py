@@ -10,11 +10,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron_mux import layout
+from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.engine.compute import Stages, zeros_for_next_stage
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.trial import Trials
-from megatron_mux.layout import MicroBatch
 from megatron_mux.pipeline.action import Action
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
@@ -70,7 +69,7 @@ class ForwardCompute(ABC):
 
     def _forward(self, action: Action, hidden: Tensor | None) -> Tensor:
         backbone, batch = self.stages[action.stage], self.batches[action.micro_batch]
-        with layout.activate(batch):
+        with activate(batch):
             output = backbone.forward(batch, hidden, labelled_only=True)
             if not backbone.last:
                 return output

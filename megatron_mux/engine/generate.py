@@ -16,13 +16,13 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from megatron_mux import layout
+from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.engine.agreement import everyones
 from megatron_mux.engine.forward_compute import GenerationCompute, PassRunner
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.errors import SharedError
 from megatron_mux.kernels.key_value_cache import KeyValueCache
-from megatron_mux.layout import MicroBatch
 from megatron_mux.tasks.evaluation import TOKENS_PER_PASS, filled
 
 CACHE_POSITIONS = 4 * TOKENS_PER_PASS
@@ -106,10 +106,10 @@ class _Sequence:
         """As segments and the cache name it."""
         return self.task, self.number
 
-    def packed(self) -> layout.PackedSequence:
+    def packed(self) -> PackedSequence:
         """The sequence with one more token, the label whose place is to be predicted."""
         tokens = self.tokens[: self.length + 1]
-        return self.task, self.number, tokens, np.arange(len(tokens)) == self.length, 1.0
+        return PackedSequence(self.task, self.number, tokens, np.arange(len(tokens)) == self.length, 1.0)
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ class Generator(PassRunner):
         return "positions" if sequence.is_cut else "length"
 
     def _in_task_order(self, group: Sequence[_Sequence]) -> list[_Sequence]:
-        """As `layout.pack` orders them."""
+        """As `pack` orders them."""
         order = {name: i for i, name in enumerate(self.members)}
         return sorted(group, key=lambda one: order[one.task])
 
@@ -323,7 +323,7 @@ class Generator(PassRunner):
             cache: Of their keys and values.
             span: Returns the first token of a sequence that is taken, and one past the last.
         """
-        host = layout.pack(
+        host = pack(
             [one.packed() for one in sequences],
             tuple(self.members),
             {name: one.step for name, one in self.members.items()},

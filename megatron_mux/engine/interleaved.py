@@ -11,13 +11,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.backbone.exchange import Course, Exchange, Observer, interleave
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import Exchanging
+from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.fusion.graphs.launch_order import LaunchOrder, decode
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.layout import MicroBatch
 
 Made = TypeVar("Made")
 
@@ -118,7 +117,7 @@ class InterleavedPasses:
         found = self._run(steps, self._order.backward, observer)
         for embedded, own, batch in zip(self._embedded, found, self._batches, strict=False):
             if own is not None and embedded.requires_grad:  # a task trains rows of the embedding
-                with layout.activate(batch):
+                with activate(batch):
                     torch.autograd.backward((embedded,), (own,))
         if self._hidden is None or not any(self._needed):
             return
@@ -130,12 +129,12 @@ class InterleavedPasses:
     def _of_loss(loss: Tensor, hidden: Tensor, batch: MicroBatch) -> Tensor | None:
         """The gradient of the hidden states that a loss was computed from."""
         if loss.requires_grad:
-            with layout.activate(batch):
+            with activate(batch):
                 torch.autograd.backward((loss,))
         return hidden.grad
 
     def _embed(self, batch: MicroBatch) -> Tensor:
-        with layout.activate(batch):
+        with activate(batch):
             return self._backbone.embed(batch)
 
     def _run(self, steps: Sequence[Exchanging[Made]], order: str, observer: Observer | None) -> list[Made]:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux import layout
+from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.data.tokenise import Example
 from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.engine.compute import Stages
@@ -19,7 +20,6 @@ from megatron_mux.engine.forward_compute import ForwardCompute, PassRunner
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.errors import SharedError, UserError
-from megatron_mux.layout import MicroBatch, PackedSequence
 from megatron_mux.tasks.evaluation import filled
 
 _AT_ONCE = 512
@@ -176,14 +176,16 @@ class LogProbs(PassRunner):
                 wanted, example = sequences[i]
                 if row in wanted.rows:
                     number = row * len(sequences) + i
-                    packed.append((wanted.names[row], number, example.tokens, example.labelled, 1.0))
+                    packed.append(
+                        PackedSequence(wanted.names[row], number, example.tokens, example.labelled, 1.0)
+                    )
         steps, slots, offsets = dict[str, int](), dict[str, int](), dict[str, int]()
         for task in tasks:
             name, reference = task.task.spec.name, task.reference_name
             steps |= {name: task.step, reference: task.step}
             slots |= {name: task.slot} | task.reference_slot
             offsets |= {name: task.position_offset, reference: task.reference_offset}
-        host = layout.pack(packed, tuple(steps), steps, offsets, self.multiple, training=False, slots=slots)
+        host = pack(packed, tuple(steps), steps, offsets, self.multiple, training=False, slots=slots)
         return host.to(self.parallel.device)
 
 

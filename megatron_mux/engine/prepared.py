@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from megatron_mux import layout
-from megatron_mux.balancing import BalancedSequences, balanced_sequences
+from megatron_mux.batch.balancing import BalancedSequences, balanced_sequences
+from megatron_mux.batch.host_batch import HostBatch
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.data.tokenise import Example
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Chunk, padded_lengths
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.step import Lengths, StepGrid, lockstep, must_keep_step, step_grid, step_template
-from megatron_mux.layout import HostBatch, PackedSequence
 from megatron_mux.pipeline.action import Unit
 from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.template import Template
@@ -119,7 +119,7 @@ class _Packer:
 
     def trained(self, chunk: Chunk, balanced: BalancedSequences | None) -> HostBatch:
         """The rows that tasks learn from."""
-        return layout.pack(
+        return pack(
             [self.sequences[piece.task][piece.sequence] for piece in chunk],
             tuple(self.tasks),
             self.steps,
@@ -134,9 +134,9 @@ class _Packer:
         """The same rows of the tasks that refer, for a forward pass with their references."""
         chunk = tuple(piece for piece in chunk if self.refers([piece.task]))
         names = {name: task.reference_name for name, task in self.tasks.items()}
-        pieces = [(names[piece.task], self.sequences[piece.task][piece.sequence]) for piece in chunk]
-        return layout.pack(
-            [(name, *sequence[1:]) for name, sequence in pieces],
+        sequences = [self.sequences[piece.task][piece.sequence] for piece in chunk]
+        return pack(
+            [own._replace(task=names[own.task]) for own in sequences],
             tuple(names.values()),
             {names[name]: step for name, step in self.steps.items()},
             {names[name]: task.reference_offset for name, task in self.tasks.items()},

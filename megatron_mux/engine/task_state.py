@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.batch.pack import PackedSequence
 from megatron_mux.data.dataset import Example, TaskDataset
 from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.data.sampler import Sampler
@@ -24,7 +25,6 @@ from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.step import Lengths
 from megatron_mux.kernels.dropout import key_of
 from megatron_mux.kernels.embedding_noise import EmbeddingNoise
-from megatron_mux.layout import PackedSequence
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.tensor_file import bytes_of
 
@@ -76,7 +76,7 @@ class StepResult:
         status: `failed` if the loss or the gradient was not finite, or data unreadable: the adapter is as before.
         reason: Why it failed, else empty.
         diverged: Whether it failed for its loss or gradient, not for data that could not be read.
-        router_aux_loss: The balancing loss before its coefficient, which `loss` leaves out (`megatron_mux.balancing`);
+        router_aux_loss: The balancing loss before its coefficient, which `loss` leaves out (`batch.balancing`);
             None: the task does not ask for it.
         metrics: Rewards and log-probabilities of a preference task, by TRL's names; empty for others.
     """
@@ -193,7 +193,7 @@ class TaskState:
         if self.task.spec.training.is_preference:
             labels = 1  # their rows' weights follow from the step's log-probabilities (`engine.preference`)
         return [
-            (
+            PackedSequence(
                 self.task.spec.name,
                 i,
                 _padded(example.tokens, pad_to),

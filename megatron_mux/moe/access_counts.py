@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux import layout
+from megatron_mux.batch.micro_batch import active
 from megatron_mux.moe.access_profile import AccessProfile, ModelIdentity
 from megatron_mux.moe.entries import Floats, Ints
 
@@ -183,7 +183,7 @@ class _LayerCounts:
             experts: `[R, K]` int64.
             slots: `[R]` int64; rows whose slot no task has are not counted as some task's.
         """
-        groups = layout.active().groups
+        groups = active().groups
         if not groups.rows or not len(experts):
             return
         used = groups.rows[-1][1] - self._part * len(experts)  # padding is at the end

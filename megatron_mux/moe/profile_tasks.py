@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megatron_mux import layout
+from megatron_mux.batch.micro_batch import activate
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.moe.access_profile import AccessProfile, ModelIdentity, RoutedSet
 from megatron_mux.moe.observe import Counts, LayerCounts, observing
 
 if TYPE_CHECKING:
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.backbone.registry import BackboneInfo
-    from megatron_mux.layout import PackedSequence
 
 _PASS_TOKENS = 2048
 
@@ -59,8 +59,8 @@ def profile_tasks(
     for name, own in records.items():
         with observing([backbone]) as counts, torch.no_grad():
             for sequences in _passes(name, own, tokens):
-                batch = layout.pack(sequences, (name,), {name: 0}, training=False).to(backbone.device)
-                with layout.activate(batch):
+                batch = pack(sequences, (name,), {name: 0}, training=False).to(backbone.device)
+                with activate(batch):
                     backbone.forward(batch)
                 passed(batch.rows)
         by_task[name] = counts
@@ -73,7 +73,7 @@ def _passes(name: str, records: Records, most: int) -> Iterator[list[PackedSeque
     waiting = total = 0
     for number in range(len(records)):
         record = records[number]
-        sequences.append((name, number, record.tokens, record.labelled, 1.0))
+        sequences.append(PackedSequence(name, number, record.tokens, record.labelled, 1.0))
         waiting, total = waiting + len(record.tokens), total + len(record.tokens)
         if waiting >= _PASS_TOKENS or total >= most:
             yield sequences

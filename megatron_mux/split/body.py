@@ -19,16 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.adapters.kind import AdapterSpec, blank
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size, reduce_gradients
 from megatron_mux.engine.snapshot import stored_parameters
 from megatron_mux.engine.updates import BucketUpdate, update_of
 from megatron_mux.errors import UserError
-from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.meter import Peak, measure
 from megatron_mux.split.pieces import MOMENTS, Piece, assemble, check_pieces, runs_of
@@ -192,8 +192,8 @@ class Body:
         for own in rows:
             for length, number in zip(own.lengths, own.ids, strict=True):
                 nothing = np.zeros(length, np.int64)
-                sequences.append((own.session, number, nothing, nothing.astype(bool), 1.0))
-        host = layout.pack(
+                sequences.append(PackedSequence(own.session, number, nothing, nothing.astype(bool), 1.0))
+        host = pack(
             sequences,
             names,
             {own.session: own.step for own in rows},
@@ -231,7 +231,7 @@ class Body:
         part = range(max(layers.start, own.start), min(layers.stop, own.stop))
         if not part:
             return hidden
-        with layout.activate(batch):
+        with activate(batch):
             return self.backbone.forward(batch, hidden, part=part)
 
     def backward(self, kept: Kept, gradients: Sequence[Tensor]) -> list[Tensor | None]:
@@ -257,7 +257,7 @@ class Body:
     def _back(kept: Kept, gradient: Tensor) -> None:
         """Back-propagate `[T, 1, H]` through this rank's part of the layers."""
         if kept.output.requires_grad:
-            with layout.activate(kept.batch):
+            with activate(kept.batch):
                 torch.autograd.backward((kept.output,), (gradient,))
 
     # -- optimizer steps

@@ -25,9 +25,9 @@ from torch import Tensor
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.errors import UserError
-from megatron_mux.layout import MicroBatch
 from megatron_mux.liveness import Liveness
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.body import Body, Kept, Meter, Rows

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.errors import UserError
-from megatron_mux.layout import MicroBatch
 from megatron_mux.split.link import Link, number
 from megatron_mux.split.wire import Dtype, Flags, Kind
 

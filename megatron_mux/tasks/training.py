@@ -168,7 +168,7 @@ class TrainingSpec(KeepingFields, ReportFields, PreferenceFields):
     neftune_noise_alpha: Number | None = Field(default=None, gt=0)
     """Noise on the embeddings while training, of magnitude alpha / sqrt(length x hidden size); None: none."""
     router_aux_loss_coef: Number = Field(default=0.0, ge=0)
-    """Coefficient of the loss that balances experts, sequence by sequence (`megatron_mux.balancing`); 0: none."""
+    """Coefficient of the loss that balances experts, sequence by sequence (`megatron_mux.batch.balancing`); 0: none."""
     max_steps: int | None = Field(default=None, ge=1, le=LARGEST_COUNT)
     """Number of optimizer steps; None (or -1): as many as `num_train_epochs` takes."""
     num_train_epochs: Number | None = Field(default=None, gt=0, le=LARGEST_BATCH)

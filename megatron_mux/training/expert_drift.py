@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mux import layout
+from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.engine import Engine, Task
 from megatron_mux.errors import UserError
-from megatron_mux.layout import MicroBatch, PackedSequence
 from megatron_mux.moe.drift import LipschitzEstimate, layer_drift, observing_logits
 
 PROBE_TOKENS = 2048
@@ -49,17 +49,17 @@ class _Probe:
         tokens = 0
         while tokens < PROBE_TOKENS and len(sequences) < len(task.data):
             record = task.data[len(sequences)]
-            sequences.append((self.name, len(sequences), record.tokens, record.labelled, 1.0))
+            sequences.append(PackedSequence(self.name, len(sequences), record.tokens, record.labelled, 1.0))
             tokens += len(record.tokens)
         steps, offsets = {self.name: 0}, {self.name: task.spec.adapter.virtual_tokens}
         slots = {self.name: self._engine.slots[self.name]}
-        packed = layout.pack(sequences, (self.name,), steps, offsets, training=False, slots=slots)
+        packed = pack(sequences, (self.name,), steps, offsets, training=False, slots=slots)
         return packed.to(self._engine.backbone.device)
 
     def _observe(self) -> dict[int, Tensor]:
         backbone = self._engine.backbone
         self._engine.adapters.prepare()
-        with observing_logits([backbone]) as found, torch.no_grad(), layout.activate(self._batch):
+        with observing_logits([backbone]) as found, torch.no_grad(), activate(self._batch):
             backbone.forward(self._batch)
         return dict(found)
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux import layout, runtime
-from megatron_mux.layout import MicroBatch
+from megatron_mux import runtime
+from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.runtime import Parallel
 from tests import gloo
 
@@ -142,7 +142,7 @@ class Stages:
             self.received = torch.empty(shape, dtype=self.backbone.dtype)
             dist.recv(self.received, group=self.parallel.pp_group, group_src=self.parallel.pp_rank - 1)
             self.received.requires_grad_(torch.is_grad_enabled())
-        with layout.activate(self.batch):
+        with activate(self.batch):
             self.output = self.backbone.forward(self.batch, self.received)
         if not self.parallel.is_last_stage:
             dist.send(self.output.detach(), group=self.parallel.pp_group, group_dst=self.parallel.pp_rank + 1)
@@ -151,7 +151,7 @@ class Stages:
     def backward(self, loss: Tensor | None) -> Tensor | None:
         """Returns the gradient of what the stage received."""
         assert self.output is not None
-        with layout.activate(self.batch):
+        with activate(self.batch):
             if self.parallel.is_last_stage:
                 assert loss is not None
                 loss.backward()

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_mux import layout
 from megatron_mux.backbone.checkpoint import Checkpoint
 from megatron_mux.backbone.experts.from_master import HEADER_BYTES
 from megatron_mux.backbone.experts.traffic import MESSAGES
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_shape
+from megatron_mux.batch.pack import pack
 from megatron_mux.engine import Engine
 from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
@@ -69,7 +69,7 @@ def test_agrees_with_transformers_and_counts_its_bytes(
     placement = uneven(shape)
     backbone = Backbone.load(path, parallel, torch.float64, recompute, placement=placement)
     backbone.lowest_adapter = lambda: 0
-    none = layout.pack([], ("first", "second"), {"first": 0, "second": 0}).to()
+    none = pack([], ("first", "second"), {"first": 0, "second": 0}).to()
     batch = none if parallel.experts.is_manager else batch_of(shape, parallel, 0)
     passes_ = stages(backbone, batch)
     embedded = backbone.embed(batch).clone().requires_grad_(True)

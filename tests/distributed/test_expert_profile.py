@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_mux import layout
 from megatron_mux.backbone.experts.exchange import dispatch
 from megatron_mux.backbone.experts.pairs import Pairs
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.batch.micro_batch import activate
 from megatron_mux.fusion.even_experts import ExpertShares
 from megatron_mux.fusion.profiler import measure as module
 from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
@@ -58,7 +58,7 @@ def test_ranks_compute_and_send_what_a_roofline_counts(
     assert len(pairs.rows) == rows * shares.pairs
     assert len(given.x) == pytest.approx(rows * shares.sent)
     layer, routes = experts.layer, experts.routes(rows)
-    with layout.activate(batch):
+    with activate(batch):
         assert layer.exchange is not None
         sent = layer.exchange.send_to(routes)
         x = torch.zeros(len(routes.experts), backbone.shape.hidden)

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_shape
+from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.expert_shape import Placement
-from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 from tests import tiny_models
@@ -73,7 +73,7 @@ def batch_of(shape: BackboneShape, parallel: Parallel, dp_rank: int | None = Non
     lengths = () if rank and rank == parallel.dp_size - 1 else (7, 12, 5)
     multiple = parallel.tp_size if parallel.sequence_parallel else 1
     sequences = [
-        (
+        PackedSequence(
             "first" if i < 2 else "second",
             i,
             torch.randint(3, shape.vocab, (length,), generator=generator),
@@ -83,7 +83,7 @@ def batch_of(shape: BackboneShape, parallel: Parallel, dp_rank: int | None = Non
         for i, length in enumerate(lengths)
     ]
     steps = {"first": 0, "second": 0}
-    return layout.pack(sequences, ("first", "second"), steps, multiple=multiple).to()
+    return pack(sequences, ("first", "second"), steps, multiple=multiple).to()
 
 
 def reference(path: Path, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -146,7 +146,7 @@ def test_no_backward_below_all_adapters(joined: Joined, checkpoints: Callable[[s
     parallel = joined(1, 1, False, 2, 1)
     backbone = Backbone.load(checkpoints("mixtral"), parallel)
     batch = batch_of(backbone.shape, parallel)
-    with layout.activate(batch):
+    with activate(batch):
         assert not backbone.forward(batch).requires_grad
         module: Any = next(op.module for op in backbone.base_ops() if op.layer == 2)
         scale, original = torch.ones(1, requires_grad=True), module.forward

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron_mux.backbone.model import load_stages
 from megatron_mux.backbone.residence import Kind
+from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.engine import generate as generate_module
-from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.budget import failing

@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.backbone.communication import GroupExchange
 from megatron_mux.backbone.cut_layer import CutLayer, TensorMessages
 from megatron_mux.backbone.exchange import Course, interleave
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import received
+from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.fusion.graphs.layer_graph import LayerGraph, trace_layer
 from megatron_mux.fusion.graphs.operators import layer_subgraphs
 from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.kernels.terms import Term
-from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 from tests import tiny_models
@@ -44,11 +44,11 @@ def path(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 def _batch() -> MicroBatch:
     r = np.random.default_rng(0)
     sequences = [
-        (task, i, r.integers(3, 96, length), np.ones(length, np.bool_), 1.0)
+        PackedSequence(task, i, r.integers(3, 96, length), np.ones(length, np.bool_), 1.0)
         for task, lengths in LENGTHS.items()
         for i, length in enumerate(lengths)
     ]
-    return layout.pack(sequences, tuple(LENGTHS), dict.fromkeys(LENGTHS, 0)).to()
+    return pack(sequences, tuple(LENGTHS), dict.fromkeys(LENGTHS, 0)).to()
 
 
 def _adapters(backbone: Backbone) -> AdapterSet:

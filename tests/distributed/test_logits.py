@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import FAMILIES
-from megatron_mux.layout import MicroBatch
+from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.runtime import Parallel
 from tests import memory_probe, tiny_models
 from tests.logits import all_logits
@@ -69,9 +69,15 @@ def sequences(vocab: int) -> list[Tensor]:
 def batch_of(backbone: Backbone, parallel: Parallel) -> MicroBatch:
     found = sequences(backbone.shape.vocab)
     count = sum(LENGTHS) - len(LENGTHS)
-    return layout.pack(
+    return pack(
         [
-            ("first" if i < 2 else "second", i, tokens, torch.ones(len(tokens), dtype=torch.bool), 1 / count)
+            PackedSequence(
+                "first" if i < 2 else "second",
+                i,
+                tokens,
+                torch.ones(len(tokens), dtype=torch.bool),
+                1 / count,
+            )
             for i, tokens in enumerate(found)
         ],
         ("first", "second"),

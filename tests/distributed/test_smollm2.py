@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.runtime import Parallel
 from tests.logits import all_logits
 
@@ -35,8 +35,10 @@ def test_smollm2_agrees_with_transformers(
     backbone = Backbone.load(MODEL, parallel)
     generator = torch.Generator().manual_seed(3)
     tokens = [torch.randint(20, backbone.shape.vocab, (n,), generator=generator) for n in (40, 9, 9)]
-    sequences = [("task", i, t, torch.ones(len(t), dtype=torch.bool), 1.0) for i, t in enumerate(tokens)]
-    batch = layout.pack(sequences, ("task",), {"task": 0}).to()
+    sequences = [
+        PackedSequence("task", i, t, torch.ones(len(t), dtype=torch.bool), 1.0) for i, t in enumerate(tokens)
+    ]
+    batch = pack(sequences, ("task",), {"task": 0}).to()
     with torch.no_grad():
         hidden = stages(backbone, batch).forward()
         if parallel.is_last_stage:

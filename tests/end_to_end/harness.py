@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.batch.micro_batch import activate
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.engine import Engine, StepResult, Task
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
@@ -161,15 +162,15 @@ def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what:
 def engine_logits(engine: Engine, case: Case, pairs: Sequence[Pair], virtual_tokens: int = 0) -> list[Tensor]:
     """`[L, V]` logits of every example under the adapter that is attached now, if any."""
     attached = engine.adapters.tasks.get(case.name)
-    batch = layout.pack(
-        [(case.name, i, tokens, labelled, 1.0) for i, (tokens, labelled) in enumerate(pairs)],
+    batch = pack(
+        [PackedSequence(case.name, i, tokens, labelled, 1.0) for i, (tokens, labelled) in enumerate(pairs)],
         (case.name,),
         {case.name: 0},
         {case.name: virtual_tokens},
         training=False,
         slots={case.name: attached.slot if attached else 0},
     ).to()
-    with layout.activate(batch):
+    with activate(batch):
         rows = all_logits(engine.backbone, batch)
     rows = rows.reshape(batch.rows, -1)
     return [rows[s.start : s.start + s.length] for s in batch.segments]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.estimate.run_tables import RunTables
 from megatron_mux.fusion.mesh import Mesh
@@ -18,7 +19,6 @@ from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.profiler.roofline import roofline
-from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from megatron_mux.training.admission import Admission
 from tests.budget import Budget, failing, on_the_host

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.engine import Engine
 from megatron_mux.engine import evaluate as evaluate_module
 from megatron_mux.engine.held_out import HeldOut
 from megatron_mux.errors import UserError
-from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from tests.budget import failing
 from tests.end_to_end.conftest import BackboneOf, PathOf

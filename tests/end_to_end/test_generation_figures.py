@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.engine import Engine, EvalResult
 from megatron_mux.engine.held_out import HeldOut
 from megatron_mux.errors import UserError
-from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from tests.budget import failing
 from tests.end_to_end.conftest import BackboneOf, PathOf

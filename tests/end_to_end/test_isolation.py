@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.batch.micro_batch import active
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.conftest import BackboneOf, PathOf
@@ -193,7 +193,7 @@ def rows_become(backbone: Backbone, module: str, name: str, value: float) -> Ite
     """Within, the rows of task `name` are `value` at the entry of the first layer's attention or behind the last."""
 
     def spoil(hidden: Tensor) -> Tensor:
-        rows = layout.active().task_rows.get(name)
+        rows = active().task_rows.get(name)
         if rows is None:
             return hidden
         keep = torch.ones(hidden.shape[0], dtype=torch.bool, device=hidden.device)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.engine import Engine, Planning, StepResult
-from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from tests.budget import Budget, failing, on_the_host
 from tests.end_to_end.conftest import BackboneOf

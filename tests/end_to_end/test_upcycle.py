@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.batch.micro_batch import activate
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.runtime import initialize
 from tests import tiny_models, warm
 from tests.end_to_end.workplace import write_tokenizer
@@ -57,9 +58,9 @@ def test_it_loads_in_transformers_and_in_the_engine(made: Path) -> None:
     vocab = reference.config.vocab_size
     tokens = torch.randint(3, vocab, (24,), generator=torch.Generator().manual_seed(0))
     backbone = Backbone.load(made / "moe", initialize(device="cpu"))
-    sequence = ("task", 0, tokens, torch.ones(24, dtype=torch.bool), 1.0)
-    batch = layout.pack([sequence], ("task",), {"task": 0}).to()
-    with layout.activate(batch), torch.no_grad():
+    sequence = PackedSequence("task", 0, tokens, torch.ones(24, dtype=torch.bool), 1.0)
+    batch = pack([sequence], ("task",), {"task": 0}).to()
+    with activate(batch), torch.no_grad():
         found = all_logits(backbone, batch, backbone.forward(batch))
     with torch.no_grad():
         wanted = reference(tokens.unsqueeze(0)).logits[0]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_mux.balancing import Tally
+from megatron_mux.batch.balancing import Tally
 
 
 @dataclass(frozen=True)

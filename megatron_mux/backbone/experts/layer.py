@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_mux import layout
 from megatron_mux.backbone.experts.all_to_all import AllToAll
 from megatron_mux.backbone.experts.balance import Balance
 from megatron_mux.backbone.experts.exchange import Exchange, Received, collect, dispatch
@@ -24,6 +23,7 @@ from megatron_mux.backbone.experts.grouped_linear import GroupedLinear
 from megatron_mux.backbone.experts.pairs import Pairs
 from megatron_mux.backbone.experts.router import Router, Routes, no_routes
 from megatron_mux.backbone.weight_unit import SelectExperts, before_backward
+from megatron_mux.batch.micro_batch import active
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
@@ -126,7 +126,7 @@ class MoELayer(nn.Module):
         if not len(received.x):
             return received.x
         # Rows of other ranks may be of any task.
-        slots = layout.active().groups.slot_set if self.exchange is None else None
+        slots = active().groups.slot_set if self.exchange is None else None
         pairs = Pairs.of(received.experts, received.slots, self.places, len(self.held), received.pairs, slots)
         counts = self.select(pairs)
         inner = self.activation(self.experts_fc1(pairs.spread(received.x), pairs))
@@ -147,7 +147,7 @@ class MoELayer(nn.Module):
 
     def _balance(self, rows: int, again: bool) -> Balance | None:
         """The balancing loss of this rank's rows; None: no task of the micro-batch asks for it."""
-        balanced = layout.active().balanced
+        balanced = active().balanced
         if balanced is None:
             return None
         first = self._first(rows)
@@ -161,7 +161,7 @@ class MoELayer(nn.Module):
     def slots(self, rows: int) -> Tensor:
         """`[rows]` int64: the slot of the task that each of this rank's rows belongs to; `NO_SLOT` for no task."""
         first = self._first(rows)
-        return layout.active().groups.slot_of_row[first : first + rows]
+        return active().groups.slot_of_row[first : first + rows]
 
 
 def _exchange(ranks: ExpertRanks, layer: int) -> Exchange | None:

@@ -23,18 +23,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from megatron_mux import layout, megatron_core
+from megatron_mux import megatron_core
 from megatron_mux.adapters import base_op
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.attributes import replaced
 from megatron_mux.backbone import attention
 from megatron_mux.backbone.layer import compute_layer
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.kernels import fused_pointwise
 from megatron_mux.kernels.attention import Segment
 from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.kernels.terms import TermTable
-from megatron_mux.layout import MicroBatch
 
 ADAPTER = "adapter"
 """Key in a node's `meta["custom"]` that marks operators of adapters, forward and backward."""
@@ -90,7 +90,7 @@ def trace_layer(
 
     backend = aot_autograd(fw_compiler=as_is, bw_compiler=as_is, partition_fn=divide)
     _show_torch_to_dynamo(backbone.device)
-    with _plain_formulas(backbone, layer), layout.activate(batch):
+    with _plain_formulas(backbone, layer), activate(batch):
         output = torch.compile(compute, backend=backend, fullgraph=True, dynamic=False)(hidden)
     forward, backward = graphs
     return LayerGraph(forward, backward, output)

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.adapters.attach import Host, no_weights
 from megatron_mux.adapters.base_op import AttachedBaseOp
 from megatron_mux.adapters.costs import Sample, accepted
@@ -16,6 +15,7 @@ from megatron_mux.adapters.expert_op import AttachedExperts
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.base_ops import EXPERT_OPS, BaseOpName
+from megatron_mux.batch.micro_batch import activate
 from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
 from megatron_mux.fusion.profiler.probed_stage import Probe, ProbedStage, Run
 from megatron_mux.kernels.low_rank_choice import KernelChoice, KernelName, alternatives
@@ -145,7 +145,7 @@ class AdapterProbes:
         first = stage.parallel.tp_rank * own if stage.divided > 1 else 0
 
         def compute() -> Tensor:
-            with layout.activate(batch):
+            with activate(batch):
                 y, _ = attached.forward(x)
                 if not info.column_parallel:
                     y, _ = attached.finish(y[first : first + own])

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.attributes import replaced_in
 from megatron_mux.backbone.experts.all_to_all import AllToAll
 from megatron_mux.backbone.experts.exchange import Arriving, Choice, Exchange, Received, Sent
@@ -24,10 +23,10 @@ from megatron_mux.backbone.experts.pairs import Pairs
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.backbone.layer import feed_forward
+from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.fusion.even_experts import even_selection
 from megatron_mux.fusion.profiler.probed_stage import Probe, ProbedStage, Run
-from megatron_mux.layout import MicroBatch
 
 
 class ExpertProbes:
@@ -55,7 +54,7 @@ class ExpertProbes:
     def given(self, batch: MicroBatch) -> Received:
         """What this rank's experts would compute of a micro-batch."""
         routes, stage = self.routes(batch.rows), self.stage
-        with layout.activate(batch):
+        with activate(batch):
             slots = self.layer.slots(len(routes.experts))
         experts, pairs = routes.experts, routes.experts.numel()
         if self._echo is not None:
@@ -86,7 +85,7 @@ class ExpertProbes:
         given = self.given(batch)
 
         def run() -> tuple[Tensor, Sequence[Tensor]]:
-            with layout.activate(batch):
+            with activate(batch):
                 return self.layer.compute(given), (given.x,)
 
         return run
@@ -99,7 +98,7 @@ class ExpertProbes:
 
         def run() -> tuple[Tensor, Sequence[Tensor]]:
             out = x
-            with layout.activate(batch), _even([layer.mlp for layer in layers], routes, self._echo):
+            with activate(batch), _even([layer.mlp for layer in layers], routes, self._echo):
                 for layer in layers:
                     out = feed_forward(layer, out)
             return out, (x,)

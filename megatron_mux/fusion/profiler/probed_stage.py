@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.base_ops import BaseOpInfo, BaseOpName
+from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.fusion.profiler.profile import grid_up_to
-from megatron_mux.layout import MicroBatch
 
 SEGMENT = 64
 """Tokens of a sequence where only the number of rows matters."""
@@ -110,7 +110,7 @@ class ProbedStage:
 
     def batch(self, rows: int, tasks: int = 1) -> MicroBatch:
         """Rows of several tasks, each made of short sequences."""
-        sequences: list[layout.PackedSequence] = []
+        sequences: list[PackedSequence] = []
         for task in range(tasks):
             left = rows // tasks
             while left:
@@ -118,10 +118,10 @@ class ProbedStage:
                 tokens = torch.zeros(length, dtype=torch.int64)
                 labelled = torch.zeros(length, dtype=torch.bool)
                 labelled[length // 2 :] = True
-                sequences.append((f"probe-{task}", len(sequences), tokens, labelled, 1.0))
+                sequences.append(PackedSequence(f"probe-{task}", len(sequences), tokens, labelled, 1.0))
                 left -= length
         names = tuple(f"probe-{task}" for task in range(tasks))
-        return layout.pack(sequences, names, dict.fromkeys(names, 0)).to(self.device)
+        return pack(sequences, names, dict.fromkeys(names, 0)).to(self.device)
 
     def input(self, *shape: int) -> Tensor:
         """Random values that need a gradient."""
@@ -136,7 +136,7 @@ class ProbedStage:
         x, batch = self.input(rows, 1, width), self.batch(rows)
 
         def run() -> tuple[Tensor, Sequence[Tensor]]:
-            with layout.activate(batch):
+            with activate(batch):
                 out = module(x)
             return (out[0] if isinstance(out, tuple) else out), (x,)
 

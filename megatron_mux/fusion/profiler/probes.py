@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.backbone.layer import attend, feed_forward
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.batch.micro_batch import activate
 from megatron_mux.fusion.profiler.adapter_probes import AdapterProbes
 from megatron_mux.fusion.profiler.core_attention import widest_window
 from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
@@ -76,7 +76,7 @@ class Probes:
 
         def run() -> tuple[Tensor, Sequence[Tensor]]:
             out = x
-            with layout.activate(batch):
+            with activate(batch):
                 for layer in stage.stacks[name]:
                     out = attend(layer, out, turns)[0] if name == "attention" else feed_forward(layer, out)
             return out, (x,)

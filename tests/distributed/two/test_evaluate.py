@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_mux.backbone.model import Backbone, load_stages
+from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.engine import evaluate as evaluate_module
 from megatron_mux.errors import UserError
-from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.budget import failing

@@ -15,11 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_mux import layout, runtime
+from megatron_mux import runtime
 from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.adapters.peft_format import read_adapter, read_files
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_backbone_info
+from megatron_mux.batch.micro_batch import activate
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from tests.logits import all_logits
@@ -113,14 +115,14 @@ def shaken(adapters: AdapterSet, spec: Any) -> None:
 
 
 def logits(backbone: Backbone, tokens: Tensor, virtual: int) -> Tensor:
-    batch = layout.pack(
-        [("t", 0, tokens, torch.ones(len(tokens), dtype=torch.bool), 1.0)],
+    batch = pack(
+        [PackedSequence("t", 0, tokens, torch.ones(len(tokens), dtype=torch.bool), 1.0)],
         ("t",),
         {"t": 0},
         {"t": virtual},
         training=False,
     ).to()
-    with torch.no_grad(), layout.activate(batch):
+    with torch.no_grad(), activate(batch):
         return all_logits(backbone, batch)
 
 

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.adapters.adapter import AdapterParameter
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.columns import inputs, parts
 from megatron_mux.backbone.registry import family
 from megatron_mux.base_ops import BASE_OPS, BaseOpInfo
+from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.kernels.dropout import keep_mask, key_of, uniform
-from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 
 MODULES = {
@@ -168,7 +168,7 @@ class Toy:
             hidden: `[T, H]` (this rank's rows with sequence parallelism).
             weights: `[T]` weight of each row in the loss.
         """
-        with layout.activate(batch):
+        with activate(batch):
             hidden = hidden.unsqueeze(1)
             loss = hidden.new_zeros(())
             for layer in range(self.shape.layers):
@@ -432,10 +432,16 @@ def make_batch(
     """
     names = tuple(spec.name for spec in specs)
     sequences = [
-        (name, 10 * i + j, torch.zeros(length, dtype=torch.int64), torch.ones(length, dtype=torch.bool), 1.0)
+        PackedSequence(
+            name,
+            10 * i + j,
+            torch.zeros(length, dtype=torch.int64),
+            torch.ones(length, dtype=torch.bool),
+            1.0,
+        )
         for i, name in enumerate(names, first)
         for j, length in enumerate((3, 5))
     ]
-    return layout.pack(
+    return pack(
         sequences, names, {n: 3 + i for i, n in enumerate(names, first)}, multiple=multiple, training=training
     ).to()

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_mux import layout
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import FAMILIES
-from megatron_mux.layout import MicroBatch
+from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.exact_model import exact_model
@@ -29,10 +29,10 @@ def batch_of(vocab: int, offset: dict[str, int] | None = None, multiple: int = 1
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(3, vocab, (n,), generator=generator) for n in (7, 12, 12, 20)]
     sequences = [
-        ("first" if i < 2 else "second", i, t, torch.ones(len(t), dtype=torch.bool), 1 / 64)
+        PackedSequence("first" if i < 2 else "second", i, t, torch.ones(len(t), dtype=torch.bool), 1 / 64)
         for i, t in enumerate(tokens)
     ]
-    return layout.pack(sequences, ("first", "second"), {"first": 0, "second": 0}, offset, multiple).to()
+    return pack(sequences, ("first", "second"), {"first": 0, "second": 0}, offset, multiple).to()
 
 
 def reference(path: Path, dtype: torch.dtype) -> Any:
@@ -68,7 +68,7 @@ def test_agrees_with_transformers(
     logits, gradient = references(reference(path, dtype), batch)
     # GPT-Neo of transformers computes its scores in fp32 always.
     tolerance = 5e-4 if dtype == torch.float32 else 1e-5 if "neo" in name else 1e-9
-    with layout.activate(batch):
+    with activate(batch):
         embedded = backbone.embed(batch).clone().requires_grad_(True)
         hidden = backbone.forward(batch, embedded)
         loss, nll = backbone.loss(hidden, batch)
@@ -79,7 +79,7 @@ def test_agrees_with_transformers(
     assert (nll - wanted).abs().max() <= max(tolerance, 1e-5)
     assert embedded.grad is not None
     assert (embedded.grad.squeeze(1) - gradient).norm() <= max(tolerance, 1e-6) * gradient.norm()
-    with layout.activate(batch):
+    with activate(batch):
         again = embedded.detach().requires_grad_(True)
         few = backbone.forward(batch, again, labelled_only=True)
         assert few.shape == (batch.label_rows.shape[0], 1, backbone.shape.hidden)
@@ -106,7 +106,7 @@ def test_everything_is_frozen_and_nothing_is_random(checkpoints: Made, parallel:
     assert not any(p.requires_grad for p in backbone.model.parameters())
     assert not any(p.is_meta for p in [*backbone.model.parameters(), *backbone.model.buffers()])
     batch = batch_of(backbone.shape.vocab)
-    with layout.activate(batch):
+    with activate(batch):
         assert torch.equal(backbone.forward(batch), backbone.forward(batch))
 
 
@@ -121,7 +121,7 @@ def test_padding_rows_change_nothing(name: str, checkpoints: Made, parallel: Par
     found = []
     for multiple in (1, 64):
         batch = batch_of(backbone.shape.vocab, multiple=multiple)
-        with layout.activate(batch):
+        with activate(batch):
             hidden = backbone.forward(batch)
         found.append(backbone.loss(hidden, batch)[1])
         assert hidden.isfinite().all()
@@ -145,7 +145,7 @@ def test_prefix_agrees_with_a_cache_of_transformers(name: str, checkpoints: Made
         for _ in range(shape.layers)
     ]
     batch.prefix.update({i: {"second": pair} for i, pair in enumerate(pairs)})  # type: ignore[dict-item]
-    with layout.activate(batch), torch.no_grad():
+    with activate(batch), torch.no_grad():
         ours = all_logits(backbone, batch)
     for segment in batch.segments:
         rows = slice(segment.start, segment.start + segment.length)
@@ -174,7 +174,7 @@ def test_recomputing_changes_nothing(recompute: Any, checkpoints: Made, parallel
     for kind in ("none", recompute):
         backbone = Backbone.load(checkpoints("qwen2"), parallel, dtype=torch.float64, recompute=kind)
         batch = batch_of(backbone.shape.vocab)
-        with layout.activate(batch):
+        with activate(batch):
             embedded = backbone.embed(batch).clone().requires_grad_(True)
             backbone.loss(backbone.forward(batch, embedded), batch)[0].backward()
         found.append(embedded.grad)
@@ -193,7 +193,7 @@ def test_an_adapter_low_in_the_model_gets_its_gradient(
     original = module.forward
     module.forward = lambda x: (original(x)[0] * scale, None)
     batch = batch_of(backbone.shape.vocab)
-    with layout.activate(batch):
+    with activate(batch):
         backbone.loss(backbone.forward(batch), batch)[0].backward()
     assert scale.grad is not None and float(scale.grad) != 0
 
@@ -203,7 +203,7 @@ def test_low_precision_stays_close(checkpoints: Made, parallel: Parallel) -> Non
     wide = Backbone.load(path, parallel)
     narrow = Backbone.load(path, parallel, dtype=torch.bfloat16)
     batch = batch_of(wide.shape.vocab)
-    with layout.activate(batch):
+    with activate(batch):
         embedded = narrow.embed(batch).clone().requires_grad_(True)
         hidden = narrow.forward(batch, embedded)
         loss, _ = narrow.loss(hidden, batch)
@@ -223,7 +223,7 @@ def test_a_sequence_that_is_not_finite_reaches_no_other(
     for bad in (False, True):
         batch = batch_of(backbone.shape.vocab)
         rows = batch.segments[0].length
-        with layout.activate(batch):
+        with activate(batch):
             embedded = backbone.embed(batch).clone()
             if bad:
                 embedded[:rows] = float("nan")

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_mux.backbone.experts.balance import Balance
 from megatron_mux.backbone.experts.router import Router
 from megatron_mux.backbone.registry import read_shape
-from megatron_mux.balancing import BalancedSequences, Tally
+from megatron_mux.batch.balancing import BalancedRows, BalancedSequences, Tally
 from megatron_mux.kernels.attention import Segment
 from tests import tiny_models
 from tests.reference.balanced import balancing_loss
@@ -92,10 +92,10 @@ def test_balancing_loss_is_megatrons_for_each_sequence(name: str, tmp_path: Path
     attached, inputs = [], []
     for segments, own in zip(chunks, rows, strict=True):
         arrays = balanced.arrays(segments, own.stop - own.start, {"b": 0, "c": 1, "a": 2})
-        numbers, weights, tasks = map(torch.from_numpy, arrays)
-        tally = tally or Tally(weights, tasks)
+        counted = BalancedRows.of({name: torch.from_numpy(array) for name, array in arrays.items()}, tally)
+        tally = counted.tally
         given = x[own].clone().requires_grad_(True)
-        balance = Balance(3, numbers, tally, None, again=False)
+        balance = Balance(3, counted.numbers, tally, None, again=False)
         routes = router(given, balance)
         assert torch.equal(routes.weights.nan_to_num(), router(given).weights.nan_to_num())
         attached.append(routes.weights)

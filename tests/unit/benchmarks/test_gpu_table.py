@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux import layout, runtime
+from megatron_mux import runtime
+from megatron_mux.batch.micro_batch import activate
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.runtime import Parallel
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,10 +39,10 @@ def test_our_backbone_has_the_weights_of_the_rivals_model(shape: str, parallel: 
     model = random_model.make(shape, 2, torch.float32, device)
     backbone = random_model.backbone_of(model, parallel, torch.float32)
     tokens = torch.randint(3, 500, (12,), generator=torch.Generator().manual_seed(0))
-    batch = layout.pack([("a", 0, tokens, torch.ones(12, dtype=torch.bool), 1.0)], ("a",), {"a": 0}).to(
-        device
-    )
-    with torch.no_grad(), layout.activate(batch):
+    batch = pack(
+        [PackedSequence("a", 0, tokens, torch.ones(12, dtype=torch.bool), 1.0)], ("a",), {"a": 0}
+    ).to(device)
+    with torch.no_grad(), activate(batch):
         total, _ = backbone.loss(backbone.forward(batch), batch)
     logits = model(input_ids=tokens.unsqueeze(0)).logits[0]
     wanted = torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="sum")

@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mux import layout, runtime
+from megatron_mux import runtime
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.engine.optimize import TaskOptimizer
-from megatron_mux.layout import MicroBatch
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.body import Body, Rows, unique_bytes
 from megatron_mux.tasks import TrainingSpec
@@ -78,9 +79,9 @@ def batch_of(name: str, step: int, slot: int = 0) -> MicroBatch:
     sequences = []
     for number, length in enumerate((5 + step, 7)):
         tokens = rng.integers(1, 60, length)
-        sequences.append((name, number, tokens, np.arange(length) > length // 2, 0.1))
+        sequences.append(PackedSequence(name, number, tokens, np.arange(length) > length // 2, 0.1))
     offset = {name: SECTIONS[name].get("num_virtual_tokens", 0)}
-    return layout.pack(sequences, (name,), {name: step}, offset, slots={name: slot}).to("cpu")
+    return pack(sequences, (name,), {name: step}, offset, slots={name: slot}).to("cpu")
 
 
 def task_of(name: str) -> Any:
@@ -107,7 +108,7 @@ def wholes(path: Path, parallel: Parallel) -> dict[str, Trained]:
         optimizer, losses = TaskOptimizer(adapter, TRAINING, STEPS), []
         for step in range(3):
             batch = batch_of(name, step)
-            with layout.activate(batch):
+            with activate(batch):
                 loss, _ = backbone.loss(backbone.forward(batch, labelled_only=True), batch)
                 loss.backward()
             losses.append(float(loss.detach()))
@@ -164,7 +165,7 @@ class Client:
 
     def rows(self, step: int) -> Rows:
         self.batch = batch_of(self.name, step, self.adapter.slot)
-        with layout.activate(self.batch):
+        with activate(self.batch):
             self.hidden = self.ends.front.forward(self.batch)
         lengths = tuple(segment.length for segment in self.batch.segments)
         hidden = self.hidden.detach().squeeze(1)
@@ -172,7 +173,7 @@ class Client:
 
     def loss(self, output: Tensor) -> Tensor:
         self.output = output.unsqueeze(1).requires_grad_()
-        with layout.activate(self.batch):
+        with activate(self.batch):
             made = self.ends.back.forward(self.batch, self.output, labelled_only=True)
             loss, _ = self.ends.back.loss(made, self.batch)
             loss.backward()
@@ -182,7 +183,7 @@ class Client:
 
     def finish(self, step: int, gradient: Tensor | None) -> None:
         if gradient is not None:
-            with layout.activate(self.batch):
+            with activate(self.batch):
                 self.hidden.backward(gradient.unsqueeze(1))
         self.adapter.penalty(step)
         squares = [g.square().sum() for g in self.optimizer.owned]

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_mux import layout, runtime
+from megatron_mux import runtime
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.batch.micro_batch import activate
 from megatron_mux.fusion.profiler import measure as module
 from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
 from megatron_mux.fusion.profiler.layer_operators import layer_operators
@@ -75,7 +76,7 @@ def test_a_half_selects_evenly_with_its_router_s_weights(alone: Parallel, tmp_pa
         counts = Counter(routes.experts.flatten().tolist())
         assert len(counts) == 8 and max(counts.values()) - min(counts.values()) <= 2
         assert routes.weights.requires_grad
-    with layout.activate(stage.batch(64)):
+    with activate(stage.batch(64)):
         own = stage.stacks["experts"][0].mlp.route(x.detach()[:, 0])[0]
     assert not torch.equal(own.experts, seen[0].experts), "by itself it selects others"
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mux import layout
+from megatron_mux.batch.micro_batch import MicroBatch, activate, active
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.kernels.attention import Segment
 from megatron_mux.kernels.carry import Carry
 
@@ -22,8 +23,8 @@ def test_pack_round_trips(items: list[tuple[int, int]], multiple: int, random: o
     for i, (task, length) in enumerate(items):
         tokens = torch.randint(1, 100, (length,), generator=generator)
         labelled = torch.rand(length, generator=generator) > 0.5
-        sequences.append((names[task], i, tokens, labelled, 0.5))
-    batch = layout.pack(sequences, names, dict.fromkeys(names, 0), {"b": 3}, multiple).to()
+        sequences.append(PackedSequence(names[task], i, tokens, labelled, 0.5))
+    batch = pack(sequences, names, dict.fromkeys(names, 0), {"b": 3}, multiple).to()
     assert batch.rows % multiple == 0
     assert [s.task for s in batch.segments] == sorted(s.task for s in batch.segments)
     for segment in batch.segments:
@@ -50,7 +51,7 @@ def test_pack_round_trips(items: list[tuple[int, int]], multiple: int, random: o
         assert _task_of(few, row) == _task_of(batch, before)
 
 
-def _task_of(batch: layout.MicroBatch, row: int) -> str:
+def _task_of(batch: MicroBatch, row: int) -> str:
     return next(name for name, (start, stop) in batch.task_rows.items() if start <= row < stop)
 
 
@@ -61,12 +62,14 @@ def test_chunks_hold_together_what_the_uncut_batch_holds(
 ) -> None:
     names = ("a", "b", "c")
     generator = torch.Generator().manual_seed(1)
-    sequences: list[layout.PackedSequence] = []
+    sequences: list[PackedSequence] = []
     for i, (task, length) in enumerate(items):
         tokens = torch.randint(1, 100, (length,), generator=generator)
-        sequences.append((names[task], i, tokens, torch.rand(length, generator=generator) > 0.5, 1.0 + i))
+        sequences.append(
+            PackedSequence(names[task], i, tokens, torch.rand(length, generator=generator) > 0.5, 1.0 + i)
+        )
     steps, shifts = dict.fromkeys(names, 4), {"b": 3}
-    wanted = _labels(layout.pack(sequences, names, steps, shifts).to())
+    wanted = _labels(pack(sequences, names, steps, shifts).to())
     carry = Carry()
     first = [data.draw(st.integers(0, 3)) for _ in sequences]  # the chunk in which each begins
     found: list[tuple[object, ...]] = []
@@ -75,7 +78,7 @@ def test_chunks_hold_together_what_the_uncut_batch_holds(
         here = [i for i, s in enumerate(sequences) if 0 <= at[i] < s[2].shape[0]]
         spans = [(at[i], min(at[i] + chunk, sequences[i][2].shape[0])) for i in here]
         cut = [sequences[i] for i in here]
-        batch = layout.pack(cut, names, steps, shifts, multiple, spans=spans).to(carry=carry)
+        batch = pack(cut, names, steps, shifts, multiple, spans=spans).to(carry=carry)
         assert batch.carry is carry and batch.rows % multiple == 0
         assert sorted(s.sequence for s in batch.segments) == here
         assert [s.task for s in batch.segments] == sorted(s.task for s in batch.segments)
@@ -103,7 +106,7 @@ def test_chunks_hold_together_what_the_uncut_batch_holds(
     assert sorted(found) == sorted(wanted)
 
 
-def _labels(batch: layout.MicroBatch) -> list[tuple[object, ...]]:
+def _labels(batch: MicroBatch) -> list[tuple[object, ...]]:
     """Of each labelled row: sequence, index of the token, its task, what to predict, with which weight."""
     rows = batch.label_rows
     return list(
@@ -119,10 +122,12 @@ def _labels(batch: layout.MicroBatch) -> list[tuple[object, ...]]:
 
 
 def test_a_label_across_a_cut_belongs_to_the_row_before_it() -> None:
-    one = ("a", 5, torch.tensor([10, 11, 12, 13, 14]), torch.tensor([True, False, True, True, False]), 0.5)
-    two = ("b", 6, torch.tensor([20, 21, 22]), torch.tensor([False, True, True]), 0.25)
+    one = PackedSequence(
+        "a", 5, torch.tensor([10, 11, 12, 13, 14]), torch.tensor([True, False, True, True, False]), 0.5
+    )
+    two = PackedSequence("b", 6, torch.tensor([20, 21, 22]), torch.tensor([False, True, True]), 0.25)
     early, late = (
-        layout.pack([one, two], ("a", "b"), {"a": 0, "b": 0}, {"b": 9}, spans=spans).to(carry=Carry())
+        pack([one, two], ("a", "b"), {"a": 0, "b": 0}, {"b": 9}, spans=spans).to(carry=Carry())
         for spans in ([(0, 2), (0, 1)], [(2, 5), (1, 3)])
     )
     assert early.segments == (Segment("a", 0, 2, 5, 0, True, 5), Segment("b", 2, 1, 6, 0, True, 12))
@@ -142,15 +147,15 @@ def test_a_label_across_a_cut_belongs_to_the_row_before_it() -> None:
 
 
 def test_spans_of_everything_cut_nothing() -> None:
-    sequence = ("a", 0, torch.tensor([1, 2, 3]), torch.tensor([True, True, True]), 1.0)
-    whole, spans = (layout.pack([sequence], ("a",), {"a": 0}, spans=s).to() for s in (None, [(0, 3)]))
+    sequence = PackedSequence("a", 0, torch.tensor([1, 2, 3]), torch.tensor([True, True, True]), 1.0)
+    whole, spans = (pack([sequence], ("a",), {"a": 0}, spans=s).to() for s in (None, [(0, 3)]))
     assert whole.segments == spans.segments == (Segment("a", 0, 3, 0, 0, False, 3),)
     assert _labels(whole) == _labels(spans) and whole.carry is None
 
 
 def test_groups_say_whose_rows_are_whose() -> None:
-    def sequence(task: str, number: int, length: int, labels: int) -> layout.PackedSequence:
-        return task, number, torch.ones(length), torch.arange(length) >= length - labels, 1.0
+    def sequence(task: str, number: int, length: int, labels: int) -> PackedSequence:
+        return PackedSequence(task, number, torch.ones(length), torch.arange(length) >= length - labels, 1.0)
 
     sequences = [
         sequence("a", 7, 3, 2),
@@ -159,7 +164,7 @@ def test_groups_say_whose_rows_are_whose() -> None:
         sequence("c", 4, 2, 0),
     ]
     steps, slots = {"a": 5, "b": 6, "c": 7}, {"a": 9, "b": 0, "c": 2}
-    batch = layout.pack(sequences, ("c", "a", "b"), steps, multiple=4, training=False, slots=slots).to()
+    batch = pack(sequences, ("c", "a", "b"), steps, multiple=4, training=False, slots=slots).to()
     groups = batch.groups
     assert (groups.slots, groups.rows, groups.steps) == ((2, 9, 0), ((0, 2), (2, 5), (5, 155)), (7, 5, 6))
     assert groups.table.tolist() == [[2, 0, 2, 7], [9, 2, 5, 5], [0, 5, 155, 6]] and not groups.training
@@ -173,8 +178,8 @@ def test_groups_say_whose_rows_are_whose() -> None:
 
 
 def test_the_device_gets_one_buffer_of_aligned_tensors() -> None:
-    sequences = [("a", i, torch.ones(5), torch.ones(5).bool(), 1.0) for i in range(3)]
-    batch = layout.pack(sequences, ("a",), {"a": 0}, {"a": 2}, spans=[(0, 5), (2, 4), (1, 5)]).to()
+    sequences = [PackedSequence("a", i, torch.ones(5), torch.ones(5).bool(), 1.0) for i in range(3)]
+    batch = pack(sequences, ("a",), {"a": 0}, {"a": 2}, spans=[(0, 5), (2, 4), (1, 5)]).to()
     few, bounds = batch.labelled, batch.bounds
     assert bounds is not None and bounds.gather is not None
     own = [*_tensors(batch), *_tensors(few), bounds.queries, bounds.keys, bounds.gather]
@@ -186,21 +191,21 @@ def test_the_device_gets_one_buffer_of_aligned_tensors() -> None:
     assert bounds.gather.tolist() == [0, 1, *range(5, 10), 0, 1, 2, 3, 10, 11, 0, 1, 4, *range(12, 16)]
 
 
-def _tensors(batch: layout.MicroBatch) -> list[torch.Tensor]:
+def _tensors(batch: MicroBatch) -> list[torch.Tensor]:
     own = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
     return own + [value for value in vars(batch.groups).values() if isinstance(value, torch.Tensor)]
 
 
 def test_a_batch_without_sequences_has_no_rows() -> None:
-    batch = layout.pack([], ("a",), {"a": 0}).to()
+    batch = pack([], ("a",), {"a": 0}).to()
     assert batch.rows == batch.labelled.rows == 0 and batch.groups.rows == () == batch.segments
 
 
 def test_active_is_set_inside_activate_only() -> None:
-    batch = layout.pack(
-        [("a", 0, torch.tensor([1, 2]), torch.tensor([True, True]), 1.0)], ("a",), {"a": 0}
+    batch = pack(
+        [PackedSequence("a", 0, torch.tensor([1, 2]), torch.tensor([True, True]), 1.0)], ("a",), {"a": 0}
     ).to()
-    with layout.activate(batch):
-        assert layout.active() is batch
+    with activate(batch):
+        assert active() is batch
     with pytest.raises(RuntimeError, match="no micro-batch is active"):
-        layout.active()
+        active()

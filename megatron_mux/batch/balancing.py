@@ -40,8 +40,8 @@ class BalancedSequences:
     tokens: Sequence[int]
     weights: Sequence[float]
 
-    def arrays(self, segments: Sequence[Segment], rows: int, order: Mapping[str, int]) -> tuple[Array, ...]:
-        """What the device needs of a chunk; empty arrays if no row of it counts.
+    def arrays(self, segments: Sequence[Segment], rows: int, order: Mapping[str, int]) -> dict[str, Array]:
+        """What the device needs of a chunk; nothing if no row of it counts.
 
         Args:
             segments: Of the chunk.
@@ -49,8 +49,9 @@ class BalancedSequences:
             order: Task name to its index among the tasks of the step.
 
         Returns:
-            `[T]` int64, the number of each row's sequence, B for rows that do not count; and for each number up to
-            B its fp64 weight for a pair of a selection and a score (0 for B) and the int64 index of its task.
+            `balanced_numbers` `[T]` int64, the number of each row's sequence, B for rows that do not count; and for
+            each number up to B, `balanced_weights`, the bits of its fp64 weight for a pair of a selection and a score
+            (0 for B), and `balanced_tasks`, the int64 index of its task.
         """
         numbers = np.full(rows, len(self.tokens), np.int64)
         found = False
@@ -61,14 +62,14 @@ class BalancedSequences:
                 numbers[segment.start : stop] = number
                 found = True
         if not found:
-            return NOT_BALANCED
+            return {}
         weights = np.array(self.weights, np.float64) / np.array(self.tokens, np.float64) ** 2
         tasks = np.array([order[task] for task, _ in self.numbers], np.int64)
-        return numbers, np.append(weights, 0.0), np.append(tasks, 0)
-
-
-NOT_BALANCED: tuple[Array, ...] = (np.empty(0, np.int64), np.empty(0, np.float64), np.empty(0, np.int64))
-"""The arrays of a chunk without rows that count."""
+        return {
+            "balanced_numbers": numbers,
+            "balanced_weights": np.append(weights, 0.0).view(np.int64),
+            "balanced_tasks": np.append(tasks, 0),
+        }
 
 
 class Tally:
@@ -137,17 +138,15 @@ class BalancedRows:
     tally: Tally
 
     @classmethod
-    def of(cls, arrays: Sequence[Tensor], tally: Tally | None) -> BalancedRows | None:
-        """Rows by the arrays of a chunk; None if they are empty.
+    def of(cls, arrays: Mapping[str, Tensor], tally: Tally | None) -> BalancedRows:
+        """Rows by the arrays of a chunk.
 
         Args:
-            arrays: Those of `BalancedSequences.arrays`, as int64: of the weights, the bits.
+            arrays: Those of `BalancedSequences.arrays`.
             tally: That of the micro-batch, if an earlier chunk has made it.
         """
-        numbers, weights, tasks = arrays
-        if not len(tasks):
-            return None
-        return cls(numbers, tally or Tally(weights.view(torch.float64), tasks))
+        weights = arrays["balanced_weights"].view(torch.float64)
+        return cls(arrays["balanced_numbers"], tally or Tally(weights, arrays["balanced_tasks"]))
 
 
 def balanced_sequences(

@@ -1,0 +1,140 @@
+"""A micro-batch in host memory, from where all of it goes to the device in one copy that the host does not wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mux import runtime
+from megatron_mux.batch.balancing import BalancedRows, Tally
+from megatron_mux.batch.buffer import Buffer
+from megatron_mux.batch.micro_batch import MicroBatch, Ranges
+from megatron_mux.kernels.attention import Bounds, Segment
+from megatron_mux.kernels.carry import Carry
+from megatron_mux.kernels.groups import RowGroups
+from megatron_mux.kernels.key_value_cache import KeyValueCache
+
+
+@dataclass(frozen=True)
+class Present:
+    """The tasks with rows and a slot.
+
+    Attributes:
+        slots, rows, steps: Of each, see `RowGroups`.
+    """
+
+    slots: tuple[int, ...]
+    rows: tuple[tuple[int, int], ...]
+    steps: tuple[int, ...]
+
+    @classmethod
+    def of(cls, ranges: Ranges, slots: Mapping[str, int], task_steps: Mapping[str, int]) -> Present:
+        """Those among the tasks of these rows."""
+        names = [name for name, (start, stop) in ranges.items() if start < stop and name in slots]
+        own = tuple(slots[name] for name in names), tuple(ranges[name] for name in names)
+        return cls(*own, tuple(task_steps[name] for name in names))
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """A micro-batch in host memory.
+
+    Attributes:
+        buffer: The arrays that `to` names.
+        segments, task_rows, task_steps, training: See `MicroBatch`.
+        label_task_rows: Task name to its `(start, stop)` among the N labelled rows; only tasks present.
+        present, present_labelled: Of all rows, and of the labelled ones.
+        longest: Queries and keys of the longest segment.
+    """
+
+    buffer: Buffer
+    segments: tuple[Segment, ...]
+    task_rows: Ranges
+    label_task_rows: Ranges
+    task_steps: Mapping[str, int]
+    training: bool
+    present: Present
+    present_labelled: Present
+    longest: tuple[int, int]
+
+    @property
+    def rows(self) -> int:
+        """T, padding included."""
+        return self.buffer.wide["tokens"]
+
+    @property
+    def labels(self) -> int:
+        """N."""
+        return self.buffer.wide["labels"]
+
+    def to(
+        self,
+        device: torch.device | str = "cpu",
+        carry: Carry | None = None,
+        staging: Tensor | None = None,
+        tally: Tally | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> MicroBatch:
+        """Take the batch to a device. The host does not wait.
+
+        Args:
+            device: Of the tensors. On a CPU they are views of `buffer`.
+            carry: See `MicroBatch.carry`; needed if spans leave tokens out.
+            staging: Pinned memory of the buffer's size, to be left alone until the device has copied it; None takes
+                some from torch, which may wait for the device to get it.
+            cache: See `MicroBatch.cache`; then spans may leave tokens out without a `carry`.
+            tally: That of the micro-batch, if an earlier chunk has made it; None: this one makes it, if it needs one.
+        """
+        whole = torch.from_numpy(self.buffer.bytes)
+        if torch.device(device).type == "cuda":
+            whole = runtime.to_device(whole, device, staging)
+        arrays = self.buffer.views(whole)
+        gather = arrays["gather"]
+        common: dict[str, Any] = {
+            "labels": arrays["labels"],
+            "label_weights": arrays["label_weights"].view(torch.float32),
+            "label_tasks": arrays["label_tasks"],
+            "task_steps": self.task_steps,
+            "training": self.training,
+        }
+        labelled = MicroBatch(
+            segments=(),
+            bounds=None,
+            task_rows=self.label_task_rows,
+            groups=self._groups(self.present_labelled, arrays, "labelled_"),
+            tokens=arrays["labelled_tokens"],
+            positions=arrays["labelled_positions"],
+            label_rows=arrays["labelled_label_rows"],
+            **common,
+        )
+        balanced = BalancedRows.of(arrays, tally) if "balanced_numbers" in arrays else None
+        return MicroBatch(
+            segments=self.segments,
+            bounds=Bounds(arrays["queries"], arrays["keys"], *self.longest, gather if len(gather) else None),
+            task_rows=self.task_rows,
+            groups=self._groups(self.present, arrays),
+            tokens=arrays["tokens"],
+            positions=arrays["positions"],
+            label_rows=arrays["label_rows"],
+            carry=carry,
+            label_batch=labelled,
+            balanced=balanced,
+            cache=cache,
+            **common,
+        )
+
+    def _groups(self, present: Present, arrays: Mapping[str, Tensor], prefix: str = "") -> RowGroups:
+        return RowGroups(
+            slots=present.slots,
+            rows=present.rows,
+            steps=present.steps,
+            training=self.training,
+            table=arrays[f"{prefix}table"].view(-1, 4),
+            tiles=arrays[f"{prefix}tiles"].view(-1, 3),
+            sequence_ids=arrays[f"{prefix}sequence_ids"],
+            token_index=arrays[f"{prefix}token_index"],
+        )
