@@ -45,10 +45,10 @@ from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.base_ops import EXPERT_OPS, BaseOpInfo
 from megatron_mux.batch.micro_batch import MicroBatch, activate
-from megatron_mux.batch.pack import pack
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.expert_shape import Placement
-from megatron_mux.kernels import grouped_product
-from megatron_mux.kernels.pointwise import gated
+from megatron_mux.kernels.experts import product as grouped_product
+from megatron_mux.kernels.pointwise.reference import gated
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 
@@ -156,7 +156,7 @@ def make(
     adapters.prepare()
     names = tuple(f"task-{task}" for task in range(len(lengths)))
     sequences = [
-        (name, task, torch.zeros(n, dtype=torch.int64), torch.ones(n, dtype=torch.bool), 1.0)
+        PackedSequence(name, task, torch.zeros(n, dtype=torch.int64), torch.ones(n, dtype=torch.bool), 1.0)
         for task, (name, n) in enumerate(zip(names, lengths, strict=True))
         if n
     ]

@@ -64,7 +64,7 @@ OTHERS: Mapping[str, Sequence[Mapping[str, int]]] = {
         {"ROWS": 32, "num_stages": 6}, {"num_warps": 8}, {"ROWS": 128, "num_warps": 8},
     ),
 }  # fmt: skip
-"""Changes to the block sizes in use, by their name in `triton_low_rank`."""
+"""Changes to the block sizes in use, by their name in `low_rank.triton`."""
 
 
 class Case(NamedTuple):
@@ -140,7 +140,7 @@ class Problem:
         import torch
 
         from megatron_mux.kernels.groups import RowGroups, tiles_of
-        from megatron_mux.kernels.terms import TermTable
+        from megatron_mux.kernels.low_rank.terms import TermTable
 
         ranks, dtype = (RANKS, torch.bfloat16) if device == "cuda" else (RANKS[:1], torch.float32)
         torch.manual_seed(0)
@@ -166,7 +166,7 @@ class Problem:
 
     def launches(self) -> dict[str, Launch]:
         """The launches of each operation with the block sizes that are set by now; nothing is computed."""
-        from megatron_mux.kernels import triton_low_rank
+        from megatron_mux.kernels.low_rank import triton as triton_low_rank
 
         found: list[Launch] = []
 
@@ -216,8 +216,8 @@ OPERATIONS = {
 def _term(slot: int, module: tuple[int, int, int, int], shape: Shape, dropout: float, random: Any) -> Any:
     import torch
 
-    from megatron_mux.kernels.columns import Columns
-    from megatron_mux.kernels.terms import Term
+    from megatron_mux.kernels.low_rank.columns import Columns
+    from megatron_mux.kernels.low_rank.terms import Term
 
     start, run, distance, count = module
     listed = [start + i * distance + j for i in range(count) for j in range(run)]
@@ -245,7 +245,7 @@ class Candidate(NamedTuple):
 
 def candidates(case: Case, problem: Problem, others: bool) -> Iterator[Candidate]:
     """The operations of a case with the block sizes in use, or with the others."""
-    from megatron_mux.kernels import triton_low_rank
+    from megatron_mux.kernels.low_rank import triton as triton_low_rank
 
     least = problem.least_bytes()
     for name, changes in OTHERS.items() if others else {"": [{}]}.items():

@@ -194,7 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
     import triton
 
-    from megatron_mux.kernels import fused_pointwise, triton_pointwise
+    from megatron_mux.kernels.pointwise import functions as fused_pointwise
+    from megatron_mux.kernels.pointwise import triton as triton_pointwise
 
     if not is_gpu:
         fused_pointwise.pointwise_kernels = lambda x: None if x.dtype == torch.float64 else triton_pointwise

@@ -72,7 +72,7 @@ def as_in(x: Any, one: Any) -> Any:
 
 def cases(device: str, shape: dict[str, int]) -> list[Case]:
     """The operations of a layer."""
-    from megatron_mux.kernels.fused_pointwise import Norm
+    from megatron_mux.kernels.pointwise.arguments import Norm
 
     inputs = Inputs(device, shape)
     norm = Norm(inputs.random(inputs.hidden), None, 1e-5, False)
@@ -84,8 +84,9 @@ def activations(inputs: Inputs, liger: dict[str, Function]) -> list[Case]:
     """Between the products of an MLP."""
     import torch
 
-    from megatron_mux.kernels import fused_pointwise as fused
-    from megatron_mux.kernels import pointwise, triton_pointwise
+    from megatron_mux.kernels.pointwise import functions as fused
+    from megatron_mux.kernels.pointwise import reference as pointwise
+    from megatron_mux.kernels.pointwise import triton as triton_pointwise
 
     ffn, bias, swiglu = inputs.ffn, inputs.random(inputs.ffn), pointwise.gated("silu")
     assert swiglu is not None
@@ -109,9 +110,9 @@ def norms(inputs: Inputs, norm: Any, liger: dict[str, Function]) -> list[Case]:
     """Norms of the hidden states, with and without a sum before."""
     import torch
 
-    from megatron_mux.kernels import fused_pointwise as fused
-    from megatron_mux.kernels import triton_pointwise
-    from megatron_mux.kernels.fused_pointwise import Norm
+    from megatron_mux.kernels.pointwise import functions as fused
+    from megatron_mux.kernels.pointwise import triton as triton_pointwise
+    from megatron_mux.kernels.pointwise.arguments import Norm
 
     hidden, bias = inputs.hidden, inputs.random(inputs.hidden)
     layer_norm = Norm(inputs.random(hidden), inputs.random(hidden), 1e-5, True)
@@ -157,9 +158,10 @@ def turns(inputs: Inputs, liger: dict[str, Function]) -> list[Case]:
     """Queries, keys and values of linear_qkv's output."""
     import torch
 
-    from megatron_mux.kernels import fused_pointwise as fused
-    from megatron_mux.kernels import pointwise, triton_rotary
-    from megatron_mux.kernels.fused_pointwise import Heads
+    from megatron_mux.kernels.pointwise import functions as fused
+    from megatron_mux.kernels.pointwise import reference as pointwise
+    from megatron_mux.kernels.pointwise import triton_rotary
+    from megatron_mux.kernels.pointwise.arguments import Heads
 
     size, queries, groups, angles = inputs.size, inputs.queries, inputs.groups, inputs.angles
     mixed, heads = (queries + 2) * groups * size, Heads(size, queries)

@@ -122,7 +122,7 @@ class Bench:
 
     def tuned(self, form: str, groups: int, warps: int) -> dict[str, Any]:
         """The same with programs of other sizes."""
-        from megatron_mux.kernels import triton_dequantise
+        from megatron_mux.kernels.dequantise import triton as triton_dequantise
 
         sizes = {"GROUPS": groups, "NF4_WARPS": warps, "EIGHT_BIT_WARPS": warps}
         with mock.patch.multiple(triton_dequantise, **sizes):
@@ -257,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start, device = time.monotonic(), torch.device(args.device)
     if args.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-        from megatron_mux.kernels.triton_dequantise import TritonDequantise
+        from megatron_mux.kernels.dequantise.triton import TritonDequantise
         from megatron_mux.quantised import matrix
 
         matrix.kernels_for = lambda place: TritonDequantise

@@ -40,7 +40,10 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.dry_run.stand_ins import LengthsOnlyDataset
 from megatron_mux.engine import Engine, Task, updates
 from megatron_mux.fusion.device import cpu_name
-from megatron_mux.kernels import attention, cross_entropy, low_rank_choice, pointwise_choice
+from megatron_mux.kernels.attention import segments as attention
+from megatron_mux.kernels.loss import cross_entropy
+from megatron_mux.kernels.low_rank import choice as low_rank_choice
+from megatron_mux.kernels.pointwise import choice as pointwise_choice
 from megatron_mux.runtime import Parallel, initialize, shutdown
 from megatron_mux.tasks import TaskSpec
 

@@ -27,7 +27,7 @@ from script import table
 from megatron_mux.dry_run.launches import StepLaunches, count_launches
 from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.fusion.plan import plan_for
-from megatron_mux.kernels import dequantise
+from megatron_mux.kernels.dequantise import interface as dequantise
 from megatron_mux.quantised.scheme import METHODS, Method
 from megatron_mux.tasks import TaskSpec
 

@@ -28,9 +28,9 @@ from megatron_mux.adapters import base_op
 from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.batch.micro_batch import activate
-from megatron_mux.batch.pack import pack
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.dry_run.stand_ins import LengthsOnlyDataset
-from megatron_mux.kernels.low_rank_choice import DryKernels
+from megatron_mux.kernels.low_rank.choice import DryKernels
 from megatron_mux.runtime import Parallel, initialize
 from megatron_mux.tasks import TaskSpec
 
@@ -72,7 +72,7 @@ def base_op_turn(directory: Path, parallel: Parallel, tasks: int, repeats: int) 
     for name in names:
         adapters.add(task(name, TARGETS["q and v"], 1, 1), 1)
     tokens, labels = torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=torch.bool)
-    sequences = [(name, 0, tokens, labels, 1.0) for name in names or ["frozen"]]
+    sequences = [PackedSequence(name, 0, tokens, labels, 1.0) for name in names or ["frozen"]]
     batch = pack(sequences, tuple(names) or ("frozen",), dict.fromkeys(names or ["frozen"], 0)).to()
     (module,) = (info.module for info in backbone.base_ops() if (info.layer, info.name) == (0, "linear_qkv"))
     x = torch.randn(512, 1, 64, requires_grad=True)  # as many rows whatever the number of tasks

@@ -10,7 +10,7 @@ from workload import LEARNING_RATE, Pair, TaskShape, padded_to_longest
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.batch.micro_batch import MicroBatch, activate
-from megatron_mux.batch.pack import pack
+from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine import Engine, Planning, Task
@@ -117,7 +117,7 @@ class Ceiling:
     def batch(self, pairs_of_tasks: Sequence[Sequence[Pair]]) -> MicroBatch:
         """Pack the sequences of all tasks as the engine packs them."""
         sequences = [
-            ("backbone", i, tokens, labelled, 1.0)
+            PackedSequence("backbone", i, tokens, labelled, 1.0)
             for i, (tokens, labelled) in enumerate(pair for pairs in pairs_of_tasks for pair in pairs)
         ]
         return pack(sequences, ("backbone",), {"backbone": 0}).to(self.device)

@@ -228,12 +228,12 @@ def count_right(engine: Engine, name: str, seed: int, examples: Sequence[_EXAMPL
     from engine_bench import QUICKSTART
 
     from megatron_mux.batch.micro_batch import activate
-    from megatron_mux.batch.pack import pack
+    from megatron_mux.batch.pack import PackedSequence, pack
     from megatron_mux.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(QUICKSTART / "backbone")
     words = torch.tensor([tokenizer(word)["input_ids"][0] for word in WORDS])
-    sequences = [(name, i, tokens, labels, 1.0) for i, (tokens, labels) in enumerate(examples)]
+    sequences = [PackedSequence(name, i, tokens, labels, 1.0) for i, (tokens, labels) in enumerate(examples)]
     slot = engine.adapters.tasks[name].slot
     batch = pack(sequences, (name,), {name: seed}, training=False, slots={name: slot}).to()
     backbone = engine.backbone

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_mux import megatron_core, world
 from megatron_mux.errors import UserError
 from megatron_mux.expert_ranks import ExpertRanks, broker_ranks, expert_ranks, leave
-from megatron_mux.kernels.attention import has_varlen
+from megatron_mux.kernels.attention.segments import has_varlen
 from megatron_mux.liveness import Heartbeat
 
 GRADIENTS_AT_ONCE = 1 << 22

@@ -22,7 +22,7 @@ from megatron_mux.adapters.kind import AdapterTensor, tensor_key
 from megatron_mux.adapters.own_rows import TaskRows
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.kernels.dropout import key_of
-from megatron_mux.kernels.terms import Term
+from megatron_mux.kernels.low_rank.terms import Term
 
 if TYPE_CHECKING:
     from megatron_mux.adapters.attach import Host, Site
@@ -110,7 +110,7 @@ class Adapter:
         raise NotImplementedError
 
     def row_terms(self, stage: Grouped, slot: int) -> Sequence[Term]:
-        """Return what a stage in `grouped` does, as terms of `kernels.grouped_rows`; the task has this slot."""
+        """Return what a stage in `grouped` does, as terms of `low_rank.grouped_rows`; the task has this slot."""
         raise NotImplementedError
 
     def product(self, x: Tensor, y: Tensor, batch: MicroBatch) -> Tensor:

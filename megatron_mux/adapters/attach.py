@@ -20,8 +20,8 @@ from megatron_mux.adapters.expert_op import AttachedExperts
 from megatron_mux.adapters.peft_format import check_tensors
 from megatron_mux.base_ops import EXPERT_OPS, BaseOpInfo, ModuleColumns
 from megatron_mux.errors import UserError
-from megatron_mux.kernels.columns import Columns
-from megatron_mux.kernels.low_rank_choice import KernelChoice
+from megatron_mux.kernels.low_rank.choice import KernelChoice
+from megatron_mux.kernels.low_rank.columns import Columns
 from megatron_mux.kernels.own_rows import Place, VocabularyPart
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape, Module

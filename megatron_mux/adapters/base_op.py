@@ -22,11 +22,11 @@ from torch import Tensor
 from megatron_mux.adapters.adapter import Adapter, Grouped
 from megatron_mux.base_ops import BaseOpInfo
 from megatron_mux.batch.micro_batch import MicroBatch, active
-from megatron_mux.kernels.grouped_rows import GroupedKernels, RowTables, adapt_rows
 from megatron_mux.kernels.groups import RowGroups
-from megatron_mux.kernels.low_rank import low_rank_linear
-from megatron_mux.kernels.low_rank_choice import KernelName, kernels_for
-from megatron_mux.kernels.terms import Term, TermTable
+from megatron_mux.kernels.low_rank.choice import KernelName, kernels_for
+from megatron_mux.kernels.low_rank.grouped_rows import GroupedKernels, RowTables, adapt_rows
+from megatron_mux.kernels.low_rank.product import low_rank_linear
+from megatron_mux.kernels.low_rank.terms import Term, TermTable
 
 if TYPE_CHECKING:
     from megatron_mux.adapters.attach import Host

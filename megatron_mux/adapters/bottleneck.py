@@ -23,7 +23,7 @@ from megatron_mux.adapters.peft_fields import OUR_FIELDS
 from megatron_mux.adapters.targets import short_names
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
-from megatron_mux.kernels.terms import BiasedActivation, Term
+from megatron_mux.kernels.low_rank.terms import BiasedActivation, Term
 from megatron_mux.section import LARGEST_SIZE, Number, Targets
 from megatron_mux.shape import BackboneShape, Module
 

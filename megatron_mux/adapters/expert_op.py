@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
 from megatron_mux.adapters.base_op import AttachedBaseOp
-from megatron_mux.kernels.expert_linear import expert_kernels_for, expert_linear
-from megatron_mux.kernels.expert_terms import ExpertTable, ExpertTerm
+from megatron_mux.kernels.experts.choice import expert_kernels_for
+from megatron_mux.kernels.experts.linear import expert_linear
+from megatron_mux.kernels.experts.terms import ExpertTable, ExpertTerm
 
 if TYPE_CHECKING:
     from megatron_mux.adapters.attach import Site

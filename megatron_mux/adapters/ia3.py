@@ -24,8 +24,8 @@ from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField, initial_v
 from megatron_mux.adapters.vocabulary_fields import SavesModules
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.batch.micro_batch import MicroBatch
-from megatron_mux.kernels.columns import Columns
-from megatron_mux.kernels.terms import Term
+from megatron_mux.kernels.low_rank.columns import Columns
+from megatron_mux.kernels.low_rank.terms import Term
 from megatron_mux.section import Modules, Targets, problem
 from megatron_mux.shape import BackboneShape, Module
 

@@ -18,7 +18,7 @@ from megatron_mux.adapters.selection import Layers, LayersPattern, check_matched
 from megatron_mux.adapters.vocabulary_fields import SavesModules
 from megatron_mux.base_ops import EXPERT_OPS, BaseOpName
 from megatron_mux.kernels.dropout import key_of
-from megatron_mux.kernels.terms import Term
+from megatron_mux.kernels.low_rank.terms import Term
 from megatron_mux.section import problem
 from megatron_mux.shape import Module
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_mux.batch.micro_batch import active
-from megatron_mux.kernels.attention import segment_attention
+from megatron_mux.kernels.attention.segments import segment_attention
 from megatron_mux.shape import BackboneShape
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_mux.errors import UserError
-from megatron_mux.kernels.pointwise import ACTIVATIONS
+from megatron_mux.kernels.pointwise.reference import ACTIVATIONS
 from megatron_mux.shape import BackboneShape
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_mux.base_ops import LATENT_OPS, REPLICATED
-from megatron_mux.kernels.fused_pointwise import rotate_heads
+from megatron_mux.kernels.pointwise.functions import rotate_heads
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 

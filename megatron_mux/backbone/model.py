@@ -36,8 +36,8 @@ from megatron_mux.base_ops import BaseOpInfo
 from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
+from megatron_mux.kernels.loss.preference import RowScale
 from megatron_mux.kernels.own_rows import Place, VocabularyPart
-from megatron_mux.kernels.preference_loss import RowScale
 from megatron_mux.quantised.scheme import Method
 from megatron_mux.runtime import Parallel
 

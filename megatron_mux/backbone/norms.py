@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from megatron_mux.kernels.fused_pointwise import Norm, normalise
+from megatron_mux.kernels.pointwise.arguments import Norm
+from megatron_mux.kernels.pointwise.functions import normalise
 
 NormKind = Literal["RMSNorm", "LayerNorm"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_mux.backbone.config import layer_types, refuse
 from megatron_mux.batch.micro_batch import MicroBatch
-from megatron_mux.kernels.attention import Segment
+from megatron_mux.kernels.attention.segments import Segment
 from megatron_mux.shape import BackboneShape, Rope
 
 Angles = tuple[Tensor, Tensor]

@@ -21,7 +21,7 @@ from megatron_mux.backbone.norms import FrozenNorm, OutputNorm
 from megatron_mux.backbone.sublayers import Attention, Mlp
 from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.expert_shape import Placement
-from megatron_mux.kernels.pointwise import ACTIVATIONS
+from megatron_mux.kernels.pointwise.reference import ACTIVATIONS
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 

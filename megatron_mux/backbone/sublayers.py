@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from megatron_mux.backbone.attention import SegmentAttention
 from megatron_mux.backbone.norms import FrozenNorm
 from megatron_mux.backbone.rotary import Angles
-from megatron_mux.kernels.fused_pointwise import Heads, activation, turn
+from megatron_mux.kernels.pointwise.arguments import Heads
+from megatron_mux.kernels.pointwise.functions import activation, turn
 from megatron_mux.shape import BackboneShape
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron_mux.backbone.residence import Key, Residence
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.kernels.embedding_noise import EmbeddingNoise
-from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss
+from megatron_mux.kernels.loss.head import OutputLayer, predict, weighted_loss
+from megatron_mux.kernels.loss.preference import RowScale, scale_gradient
 from megatron_mux.kernels.own_rows import Lookup, Place, VocabularyPart
-from megatron_mux.kernels.preference_loss import RowScale, scale_gradient
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.kernels.attention import Segment
+from megatron_mux.kernels.attention.segments import Segment
 
 Array = npt.NDArray[Any]
 

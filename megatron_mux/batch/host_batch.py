@@ -13,10 +13,10 @@ from megatron_mux import runtime
 from megatron_mux.batch.balancing import BalancedRows, Tally
 from megatron_mux.batch.buffer import Buffer
 from megatron_mux.batch.micro_batch import MicroBatch, Ranges
-from megatron_mux.kernels.attention import Bounds, Segment
-from megatron_mux.kernels.carry import Carry
+from megatron_mux.kernels.attention.carry import Carry
+from megatron_mux.kernels.attention.key_value_cache import KeyValueCache
+from megatron_mux.kernels.attention.segments import Bounds, Segment
 from megatron_mux.kernels.groups import RowGroups
-from megatron_mux.kernels.key_value_cache import KeyValueCache
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megatron_mux.batch.balancing import BalancedRows
-from megatron_mux.kernels.attention import Bounds, Segment
-from megatron_mux.kernels.carry import Carry
+from megatron_mux.kernels.attention.carry import Carry
+from megatron_mux.kernels.attention.key_value_cache import KeyValueCache
+from megatron_mux.kernels.attention.segments import Bounds, Segment
 from megatron_mux.kernels.groups import RowGroups
-from megatron_mux.kernels.key_value_cache import KeyValueCache
 
 PrefixKV = dict[int, dict[str, tuple[Tensor, Tensor]]]
 Ranges = Mapping[str, tuple[int, int]]

@@ -17,7 +17,7 @@ import numpy as np
 from megatron_mux.batch.balancing import BalancedSequences
 from megatron_mux.batch.buffer import Array, Buffer
 from megatron_mux.batch.host_batch import HostBatch, Present
-from megatron_mux.kernels.attention import Segment, bounds_of
+from megatron_mux.kernels.attention.segments import Segment, bounds_of
 from megatron_mux.kernels.groups import tiles_of
 
 Span = tuple[int, int]

@@ -28,19 +28,17 @@ from megatron_mux.dry_run.waits import host_waits
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.step_runner import StepRunner
 from megatron_mux.engine.updates import DryUpdateKernels, GroupedUpdate
-from megatron_mux.kernels import (
-    bucket_update,
-    dequantise,
-    expert_linear,
-    grouped_product,
-    grouped_rows,
-    low_rank,
-    pointwise_choice,
-)
-from megatron_mux.kernels.dequantise import DryDequantise
-from megatron_mux.kernels.expert_linear import DryExpertKernels
-from megatron_mux.kernels.low_rank_choice import DryKernels
-from megatron_mux.kernels.pointwise_choice import DryPointwise
+from megatron_mux.kernels.dequantise import interface as dequantise
+from megatron_mux.kernels.dequantise.choice import DryDequantise
+from megatron_mux.kernels.experts import interface as experts
+from megatron_mux.kernels.experts import linear, product
+from megatron_mux.kernels.experts.choice import DryExpertKernels
+from megatron_mux.kernels.low_rank import grouped_rows
+from megatron_mux.kernels.low_rank import product as low_rank
+from megatron_mux.kernels.low_rank.choice import DryKernels
+from megatron_mux.kernels.pointwise import choice as pointwise
+from megatron_mux.kernels.pointwise.choice import DryPointwise
+from megatron_mux.kernels.update import table as update
 from megatron_mux.memory.worker import Worker
 
 _ALLOCATIONS = frozenset(
@@ -198,19 +196,19 @@ def _counted(run: RunSpec) -> list[StepLaunches]:
         for function, place in (
             (low_rank._LowRankLinear, "backward"),
             (grouped_rows._AdaptedRows, "backward"),
-            (expert_linear._ExpertLinear, "experts_backward"),
+            (linear._ExpertLinear, "experts_backward"),
         ):
             inside = staticmethod(counter.inside(place, function.backward))
             stack.enter_context(replaced(function, "backward", inside))
-        for module in (grouped_product, expert_linear):
-            noted = _noting(counter, "grouped_product", module.multiply, grouped_product.LAUNCHES)
+        for module in (product, linear):
+            noted = _noting(counter, "grouped_product", module.multiply, product.LAUNCHES)
             stack.enter_context(replaced(module, "multiply", noted))
         of_adapters = {**low_rank.LAUNCHES, **grouped_rows.LAUNCHES}
         kinds: tuple[tuple[type, Mapping[str, int]], ...] = (
             (DryKernels, of_adapters),
-            (DryExpertKernels, expert_linear.LAUNCHES),
-            (DryUpdateKernels, bucket_update.LAUNCHES),
-            (DryPointwise, pointwise_choice.LAUNCHES),
+            (DryExpertKernels, experts.LAUNCHES),
+            (DryUpdateKernels, update.LAUNCHES),
+            (DryPointwise, pointwise.LAUNCHES),
             (DryDequantise, dequantise.LAUNCHES),
         )
         for kind, launches in kinds:

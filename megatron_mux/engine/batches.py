@@ -12,7 +12,7 @@ from megatron_mux.batch.host_batch import HostBatch
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.engine.prepared import PreparedStep
-from megatron_mux.kernels.carry import Carry
+from megatron_mux.kernels.attention.carry import Carry
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.runtime import Parallel, pinned
 

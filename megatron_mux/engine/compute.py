@@ -15,7 +15,7 @@ from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.interleaved import InterleavedPasses
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.engine.part_times import PartTimes, PassTimes
-from megatron_mux.kernels.preference_loss import RowScale
+from megatron_mux.kernels.loss.preference import RowScale
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.runtime import to_device
 

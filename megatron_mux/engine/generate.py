@@ -22,7 +22,7 @@ from megatron_mux.engine.agreement import everyones
 from megatron_mux.engine.forward_compute import GenerationCompute, PassRunner
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.errors import SharedError
-from megatron_mux.kernels.key_value_cache import KeyValueCache
+from megatron_mux.kernels.attention.key_value_cache import KeyValueCache
 from megatron_mux.tasks.evaluation import TOKENS_PER_PASS, filled
 
 CACHE_POSITIONS = 4 * TOKENS_PER_PASS

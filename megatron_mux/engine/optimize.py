@@ -89,7 +89,7 @@ class TaskOptimizer:
 
     @property
     def is_fused(self) -> bool:
-        """Whether `kernels.triton_update` can step it together with other tasks."""
+        """Whether `kernels.update.triton` can step it together with other tasks."""
         return self.kind.together
 
     def pieces(self) -> Iterator[tuple[Flats, Tensor | None, float, float, bool]]:

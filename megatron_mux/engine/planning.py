@@ -20,8 +20,8 @@ from megatron_mux.fusion.alignment import Mode
 from megatron_mux.fusion.plan import Plan, Policy, Schedule, add_tasks, keep_tasks, plan_for
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planner import Planner
-from megatron_mux.kernels.low_rank_choice import KernelChoice
-from megatron_mux.kernels.pointwise_choice import PointwiseName
+from megatron_mux.kernels.low_rank.choice import KernelChoice
+from megatron_mux.kernels.pointwise.choice import PointwiseName
 from megatron_mux.memory.forms.method import Recompute
 
 _LEAST_SECONDS = 0.5

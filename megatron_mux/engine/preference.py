@@ -23,7 +23,7 @@ from megatron_mux import runtime
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.engine.task_state import TaskState
-from megatron_mux.kernels.preference_loss import FIGURES, PreferenceLoss, RowScale, SequenceSums
+from megatron_mux.kernels.loss.preference import FIGURES, PreferenceLoss, RowScale, SequenceSums
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TrainingSpec
 

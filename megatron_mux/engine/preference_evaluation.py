@@ -12,7 +12,7 @@ from megatron_mux.engine.evaluate import EvalResult
 from megatron_mux.engine.held_out import HeldOut
 from megatron_mux.engine.log_probs import LogProbs, Wanted, kl_term
 from megatron_mux.engine.preference import constants_of, loss_of, named
-from megatron_mux.kernels.preference_loss import SequenceSums
+from megatron_mux.kernels.loss.preference import SequenceSums
 
 
 def evaluate_preferences(log_probs: LogProbs, tasks: Sequence[HeldOut]) -> dict[str, EvalResult]:

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_mux import runtime
 from megatron_mux.engine.optimize import TaskOptimizer
-from megatron_mux.kernels.bucket_update import Piece, UpdateTable, options_of
-from megatron_mux.kernels.low_rank_choice import has_triton, suits_triton
+from megatron_mux.kernels.triton_choice import has_triton, suits_triton
+from megatron_mux.kernels.update.table import Piece, UpdateTable, options_of
 
 
 class BucketUpdate(ABC):
@@ -88,7 +88,7 @@ class GroupedUpdate(BucketUpdate):
 
     Args:
         optimizers: As of `BucketUpdate`.
-        kernels: Compute it: `triton_update`, or `DryUpdateKernels`.
+        kernels: Compute it: `update.triton`, or `DryUpdateKernels`.
     """
 
     def __init__(self, optimizers: Sequence[TaskOptimizer], kernels: Any) -> None:
@@ -126,16 +126,16 @@ class GroupedUpdate(BucketUpdate):
 
 
 class DryUpdateKernels:
-    """Allocates on a fake GPU what `triton_update` allocates on a real one; nothing is computed."""
+    """Allocates on a fake GPU what `update.triton` allocates on a real one; nothing is computed."""
 
     @staticmethod
     def squared_norms(table: UpdateTable) -> Tensor:
-        """See `triton_update.squared_norms`."""
+        """See `update.triton.squared_norms`."""
         return torch.empty(table.rows, dtype=torch.float64, device=table.entries.device)
 
     @staticmethod
     def update_(table: UpdateTable, options: Tensor, norms: Tensor, skip: Tensor) -> None:
-        """See `triton_update.update_`."""
+        """See `update.triton.update_`."""
 
 
 class MixedUpdate(BucketUpdate):
@@ -182,7 +182,7 @@ def update_of(optimizers: Sequence[TaskOptimizer]) -> BucketUpdate:
     if isinstance(values, FakeTensor):
         kernels: Any = DryUpdateKernels
     elif has_triton():
-        from megatron_mux.kernels import triton_update as kernels
+        from megatron_mux.kernels.update import triton as kernels
     else:
         return LoopUpdate(optimizers)
 

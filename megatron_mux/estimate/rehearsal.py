@@ -23,8 +23,8 @@ from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
-from megatron_mux.kernels.attention import can_have_one_call
-from megatron_mux.kernels.short_attention import LONGEST
+from megatron_mux.kernels.attention.segments import can_have_one_call
+from megatron_mux.kernels.attention.short import LONGEST
 from megatron_mux.memory.trace.model import configuration
 from megatron_mux.tasks import TaskSpec
 

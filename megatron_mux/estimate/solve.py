@@ -17,7 +17,7 @@ import numpy as np
 from megatron_mux.estimate.windows import Events, Window, Windows
 from megatron_mux.footprint.content import ATTENTION, COUNTS, Array, Contents
 from megatron_mux.footprint.table import LOSS, OF_TASKS, Lasting, PassTable, StageTable
-from megatron_mux.kernels.short_attention import LONGEST, pairs_and_padding
+from megatron_mux.kernels.attention.short import LONGEST, pairs_and_padding
 from megatron_mux.memory.stream.events import Category
 
 TOLERANCE = 0.02

@@ -24,7 +24,7 @@ from megatron_mux.files import cache_directory, write_atomically
 from megatron_mux.footprint.memory import Memory, groups_of
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import OF_TASKS, Group, Lasting, PassTable, StageTable
-from megatron_mux.kernels.loss_head import chunk_rows
+from megatron_mux.kernels.loss.head import chunk_rows
 from megatron_mux.memory.store import versions
 from megatron_mux.runtime import GRADIENTS_AT_ONCE
 from megatron_mux.shape import BackboneShape

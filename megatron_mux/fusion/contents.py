@@ -10,7 +10,7 @@ import numpy as np
 from megatron_mux.footprint.content import ATTENTION, Contents
 from megatron_mux.fusion.alignment import Slice
 from megatron_mux.fusion.step import Lengths
-from megatron_mux.kernels.short_attention import LONGEST, pairs_and_padding
+from megatron_mux.kernels.attention.short import LONGEST, pairs_and_padding
 
 
 def contents_of(

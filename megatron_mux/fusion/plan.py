@@ -26,8 +26,8 @@ from megatron_mux.fusion.alignment import Mode, Weights
 from megatron_mux.fusion.graphs.launch_order import LaunchOrder, PassCost
 from megatron_mux.fusion.graphs.subgraphs import LayerSubgraphs
 from megatron_mux.fusion.mesh import Mesh
-from megatron_mux.kernels.low_rank_choice import KernelChoice
-from megatron_mux.kernels.pointwise_choice import PointwiseName
+from megatron_mux.kernels.low_rank.choice import KernelChoice
+from megatron_mux.kernels.pointwise.choice import PointwiseName
 
 Policy = Literal["serial", "temporal", "spatial", "auto"]
 Schedule = Literal["planned", "1f1b", "gpipe", "interleaved"]

@@ -140,7 +140,7 @@ class Optimizer(ABC):
     traffic: ClassVar[float]
     """Bytes that such a step reads and writes for each value, about."""
     together: ClassVar[bool] = False
-    """Whether `kernels.triton_update` can step it together with other tasks."""
+    """Whether `kernels.update.triton` can step it together with other tasks."""
     by_shape: ClassVar[bool] = False
     """Whether it steps parameters of one shape as one, instead of runs of neighbours."""
     at_once: ClassVar[int] = 0

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from megatron_mux.kernels.dequantise import DequantiseKernels, EightBitCodes
+from megatron_mux.kernels.dequantise.interface import DequantiseKernels, EightBitCodes
 from megatron_mux.quantised.matrix import QuantisedMatrix
 
 Format = Literal["int8", "fp8"]

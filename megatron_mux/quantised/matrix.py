@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_mux.errors import UserError
-from megatron_mux.kernels.dequantise import DequantiseKernels, kernels_for
+from megatron_mux.kernels.dequantise.choice import kernels_for
+from megatron_mux.kernels.dequantise.interface import DequantiseKernels
 
 VALUES_AT_ONCE = 1 << 22
 """Values that are dequantised at once where there is no kernel: bounds temporary memory."""

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from megatron_mux.kernels.dequantise import DequantiseKernels, Nf4Codes
+from megatron_mux.kernels.dequantise.interface import DequantiseKernels, Nf4Codes
 from megatron_mux.quantised.matrix import QuantisedMatrix
 
 BLOCK = 64

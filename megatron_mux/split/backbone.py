@@ -10,7 +10,7 @@ from megatron_mux.backbone.model_directory import open_checkpoint
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.base_ops import BaseOpInfo
 from megatron_mux.batch.micro_batch import MicroBatch
-from megatron_mux.kernels.preference_loss import RowScale
+from megatron_mux.kernels.loss.preference import RowScale
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.remote import RemoteBody
 

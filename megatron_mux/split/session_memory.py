@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_mux.kernels.short_attention import LONGEST, padded_length
+from megatron_mux.kernels.attention.short import LONGEST, padded_length
 from megatron_mux.split.agreement import Proposal
 from megatron_mux.split.body import Body, Rows
 

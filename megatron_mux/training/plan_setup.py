@@ -28,7 +28,7 @@ from megatron_mux.fusion.planner.planner import Planner, choose_recompute
 from megatron_mux.fusion.planner.planning_context import ROLLING_STEPS, PlanningContext
 from megatron_mux.fusion.profiler.profile import Profile
 from megatron_mux.fusion.profiler.profile_store import profile_of_mesh
-from megatron_mux.kernels.pointwise_choice import pointwise_name
+from megatron_mux.kernels.pointwise.choice import pointwise_name
 from megatron_mux.memory.sizes import show_size
 from megatron_mux.runtime import Parallel, device_memory
 from megatron_mux.training.admission import first_tasks

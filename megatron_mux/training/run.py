@@ -29,7 +29,7 @@ from megatron_mux.engine.agreement import everyones, raise_on_every_rank
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
 from megatron_mux.files import prepare_directory
-from megatron_mux.kernels.low_rank_choice import notice_of_loops
+from megatron_mux.kernels.triton_choice import notice_of_loops
 from megatron_mux.launcher import local_leader_first
 from megatron_mux.library_log import keep_library_log, release_terminal
 from megatron_mux.liveness import Liveness

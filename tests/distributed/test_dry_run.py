@@ -24,7 +24,8 @@ from megatron_mux.dry_run.representative_ranks import representative_ranks
 from megatron_mux.dry_run.run_spec import Dtype, Recording, RunSpec, TaskRecords
 from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
-from megatron_mux.kernels import dense_attention, short_attention
+from megatron_mux.kernels.attention import dense as dense_attention
+from megatron_mux.kernels.attention import short as short_attention
 from megatron_mux.memory.forms.method import Recompute
 from megatron_mux.runtime import Parallel
 from tests import tiny_models, warm

@@ -25,7 +25,7 @@ from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.fusion.graphs.layer_graph import LayerGraph, trace_layer
 from megatron_mux.fusion.graphs.operators import layer_subgraphs
 from megatron_mux.fusion.profiler.roofline import roofline
-from megatron_mux.kernels.terms import Term
+from megatron_mux.kernels.low_rank.terms import Term
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 from tests import tiny_models

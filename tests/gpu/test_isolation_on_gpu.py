@@ -12,7 +12,7 @@ import torch
 
 from megatron_mux import runtime
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.kernels.attention import Segment, segment_attention
+from megatron_mux.kernels.attention.segments import Segment, segment_attention
 from tests import tiny_models
 from tests.end_to_end.families import FAMILIES, lora
 from tests.end_to_end.harness import assert_close, train

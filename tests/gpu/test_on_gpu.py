@@ -15,7 +15,7 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Planning
 from megatron_mux.fusion.profiler.measure import measure
 from megatron_mux.fusion.profiler.profile_store import about_run
-from megatron_mux.kernels.attention import Segment, segment_attention
+from megatron_mux.kernels.attention.segments import Segment, segment_attention
 from tests import tiny_models
 from tests.end_to_end.harness import Case, random_records, train
 from tests.gpu.needs_gpu import NEEDS_GPU

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_mux.backbone.experts.pairs import Pairs
-from megatron_mux.kernels.grouped_product import grouped_product
+from megatron_mux.kernels.experts.product import grouped_product
 
 
 class GroupedLinear(nn.Module):

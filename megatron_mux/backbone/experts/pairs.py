@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_mux.kernels.expert_groups import SLOTS, ExpertGroups
+from megatron_mux.kernels.experts.groups import SLOTS, ExpertGroups
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_mux.errors import UserError
-from megatron_mux.kernels.pointwise import ACTIVATIONS
+from megatron_mux.kernels.pointwise.reference import ACTIVATIONS
 from megatron_mux.shape import BackboneShape
 
 _ONLY: Mapping[str, tuple[Any, ...]] = {

@@ -31,10 +31,10 @@ from megatron_mux.backbone import attention
 from megatron_mux.backbone.layer import compute_layer
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.batch.micro_batch import MicroBatch, activate
-from megatron_mux.kernels import fused_pointwise
-from megatron_mux.kernels.attention import Segment
+from megatron_mux.kernels.attention.segments import Segment
 from megatron_mux.kernels.groups import RowGroups
-from megatron_mux.kernels.terms import TermTable
+from megatron_mux.kernels.low_rank.terms import TermTable
+from megatron_mux.kernels.pointwise import functions as fused_pointwise
 
 ADAPTER = "adapter"
 """Key in a node's `meta["custom"]` that marks operators of adapters, forward and backward."""
@@ -142,7 +142,7 @@ def _low_rank_linear(
     groups: RowGroups,
     kernels: Any,
 ) -> Tensor:
-    """See `kernels.low_rank.low_rank_linear`; without dropout and factors."""
+    """See `kernels.low_rank.product.low_rank_linear`; without dropout and factors."""
     y = F.linear(x, weight, bias)
     total: Tensor | None = None
     with fx.traceback.annotate({ADAPTER: True}):
@@ -170,7 +170,7 @@ def _attention(
     window: int | None,
     **_: Any,
 ) -> Tensor:
-    """See `kernels.attention.segment_attention`; without prefix and past."""
+    """See `kernels.attention.segments.segment_attention`; without prefix and past."""
     lengths = [segment.length for segment in segments]
     outputs = []
     for parts in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
@@ -187,7 +187,7 @@ def _attention(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `kernels.pointwise.rotate`."""
+    """See `kernels.pointwise.reference.rotate`."""
     width = 2 * cos.shape[-1]
     x1, x2 = x[..., : width // 2], x[..., width // 2 : width]
     turned = (x1 * cos - x2 * sin, x2 * cos + x1 * sin)
@@ -195,4 +195,4 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _no_function(activation: str) -> None:
-    """See `kernels.pointwise.gated`: without it, an activation function and a product follow each other."""
+    """See `kernels.pointwise.reference.gated`: without it, an activation function and a product follow each other."""

@@ -16,7 +16,7 @@ from megatron_mux.fusion.planner.stage_cost import StageCosts
 from megatron_mux.fusion.planner.step_memory import Allowance, MemorySource, StepMemory, are_short
 from megatron_mux.fusion.profiler.profile import Profile
 from megatron_mux.gpus import assumed
-from megatron_mux.kernels.pointwise_choice import PointwiseName
+from megatron_mux.kernels.pointwise.choice import PointwiseName
 from megatron_mux.memory.forms.method import Method, Recompute
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner.load import TaskLoad, lasting_share
 from megatron_mux.fusion.step import Lengths
 from megatron_mux.gpus import Gpu
-from megatron_mux.kernels.short_attention import LONGEST
+from megatron_mux.kernels.attention.short import LONGEST
 from megatron_mux.memory.estimate import process_overhead
 from megatron_mux.memory.forms.method import Method, Recompute
 from megatron_mux.memory.forms.phases import FRAGMENTATION

@@ -18,7 +18,7 @@ from megatron_mux.base_ops import EXPERT_OPS, BaseOpName
 from megatron_mux.batch.micro_batch import activate
 from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
 from megatron_mux.fusion.profiler.probed_stage import Probe, ProbedStage, Run
-from megatron_mux.kernels.low_rank_choice import KernelChoice, KernelName, alternatives
+from megatron_mux.kernels.low_rank.choice import KernelChoice, KernelName, alternatives
 from megatron_mux.tasks import TaskSpec
 
 _MANY_TASKS = 16

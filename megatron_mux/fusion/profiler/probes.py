@@ -19,8 +19,8 @@ from megatron_mux.fusion.profiler.core_attention import widest_window
 from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
 from megatron_mux.fusion.profiler.probed_stage import SEGMENT, Probe, ProbedStage, Run
 from megatron_mux.fusion.profiler.profile import grid_up_to
-from megatron_mux.kernels.attention import Segment, device_bounds, has_one_call, segment_attention
-from megatron_mux.kernels.carry import Carry
+from megatron_mux.kernels.attention.carry import Carry
+from megatron_mux.kernels.attention.segments import Segment, device_bounds, has_one_call, segment_attention
 
 _PASTS = (16, 256, 2048, 16384)
 _SHORTEST, _CHUNKS = 8, (16, 64, 256, 1024, 4096)

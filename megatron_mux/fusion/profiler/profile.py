@@ -19,7 +19,7 @@ from pydantic import ConfigDict
 
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.fusion.profiler.updates import UpdateSeconds
-from megatron_mux.kernels.low_rank_choice import KernelChoice
+from megatron_mux.kernels.low_rank.choice import KernelChoice
 
 FORMAT: Literal[5] = 5
 

@@ -17,8 +17,8 @@ from pydantic import ConfigDict
 from torch import Tensor
 
 from megatron_mux.fusion.device import Device
-from megatron_mux.kernels.bucket_update import LAUNCHES, Piece, UpdateTable, options_of
-from megatron_mux.kernels.low_rank_choice import has_triton, suits_triton
+from megatron_mux.kernels.triton_choice import has_triton, suits_triton
+from megatron_mux.kernels.update.table import LAUNCHES, Piece, UpdateTable, options_of
 from megatron_mux.optimizers.adamw import AdamW
 from megatron_mux.optimizers.optimizer import Optimizer, Options, Place, Run, Slot
 from megatron_mux.optimizers.registry import OPTIMIZERS
@@ -144,7 +144,7 @@ def sample_step(
 
 def _step_together(optimizer: Optimizer, copies: Tensor, skip: Tensor) -> Callable[[], None]:
     """The step of kernels that would step other tasks with it."""
-    from megatron_mux.kernels import triton_update
+    from megatron_mux.kernels.update import triton as triton_update
 
     place, device = optimizer.place, skip.device
     average, square = optimizer.tensors if isinstance(optimizer, AdamW) else (None, None)

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_mux import runtime
 from megatron_mux.adapters.attach import AdapterSet, Host
 from megatron_mux.batch.micro_batch import MicroBatch
-from megatron_mux.kernels import terms
-from megatron_mux.kernels.columns import Columns
+from megatron_mux.kernels.low_rank import terms
+from megatron_mux.kernels.low_rank.columns import Columns
 from megatron_mux.runtime import Parallel
 from tests.unit.adapters.toy import (
     Reference,

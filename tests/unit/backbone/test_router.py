@@ -12,7 +12,7 @@ from megatron_mux.backbone.experts.balance import Balance
 from megatron_mux.backbone.experts.router import Router
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.batch.balancing import BalancedRows, BalancedSequences, Tally
-from megatron_mux.kernels.attention import Segment
+from megatron_mux.kernels.attention.segments import Segment
 from tests import tiny_models
 from tests.reference.balanced import balancing_loss
 

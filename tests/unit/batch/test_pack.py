@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_mux.batch.micro_batch import MicroBatch, activate, active
 from megatron_mux.batch.pack import PackedSequence, pack
-from megatron_mux.kernels.attention import Segment
-from megatron_mux.kernels.carry import Carry
+from megatron_mux.kernels.attention.carry import Carry
+from megatron_mux.kernels.attention.segments import Segment
 
 lengths = st.lists(st.tuples(st.integers(0, 2), st.integers(2, 9)), min_size=1, max_size=8)
 

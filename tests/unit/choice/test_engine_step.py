@@ -9,7 +9,7 @@ import pytest
 
 from megatron_mux.choice.engine_step import EngineStep, step_memory
 from megatron_mux.footprint.content import ATTENTION
-from megatron_mux.kernels.short_attention import LONGEST, pairs_and_padding
+from megatron_mux.kernels.attention.short import LONGEST, pairs_and_padding
 from megatron_mux.memory.forms.method import Method
 from megatron_mux.memory.forms.phases import StepMemory
 from megatron_mux.memory.forms.recipe import Recipe

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_mux.adapters import base_op
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine, Planning
-from megatron_mux.kernels.low_rank_choice import KernelName, kernels_for
+from megatron_mux.kernels.low_rank.choice import KernelName, kernels_for
 from megatron_mux.runtime import initialize
 from tests import tiny_models
 from tests.end_to_end.families import lora

@@ -9,7 +9,7 @@ import torch
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine
-from megatron_mux.kernels import short_attention
+from megatron_mux.kernels.attention import short as short_attention
 from megatron_mux.runtime import initialize
 from tests import tiny_models
 from tests.budget import Budget

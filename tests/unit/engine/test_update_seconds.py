@@ -81,8 +81,8 @@ def test_kernels_take_the_pieces_of_a_task(dtype: torch.dtype, monkeypatch: pyte
         squared_norms=lambda table: torch.zeros(table.rows),
         update_=lambda table, options, norms, stopped: seen.append((table, options, stopped)),
     )
-    monkeypatch.setitem(sys.modules, "megatron_mux.kernels.triton_update", kernels)
-    monkeypatch.setattr("megatron_mux.kernels.triton_update", kernels, raising=False)
+    monkeypatch.setitem(sys.modules, "megatron_mux.kernels.update.triton", kernels)
+    monkeypatch.setattr("megatron_mux.kernels.update.triton", kernels, raising=False)
     monkeypatch.setattr(updates, "_is_together", lambda kind, device: True)
     for name, moments in (("adamw_torch", 2), ("sgd", 0)):
         sample_step(OPTIMIZERS[name], 16, 16, 4096, CPU, dtype)()

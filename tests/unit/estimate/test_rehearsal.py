@@ -14,7 +14,7 @@ from megatron_mux.dry_run.heaviest_batch import STEPS
 from megatron_mux.estimate.rehearsal import rehearsal
 from megatron_mux.footprint.content import ATTENTION, COUNTS
 from megatron_mux.footprint.signature import Signature
-from megatron_mux.kernels.short_attention import LONGEST
+from megatron_mux.kernels.attention.short import LONGEST
 from megatron_mux.tasks import TaskSpec
 from tests.unit.estimate.played import CHUNK, base, played, signature
 

@@ -9,7 +9,7 @@ from megatron_mux.footprint.content import ATTENTION, Contents
 from megatron_mux.fusion.alignment import Slice
 from megatron_mux.fusion.contents import contents_of
 from megatron_mux.fusion.step import Lengths
-from megatron_mux.kernels.short_attention import LONGEST, pairs_and_padding
+from megatron_mux.kernels.attention.short import LONGEST, pairs_and_padding
 
 LONG = LONGEST + 88
 LENGTHS = {"a": Lengths((40, 100, LONG, LONG), (10, 100, 50, 0)), "p": Lengths((30,), (30,))}

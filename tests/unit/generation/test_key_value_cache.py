@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mux.kernels.attention import Segment, segment_attention
-from megatron_mux.kernels.key_value_cache import KeyValueCache
+from megatron_mux.kernels.attention.key_value_cache import KeyValueCache
+from megatron_mux.kernels.attention.segments import Segment, segment_attention
 
 HEADS, GROUPS, WIDTH = 4, 2, 6
 LENGTHS = {("a", 0): 9, ("a", 1): 4, ("b", 0): 7, ("b", 1): 8}

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_mux.kernels import attention
-from megatron_mux.kernels.attention import Bounds, Segment, segment_attention
+from megatron_mux.kernels.attention import segments as attention
+from megatron_mux.kernels.attention.segments import Bounds, Segment, segment_attention
 
 HEADS, GROUPS, SIZE = 6, 2, 4
 LENGTHS = (5, 5, 3, 8, 8, 1)

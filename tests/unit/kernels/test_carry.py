@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_mux.kernels.attention import Segment, segment_attention
-from megatron_mux.kernels.carry import Carry
+from megatron_mux.kernels.attention.carry import Carry
+from megatron_mux.kernels.attention.segments import Segment, segment_attention
 
 HEADS, SIZE = 4, 8
 LAYERS = (0, 3)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_mux.kernels.columns import Columns
+from megatron_mux.kernels.low_rank.columns import Columns
 
 CASES = {
     "all": (None, False),

@@ -11,8 +11,9 @@ from torch.nn.attention.bias import CausalVariant
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_mux.gpus import Gpu
-from megatron_mux.kernels import attention, dense_attention
-from megatron_mux.kernels.attention import Segment, segment_attention
+from megatron_mux.kernels.attention import dense as dense_attention
+from megatron_mux.kernels.attention import segments as attention
+from megatron_mux.kernels.attention.segments import Segment, segment_attention
 from megatron_mux.memory.fake_gpu.device import DEVICE, fake_gpu
 from tests.unit.memory.traced import on_a_fake_gpu
 

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_mux.kernels import loss_head
-from megatron_mux.kernels.loss_head import OutputLayer, predict, weighted_loss
-from megatron_mux.kernels.preference_loss import RowScale, scale_gradient
+from megatron_mux.kernels.loss import head as loss_head
+from megatron_mux.kernels.loss.head import OutputLayer, predict, weighted_loss
+from megatron_mux.kernels.loss.preference import RowScale, scale_gradient
 
 ROWS, HIDDEN, VOCAB, PADDED = 11, 6, 13, 16
 

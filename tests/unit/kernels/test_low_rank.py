@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron_mux.kernels.dropout import keep_mask
 from megatron_mux.kernels.groups import RowGroups, tiles_of
-from megatron_mux.kernels.loop_low_rank import LoopKernels
-from megatron_mux.kernels.low_rank import low_rank_linear
-from megatron_mux.kernels.terms import Term, TermTable
+from megatron_mux.kernels.low_rank.product import low_rank_linear
+from megatron_mux.kernels.low_rank.reference import LoopKernels
+from megatron_mux.kernels.low_rank.terms import Term, TermTable
 
 T, K, N = 17, 6, 10
 ROWS = ((2, 4), (4, 9), (9, 12), (13, 16), (16, 16))

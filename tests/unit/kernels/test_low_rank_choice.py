@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_mux.kernels import low_rank_choice
+from megatron_mux.kernels import triton_choice
 from megatron_mux.kernels.groups import PART_ROWS, RowGroups
-from megatron_mux.kernels.loop_low_rank import LoopKernels
-from megatron_mux.kernels.low_rank_choice import DryKernels, alternatives, kernels_for, notice_of_loops
-from megatron_mux.kernels.terms import Term, TermTable
+from megatron_mux.kernels.low_rank import choice as low_rank_choice
+from megatron_mux.kernels.low_rank.choice import DryKernels, alternatives, kernels_for
+from megatron_mux.kernels.low_rank.reference import LoopKernels
+from megatron_mux.kernels.low_rank.terms import Term, TermTable
+from megatron_mux.kernels.triton_choice import notice_of_loops
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -62,9 +64,9 @@ def test_a_choice_that_cannot_compute_an_input_gives_way_to_the_default() -> Non
 
 
 def test_a_gpu_without_triton_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_rank_choice, "has_triton", lambda: False)
+    monkeypatch.setattr(triton_choice, "has_triton", lambda: False)
     said = notice_of_loops(GPU)
     assert said is not None and "pip install 'triton>=3.6'" in said
     assert notice_of_loops(CPU) is None
-    monkeypatch.setattr(low_rank_choice, "has_triton", lambda: True)
+    monkeypatch.setattr(triton_choice, "has_triton", lambda: True)
     assert notice_of_loops(GPU) is None

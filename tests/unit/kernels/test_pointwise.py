@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_mux.kernels.pointwise import gated, rms_norm, rotate
+from megatron_mux.kernels.pointwise.reference import gated, rms_norm, rotate
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mux.kernels import attention
-from megatron_mux.kernels.attention import Segment, segment_attention
-from megatron_mux.kernels.short_attention import BLOCK, LONGEST, padded_length, pairs_and_padding
+from megatron_mux.kernels.attention import segments as attention
+from megatron_mux.kernels.attention.segments import Segment, segment_attention
+from megatron_mux.kernels.attention.short import BLOCK, LONGEST, padded_length, pairs_and_padding
 
 LENGTHS = (5, 40, 3, 8, 33, 1, BLOCK + 6, 3 * BLOCK)
 HEADS, GROUPS, SIZE = 6, 2, 8

@@ -20,22 +20,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_mux.kernels import (
-    bucket_update,
-    groups,
-    triton_cross_entropy,
-    triton_experts,
-    triton_experts_device,
-    triton_low_rank,
-    triton_update,
-)
-from megatron_mux.kernels.triton_low_rank_device import input_gradient_kernel, reduce_kernel, up_kernel
-from megatron_mux.kernels.triton_rows_device import (
+from megatron_mux.kernels import groups
+from megatron_mux.kernels.experts import triton as triton_experts
+from megatron_mux.kernels.experts import triton_device as triton_experts_device
+from megatron_mux.kernels.loss import triton as triton_cross_entropy
+from megatron_mux.kernels.low_rank import triton as triton_low_rank
+from megatron_mux.kernels.low_rank.triton_device import input_gradient_kernel, reduce_kernel, up_kernel
+from megatron_mux.kernels.low_rank.triton_rows import (
     activation_kernel,
     factor_gradient_kernel,
     scale_kernel,
 )
-from megatron_mux.kernels.triton_weight_gradients import add_parts_kernel, weight_gradient_kernel
+from megatron_mux.kernels.low_rank.triton_weight_gradients import add_parts_kernel, weight_gradient_kernel
+from megatron_mux.kernels.update import table as bucket_update
+from megatron_mux.kernels.update import triton as triton_update
 
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}  # bytes a block may take
 

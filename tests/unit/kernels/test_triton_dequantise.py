@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_mux.kernels.triton_dequantise import (
+from megatron_mux.kernels.dequantise.triton import (
     EIGHT_BIT_WARPS,
     GROUPS,
     HOW,

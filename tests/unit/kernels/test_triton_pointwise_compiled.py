@@ -12,7 +12,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_mux.kernels import triton_pointwise, triton_rotary
+from megatron_mux.kernels.pointwise import triton as triton_pointwise
+from megatron_mux.kernels.pointwise import triton_rotary
 
 assert not triton.knobs.runtime.interpret
 

@@ -18,7 +18,7 @@ from megatron_mux.fusion.planner.cost import kept_limit
 from megatron_mux.fusion.planner.plan_evaluator import PlanEvaluator
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import PlanningContext
-from megatron_mux.kernels.short_attention import LONGEST, pairs_and_padding
+from megatron_mux.kernels.attention.short import LONGEST, pairs_and_padding
 from megatron_mux.memory.forms.method import Recompute
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.simulate import simulate

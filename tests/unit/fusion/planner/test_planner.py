@@ -18,7 +18,7 @@ from megatron_mux.fusion.planner.load import TaskLoad, signature_of
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.step import Lengths, step_grid
-from megatron_mux.kernels.short_attention import LONGEST
+from megatron_mux.kernels.attention.short import LONGEST
 from megatron_mux.tasks import TaskSpec
 from tests.unit.fusion import backbone
 

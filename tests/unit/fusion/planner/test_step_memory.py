@@ -19,7 +19,7 @@ from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.step_memory import Allowance, StepMemory, are_short
 from megatron_mux.gpus import Gpu
-from megatron_mux.kernels.short_attention import LONGEST, pairs_and_padding
+from megatron_mux.kernels.attention.short import LONGEST, pairs_and_padding
 from megatron_mux.memory.forms.method import Method
 from tests.unit.fusion import backbone
 

@@ -23,10 +23,11 @@ from megatron_mux.fusion.profiler.core_attention import AttentionCosts
 from megatron_mux.fusion.profiler.probed_stage import SEGMENT, STACK, Probe
 from megatron_mux.fusion.profiler.probes import Probes
 from megatron_mux.fusion.profiler.profile import Curve, Profile, points
-from megatron_mux.kernels import attention, low_rank_choice
+from megatron_mux.kernels.attention import segments as attention
 from megatron_mux.kernels.groups import RowGroups
-from megatron_mux.kernels.loop_low_rank import LoopKernels
-from megatron_mux.kernels.terms import TermTable
+from megatron_mux.kernels.low_rank import choice as low_rank_choice
+from megatron_mux.kernels.low_rank.reference import LoopKernels
+from megatron_mux.kernels.low_rank.terms import TermTable
 from megatron_mux.memory.forms.method import Method
 from tests.tiny_models import make
 from tests.unit.fusion import backbone

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from megatron_mux.kernels import triton_cross_entropy
-from megatron_mux.kernels.cross_entropy import Vocabulary, gradient_, statistics
+from megatron_mux.kernels.loss import triton as triton_cross_entropy
+from megatron_mux.kernels.loss.cross_entropy import Vocabulary, gradient_, statistics
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 assert (DEVICE.type == "cpu") == triton.knobs.runtime.interpret

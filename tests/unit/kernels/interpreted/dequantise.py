@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from megatron_mux.kernels.dequantise import LAUNCHES
-from megatron_mux.kernels.triton_dequantise import TritonDequantise
+from megatron_mux.kernels.dequantise.interface import LAUNCHES
+from megatron_mux.kernels.dequantise.triton import TritonDequantise
 from megatron_mux.quantised import eight_bit, matrix, nf4
 from megatron_mux.quantised.matrix import QuantisedMatrix
 
@@ -94,7 +94,7 @@ def test_bits_are_those_of_loops(case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", [name for name in CASES if "odd" not in name])
 def test_experts_without_rows_are_left_as_they_are(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "megatron_mux.kernels.triton_dequantise.GROUPS", 32
+        "megatron_mux.kernels.dequantise.triton.GROUPS", 32
     )  # several programs for each expert
     held = CASES[case]().take(torch.arange(8))
     counts = torch.tensor([0, 3, 0, 1])

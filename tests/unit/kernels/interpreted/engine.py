@@ -12,8 +12,8 @@ from megatron_mux.adapters import base_op
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import step_runner
 from megatron_mux.engine.updates import GroupedUpdate
-from megatron_mux.kernels import triton_update
-from megatron_mux.kernels.triton_low_rank import TritonKernels
+from megatron_mux.kernels.low_rank.triton import TritonKernels
+from megatron_mux.kernels.update import triton as triton_update
 from megatron_mux.runtime import initialize
 from tests import tiny_models
 from tests.end_to_end.families import FAMILIES, bottleneck, ia3, lora, vera

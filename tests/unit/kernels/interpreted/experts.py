@@ -14,11 +14,12 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_mux.kernels import expert_linear, grouped_product
-from megatron_mux.kernels.expert_groups import SLOTS, ExpertGroups
-from megatron_mux.kernels.expert_linear import ExpertKernels, LoopExpertKernels
-from megatron_mux.kernels.expert_terms import ExpertTable, ExpertTerm
-from megatron_mux.kernels.triton_experts import TritonExpertKernels, product_
+from megatron_mux.kernels.experts import product as grouped_product
+from megatron_mux.kernels.experts.groups import SLOTS, ExpertGroups
+from megatron_mux.kernels.experts.interface import LAUNCHES, PRODUCT_ROWS, ExpertKernels
+from megatron_mux.kernels.experts.reference import LoopExpertKernels
+from megatron_mux.kernels.experts.terms import ExpertTable, ExpertTerm
+from megatron_mux.kernels.experts.triton import TritonExpertKernels, product_
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 assert (DEVICE.type == "cpu") == triton.knobs.runtime.interpret
@@ -138,7 +139,7 @@ def test_products_are_those_of_loops(transposed: bool) -> None:
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
     x[groups.keys == SLOTS * 3] = float("nan")
     found = torch.full((len(x), N), 7.0, device=DEVICE)
-    product_(found, x, weight, groups.tiles(grouped_product.TILE_ROWS))
+    product_(found, x, weight, groups.tiles(PRODUCT_ROWS))
     wanted = grouped_product._by_loop(x, weight, groups)
     assert found[130].isnan().all()
     clean = groups.keys != SLOTS * 3
@@ -152,4 +153,4 @@ def test_launches_do_not_grow(launches: list[str], held: int, tasks: int) -> Non
     x, dy = rows_of(K, groups.keys), rows_of(N, groups.keys)
     terms = [replace(term, at=AT[:held]) for term in TERMS[:tasks]]
     made_by(TritonExpertKernels, x, dy, terms, groups)
-    assert len(launches) == sum(expert_linear.LAUNCHES.values())
+    assert len(launches) == sum(LAUNCHES.values())

@@ -15,12 +15,12 @@ import triton
 from torch import Tensor
 
 from megatron_mux.kernels import groups as row_groups
-from megatron_mux.kernels import triton_low_rank
 from megatron_mux.kernels.dropout import keep_mask, key_of
 from megatron_mux.kernels.groups import RowGroups, Rows, tiles_of
-from megatron_mux.kernels.low_rank import LAUNCHES
-from megatron_mux.kernels.terms import Term, TermTable
-from megatron_mux.kernels.triton_low_rank import TritonKernels, alignment_of
+from megatron_mux.kernels.low_rank import triton as triton_low_rank
+from megatron_mux.kernels.low_rank.product import LAUNCHES
+from megatron_mux.kernels.low_rank.terms import Term, TermTable
+from megatron_mux.kernels.low_rank.triton import TritonKernels, alignment_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 assert (DEVICE.type == "cpu") == triton.knobs.runtime.interpret

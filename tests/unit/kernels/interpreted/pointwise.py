@@ -14,9 +14,10 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_mux.kernels import fused_pointwise, triton_pointwise
-from megatron_mux.kernels.fused_pointwise import Heads, Norm
-from megatron_mux.kernels.pointwise import ACTIVATIONS
+from megatron_mux.kernels.pointwise import functions as fused_pointwise
+from megatron_mux.kernels.pointwise import triton as triton_pointwise
+from megatron_mux.kernels.pointwise.arguments import Heads, Norm
+from megatron_mux.kernels.pointwise.reference import ACTIVATIONS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 assert (DEVICE.type == "cpu") == triton.knobs.runtime.interpret

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_mux.kernels.dropout import key_of
-from megatron_mux.kernels.grouped_rows import LAUNCHES, RowTables, adapt_rows
 from megatron_mux.kernels.groups import RowGroups
-from megatron_mux.kernels.terms import ACTIVATIONS, BiasedActivation, Term
-from megatron_mux.kernels.triton_low_rank import TritonKernels
+from megatron_mux.kernels.low_rank.grouped_rows import LAUNCHES, RowTables, adapt_rows
+from megatron_mux.kernels.low_rank.terms import ACTIVATIONS, BiasedActivation, Term
+from megatron_mux.kernels.low_rank.triton import TritonKernels
 from tests.unit.kernels.interpreted.low_rank import DEVICE, INTERLEAVED, REST, UNALIGNED, groups_of
 
 N = 144

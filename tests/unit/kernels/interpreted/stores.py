@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_mux.kernels.terms import ENTRY, TermTable
-from megatron_mux.kernels.triton_low_rank import TritonKernels
+from megatron_mux.kernels.low_rank.terms import ENTRY, TermTable
+from megatron_mux.kernels.low_rank.triton import TritonKernels
 from tests.unit.kernels.interpreted.low_rank import fixed, groups_of, term_of
 
 

@@ -12,8 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_mux.kernels.bucket_update import ENTRY, LAUNCHES, TILE, Piece, UpdateTable, options_of
-from megatron_mux.kernels.triton_update import squared_norms, update_
+from megatron_mux.kernels.update.table import ENTRY, LAUNCHES, TILE, Piece, UpdateTable, options_of
+from megatron_mux.kernels.update.triton import squared_norms, update_
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 assert (DEVICE.type == "cpu") == triton.knobs.runtime.interpret

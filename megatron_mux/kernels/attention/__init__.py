@@ -1,0 +1,1 @@
+"""Attention over the segments of a micro-batch."""

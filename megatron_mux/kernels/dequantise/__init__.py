@@ -1,0 +1,1 @@
+"""Whole matrices out of their quantised form."""

@@ -1,0 +1,1 @@
+"""Products of routed experts, and the low-rank terms of all tasks on them."""

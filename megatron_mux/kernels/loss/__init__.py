@@ -1,0 +1,1 @@
+"""Logits and losses of labelled rows."""

@@ -1,0 +1,1 @@
+"""A frozen product with the low-rank terms of all tasks."""

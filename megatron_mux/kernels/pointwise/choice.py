@@ -1,0 +1,81 @@
+"""Chooses who computes `pointwise.functions`, by device and dtype: Triton kernels, or torch's operators."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megatron_mux.kernels.triton_choice import has_triton, suits_triton
+
+PointwiseName = Literal["triton", "torch"]
+
+LAUNCHES = dict.fromkeys(
+    ("activate", "activate_backward", "join", "join_backward", "turn", "turn_backward"), 1
+)
+"""Device launches of each operation by Triton kernels."""
+
+
+class PointwiseKernels(Protocol):
+    """What `pointwise.functions` launches: operations that write to given tensors. See the Triton modules."""
+
+    @property
+    def activate(self) -> Any: ...  # noqa: D102
+    @property
+    def activate_backward(self) -> Any: ...  # noqa: D102
+    @property
+    def join(self) -> Any: ...  # noqa: D102
+    @property
+    def join_backward(self) -> Any: ...  # noqa: D102
+    @property
+    def turn(self) -> Any: ...  # noqa: D102
+    @property
+    def turn_backward(self) -> Any: ...  # noqa: D102
+
+
+class DryPointwise:
+    """On a fake GPU: `pointwise.functions` has allocated what Triton kernels write to, and nothing is computed."""
+
+    @staticmethod
+    def activate(*args: Any) -> None:
+        """See `pointwise.triton`."""
+
+    @staticmethod
+    def activate_backward(*args: Any) -> None:
+        """See `pointwise.triton`."""
+
+    @staticmethod
+    def join(*args: Any) -> None:
+        """See `pointwise.triton`."""
+
+    @staticmethod
+    def join_backward(*args: Any) -> None:
+        """See `pointwise.triton`."""
+
+    @staticmethod
+    def turn(*args: Any) -> None:
+        """See `pointwise.triton_rotary`."""
+
+    @staticmethod
+    def turn_backward(*args: Any) -> None:
+        """See `pointwise.triton_rotary`."""
+
+
+def pointwise_name(device: torch.device, dtype: torch.dtype) -> PointwiseName:
+    """Which kernels compute a dtype on a device."""
+    return "triton" if suits_triton(device, dtype) and has_triton() else "torch"
+
+
+def pointwise_kernels(x: Tensor) -> PointwiseKernels | None:
+    """The kernels for a tensor; None: torch's operators."""
+    if not suits_triton(x.device, x.dtype):
+        return None
+    if isinstance(x, FakeTensor):
+        return DryPointwise()
+    if not has_triton():
+        return None
+    from megatron_mux.kernels.pointwise import triton as triton_pointwise
+
+    return triton_pointwise

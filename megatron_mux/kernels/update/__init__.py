@@ -1,0 +1,1 @@
+"""Norms and optimizer steps of many tasks at once."""
