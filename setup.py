@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 # Read, not imported: the package needs torch, and building a wheel does not.
 VERSION = next(
     line.split('"')[1]
-    for line in (HERE / "megatron_mux" / "__init__.py").read_text(encoding="utf-8").splitlines()
+    for line in (HERE / "megatron_mux" / "version.py").read_text(encoding="utf-8").splitlines()
     if line.startswith("__version__")
 )
 

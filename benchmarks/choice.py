@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megatron_mux.choice.task_file import TaskFile
     from megatron_mux.fusion.device import Device
     from megatron_mux.memory.forms.architecture import Architecture
-    from megatron_mux.memory.forms.method import Method
+    from megatron_mux.memory.forms.method import ParallelConfig
     from megatron_mux.memory.forms.recipe import Recipe
 
 RANKS = 4
@@ -136,7 +136,7 @@ def _ranking(file: TaskFile, recipe: Recipe, device: Device, plain: bool) -> Cal
 
     tables = MethodTables(file, "fp32", Gpu(), lambda text: print(text, file=sys.stderr), "cpu")
 
-    def is_compared(method: Method) -> bool:
+    def is_compared(method: ParallelConfig) -> bool:
         optional = method.recompute != "none" or method.sequence_parallel
         return not (method.offload or (plain and optional))
 

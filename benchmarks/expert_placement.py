@@ -21,15 +21,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from expert_placement_results import CASES, ROOT, TEXTS
 from namespaces import NamespacesRefused
 from script import add_output, command_line, publish
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
-ROOT = Path(__file__).resolve().parents[1]
-ZIPF = {f"zipf-{skew}": skew for skew in (0.0, 0.4, 0.8, 1.2)}
-TEXTS = ("movie", "austen")
-CASES = (*TEXTS, *ZIPF)
 PARTS = ("prepare", "measure", "trace", "predict")
 
 

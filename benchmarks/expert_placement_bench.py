@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from engine_bench import cpu_name
-from expert_placement import CASES, ROOT, ZIPF
 from expert_placement_cluster import Team, started
 from expert_placement_methods import NODES, Placed, gradient_seconds, place, team_of, topology_of
 from expert_placement_models import entropy, random_records, text_records, write_random_mixtral
 from expert_placement_predicted import predict_cases
-from expert_placement_results import Results, title
+from expert_placement_results import CASES, ROOT, ZIPF, Results, title
 from expert_placement_tables import short
 from node_namespaces import connected_nodes
 

@@ -7,6 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
+ZIPF = {f"zipf-{skew}": skew for skew in (0.0, 0.4, 0.8, 1.2)}
+TEXTS = ("movie", "austen")
+CASES = (*TEXTS, *ZIPF)
+
 
 class Results:
     """Measured cases, and the file that they are in.

@@ -59,15 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def dry_run_streams() -> Iterator[tuple[str, Stream]]:
     """Record steps of our engine in dry runs, by name."""
     from megatron_mux.dry_run.process import dry_runs
-    from megatron_mux.memory.forms.method import Method
+    from megatron_mux.memory.forms.method import ParallelConfig
     from tests.end_to_end.test_method_tables import setting_of
 
     methods = {
-        "one GPU": Method(),
-        "recomputed": Method(recompute="full"),
-        "two tensor ranks": Method(tensor=2, sequence_parallel=True),
-        "two stages": Method(pipeline=2, parts=8),
-        "sharded": Method(data=2, zero=3),
+        "one GPU": ParallelConfig(),
+        "recomputed": ParallelConfig(recompute="full"),
+        "two tensor ranks": ParallelConfig(tensor=2, sequence_parallel=True),
+        "two stages": ParallelConfig(pipeline=2, parts=8),
+        "sharded": ParallelConfig(data=2, zero=3),
     }
     run_specs = {
         f"{'+'.join(names)}, {sequences} x {length}, {name}": setting_of(

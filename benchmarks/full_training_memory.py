@@ -108,7 +108,7 @@ def deviations(skeleton: Skeleton, how: dict[str, Any], length: int, lengths: se
         UserError: The model is refused.
     """
     from megatron_mux.memory.forms.full_training import FullTrainingMemory
-    from megatron_mux.memory.forms.method import Method
+    from megatron_mux.memory.forms.method import ParallelConfig
     from megatron_mux.memory.forms.recipe import Recipe
     from megatron_mux.memory.forms.skeleton import read_architecture
     from megatron_mux.memory.question import Question
@@ -131,7 +131,7 @@ def deviations(skeleton: Skeleton, how: dict[str, Any], length: int, lengths: se
     memory = FullTrainingMemory(
         read_architecture(skeleton),
         recipe,
-        Method(recompute="full" if options.recompute else "none"),
+        ParallelConfig(recompute="full" if options.recompute else "none"),
         profiles,
         bare=True,
     )

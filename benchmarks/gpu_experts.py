@@ -36,8 +36,9 @@ import torch
 from torch import Tensor
 
 from megatron_mux import runtime
-from megatron_mux.adapters.attach import AdapterSet, Host, no_weights
+from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.adapters.expert_op import AttachedExperts
+from megatron_mux.adapters.host import Host, no_weights
 from megatron_mux.attributes import replaced
 from megatron_mux.backbone import columns
 from megatron_mux.backbone.experts.exchange import Received

@@ -8,7 +8,7 @@ from typing import Any
 
 from workload import GPU_MIX, TINY_MIX, Pair, TaskShape
 
-from megatron_mux.quantised.scheme import Method
+from megatron_mux.quantised.scheme import QuantMethod
 
 QV = ("q_proj", "v_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -55,7 +55,7 @@ class Row:
     heads: tuple[str, ...] = HEADS
     ceiling: bool = False
     chunk: int | None = None
-    quantise: Method | None = None
+    quantise: QuantMethod | None = None
     processes: bool = False
     memory: int = 0
 

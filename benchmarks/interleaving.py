@@ -133,7 +133,7 @@ def equal_tasks(
 
     from megatron_mux.fusion.planner.load import TaskLoad
     from megatron_mux.fusion.planner.stage_cost import StageCosts
-    from megatron_mux.memory.forms.method import Method
+    from megatron_mux.memory.forms.method import ParallelConfig
 
     adapter = {"peft_type": "LORA", "r": 16, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
     lengths = np.full(sequences, tokens, np.int32)
@@ -142,7 +142,9 @@ def equal_tasks(
     each = info.shape.layers // stages
     layers = [range(s * each, (s + 1) * each) for s in range(stages)]
     itemsize = 2 if profile.about["kind"] == "cuda" else 4
-    return StageCosts(profile, info.shape, loads, layers, Method(tensor=tensor), itemsize, True, "auto")
+    return StageCosts(
+        profile, info.shape, loads, layers, ParallelConfig(tensor=tensor), itemsize, True, "auto"
+    )
 
 
 def share_of_messages(costs: StageCosts) -> float:

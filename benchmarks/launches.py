@@ -28,7 +28,7 @@ from megatron_mux.dry_run.launches import StepLaunches, count_launches
 from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.kernels.dequantise import interface as dequantise
-from megatron_mux.quantised.scheme import METHODS, Method
+from megatron_mux.quantised.scheme import METHODS, QuantMethod
 from megatron_mux.tasks import TaskSpec
 
 CONFIG: dict[str, Any] = {
@@ -69,7 +69,7 @@ def counted(
     targets: str,
     dropout: float,
     kinds: Sequence[str] = ("lora",),
-    quantise: Method | None = None,
+    quantise: QuantMethod | None = None,
     experts: int | None = None,
 ) -> tuple[StepLaunches, StepLaunches]:
     """The launches of the first step after all tasks have joined, and of a steady step."""
@@ -88,7 +88,7 @@ def counted(
 
 
 def figures(
-    tasks: int, targets: str, dropout: float, kinds: Sequence[str], quantise: Method | None = None
+    tasks: int, targets: str, dropout: float, kinds: Sequence[str], quantise: QuantMethod | None = None
 ) -> dict[str, Any]:
     """The figures of one case."""
     first, found = counted(tasks, targets, dropout, kinds, quantise)

@@ -25,7 +25,8 @@ from script import add_machine, add_output, command_line, publish, table
 from workload import write_random_backbone
 
 from megatron_mux.adapters import base_op
-from megatron_mux.adapters.attach import AdapterSet, Host
+from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.host import Host
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.batch.micro_batch import activate
 from megatron_mux.batch.pack import PackedSequence, pack

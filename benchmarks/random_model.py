@@ -19,7 +19,7 @@ from workload import config_of
 from megatron_mux.backbone.checkpoint import Checkpoint
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import info_without_weights
-from megatron_mux.quantised.scheme import Method
+from megatron_mux.quantised.scheme import QuantMethod
 from megatron_mux.runtime import Parallel
 
 
@@ -83,7 +83,7 @@ def quantised_copy(model: nn.Module) -> nn.Module:
 
 
 def backbone_of(
-    model: nn.Module, parallel: Parallel, dtype: torch.dtype, quantise: Method | None = None
+    model: nn.Module, parallel: Parallel, dtype: torch.dtype, quantise: QuantMethod | None = None
 ) -> Backbone:
     """Load our backbone with copies of a model's weights.
 
@@ -104,7 +104,7 @@ def backbone_of(
 
 
 @contextmanager
-def _quantising_on(device: torch.device, quantise: Method | None) -> Iterator[None]:
+def _quantising_on(device: torch.device, quantise: QuantMethod | None) -> Iterator[None]:
     """Make the codebooks of quantisation on the device, so that it computes there."""
     if quantise is None:
         yield

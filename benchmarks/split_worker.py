@@ -26,7 +26,7 @@ def serve(file: Path, flags: Sequence[str]) -> None:
     """Be a server. SIGUSR1: what is measured begins, and swapping takes time from now on. SIGUSR2: write figures."""
     from megatron_mux.split import run_server
     from megatron_mux.split.scheduler import Demand, Scheduler
-    from megatron_mux.split.server import build_parser
+    from megatron_mux.split.server import PROGRAM, build_parser
     from megatron_mux.split.session_compute import Bodies
 
     most, has_begun, schedulers = 0, False, []
@@ -65,7 +65,7 @@ def serve(file: Path, flags: Sequence[str]) -> None:
     run_server.Bodies = LaterBodies  # type: ignore[misc]
     signal.signal(signal.SIGUSR1, begin)
     signal.signal(signal.SIGUSR2, write)
-    run_server.run(build_parser().parse_args([*flags]))
+    run_server.run(build_parser().parse_args([*flags]), PROGRAM)
 
 
 def train(file: Path, model: Path, tls: Path, name: str, address: str) -> None:
@@ -79,13 +79,13 @@ def train(file: Path, model: Path, tls: Path, name: str, address: str) -> None:
 
     waits: list[float] = []
 
-    def add(self: link.Tally, seconds: float, reply: Message) -> None:
+    def add(self: link.RequestTotals, seconds: float, reply: Message) -> None:
         count(self, seconds, reply)
         waits.append(link.number(reply.fields.get("waited_s"), 0.0))
 
-    count, link.Tally.add = link.Tally.add, add  # type: ignore[method-assign]
+    count, link.RequestTotals.add = link.RequestTotals.add, add  # type: ignore[method-assign]
 
-    class RecordingLink(link.Link):
+    class RecordingLink(link.ServerConnection):
         """Writes a line at the end of each step."""
 
         def decide(self, step: int, norm: float, skip: bool) -> None:
@@ -130,7 +130,7 @@ def request(
     from split_model import SERVER_NAME, proposal
 
     from megatron_mux.backbone.registry import read_backbone_info
-    from megatron_mux.split.link import Link
+    from megatron_mux.split.link import ServerConnection
     from megatron_mux.split.tls import ClientTls
     from megatron_mux.split.transport import Transport
     from megatron_mux.split.wire import Flags, Kind, Limits
@@ -140,7 +140,7 @@ def request(
     links = []
     for address in addresses:
         transport = Transport(address, files, Limits(), say=lambda text: None)
-        links.append(Link(transport, proposal(info.fingerprint, 256, 256, name), info.shape))
+        links.append(ServerConnection(transport, proposal(info.fingerprint, 256, 256, name), info.shape))
         links[-1].join()
     answers.write("[]\n")
     answers.flush()

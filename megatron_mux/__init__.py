@@ -1,8 +1,8 @@
 """Train many parameter-efficient fine-tuning tasks at once on one frozen Megatron-Core backbone.
 
-`train` runs tasks from Python, and `read_run` reads what a run has saved. The rooms, from the ground up: `tasks`,
-`runtime`, `kernels` and `layout`; `backbone`, `adapters` and `data`; `pipeline`; `fusion`; `engine`; `training`,
-`checkpoint`, `report` and `arguments`; `split`; `cli` and `api`. A room imports only rooms below it.
+`train` runs tasks from Python, and `read_run` reads what a run has saved. Packages, from the lowest layer up:
+`runtime`, `kernels` and `batch`; `backbone`, `adapters` and `data`; `tasks` and `pipeline`; `fusion`; `engine`;
+`training`, `checkpoint`, `report` and `arguments`; `split`; `cli` and `api`. Each imports only those below it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from megatron_mux.version import __version__
+
 if TYPE_CHECKING:
     from megatron_mux.api import TaskResult, read_run, train
     from megatron_mux.errors import UserError
 
-__version__ = "0.1.0"
 __all__ = ["TaskResult", "UserError", "__version__", "read_run", "train"]
 
 _MODULES = {

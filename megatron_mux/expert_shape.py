@@ -1,6 +1,6 @@
 """Mixture-of-experts layers as data: how many experts, how rows are routed, and which ranks hold which experts.
 
-Shared by the rooms that build experts, adapt them and place them. Experts count by their number in the checkpoint.
+Shared by the packages that build experts, adapt them and place them. Experts count by their number in the checkpoint.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Gpu:
     prefers_cudnn: bool = True
 
 
-class Known(NamedTuple):
+class GpuSpec(NamedTuple):
     """A GPU of the table.
 
     Attributes:
@@ -70,25 +70,25 @@ _PCIE = {3: 16e9, 4: 32e9}
 """The same of sixteen lanes, by PCIe's generation."""
 _NDR = 50e9  # a 400 Gb/s network adapter for each GPU; 25e9 is one of 200 Gb/s
 
-GPUS: Mapping[str, Known] = {
+GPUS: Mapping[str, GpuSpec] = {
     # A part of the device's own name, of which a longer one counts first. Speeds are those of vendors' data sheets.
-    "B200": Known(_BLACKWELL, 2250e12, 80e12, 8.0e12, _NVLINK[5], _NDR),
-    "H200": Known(_HOPPER, 989e12, 67e12, 4.8e12, _NVLINK[4], _NDR),
-    "H100": Known(_HOPPER, 989e12, 67e12, 3.35e12, _NVLINK[4], _NDR),
-    "H800": Known(_HOPPER, 989e12, 67e12, 3.35e12, _EXPORTED, _NDR),
-    "H20": Known(_HOPPER, 148e12, 44e12, 4.0e12, _NVLINK[4], _NDR),
-    "A100": Known(_GA100, 312e12, 19.5e12, 2.0e12, _NVLINK[3]),
-    "A800": Known(_GA100, 312e12, 19.5e12, 2.0e12, _EXPORTED),
-    "L40S": Known(_ADA, 362e12, 91e12, 0.864e12, _PCIE[4]),
-    "L40": Known(_ADA, 181e12, 90.5e12, 0.864e12, _PCIE[4]),
-    "L4": Known(_ADA, 121e12, 30.3e12, 0.3e12, _PCIE[4]),
-    "4090": Known(_ADA, 165e12, 82.6e12, 1.008e12, _PCIE[4]),
-    "A6000": Known(_GA102, 155e12, 38.7e12, 0.768e12, _PCIE[4]),
-    "A40": Known(_GA102, 150e12, 37e12, 0.696e12, _PCIE[4]),
-    "A10": Known(_GA102, 125e12, 31.2e12, 0.6e12, _PCIE[4]),
-    "3090": Known(_GA102, 71e12, 35.6e12, 0.936e12, _PCIE[4]),
-    "V100": Known(Gpu((7, 0), False), 125e12, 15.7e12, 0.9e12, _NVLINK[2]),
-    "T4": Known(Gpu((7, 5), False), 65e12, 8.1e12, 0.32e12, _PCIE[3]),
+    "B200": GpuSpec(_BLACKWELL, 2250e12, 80e12, 8.0e12, _NVLINK[5], _NDR),
+    "H200": GpuSpec(_HOPPER, 989e12, 67e12, 4.8e12, _NVLINK[4], _NDR),
+    "H100": GpuSpec(_HOPPER, 989e12, 67e12, 3.35e12, _NVLINK[4], _NDR),
+    "H800": GpuSpec(_HOPPER, 989e12, 67e12, 3.35e12, _EXPORTED, _NDR),
+    "H20": GpuSpec(_HOPPER, 148e12, 44e12, 4.0e12, _NVLINK[4], _NDR),
+    "A100": GpuSpec(_GA100, 312e12, 19.5e12, 2.0e12, _NVLINK[3]),
+    "A800": GpuSpec(_GA100, 312e12, 19.5e12, 2.0e12, _EXPORTED),
+    "L40S": GpuSpec(_ADA, 362e12, 91e12, 0.864e12, _PCIE[4]),
+    "L40": GpuSpec(_ADA, 181e12, 90.5e12, 0.864e12, _PCIE[4]),
+    "L4": GpuSpec(_ADA, 121e12, 30.3e12, 0.3e12, _PCIE[4]),
+    "4090": GpuSpec(_ADA, 165e12, 82.6e12, 1.008e12, _PCIE[4]),
+    "A6000": GpuSpec(_GA102, 155e12, 38.7e12, 0.768e12, _PCIE[4]),
+    "A40": GpuSpec(_GA102, 150e12, 37e12, 0.696e12, _PCIE[4]),
+    "A10": GpuSpec(_GA102, 125e12, 31.2e12, 0.6e12, _PCIE[4]),
+    "3090": GpuSpec(_GA102, 71e12, 35.6e12, 0.936e12, _PCIE[4]),
+    "V100": GpuSpec(Gpu((7, 0), False), 125e12, 15.7e12, 0.9e12, _NVLINK[2]),
+    "T4": GpuSpec(Gpu((7, 5), False), 65e12, 8.1e12, 0.32e12, _PCIE[3]),
 }
 ASSUMED = "A100"
 """Stands for a GPU that is not in the table."""
@@ -103,11 +103,11 @@ _FIELDS = {
     "link_gb_s": ("link", 1e9),
     "network_gb_s": ("network", 1e9),
 }
-"""Keys of a user's table: the attribute of `Known`, and its unit."""
+"""Keys of a user's table: the attribute of `GpuSpec`, and its unit."""
 _EXAMPLE = 'such as ["My GPU"] with like = "L40" and link_gb_s = 64'
 
 
-def table() -> Mapping[str, Known]:
+def table() -> Mapping[str, GpuSpec]:
     """All GPUs by parts of their names: ours and the user's, which replace ours of the same name.
 
     Raises:
@@ -118,7 +118,7 @@ def table() -> Mapping[str, Known]:
 
 
 @cache
-def _read(file: str) -> Mapping[str, Known]:
+def _read(file: str) -> Mapping[str, GpuSpec]:
     try:
         with open(file, "rb") as opened:
             read = tomllib.load(opened)
@@ -127,7 +127,7 @@ def _read(file: str) -> Mapping[str, Known]:
         raise UserError(f"{TABLE_VARIABLE} {file}: is no table of GPUs ({error}): {_EXAMPLE}") from None
 
 
-def _known_of(name: str, fields: dict[str, object]) -> Known:
+def _known_of(name: str, fields: dict[str, object]) -> GpuSpec:
     """A GPU of the user's table.
 
     Raises:
@@ -147,7 +147,7 @@ def _known_of(name: str, fields: dict[str, object]) -> Known:
     return like._replace(**changed)
 
 
-def find(name: str) -> Known | None:
+def find(name: str) -> GpuSpec | None:
     """A GPU of the table by its name; None if it is not there.
 
     Its part begins a word and ends before another digit (`A1000` is no A100). Letters may follow (`V100S`), and a `G`
@@ -159,7 +159,7 @@ def find(name: str) -> Known | None:
     return gpus[max(found, key=len)] if found else None
 
 
-def assumed(name: str) -> tuple[Known, str]:
+def assumed(name: str) -> tuple[GpuSpec, str]:
     """A GPU by its own name, and what to call it: one that is not in the table is taken for an A100, and called so."""
     found = find(name)
     if found is not None:
@@ -167,7 +167,7 @@ def assumed(name: str) -> tuple[Known, str]:
     return GPUS[ASSUMED], f"{name} (not in the table of GPUs, taken for an {ASSUMED}: see {TABLE_VARIABLE})"
 
 
-def known(name: str, *others: str) -> Known:
+def known(name: str, *others: str) -> GpuSpec:
     """A GPU by what a user calls it.
 
     Args:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import megatron_mux
+from megatron_mux.version import __version__
 
 NAME = "README.md"
 _PATHS = ("path", "adapter_name_or_path", "name_or_path", "base_model_name_or_path")
@@ -252,7 +252,7 @@ def _front(base_model: str, tags: Iterable[str], library: str = "peft") -> list[
 
 
 def _made_with() -> list[str]:
-    versions = [f"megatron-mux {megatron_mux.__version__}"]
+    versions = [f"megatron-mux {__version__}"]
     for package in _PACKAGES:
         try:
             versions.append(f"{package} {importlib.metadata.version(package)}")

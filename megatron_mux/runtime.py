@@ -5,10 +5,13 @@ Importing this module changes nothing and costs nothing; `initialize` imports Me
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +20,6 @@ import torch.distributed as dist
 from megatron_mux import megatron_core, world
 from megatron_mux.errors import UserError
 from megatron_mux.expert_ranks import ExpertRanks, broker_ranks, expert_ranks, leave
-from megatron_mux.kernels.attention.segments import has_varlen
 from megatron_mux.liveness import Heartbeat
 
 GRADIENTS_AT_ONCE = 1 << 22
@@ -276,6 +278,16 @@ def _without_amx(device: torch.device) -> torch.device:
     if device.type == "cpu":
         os.environ.setdefault(ISA_VARIABLE, ISA)
     return device
+
+
+@lru_cache(maxsize=1)
+def has_varlen() -> bool:
+    """Whether this torch has the variable-length kernel, with windows and scales: since torch 2.11."""
+    try:
+        kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return False
+    return {"window_size", "scale"} <= set(inspect.signature(kernel).parameters)
 
 
 def _choose_device(wanted: torch.device | str | None) -> torch.device:

@@ -1,6 +1,6 @@
 """The structure of a backbone as data: read from config.json, before any weight.
 
-Shared by the rooms that build it, adapt it and plan with it.
+Shared by the packages that build it, adapt it and plan with it.
 """
 
 from __future__ import annotations

@@ -221,10 +221,10 @@ def predicted_bytes(stages: Any, size: int, sharded: bool = False) -> float:
     """The same by the sizes of the architecture's units, of the rank's stages."""
     from megatron_mux.memory.forms import stages as forms
     from megatron_mux.memory.forms.architecture import architecture_of
-    from megatron_mux.memory.forms.method import Method
+    from megatron_mux.memory.forms.method import ParallelConfig
 
     shape, parallel = stages[0].shape, stages[0].parallel
-    method = Method(parallel.dp_size, parallel.tp_size, parallel.pp_size, zero=3 if sharded else 0)
+    method = ParallelConfig(parallel.dp_size, parallel.tp_size, parallel.pp_size, zero=3 if sharded else 0)
     layers = [stage.layers for stage in stages]
     if parallel.pp_size > 1:
         each = shape.layers // parallel.pp_size

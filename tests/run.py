@@ -6,8 +6,8 @@ Megatron-Core costs seconds a process, so all of them are forked from one that h
 for many tests: a test that needs other sizes divides the same processes anew.
 
 All of them run even when one fails; any failure, and a run that executed no test, makes the status 1. At the end stands
-how long the tests of each room took, beside the budgets of CONTRIBUTING.md; in CI a room that takes more than twice its
-budget fails.
+how long the tests of each area took, beside the budgets of CONTRIBUTING.md; in CI an area that takes more than twice
+its budget fails.
 """
 
 from __future__ import annotations

@@ -11,67 +11,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from megatron_mux.adapters.arena import Arena
-from megatron_mux.adapters.kind import AdapterTensor, tensor_key
+from megatron_mux.adapters.host import Host, Site
 from megatron_mux.adapters.own_rows import TaskRows
+from megatron_mux.adapters.parameter import AdapterParameter
+from megatron_mux.adapters.tensors import AdapterTensor, tensor_key
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.kernels.dropout import key_of
 from megatron_mux.kernels.low_rank.terms import Term
-
-if TYPE_CHECKING:
-    from megatron_mux.adapters.attach import Host, Site
-
-
-@dataclass(eq=False)
-class AdapterParameter:
-    """A tensor of a task's adapter, or the part of it that this rank holds.
-
-    Attributes:
-        key: Its exact name in `adapter_model.safetensors`.
-        value: The local part.
-        full_shape: Shape of the whole tensor, independent of ranks.
-        dim: The dimension that is divided over ranks, None if this rank holds everything.
-        index: `[local size of dim]` int64 global positions along `dim` of what is held here; None without `dim`.
-        partial: Whether the local gradient must be summed over tensor ranks to be the gradient.
-        owner: Whether this rank counts the part in norms and saves it: each element of the full tensor has exactly
-            one owner over tensor and pipeline ranks.
-        decay: Whether weight decay applies (not to biases and masks).
-        of_stage: Whether the owner is on this pipeline stage.
-    """
-
-    key: str
-    value: nn.Parameter
-    full_shape: tuple[int, ...]
-    dim: int | None = None
-    index: Tensor | None = None
-    partial: bool = False
-    owner: bool = True
-    decay: bool = True
-    of_stage: bool = True
-
-    @property
-    def precedence(self) -> tuple[bool, ...]:
-        """Its place in an `Arena`: the lowest comes first."""
-        return not self.of_stage, not self.partial, not self.decay, not self.owner
-
-    def slice_of(self, full: Tensor) -> Tensor:
-        """Copy the part of `full` that this rank holds.
-
-        Args:
-            full: A tensor of `full_shape`: the value itself, an optimizer moment, a mask.
-        """
-        if tuple(full.shape) != self.full_shape:
-            raise ValueError(f"{self.key}: expected shape {self.full_shape}, got {tuple(full.shape)}")
-        if self.dim is None or self.index is None:
-            return full.clone()
-        return full.index_select(self.dim, self.index.to(full.device))
-
 
 Grouped = Literal["before", "after"]
 """Stages that kernels compute for all tasks at once."""
@@ -204,16 +156,16 @@ class TaskAdapter(ABC):
         """
         return 0.0
 
-    def after_step(self, step: int, stopped: Tensor | None = None) -> None:
+    def after_step(self, step: int, skip: Tensor | None = None) -> None:
         """Called after each optimizer step, on every rank, if `AdapterSpec.acts_after_steps`.
 
         Args:
             step: Optimizer steps done, this one included.
-            stopped: Scalar bool on the device, which the host does not read: if it is true, the step was skipped, and
+            skip: Scalar bool on the device, which the host does not read: if it is true, the step was skipped, and
                 no tensor may change. None: it was not.
         """
 
-    def settle(self, steps: int) -> None:
+    def rollback_after(self, steps: int) -> None:
         """Called once the host knows how many optimizer steps were done, skipped ones not counted.
 
         Args:

@@ -9,13 +9,12 @@ go without moving those of others.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron_mux.adapters.adapter import AdapterParameter
+from megatron_mux.adapters.parameter import AdapterParameter
 
 Kind = TypeVar("Kind")
 

@@ -29,7 +29,7 @@ from megatron_mux.kernels.low_rank.product import low_rank_linear
 from megatron_mux.kernels.low_rank.terms import Term, TermTable
 
 if TYPE_CHECKING:
-    from megatron_mux.adapters.attach import Host
+    from megatron_mux.adapters.host import Host
 
 Rows = tuple[int, int]
 RowFunction = Callable[[Tensor], Tensor]

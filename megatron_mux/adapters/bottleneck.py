@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from megatron_mux.adapters.adapter import Adapter, AdapterParameter, Grouped, TaskAdapter
-from megatron_mux.adapters.attach import Site
-from megatron_mux.adapters.costs import Curve, Place, Sample, Work
-from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant, uniform
+from megatron_mux.adapters.adapter import Adapter, Grouped, TaskAdapter
+from megatron_mux.adapters.costs import BaseOpWidths, Curve, Work
+from megatron_mux.adapters.host import Site
+from megatron_mux.adapters.kind import AdapterSpec, Sample
+from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.adapters.peft_fields import OUR_FIELDS
 from megatron_mux.adapters.targets import short_names
+from megatron_mux.adapters.tensors import AdapterTensor, constant, uniform
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
 from megatron_mux.kernels.low_rank.terms import BiasedActivation, Term
@@ -139,7 +141,7 @@ class BottleneckSpec(AdapterSpec):
         """See `AdapterSpec.curve`."""
         return Curve("BOTTLENECK", self.bottleneck_size)
 
-    def work(self, place: Place) -> Work:
+    def work(self, place: BaseOpWidths) -> Work:
         """See `AdapterSpec.work`."""
         return Work(4 * self.bottleneck_size * place.out_features, 5 * place.out_features)
 

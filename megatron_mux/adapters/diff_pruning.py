@@ -24,12 +24,14 @@ from pydantic import Field
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
-from megatron_mux.adapters.attach import Site
-from megatron_mux.adapters.costs import Curve, Place, Sample, Work
-from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant
+from megatron_mux.adapters.adapter import Adapter, TaskAdapter
+from megatron_mux.adapters.costs import BaseOpWidths, Curve, Work
+from megatron_mux.adapters.host import Site
+from megatron_mux.adapters.kind import AdapterSpec, Sample
+from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.adapters.peft_fields import OUR_FIELDS
 from megatron_mux.adapters.targets import short_names
+from megatron_mux.adapters.tensors import AdapterTensor, constant
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.errors import UserError
@@ -183,25 +185,25 @@ class DiffPruning(TaskAdapter):
         return total
 
     @torch.no_grad()
-    def after_step(self, step: int, stopped: Tensor | None = None) -> None:
+    def after_step(self, step: int, skip: Tensor | None = None) -> None:
         """Freeze the mask after `freeze_step` steps; from then on keep pruned entries at zero."""
         if step < freeze_step(self.total_steps):
             return
-        if stopped is None:
-            stopped = torch.zeros((), dtype=torch.bool, device=self.host.device)
+        if skip is None:
+            skip = torch.zeros((), dtype=torch.bool, device=self.host.device)
         for difference in self.differences:
             weight, log_alpha = difference.weight.value, difference.log_alpha.value
             if difference.mask is None:
                 z, _ = gate(log_alpha, None)
-                weight.copy_(torch.where(stopped, weight, weight * z))
+                weight.copy_(torch.where(skip, weight, weight * z))
                 difference.mask = self._largest(difference)
             # The optimizer's momentum moves entries that have no gradient any more.
-            weight.copy_(torch.where(stopped, weight, weight * difference.mask))
+            weight.copy_(torch.where(skip, weight, weight * difference.mask))
             frozen = torch.where(difference.mask, FROZEN_LOG_ALPHA, -FROZEN_LOG_ALPHA).to(log_alpha.dtype)
-            log_alpha.copy_(torch.where(stopped, log_alpha, frozen))
+            log_alpha.copy_(torch.where(skip, log_alpha, frozen))
 
-    def settle(self, steps: int) -> None:
-        """See `TaskAdapter.settle`: a mask that a skipped step has frozen is dropped."""
+    def rollback_after(self, steps: int) -> None:
+        """See `TaskAdapter.rollback_after`: a mask that a skipped step has frozen is dropped."""
         if steps < freeze_step(self.total_steps):
             for difference in self.differences:
                 difference.mask = None
@@ -288,7 +290,7 @@ class DiffPruningSpec(AdapterSpec):
         """See `AdapterSpec.curve`."""
         return Curve("DIFF_PRUNING")
 
-    def work(self, place: Place) -> Work:
+    def work(self, place: BaseOpWidths) -> Work:
         """See `AdapterSpec.work`."""
         inputs, outputs = place.in_features, place.out_features
         return Work(2 * inputs * outputs, inputs + 2 * outputs, 4 * inputs * outputs)

@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
+from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.low_rank_kind import LowRankTerms, Product
+from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.kernels.dropout import keep_mask, key_of
 

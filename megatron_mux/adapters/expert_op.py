@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
+from megatron_mux.adapters.adapter import Adapter, TaskAdapter
 from megatron_mux.adapters.base_op import AttachedBaseOp
+from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.kernels.experts.choice import expert_kernels_for
 from megatron_mux.kernels.experts.linear import expert_linear
 from megatron_mux.kernels.experts.terms import ExpertTable, ExpertTerm
 
 if TYPE_CHECKING:
-    from megatron_mux.adapters.attach import Site
+    from megatron_mux.adapters.host import Site
 
 
 class ExpertTerms(Adapter):
@@ -97,7 +98,7 @@ class AttachedExperts(AttachedBaseOp):
 
         Args:
             x: `[P, K]`.
-            pairs: The pairs, a `backbone.experts.pairs.Pairs`.
+            pairs: The pairs, a `backbone.experts.permutation.ExpertPermutation`.
 
         Returns:
             `[P, N]`.

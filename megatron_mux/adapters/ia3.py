@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from megatron_mux.adapters.adapter import Adapter, AdapterParameter, Grouped, TaskAdapter
-from megatron_mux.adapters.attach import Host, Site
-from megatron_mux.adapters.costs import Curve, Place, Sample, Work
-from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant
+from megatron_mux.adapters.adapter import Adapter, Grouped, TaskAdapter
+from megatron_mux.adapters.costs import BaseOpWidths, Curve, Work
+from megatron_mux.adapters.host import Host, Site
+from megatron_mux.adapters.kind import AdapterSpec, Sample
+from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField, initial_values
+from megatron_mux.adapters.tensors import AdapterTensor, constant
 from megatron_mux.adapters.vocabulary_fields import SavesModules
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.batch.micro_batch import MicroBatch
@@ -184,7 +186,7 @@ class IA3Spec(SavesModules, AdapterSpec):
         """See `AdapterSpec.curve`."""
         return Curve("IA3")
 
-    def work(self, place: Place) -> Work:
+    def work(self, place: BaseOpWidths) -> Work:
         """See `AdapterSpec.work`."""
         return Work(place.out_features, 4 * place.out_features)
 

@@ -1,86 +1,32 @@
-"""The interface of an adapter kind: its section in tasks.yaml, and what every other room asks about it.
+"""The interface of an adapter kind: its section in tasks.yaml, and what every other package asks about it.
 
-A kind is one file of this room with two classes: its section, an `AdapterSpec` that answers everything that is known
+A kind is one file of this package with two classes: its section, an `AdapterSpec` that answers everything that is known
 without weights, and the `TaskAdapter` that `attach` makes of it. `registry` lists the files.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron_mux.adapters.costs import Curve, Place, Sample, Work
+from megatron_mux.adapters.costs import BaseOpWidths, Curve, Work
 from megatron_mux.adapters.peft_fields import NOT_STORED, PeftField
 from megatron_mux.adapters.selection import within_layers, without
 from megatron_mux.adapters.targets import ALL_LINEAR, Targets, match_targets, short_names
+from megatron_mux.adapters.tensors import AdapterTensor, of_backbone, tensor_key
 from megatron_mux.adapters.vocabulary_fields import OwnMatrix
+from megatron_mux.base_ops import BaseOpName
+from megatron_mux.errors import UserError
 from megatron_mux.section import FilePath, Section
 from megatron_mux.shape import BackboneShape, Module
 
 if TYPE_CHECKING:
     from megatron_mux.adapters.adapter import TaskAdapter
-    from megatron_mux.adapters.attach import Host
-
-Init = Callable[[Tensor, torch.Generator], Any]
-"""Fills a full fp32 tensor in place. The generator depends on the task's seed and the tensor's key alone."""
-
-
-@dataclass(frozen=True)
-class AdapterTensor:
-    """A tensor of an adapter.
-
-    Attributes:
-        shape: Of the whole tensor.
-        layer: The layer that it belongs to; None: all layers share it.
-        init: Its initial value.
-        dim: The dimension that tensor ranks divide; None: each of them holds everything.
-        expert_dim: Of routed experts, the dimension with the ranks of all: one expert's after the other's in dimension
-            0, all experts' first ranks before their second ones in dimension 1.
-        trained: Whether it is trained; else it is fixed, and each stage that has a part of the adapter holds it.
-        stored: Whether it is stored with the adapter; else it can be made again.
-        decay: Whether weight decay applies (not to biases and masks).
-        derived: Whether it follows from the backbone's weights where a stored adapter lacks it.
-        on_output: Whether it meets a BaseOp's finished output: then a tensor rank that holds everything has the whole
-            gradient, except with sequence parallelism; else it has a part that must be summed.
-    """
-
-    shape: tuple[int, ...]
-    layer: int | None
-    init: Init
-    dim: int | None = None
-    trained: bool = True
-    stored: bool = True
-    decay: bool = True
-    on_output: bool = False
-    derived: bool = False
-    expert_dim: int | None = None
-
-
-def blank(tensors: Mapping[str, AdapterTensor]) -> dict[str, Tensor]:
-    """Zeros without storage in place of an adapter's stored values, by key: for those that are known elsewhere."""
-    stored = {key: own for key, own in tensors.items() if own.stored and not own.derived}
-    return {key: torch.zeros(()).expand(own.shape) for key, own in stored.items()}
-
-
-def constant(value: float) -> Init:
-    """Initialise with one value."""
-    return lambda full, _: full.fill_(value)
-
-
-def uniform(full: Tensor, generator: torch.Generator) -> None:
-    """Initialise a matrix as `torch.nn.Linear` does."""
-    nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
-
-
-def _of_backbone(full: Tensor, generator: torch.Generator) -> None:
-    """Initialise with the backbone's weights, which only ranks that hold them can."""
-    raise ValueError("a task's own rows of the vocabulary start from the backbone's")
+    from megatron_mux.adapters.host import Host
 
 
 class AdapterSpec(Section, ABC):
@@ -189,7 +135,7 @@ class AdapterSpec(Section, ABC):
                 found[key] = tensor
         for matrix in self.own_rows(shape):
             layer, dim = (matrix.layers(shape)[0], 0) if matrix.tokens is None else (None, None)
-            found[matrix.key] = AdapterTensor(matrix.size(shape), layer, _of_backbone, dim)
+            found[matrix.key] = AdapterTensor(matrix.size(shape), layer, of_backbone, dim)
         return found
 
     def is_alike(self, shape: BackboneShape, layers: range) -> bool:
@@ -249,7 +195,7 @@ class AdapterSpec(Section, ABC):
         return self.curve(len(modules))
 
     @abstractmethod
-    def work(self, place: Place) -> Work:
+    def work(self, place: BaseOpWidths) -> Work:
         """The work of this adapter at a BaseOp, for profiles that are not measured."""
 
     # -- at run time
@@ -273,6 +219,29 @@ class AdapterSpec(Section, ABC):
         return self.run_time(host, task, total_steps, initial)
 
 
-def tensor_key(path: str, suffix: str) -> str:
-    """Return the name that peft gives to an adapter's tensor at the module `path`."""
-    return f"base_model.model.{path}.{suffix}"
+@dataclass(frozen=True)
+class Sample:
+    """An adapter whose seconds are measured for a profile.
+
+    Attributes:
+        section: Makes the section that targets all modules of a BaseOp, from the BaseOp and the modules' paths within a
+            layer.
+        paired: Whether two of them are measured together, for equation 3's utilisation.
+    """
+
+    section: Callable[[BaseOpName, Sequence[str]], AdapterSpec]
+    paired: bool = False
+
+    def at(self, op: BaseOpName, shape: BackboneShape) -> AdapterSpec | None:
+        """The section for a BaseOp of a backbone; None where the backbone cannot have it, so that no task does."""
+        section = self.section(op, [linear.path for linear in shape.names.ops[op]])
+        return section if accepted(section, shape) else None
+
+
+def accepted(section: AdapterSpec, shape: BackboneShape) -> bool:
+    """Whether the modules that a section targets can have its adapters."""
+    try:
+        section.modules(shape)
+    except UserError:
+        return False
+    return True

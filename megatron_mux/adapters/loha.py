@@ -20,13 +20,15 @@ from pydantic import Field
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
-from megatron_mux.adapters.attach import Site
-from megatron_mux.adapters.costs import Place, Work
-from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, constant, uniform
+from megatron_mux.adapters.adapter import Adapter, TaskAdapter
+from megatron_mux.adapters.costs import BaseOpWidths, Work
+from megatron_mux.adapters.host import Site
+from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.low_rank_kind import LowRankSpec
+from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.adapters.peft_fields import SAVER_FIELDS, PeftField, bookkeeping, initial_values, not_yet
 from megatron_mux.adapters.selection import Alphas, Ranks, value_of
+from megatron_mux.adapters.tensors import AdapterTensor, constant, uniform
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.errors import UserError
 from megatron_mux.section import LARGEST_SIZE, Modules, Targets, TidyNumber
@@ -179,7 +181,7 @@ class LohaSpec(LowRankSpec):
         no_change = AdapterTensor(b.shape, layer, constant(0.0), inputs)
         return {"hada_w1_a": a, "hada_w1_b": b, "hada_w2_a": a, "hada_w2_b": no_change}
 
-    def work(self, place: Place) -> Work:
+    def work(self, place: BaseOpWidths) -> Work:
         """See `AdapterSpec.work`: that of low-rank terms, and the products of factors."""
         return super().work(place)._replace(weights=2 * self.rank * (place.in_features + place.out_features))
 

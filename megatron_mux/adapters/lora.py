@@ -16,17 +16,19 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from megatron_mux.adapters import initial_values as initial
-from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
-from megatron_mux.adapters.attach import Site
-from megatron_mux.adapters.costs import Curve, Place, Sample, Work
+from megatron_mux.adapters.adapter import Adapter, TaskAdapter
+from megatron_mux.adapters.costs import BaseOpWidths, Curve, Work
 from megatron_mux.adapters.dora import DoraTerms
 from megatron_mux.adapters.expert_op import ExpertTerms
+from megatron_mux.adapters.host import Site
 from megatron_mux.adapters.initial_values import DOWN, FIRST_DOWN, FIRST_UP, MAGNITUDE, UP
-from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor, Init, constant, tensor_key, uniform
+from megatron_mux.adapters.kind import AdapterSpec, Sample
 from megatron_mux.adapters.low_rank_kind import LOW_RANK_FIELDS, LowRankSpec, LowRankTerms, Product
+from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.adapters.peft_fields import NOT_STORED, PeftField, bookkeeping, not_yet
 from megatron_mux.adapters.selection import Alphas, Ranks, value_of
 from megatron_mux.adapters.targets import match_parameters, matches
+from megatron_mux.adapters.tensors import AdapterTensor, Init, constant, tensor_key, uniform
 from megatron_mux.adapters.vocabulary_fields import SavesTokens
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
@@ -331,7 +333,7 @@ class LoraSpec(SavesTokens, LowRankSpec):
         found = super().curve(modules)
         return found._replace(name=found.name.replace("LORA", "LORA_DORA")) if self.use_dora else found
 
-    def work(self, place: Place) -> Work:
+    def work(self, place: BaseOpWidths) -> Work:
         """See `AdapterSpec.work`: DoRA reads the weight and its own product; with dropout it has a second product."""
         found = super().work(place)
         if not self.use_dora:

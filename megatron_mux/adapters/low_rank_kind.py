@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import model_validator
 from torch import Tensor
 
-from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
-from megatron_mux.adapters.attach import Site
-from megatron_mux.adapters.costs import Curve, Place, Sample, Work
-from megatron_mux.adapters.kind import AdapterSpec
+from megatron_mux.adapters.adapter import Adapter, TaskAdapter
+from megatron_mux.adapters.costs import BaseOpWidths, Curve, Work
+from megatron_mux.adapters.host import Site
+from megatron_mux.adapters.kind import AdapterSpec, Sample
+from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField
 from megatron_mux.adapters.selection import Layers, LayersPattern, check_matched
 from megatron_mux.adapters.vocabulary_fields import SavesModules
@@ -125,7 +126,7 @@ class LowRankSpec(SavesModules, AdapterSpec):
         """See `AdapterSpec.curve_of`."""
         return self.curve(len(modules))._replace(size=self.latent(modules))
 
-    def work(self, place: Place) -> Work:
+    def work(self, place: BaseOpWidths) -> Work:
         """See `AdapterSpec.work`."""
         rank, inputs, outputs = self.rank, place.in_features, place.out_features
         return Work(2 * rank * (inputs + outputs), (4 if self.dropout else 1) * inputs + 2 * outputs)

@@ -9,19 +9,38 @@ the first and the last stage both have the rows that stand for both matrices, an
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_mux.adapters.arena import Arena
+from megatron_mux.adapters.host import Host
+from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.adapters.vocabulary_fields import OwnMatrix
 from megatron_mux.errors import UserError
 from megatron_mux.kernels.own_rows import OwnRows, Place, VocabularyPart
 
-if TYPE_CHECKING:
-    from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
-    from megatron_mux.adapters.arena import Arena
+
+class TaskParameters(Protocol):
+    """What makes the parameters of a task: see `TaskAdapter`, of which these are attributes."""
+
+    host: Host
+    name: str
+    spec: Any
+    initial: Mapping[str, Tensor] | None
+
+    def make(
+        self,
+        key: str,
+        dim: int | None = None,
+        index: Tensor | None = None,
+        owner: bool = True,
+        start: Tensor | None = None,
+    ) -> AdapterParameter:
+        """See `TaskAdapter.make`."""
 
 
 class TaskRows:
@@ -38,7 +57,7 @@ class TaskRows:
         UserError: The backbone is divided in a way that has no place for them.
     """
 
-    def __init__(self, task: TaskAdapter) -> None:
+    def __init__(self, task: TaskParameters) -> None:
         # Not the adapter itself, which has this object: without a cycle it is freed as soon as it is dropped.
         self._host, self._name = task.host, task.name
         self._made: list[tuple[OwnMatrix, AdapterParameter]] = []
@@ -59,7 +78,7 @@ class TaskRows:
             if len(matrix.places) > 1:
                 self.tied.append((matrix, made))
 
-    def _make(self, task: TaskAdapter, matrix: OwnMatrix) -> AdapterParameter | None:
+    def _make(self, task: TaskParameters, matrix: OwnMatrix) -> AdapterParameter | None:
         """The parameter of a matrix; None where this rank has none of its ends."""
         parts = task.host.vocabulary or {}
         here = [place for place in matrix.places if place in parts]

@@ -14,11 +14,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from megatron_mux.adapters.adapter import Adapter, AdapterParameter, TaskAdapter
-from megatron_mux.adapters.attach import Site
-from megatron_mux.adapters.costs import Place, Sample, Work
-from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor
+from megatron_mux.adapters.adapter import Adapter, TaskAdapter
+from megatron_mux.adapters.costs import BaseOpWidths, Work
+from megatron_mux.adapters.host import Site
+from megatron_mux.adapters.kind import AdapterSpec, Sample
+from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.adapters.peft_fields import COMMON_FIELDS, NOT_YET, PeftField, not_yet
+from megatron_mux.adapters.tensors import AdapterTensor
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.section import LARGEST_SIZE
 from megatron_mux.shape import BackboneShape
@@ -159,7 +161,7 @@ class PrefixTuningSpec(AdapterSpec):
     def curve(self, modules: int) -> None:
         """See `AdapterSpec.curve`."""
 
-    def work(self, place: Place) -> Work:
+    def work(self, place: BaseOpWidths) -> Work:
         """See `AdapterSpec.work`."""
         return Work(0.0, 0.0)
 

@@ -1,4 +1,4 @@
-"""The adapter kinds by `peft_type`: a new one is a file of this room and its name here."""
+"""The adapter kinds by `peft_type`: a new one is a file of this package and its name here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILES = (
     "vera",
     "loha",
 )
-"""Each is a module of this room with a `KIND`, its section's class."""
+"""Each is a module of this package with a `KIND`, its section's class."""
 
 
 def by_type(kinds: Iterable[type[AdapterSpec]]) -> dict[str, type[AdapterSpec]]:

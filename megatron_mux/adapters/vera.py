@@ -16,12 +16,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
-from megatron_mux.adapters.attach import Site
-from megatron_mux.adapters.costs import Place, Work
-from megatron_mux.adapters.kind import AdapterTensor, constant
+from megatron_mux.adapters.adapter import TaskAdapter
+from megatron_mux.adapters.costs import BaseOpWidths, Work
+from megatron_mux.adapters.host import Site
 from megatron_mux.adapters.low_rank_kind import LOW_RANK_FIELDS, LowRankSpec, LowRankTerms, Product
+from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.adapters.peft_fields import NOT_STORED, PeftField, initial_values, not_yet
+from megatron_mux.adapters.tensors import AdapterTensor, constant
 from megatron_mux.section import LARGEST_SIZE, Number, Targets
 from megatron_mux.shape import BackboneShape, Module
 
@@ -106,7 +107,7 @@ class VeraSpec(LowRankSpec):
             "vera_lambda_d": AdapterTensor((self.r,), module.layer, constant(self.d_initial)),
         }
 
-    def work(self, place: Place) -> Work:
+    def work(self, place: BaseOpWidths) -> Work:
         """See `AdapterSpec.work`: that of low-rank terms, and the scaling of the matrices."""
         matrices = self.r * (place.in_features + place.out_features)
         return super().work(place)._replace(weights=3 * matrices)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_mux.backbone.residence import Kind
-    from megatron_mux.quantised.scheme import Method
+    from megatron_mux.quantised.scheme import QuantMethod
     from megatron_mux.shape import BackboneShape
 
 
@@ -209,7 +209,7 @@ class MuxArguments(ExpertFlags):
         "resident",
         choices=("resident", "sharded", "offloaded", "sharded-offloaded"),
     )
-    mux_backbone_dtype: Method | None = flag(
+    mux_backbone_dtype: QuantMethod | None = flag(
         "mux",
         "hold weights of linear modules in nf4 (double quantisation), fp8 or int8, and dequantise a layer at a time "
         "(default: as the checkpoint stores them)",

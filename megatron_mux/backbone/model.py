@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from megatron_mux.backbone import columns, plain, weights
 from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
-from megatron_mux.backbone.cut_layer import CutLayer, TensorMessages, yields_of
 from megatron_mux.backbone.experts.at_start import check_experts, placement_or_default
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.moving import move_experts
 from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.backbone.layer import compute_layer
+from megatron_mux.backbone.layer_segments import LayerSegments, TensorMessages, yields_of
 from megatron_mux.backbone.model_directory import open_checkpoint
 from megatron_mux.backbone.module_weights import ModuleWeights
 from megatron_mux.backbone.pieces import Yields
@@ -38,7 +38,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
 from megatron_mux.kernels.loss.preference import RowScale
 from megatron_mux.kernels.own_rows import Place, VocabularyPart
-from megatron_mux.quantised.scheme import Method
+from megatron_mux.quantised.scheme import QuantMethod
 from megatron_mux.runtime import Parallel
 
 Recompute = Literal["none", "full", "selective"]
@@ -129,7 +129,7 @@ class Backbone:
         config_only: bool = False,
         placement: Placement | None = None,
         ends: bool = True,
-        quantise: Method | None = None,
+        quantise: QuantMethod | None = None,
     ) -> Backbone:
         """Build this rank's share of a stage and fill it, reading nothing else of the checkpoint.
 
@@ -209,7 +209,7 @@ class Backbone:
         trained_from = self._trained_from
         angles = self.angles(batch) if batch.rows else []
         layers = [
-            CutLayer(
+            LayerSegments(
                 layer=decoder.layers[i],
                 batch=batch,
                 angles=angles[i] if batch.rows else None,
@@ -390,7 +390,7 @@ def load_stages(
     residence: Kind = "resident",
     config_only: bool = False,
     placement: Placement | None = None,
-    quantise: Method | None = None,
+    quantise: QuantMethod | None = None,
 ) -> list[Backbone]:
     """Load all stages of this rank, in the order of the model; see `Backbone.load`."""
     stages = len(split) if split else parallel.pp_size

@@ -17,7 +17,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.files import read_json
 from megatron_mux.hub_cache import find_model
 from megatron_mux.quantised.config import read_quantisation
-from megatron_mux.quantised.scheme import Method, agree
+from megatron_mux.quantised.scheme import QuantMethod, agree
 from megatron_mux.shape import BackboneShape
 
 FAMILIES = (
@@ -102,7 +102,7 @@ class BackboneInfo:
             )
 
 
-def read_shape(path: str | Path, quantise: Method | None = None) -> BackboneShape:
+def read_shape(path: str | Path, quantise: QuantMethod | None = None) -> BackboneShape:
     """The shape alone, from config.json.
 
     Args:
@@ -131,7 +131,7 @@ def stored_dtype(path: str | Path) -> str | None:
     return found.removeprefix("torch.") if isinstance(found, str) else None
 
 
-def read_backbone_info(path: str | Path, quantise: Method | None = None) -> BackboneInfo:
+def read_backbone_info(path: str | Path, quantise: QuantMethod | None = None) -> BackboneInfo:
     """Read the config and the headers of the weights: milliseconds, whatever the size.
 
     (Seconds for a checkpoint that stores an output layer though its config ties it: the two are compared.)
@@ -162,7 +162,7 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, (tuple, list, frozenset)) else value
 
 
-def info_without_weights(path: str | Path, quantise: Method | None = None) -> BackboneInfo:
+def info_without_weights(path: str | Path, quantise: QuantMethod | None = None) -> BackboneInfo:
     """Metadata from config.json alone, as if all weights were there; the fingerprint is empty.
 
     Args:
@@ -177,7 +177,7 @@ def info_without_weights(path: str | Path, quantise: Method | None = None) -> Ba
     return BackboneInfo(path, shape, "", {name: name for name in resolve.expected(shape)})
 
 
-def shape_of(raw: Mapping[str, Any], path: Path, quantise: Method | None = None) -> BackboneShape:
+def shape_of(raw: Mapping[str, Any], path: Path, quantise: QuantMethod | None = None) -> BackboneShape:
     """The shape that a config describes.
 
     Args:

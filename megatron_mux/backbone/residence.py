@@ -70,7 +70,7 @@ class Residence:
         """Whether data-parallel ranks must make the same passes, because each needs the shares of the others."""
         return self.shares > 1
 
-    def settle(
+    def store(
         self,
         key: Key,
         parameters: Sequence[nn.Parameter],

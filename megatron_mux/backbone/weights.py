@@ -229,7 +229,7 @@ def load(
     dtype: torch.dtype,
     embedding: nn.Parameter | None = None,
 ) -> None:
-    """Fill a stage's tensor shard and settle it where it lives between uses.
+    """Fill a stage's tensor shard and store it where it lives between uses.
 
     Args:
         model: Of the stage, on the meta device.
@@ -264,7 +264,7 @@ def load(
     with source:
         for key, own in units.items():
             parallel.heartbeat.at(Reading(layers[key] if isinstance(key, int) else None), long=True)
-            home.settle(key, *reader.fill(model, own))
+            home.store(key, *reader.fill(model, own))
             if isinstance(key, int):
                 _select_experts(model.decoder.layers[key].mlp, home.units.get(key))
     if tied_here:

@@ -72,7 +72,7 @@ class BalancedSequences:
         }
 
 
-class Tally:
+class RouterLoadAccumulator:
     """What the balanced sequences of a micro-batch select in each layer of this rank; its chunks share it.
 
     All chunks are computed forward before any of them backward: what a backward pass reads is complete.
@@ -135,10 +135,10 @@ class BalancedRows:
     """
 
     numbers: Tensor
-    tally: Tally
+    tally: RouterLoadAccumulator
 
     @classmethod
-    def of(cls, arrays: Mapping[str, Tensor], tally: Tally | None) -> BalancedRows:
+    def of(cls, arrays: Mapping[str, Tensor], tally: RouterLoadAccumulator | None) -> BalancedRows:
         """Rows by the arrays of a chunk.
 
         Args:
@@ -146,7 +146,9 @@ class BalancedRows:
             tally: That of the micro-batch, if an earlier chunk has made it.
         """
         weights = arrays["balanced_weights"].view(torch.float64)
-        return cls(arrays["balanced_numbers"], tally or Tally(weights, arrays["balanced_tasks"]))
+        return cls(
+            arrays["balanced_numbers"], tally or RouterLoadAccumulator(weights, arrays["balanced_tasks"])
+        )
 
 
 def balanced_sequences(

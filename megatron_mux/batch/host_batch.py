@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux import runtime
-from megatron_mux.batch.balancing import BalancedRows, Tally
+from megatron_mux.batch.balancing import BalancedRows, RouterLoadAccumulator
 from megatron_mux.batch.buffer import Buffer
 from megatron_mux.batch.micro_batch import MicroBatch, Ranges
 from megatron_mux.kernels.attention.carry import Carry
@@ -76,7 +76,7 @@ class HostBatch:
         device: torch.device | str = "cpu",
         carry: Carry | None = None,
         staging: Tensor | None = None,
-        tally: Tally | None = None,
+        tally: RouterLoadAccumulator | None = None,
         cache: KeyValueCache | None = None,
     ) -> MicroBatch:
         """Take the batch to a device. The host does not wait.

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_mux.adapters.attach import AdapterSet, Host
+from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.host import Host
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.chat.speakers import Speaker
 from megatron_mux.data.stop_tokens import stop_tokens

@@ -14,7 +14,7 @@ from megatron_mux.adapters.peft_format import CONFIG, WEIGHTS, read_adapter
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.errors import UserError
 from megatron_mux.merging.provenance import Provenance, check_backbone
-from megatron_mux.quantised.scheme import Method
+from megatron_mux.quantised.scheme import QuantMethod
 from megatron_mux.saved_files import run_of_task
 from megatron_mux.tasks import TaskSpec, read_task
 
@@ -80,7 +80,7 @@ def speakers_of(
     return speakers
 
 
-def quantisation_of(run: Path) -> Method | None:
+def quantisation_of(run: Path) -> QuantMethod | None:
     """How a run quantised its backbone on load; None: it did not, or nothing is saved there."""
     saved = sorted(run.glob(f"*/checkpoint-*/{WEIGHTS}"))  # all of one backbone
     return Provenance.read(saved[0].parent).method if saved else None

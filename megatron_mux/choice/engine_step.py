@@ -15,7 +15,7 @@ from megatron_mux.fusion.contents import contents_of
 from megatron_mux.fusion.step import Lengths
 from megatron_mux.memory.forms.architecture import Architecture
 from megatron_mux.memory.forms.full_training import FullTrainingMemory
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.method import ParallelConfig
 from megatron_mux.memory.forms.phases import AT, PARTS, Array, Phases, StepMemory, in_flight
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.stages import Stage
@@ -40,7 +40,7 @@ class TaskMemory:
 class Tables(Protocol):
     """Makes or reads the tables of methods: `estimate.method_tables`."""
 
-    def prepare(self, methods: Sequence[Method], known: Callable[[Method], None]) -> None:
+    def prepare(self, methods: Sequence[ParallelConfig], known: Callable[[ParallelConfig], None]) -> None:
         """Make what is missing for these. Calls raise what could not be made.
 
         Args:
@@ -48,7 +48,7 @@ class Tables(Protocol):
             known: Told of each that can be asked for.
         """
 
-    def __call__(self, method: Method) -> TaskMemory:
+    def __call__(self, method: ParallelConfig) -> TaskMemory:
         """What tables say of a method.
 
         Raises:
@@ -59,7 +59,7 @@ class Tables(Protocol):
 def step_memory(
     architecture: Architecture,
     recipe: Recipe,
-    method: Method,
+    method: ParallelConfig,
     profiles: Profiles | None = None,
     tables: Tables | None = None,
     **more: Any,
@@ -93,7 +93,12 @@ class EngineStep(StepMemory):
     """
 
     def __init__(
-        self, tasks: TaskMemory, architecture: Architecture, recipe: Recipe, method: Method, **more: Any
+        self,
+        tasks: TaskMemory,
+        architecture: Architecture,
+        recipe: Recipe,
+        method: ParallelConfig,
+        **more: Any,
     ) -> None:
         super().__init__(architecture, recipe, method, **more)
         self._tasks = tasks

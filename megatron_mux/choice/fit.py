@@ -16,7 +16,7 @@ from megatron_mux.choice.task_file import FileStep
 from megatron_mux.fusion.device import Device
 from megatron_mux.gpus import assumed
 from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.method import ParallelConfig
 from megatron_mux.memory.forms.phases import Phase, StepMemory
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.largest_batch import largest_batch
@@ -52,7 +52,7 @@ class Fit:
     tokens: int
 
     @property
-    def method(self) -> Method:
+    def method(self) -> ParallelConfig:
         """The method, with its number of micro-batches."""
         return self.memory.method
 
@@ -179,7 +179,7 @@ class Fitting:
         self._gpu = assumed(device.name)[0].gpu
         self._tasks = FileStep(recipe.adapters)
 
-    def __call__(self, method: Method, batch: int | None = None) -> Fit:
+    def __call__(self, method: ParallelConfig, batch: int | None = None) -> Fit:
         """A method with its micro-batches.
 
         Args:
@@ -188,7 +188,7 @@ class Fitting:
         """
         return self._of_tasks(method) if self._recipe.frozen else self._as_many_as_fit(method, batch)
 
-    def _as_many_as_fit(self, method: Method, batch: int | None) -> Fit:
+    def _as_many_as_fit(self, method: ParallelConfig, batch: int | None) -> Fit:
         """Micro-batches of a given number of sequences, as few as the method needs; or of as many as fit (one if none
         does), for `SEQUENCES`.
         """
@@ -206,7 +206,7 @@ class Fitting:
         count = step.method.micro_batches
         return Fit(self._device, step, rows, shown, largest, rows, count, method.data * count * rows)
 
-    def _of_tasks(self, method: Method) -> Fit:
+    def _of_tasks(self, method: ParallelConfig) -> Fit:
         """The tasks' step in the fewest micro-batches that fill a pipeline and fit; if none fit, in the most."""
         fit = cache(partial(self._in_parts, method))
         most = self._tasks.most(method.data)
@@ -216,7 +216,7 @@ class Fitting:
         more = bisect_left(range(low, most), True, key=lambda count: fit(count).fits)
         return fit(low + more)
 
-    def _in_parts(self, method: Method, count: int) -> Fit:
+    def _in_parts(self, method: ParallelConfig, count: int) -> Fit:
         """The tasks' step in a given number of micro-batches."""
         step, own = self._tasks, replace(method, parts=count)
         division = step.divided(method.data, count)
@@ -230,7 +230,7 @@ class Fitting:
         mean = division.rows / division.micro_batches
         return Fit(self._device, found, rows, sequences, largest, mean, division.micro_batches, step.tokens)
 
-    def _step(self, method: Method, recipe: Recipe) -> StepMemory:
+    def _step(self, method: ParallelConfig, recipe: Recipe) -> StepMemory:
         return step_memory(
             self._architecture,
             recipe,

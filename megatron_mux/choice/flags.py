@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron_mux.backbone.registry import FAMILIES, WITH_EXPERTS
 from megatron_mux.base_ops import EXPERT_OPS
 from megatron_mux.fusion.mesh import Mesh
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.method import ParallelConfig
 from megatron_mux.memory.forms.recipe import Precision, Recipe
 from megatron_mux.quantised.scheme import Quantisation
 
@@ -33,7 +33,11 @@ class Command(NamedTuple):
 
 
 def command(
-    method: Method, recipe: Recipe, model_type: str, batch: int, quantisation: Quantisation | None = None
+    method: ParallelConfig,
+    recipe: Recipe,
+    model_type: str,
+    batch: int,
+    quantisation: Quantisation | None = None,
 ) -> Command:
     """The command that runs a method.
 
@@ -53,7 +57,7 @@ def command(
     return Command(trainer_flags(method, recipe, batch), TRAINER, elsewhere, remarks(recipe))
 
 
-def not_by_this_engine(method: Method, recipe: Recipe, model_type: str) -> str | None:
+def not_by_this_engine(method: ParallelConfig, recipe: Recipe, model_type: str) -> str | None:
     """Why `pretrain_mux.py` cannot run it; None if it can."""
     if not recipe.frozen:
         return "full fine-tuning: here the backbone is frozen"
@@ -72,7 +76,7 @@ def not_by_this_engine(method: Method, recipe: Recipe, model_type: str) -> str |
     return None
 
 
-def flags(method: Method, recipe: Recipe) -> list[str]:
+def flags(method: ParallelConfig, recipe: Recipe) -> list[str]:
     """Flags of `pretrain_mux.py`; data parallelism follows from the number of processes."""
     words = _degrees(method)
     if method.expert > 1:
@@ -109,7 +113,7 @@ def remarks(recipe: Recipe) -> list[str]:
     return found
 
 
-def megatron_flags(method: Method, recipe: Recipe, batch: int) -> list[str]:
+def megatron_flags(method: ParallelConfig, recipe: Recipe, batch: int) -> list[str]:
     """Flags of Megatron-LM's training scripts, for a method that this engine cannot run.
 
     Args:
@@ -151,7 +155,7 @@ def megatron_flags(method: Method, recipe: Recipe, batch: int) -> list[str]:
     return words
 
 
-def trainer_flags(method: Method, recipe: Recipe, batch: int) -> list[str]:
+def trainer_flags(method: ParallelConfig, recipe: Recipe, batch: int) -> list[str]:
     """Flags of `transformers.TrainingArguments`, for an optimizer that Megatron-LM does not have.
 
     Args:
@@ -177,7 +181,7 @@ _DTYPES: Mapping[Precision, str] = {"bf16": "bfloat16", "fp16": "float16"}
 _SUMMED_EACH_TIME = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 
 
-def _degrees(method: Method) -> list[str]:
+def _degrees(method: ParallelConfig) -> list[str]:
     words = Mesh(method.tensor, method.pipeline).flags
     if method.sequence_parallel:
         words.append("--sequence-parallel")

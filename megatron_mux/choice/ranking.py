@@ -16,7 +16,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.device import Device, device_of
 from megatron_mux.gpus import known
 from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.method import Method, impossible, methods
+from megatron_mux.memory.forms.method import ParallelConfig, impossible, methods
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.skeleton import read_architecture
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
@@ -121,7 +121,7 @@ def rank(
     kind: str = "cuda",
     profiles: Profiles | None = None,
     tables: Tables | None = None,
-    only: Callable[[Method], bool] = lambda method: True,
+    only: Callable[[ParallelConfig], bool] = lambda method: True,
     told: Told = lambda done, total, best: None,
 ) -> Ranking:
     """Rank every method.
@@ -182,13 +182,15 @@ class _Predicted:
         problems: Why others are missing, by their titles: their tables could not be made.
     """
 
-    def __init__(self, fit: Callable[[Method], Fit], tables: Tables | None, total: int, told: Told) -> None:
+    def __init__(
+        self, fit: Callable[[ParallelConfig], Fit], tables: Tables | None, total: int, told: Told
+    ) -> None:
         self._fit, self._tables, self._total, self._told = fit, tables, total, told
         self._best: Fit | None = None
-        self.fits: dict[Method, Fit] = {}
+        self.fits: dict[ParallelConfig, Fit] = {}
         self.problems: dict[str, str] = {}
 
-    def add(self, method: Method) -> None:
+    def add(self, method: ParallelConfig) -> None:
         """Predict one more."""
         try:
             if self._tables is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from megatron_mux.fusion.device import Device
 from megatron_mux.memory.forms.architecture import Architecture, Unit
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.method import ParallelConfig
 from megatron_mux.memory.forms.phases import StepMemory
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.stages import Stage, on_rank, stages
@@ -50,7 +50,7 @@ class _Passes:
     """Seconds of one rank's work."""
 
     def __init__(
-        self, architecture: Architecture, recipe: Recipe, method: Method, rows: float, device: Device
+        self, architecture: Architecture, recipe: Recipe, method: ParallelConfig, rows: float, device: Device
     ) -> None:
         self._a, self._recipe, self._method, self._device = architecture, recipe, method, device
         self._rows = rows

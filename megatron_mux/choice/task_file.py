@@ -20,7 +20,7 @@ from megatron_mux.fusion.step import Lengths, step_grid
 from megatron_mux.memory.forms.architecture import Architecture, architecture_of
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
-from megatron_mux.quantised.scheme import Method
+from megatron_mux.quantised.scheme import QuantMethod
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec, load_task_file
 
@@ -122,7 +122,7 @@ class TaskFile:
     adapters: tuple[TaskAdapters, ...]
     specs: tuple[TaskSpec, ...]
     shape: BackboneShape
-    quantise: Method | None = None
+    quantise: QuantMethod | None = None
 
     @classmethod
     def read(
@@ -130,7 +130,7 @@ class TaskFile:
         config: Path,
         tasks: Path,
         experts: ExpertFiles = ExpertFiles(),  # noqa: B008  (frozen)
-        quantise: Method | None = None,
+        quantise: QuantMethod | None = None,
     ) -> TaskFile:
         """A task file for the backbone of a config.json, whatever that file is called. No data is read.
 

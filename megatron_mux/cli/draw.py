@@ -189,7 +189,7 @@ def simulated(plan: Plan, file: Path, steps: int) -> list[TimedAction]:
         UserError: The plan has no costs, or is inconsistent.
     """
     from megatron_mux.fusion.check import check_plan
-    from megatron_mux.fusion.graphs.predicted_turns import with_turns
+    from megatron_mux.fusion.predicted_turns import with_turns
     from megatron_mux.fusion.step import bucket_costs, step_template
     from megatron_mux.pipeline.simulate import simulate
 

@@ -35,7 +35,7 @@ from megatron_mux.arguments.parser import Parser, add_path
 from megatron_mux.arguments.values import at_least, model, path, size
 from megatron_mux.errors import UserError, exit_status, to_stderr
 from megatron_mux.hub_cache import shown_model
-from megatron_mux.memory.method_flags import METHODS, settle
+from megatron_mux.memory.method_flags import METHODS, complete
 from megatron_mux.memory.optimizers import DEFAULT, OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ PROGRAM = "megatron-mux estimate"
 def parse(argv: Sequence[str] | None, program: str = PROGRAM) -> argparse.Namespace:
     """Parse and check the command line."""
     arguments = build_parser(program).parse_args(argv)
-    settle(arguments)
+    complete(arguments)
     return arguments
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megatron_mux import __version__
+from megatron_mux.version import __version__
 
 
 class Command(NamedTuple):

@@ -10,7 +10,6 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import megatron_mux
 from megatron_mux.data.tokenised_file import (
     Progress,
     Reading,
@@ -63,7 +62,7 @@ class BackgroundTokenising:
         self.news: list[str] = []
         self.results: Results | None = None
         environment = {key: value for key, value in os.environ.items() if key not in _OF_A_RANK}
-        root = str(Path(megatron_mux.__file__).parents[1])
+        root = str(Path(__file__).parents[2])
         environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment["CUDA_VISIBLE_DEVICES"] = ""
         self._connection, theirs = Pipe()

@@ -15,7 +15,7 @@ from megatron_mux.dry_run.run_spec import Recording, RunSpec, TaskRecords
 from megatron_mux.memory.stream.events import StreamError
 from megatron_mux.memory.stream.extension import Grouping, extended
 from megatron_mux.memory.trace.model import configuration
-from megatron_mux.quantised.scheme import Method
+from megatron_mux.quantised.scheme import QuantMethod
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 
@@ -69,7 +69,7 @@ def deepened(run: RunSpec, rank: int, two: Recording, three: Recording) -> Recor
     return Recording(stream, marks, three.communicators)
 
 
-def read_info(config: Mapping[str, Any], quantise: Method | None = None) -> BackboneInfo:
+def read_info(config: Mapping[str, Any], quantise: QuantMethod | None = None) -> BackboneInfo:
     """A backbone's shape and names, from the contents of its config.json.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from megatron_mux import megatron_core
-from megatron_mux.adapters.kind import blank
+from megatron_mux.adapters.tensors import blank
 from megatron_mux.backbone.model import load_stages
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.dry_run.depth import read_info
@@ -23,8 +23,8 @@ from megatron_mux.dry_run.run_spec import JOINS, STEP, Recording, RunSpec, TaskR
 from megatron_mux.dry_run.stand_ins import LengthsOnlyDataset
 from megatron_mux.dry_run.tracker import StepTracker
 from megatron_mux.engine import Engine, Planning, Task
-from megatron_mux.memory.fake_gpu.place import INPUTS, JOIN, Place
 from megatron_mux.memory.fake_gpu.recorder import Answer, Recorder
+from megatron_mux.memory.fake_gpu.step_position import INPUTS, JOIN, StepPosition
 from megatron_mux.memory.kernel_scratch import scratch_of
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
@@ -106,7 +106,7 @@ def record_steps(
         around: See `execute_dry_run`.
     """
     plan = run.plan
-    place = Place()
+    place = StepPosition()
     scratch = scratch_of if run.device == "cuda" else None
     recorder = Recorder(place, parallel.device.type, 0, answer, scratch)
     watch = StepTracker(place, recorder)
@@ -141,7 +141,7 @@ def record_steps(
         return Recording(recorder.done(), tuple(watch.marks))
 
 
-def _steps(engine: Engine, run: RunSpec, place: Place, watch: StepTracker, around: Around) -> None:
+def _steps(engine: Engine, run: RunSpec, place: StepPosition, watch: StepTracker, around: Around) -> None:
     left = run.steps
     while left:
         place.enter(INPUTS)

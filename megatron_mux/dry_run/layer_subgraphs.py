@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_mux import runtime
-from megatron_mux.adapters.attach import AdapterSet, Host
+from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.host import Host
 from megatron_mux.backbone.checkpoint import NoWeights
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import BackboneInfo

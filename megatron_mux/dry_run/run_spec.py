@@ -13,7 +13,7 @@ from megatron_mux.gpus import Gpu
 from megatron_mux.memory.assumed_routes import Access
 from megatron_mux.memory.stream.events import Stream
 from megatron_mux.memory.trace.case import Precision
-from megatron_mux.quantised.scheme import Method
+from megatron_mux.quantised.scheme import QuantMethod
 
 if TYPE_CHECKING:
     from megatron_mux.backbone.residence import Kind
@@ -106,7 +106,7 @@ class RunSpec:
     expert_tensor: int = 1
     placement: Placement | None = None
     access: Access | None = None
-    quantise: Method | None = None
+    quantise: QuantMethod | None = None
 
     @property
     def itemsize(self) -> int:

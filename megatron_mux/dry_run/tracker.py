@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron_mux.adapters.attach import AdapterSet, Site
+from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.host import Site
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.residence import Layers, Residence
 from megatron_mux.backbone.weights import Reading
 from megatron_mux.dry_run.run_spec import Mark
 from megatron_mux.engine import Engine
 from megatron_mux.liveness import Heartbeat
-from megatron_mux.memory.fake_gpu.place import BACKWARD, FORWARD, LOAD, OPTIMIZER, Place
 from megatron_mux.memory.fake_gpu.recorder import Recorder
+from megatron_mux.memory.fake_gpu.step_position import BACKWARD, FORWARD, LOAD, OPTIMIZER, StepPosition
 from megatron_mux.memory.stream.events import Category
 from megatron_mux.pipeline.action import Action
 from megatron_mux.pipeline.communicate import Communicator, Incoming
@@ -36,7 +37,7 @@ class StepTracker(Heartbeat):
         within: Prefix for the names of actions that are not part of a step.
     """
 
-    def __init__(self, place: Place, recorder: Recorder) -> None:
+    def __init__(self, place: StepPosition, recorder: Recorder) -> None:
         self.marks: list[Mark] = []
         self.within = ""
         self._place = place
@@ -148,7 +149,7 @@ class _Followed(Layers):
     """A pass through layers that reports the current layer."""
 
     def __init__(
-        self, place: Place, first: int, residence: Residence, hidden: Tensor, trained_from: int
+        self, place: StepPosition, first: int, residence: Residence, hidden: Tensor, trained_from: int
     ) -> None:
         super().__init__(residence, hidden, trained_from)
         self._place = place

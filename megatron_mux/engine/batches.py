@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from megatron_mux.batch.balancing import Tally
+from megatron_mux.batch.balancing import RouterLoadAccumulator
 from megatron_mux.batch.host_batch import HostBatch
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.engine.agreement import first_problem
@@ -81,7 +81,7 @@ class StepBatches:
     staging: Staging
     _laid_out: dict[Unit, tuple[MicroBatch, ...]] = field(default_factory=dict, init=False)
     _carries: dict[tuple[int, int], Carry] = field(default_factory=dict, init=False)
-    _tallies: dict[tuple[int, int], Tally] = field(default_factory=dict, init=False)
+    _tallies: dict[tuple[int, int], RouterLoadAccumulator] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._period = len(self.steps[0].grid.sizes)
@@ -133,7 +133,7 @@ class StepBatches:
         """A copy with nothing laid out yet."""
         return replace(self)
 
-    def forget(self, unit: Unit) -> Tally | None:
+    def forget(self, unit: Unit) -> RouterLoadAccumulator | None:
         """Drop a unit that is done; harmless for one that was never laid out.
 
         Returns:

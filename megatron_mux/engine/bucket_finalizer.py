@@ -47,8 +47,8 @@ class BucketFinalizer:
 
     Attributes:
         coefficients: Of each task with a balancing loss.
-        skipped: After `finish`, the buckets whose tasks skipped their optimizer step because some rank ran out of
-            memory.
+        out_of_memory: After `finish`, the buckets whose tasks skipped their optimizer step because some rank ran out
+            of memory.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class BucketFinalizer:
     ) -> None:
         self.tasks = tasks
         self.failed = failed
-        self.skipped: set[int] = set()
+        self.out_of_memory: set[int] = set()
         self.preferences = preferences
         coefficients = {name: task.task.spec.training.router_aux_loss_coef for name, task in tasks.items()}
         self.coefficients = {name: own for name, own in coefficients.items() if own}
@@ -77,7 +77,7 @@ class BucketFinalizer:
         # Read on the host once all steps are launched: until then nothing waits for the device.
         self._tables: list[tuple[int, Tensor]] = []
         self._counts = True
-        self._stopped = torch.zeros(len(tasks), dtype=torch.bool, device=parallel.device)
+        self._skip = torch.zeros(len(tasks), dtype=torch.bool, device=parallel.device)
         rows = torch.tensor([self._order[name] for bucket in buckets for name in bucket.tasks])
         counts = [len(bucket.tasks) for bucket in buckets]
         self._rows = runtime.to_device(rows, parallel.device).split(counts)
@@ -125,7 +125,7 @@ class BucketFinalizer:
 
     def skip_all(self) -> None:
         """Let no task step: a trial leaves adapters and optimizers as they are."""
-        self._stopped.fill_(True)
+        self._skip.fill_(True)
         self._counts = False
 
     def norm(
@@ -210,15 +210,15 @@ class BucketFinalizer:
         if self.parallel.is_last_stage:
             self._tied.receive(names, whole[:, read:])
         rows = self._rows[entry % len(self.buckets)]
-        broken = ~torch.isfinite(whole[:, :columns]).all(dim=1) | (whole[:, _FAILED] > 0)
-        stopped = self._stopped[rows] | broken
+        # Once a task has skipped a step of a burst it skips those after it.
+        skip = self._skip[rows] | ~torch.isfinite(whole[:, :columns]).all(dim=1) | (whole[:, _FAILED] > 0)
         norms = whole[:, _SQUARE].sqrt()
-        self._stopped[rows] = stopped
+        self._skip[rows] = skip
         later, index = divmod(entry, len(self.buckets))
-        self._updates[index].update(self._starts[index], later, norms, stopped)
+        self._updates[index].update(self._starts[index], later, norms, skip)
         for i, name in self._acting[index] if self._counts else ():
             adapter = self.tasks[name].adapter
-            adapter.after_step(self._first[name] + later + 1, stopped[i])
+            adapter.after_step(self._first[name] + later + 1, skip[i])
             adapter.arena.refresh()
         self._tables.append((entry, whole[:, :read]))
         return whole
@@ -236,8 +236,8 @@ class BucketFinalizer:
             for name in self.bucket(entry).tasks:
                 loss, square, failed, *others = islice(values, columns)
                 if failed:
-                    self.skipped.add(bucket)
-                if bucket in self.skipped:
+                    self.out_of_memory.add(bucket)
+                if bucket in self.out_of_memory:
                     continue
                 metrics = self.preferences.metrics(step, name, others[more:])
                 norm, tokens = math.sqrt(square), self.tokens[step][name]
@@ -245,7 +245,7 @@ class BucketFinalizer:
                 if result is not None:
                     results[step][name] = result
         for task in self.tasks.values():
-            task.adapter.settle(task.step)
+            task.adapter.rollback_after(task.step)
         return results
 
     def _result(
@@ -257,7 +257,7 @@ class BucketFinalizer:
         metrics: Mapping[str, float],
         balancing: float = 0.0,
     ) -> StepResult | None:
-        """What one step gave a task; None if the task was stopped in a step before."""
+        """What one step gave a task; None if the task failed in a step before."""
         task = self.tasks[name]
         if task.status == "failed":
             return None

@@ -187,7 +187,7 @@ class TrainingCompute:
         batches = self.batches[action.unit]
         backbone = self.stages[action.stage]
         for batch, scale in scales:
-            self.preferences.settle(self.finalizer.step(action.bucket), batch, scale)
+            self.preferences.set_row_factors(self.finalizer.step(action.bucket), batch, scale)
         trained = self._trained_below(backbone.layers.stop, action.unit)
         gradients: Sequence[Tensor | None] = [None] * len(outputs)
         if gradient is not None and any(trained):

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_mux import runtime
-from megatron_mux.adapters.attach import AdapterSet, Host
+from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.host import Host
 from megatron_mux.backbone.communication import GroupExchange
 from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone

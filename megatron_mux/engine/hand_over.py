@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.attach import AdapterSet
-from megatron_mux.adapters.kind import AdapterTensor
+from megatron_mux.adapters.tensors import AdapterTensor
 from megatron_mux.engine.agreement import out_of_memory_on_every_rank
 from megatron_mux.engine.snapshot import Array, HostCopy, LocalState, stored_parameters
 from megatron_mux.engine.task_state import TaskState

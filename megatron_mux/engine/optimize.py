@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
+from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.arena import Arena
+from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.errors import UserError
 from megatron_mux.optimizers.adamw import AdamW
-from megatron_mux.optimizers.optimizer import Options, Place, Run, Slot, Stored
+from megatron_mux.optimizers.optimizer import Options, ParamGroup, ParamLayout, ParamSlice, Stored
 from megatron_mux.optimizers.registry import OPTIMIZERS
 from megatron_mux.runtime import GRADIENTS_AT_ONCE, Parallel
 from megatron_mux.tasks import TrainingSpec
@@ -60,21 +61,21 @@ class TaskOptimizer:
             )
         self._tensors, self._ranks = adapter.tensors, parallel.tp_size
         self._runs = self.arena.runs(self._alike)
-        runs = [Run(first, last, decay, rate) for first, last, (decay, rate, _) in self._runs]
+        runs = [ParamGroup(first, last, decay, rate) for first, last, (decay, rate, _) in self._runs]
         group = parallel.tp_group if parallel.tp_size > 1 else None
-        place = Place(self.arena.values, self.arena.gradients, runs, self._slots(), group)
+        place = ParamLayout(self.arena.values, self.arena.gradients, runs, self._slots(), group)
         self.kind = kind(place, Options(spec.adam_beta1, spec.adam_beta2, spec.adam_epsilon))
 
     def _alike(self, p: AdapterParameter) -> _Alike:
         return (*self.spec.decay_and_rate(p.key, p.full_shape, p.decay), p.owner)
 
-    def _slots(self) -> list[Slot]:
+    def _slots(self) -> list[ParamSlice]:
         found = []
         for p in self.parameters:
             first, last = self.arena.place(p)
             decay, rate, _ = self._alike(p)
             divided = self._tensors[p.key].dim if self._ranks > 1 else None
-            found.append(Slot(p, tuple(p.value.shape), Run(first, last, decay, rate), divided))
+            found.append(ParamSlice(p, tuple(p.value.shape), ParamGroup(first, last, decay, rate), divided))
         return found
 
     @property

@@ -146,7 +146,7 @@ class Planning:
         if self._left:
             self._left -= steps
 
-    def relieve(self, plan: Plan) -> None:
+    def fall_back_to(self, plan: Plan) -> None:
         """Follow this plan, while its tasks take part, instead of one that ran out of memory; every rank calls it."""
         if self.policy == "auto":
             self._plan = plan

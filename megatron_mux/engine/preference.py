@@ -170,7 +170,7 @@ class PreferenceLosses:
         table = self._policy if batch.training else self._live
         table.index_add_(0, self._places(step, batch), nll.double())
 
-    def settle(self, step: int, batch: MicroBatch, scale: RowScale) -> None:
+    def set_row_factors(self, step: int, batch: MicroBatch, scale: RowScale) -> None:
         """Set the factors of a unit's rows, before its backward pass."""
         own = [entry for name, entry in self._entries[step].items() if name in batch.task_rows]
         with torch.enable_grad():

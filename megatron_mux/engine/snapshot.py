@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.adapters.adapter import AdapterParameter, TaskAdapter
+from megatron_mux.adapters.adapter import TaskAdapter
+from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.optimizers.optimizer import Stored
 from megatron_mux.runtime import Parallel, pinned

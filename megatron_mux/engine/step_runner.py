@@ -167,8 +167,8 @@ class StepRunner:
         self._execute(template, work, plan, timer)
         self.planning.count(len(steps))
         results = work.finalizer.finish()
-        if skipped := work.finalizer.skipped:
-            results[-1] |= self._make_smaller(plan, tasks, skipped, failed.everywhere(), "is repeated")
+        if failed_buckets := work.finalizer.out_of_memory:
+            results[-1] |= self._make_smaller(plan, tasks, failed_buckets, failed.everywhere(), "is repeated")
         return results
 
     def _mismatched(
@@ -233,7 +233,7 @@ class StepRunner:
                 continue
             news = f"{names}: out of memory ({reasons[index]}): the step {verb} {then}"
             self.planning.news.append(news)
-        self.planning.relieve(relieved)
+        self.planning.fall_back_to(relieved)
         return failures
 
     def _execute(self, template: Template, compute: TrainingCompute, plan: Plan, timer: Timer | None) -> None:

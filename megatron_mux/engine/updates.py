@@ -47,14 +47,14 @@ class BucketUpdate(ABC):
         """`[tasks]` fp64, this rank's share of the squared norm of each task's gradient: of its own elements."""
 
     @abstractmethod
-    def update(self, first: Sequence[int], later: int, norms: Tensor, stopped: Tensor) -> None:
+    def update(self, first: Sequence[int], later: int, norms: Tensor, skip: Tensor) -> None:
         """Clip gradients, step, round the values to the compute dtype, and make the gradients zero.
 
         Args:
             first: As in `prepare`.
             later: Which of the steps, from 0.
             norms: `[tasks]` fp64, over all ranks.
-            stopped: `[tasks]` bool, who skips its step.
+            skip: `[tasks]` bool, who skips its step.
         """
 
 
@@ -75,12 +75,12 @@ class LoopUpdate(BucketUpdate):
         squares = [[next(norms).double().square() for _ in own] for own in owned]
         return torch.stack([sum(own, start=nothing) for own in squares])
 
-    def update(self, first: Sequence[int], later: int, norms: Tensor, stopped: Tensor) -> None:
+    def update(self, first: Sequence[int], later: int, norms: Tensor, skip: Tensor) -> None:
         """See `BucketUpdate.update`."""
-        rows = zip(self.optimizers, first, norms, stopped.float(), strict=True)
-        for optimizer, step, norm, skip in rows:
+        rows = zip(self.optimizers, first, norms, skip.float(), strict=True)
+        for optimizer, step, norm, own_skip in rows:
             optimizer.clip(norm)
-            optimizer.step(step + later, skip)
+            optimizer.step(step + later, own_skip)
 
 
 class GroupedUpdate(BucketUpdate):
@@ -118,11 +118,11 @@ class GroupedUpdate(BucketUpdate):
         found: Tensor = self._kernels.squared_norms(self._table)
         return found
 
-    def update(self, first: Sequence[int], later: int, norms: Tensor, stopped: Tensor) -> None:
+    def update(self, first: Sequence[int], later: int, norms: Tensor, skip: Tensor) -> None:
         """See `BucketUpdate.update`."""
         assert self._options is not None
         if self._table is not None:
-            self._kernels.update_(self._table, self._options[later], norms, stopped)
+            self._kernels.update_(self._table, self._options[later], norms, skip)
 
 
 class DryUpdateKernels:
@@ -168,10 +168,10 @@ class MixedUpdate(BucketUpdate):
             norms[places] = update.squared_norms()
         return norms
 
-    def update(self, first: Sequence[int], later: int, norms: Tensor, stopped: Tensor) -> None:
+    def update(self, first: Sequence[int], later: int, norms: Tensor, skip: Tensor) -> None:
         """See `BucketUpdate.update`."""
         for update, rows, places in self._parts:
-            update.update([first[row] for row in rows], later, norms[places], stopped[places])
+            update.update([first[row] for row in rows], later, norms[places], skip[places])
 
 
 def update_of(optimizers: Sequence[TaskOptimizer]) -> BucketUpdate:

@@ -28,7 +28,7 @@ from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner.load import lasting_share, signature_of
 from megatron_mux.fusion.planner.step_memory import is_short
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.method import ParallelConfig
 from megatron_mux.memory.forms.stages import stages
 from megatron_mux.memory.worker import WorkerError
 
@@ -73,11 +73,11 @@ class MethodTables:
         self._file, self._gpu, self._device = file, gpu, device
         self._dtype: Literal["bfloat16", "float32"] = "bfloat16" if precision == "bf16" else "float32"
         self._say = say
-        self._known: dict[Method, TaskMemory | UserError] = {}
+        self._known: dict[ParallelConfig, TaskMemory | UserError] = {}
         self._short = all(is_short(task.length, task.virtual_tokens) for task in file.adapters)
 
     def prepare(
-        self, methods: Sequence[Method], known: Callable[[Method], None] = lambda method: None
+        self, methods: Sequence[ParallelConfig], known: Callable[[ParallelConfig], None] = lambda method: None
     ) -> None:
         """See `choice.engine_step.Tables`; it makes several at a time."""
         together = defaultdict(list)
@@ -88,11 +88,15 @@ class MethodTables:
         for own in together.values():
             own.sort(key=lambda method: method.pipeline)  # those that share most
         count = max(1, min(_AT_ONCE, len(os.sched_getaffinity(0))))
-        free, stopped, done = SimpleQueue[int](), Event(), SimpleQueue[Method | BaseException | None]()
+        free, stopped, done = (
+            SimpleQueue[int](),
+            Event(),
+            SimpleQueue[ParallelConfig | BaseException | None](),
+        )
         waiting = range(1, count)  # one process gives the first answer sooner if no other starts
         free.put(0)
 
-        def make(own: Sequence[Method]) -> None:
+        def make(own: Sequence[ParallelConfig]) -> None:
             number = free.get()
             try:
                 for method in own:
@@ -126,7 +130,7 @@ class MethodTables:
         finally:
             pool.shutdown()
 
-    def __call__(self, method: Method) -> TaskMemory:
+    def __call__(self, method: ParallelConfig) -> TaskMemory:
         """What tables say of a method.
 
         Raises:
@@ -137,7 +141,7 @@ class MethodTables:
             raise found
         return found
 
-    def _of(self, method: Method, worker: int) -> TaskMemory | UserError:
+    def _of(self, method: ParallelConfig, worker: int) -> TaskMemory | UserError:
         """The same, or why they cannot be made; with dry runs in one of several processes."""
         if method not in self._known:
             try:
@@ -147,7 +151,7 @@ class MethodTables:
                 self._known[method] = UserError(f"its memory cannot be predicted: {error}")
         return self._known[method]
 
-    def _from_resident(self, method: Method, worker: int) -> list[Memory]:
+    def _from_resident(self, method: ParallelConfig, worker: int) -> list[Memory]:
         """From tables of resident weights, if the method keeps its weights elsewhere; else nothing, nor for quantised
         weights, of which only those in use are in the backbone's dtype.
         """
@@ -163,7 +167,7 @@ class MethodTables:
         recomputed = method.recompute == "full"
         return [own.elsewhere(share, in_use, recomputed) for own in self._directly(resident, worker)]
 
-    def _directly(self, method: Method, worker: int) -> list[Memory]:
+    def _directly(self, method: ParallelConfig, worker: int) -> list[Memory]:
         architecture, run = self._file.architecture, self._run(method)
         runs = partial(dry_runs, whole=True, worker=kept_worker(worker))
 
@@ -195,7 +199,7 @@ class MethodTables:
             found[column] += lasting_share(spec, self._file.shape, own)
         return found
 
-    def _run(self, method: Method) -> RunSpec:
+    def _run(self, method: ParallelConfig) -> RunSpec:
         where = ("sharded" if method.zero == 3 else "", "offloaded" if method.offload else "")
         file = self._file
         return RunSpec(

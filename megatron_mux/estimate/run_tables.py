@@ -25,7 +25,7 @@ from megatron_mux.fusion.planner.step_memory import are_short
 from megatron_mux.gpus import assumed
 from megatron_mux.memory.forms.method import Recompute
 from megatron_mux.memory.worker import WorkerError
-from megatron_mux.quantised.scheme import Method
+from megatron_mux.quantised.scheme import QuantMethod
 
 Share = Callable[[Callable[[], Memory]], Memory]
 
@@ -49,7 +49,7 @@ class RunTables:
     def __init__(
         self,
         context: PlanningContext,
-        quantise: Method | None,
+        quantise: QuantMethod | None,
         say: Callable[[str], None],
         share: Share = lambda made: made(),
         leads: bool = True,

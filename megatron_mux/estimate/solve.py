@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_mux.estimate.windows import Events, Window, Windows
 from megatron_mux.footprint.content import ATTENTION, COUNTS, Array, Contents
-from megatron_mux.footprint.table import LOSS, OF_TASKS, Lasting, PassTable, StageTable
+from megatron_mux.footprint.table import LOSS, OF_TASKS, PassTable, PersistentBytes, StageTable
 from megatron_mux.kernels.attention.short import LONGEST, pairs_and_padding
 from megatron_mux.memory.stream.events import Category
 
@@ -73,7 +73,7 @@ def stage_table(
     """
     same = layers[0] == layers[1]
     lasting = _lasting(deep)
-    further = Lasting(0.0, *(np.zeros_like(lasting.tasks) for _ in OF_TASKS))
+    further = PersistentBytes(0.0, *(np.zeros_like(lasting.tasks) for _ in OF_TASKS))
     if not same:
         fewer, more = _lasting(shallow), layers[1] - layers[0]
         known = len(fewer.tasks)  # a shallow rehearsal has no signatures that only meet others
@@ -354,7 +354,7 @@ def _attention(total: Array, generator: np.random.Generator) -> Array:
     return np.array(found)
 
 
-def _lasting(windows: Windows) -> Lasting:
+def _lasting(windows: Windows) -> PersistentBytes:
     """What lasts: of the backbone, of a task of each signature; and the most that its update takes besides."""
     groups, cut = windows.rehearsal.groups, windows.rehearsal.cut
     alone = {group[0]: number for number, group in enumerate(groups) if number >= cut and len(group) == 1}
@@ -384,4 +384,4 @@ def _lasting(windows: Windows) -> Lasting:
     joined[0], updated[0] = joined[of_first], updated[of_first]
     everything = windows.lasting(0, len(windows.recording.stream))
     backbone = everything - masks - sum(map(sum, joined)) - sum(updated)
-    return Lasting(backbone, tasks, updating, gradients, optimizer)
+    return PersistentBytes(backbone, tasks, updating, gradients, optimizer)

@@ -23,7 +23,7 @@ from megatron_mux.estimate.windows import Windows
 from megatron_mux.files import cache_directory, write_atomically
 from megatron_mux.footprint.memory import Memory, groups_of
 from megatron_mux.footprint.signature import Signature
-from megatron_mux.footprint.table import OF_TASKS, Group, Lasting, PassTable, StageTable
+from megatron_mux.footprint.table import OF_TASKS, Group, PassTable, PersistentBytes, StageTable
 from megatron_mux.kernels.loss.head import chunk_rows
 from megatron_mux.memory.store import versions
 from megatron_mux.runtime import GRADIENTS_AT_ONCE
@@ -234,7 +234,7 @@ def _assembled(entries: Mapping[Group, Any], singles: Sequence[Group]) -> StageT
     """The table of a stage that was run, from the entries of groups."""
     made = {group: StageTable.of_json(entry) for group, entry in entries.items()}
     lasting, deeper = (
-        Lasting(
+        PersistentBytes(
             min(getattr(made[one], name).backbone for one in singles),
             *(np.array([getattr(getattr(made[one], name), of)[0] for one in singles]) for of in OF_TASKS),
         )
@@ -255,5 +255,5 @@ def _entry(table: StageTable, group: Group) -> Entry:
     ).to_json()
 
 
-def _only(lasting: Lasting, signatures: list[int]) -> Lasting:
-    return Lasting(lasting.backbone, *(getattr(lasting, name)[signatures] for name in OF_TASKS))
+def _only(lasting: PersistentBytes, signatures: list[int]) -> PersistentBytes:
+    return PersistentBytes(lasting.backbone, *(getattr(lasting, name)[signatures] for name in OF_TASKS))

@@ -74,7 +74,7 @@ class PassTable:
 
 
 @dataclass(frozen=True)
-class Lasting:
+class PersistentBytes:
     """Bytes that last from step to step on a stage of `StageTable.layers` layers.
 
     Attributes:
@@ -92,7 +92,7 @@ class Lasting:
 
 
 OF_TASKS = ("tasks", "updating", "gradients", "optimizer")
-"""What `Lasting` has of tasks."""
+"""What `PersistentBytes` has of tasks."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class StageTable:
     """
 
     layers: int
-    lasting: Lasting
-    deeper: Lasting
+    lasting: PersistentBytes
+    deeper: PersistentBytes
     passes: Mapping[Group, PassTable]
 
     def backbone(self, layers: int) -> float:
@@ -169,13 +169,13 @@ class StageTable:
             for own in data["passes"]
         }
         lasting, deeper = (
-            Lasting(own["backbone"], *(_array(own[name]) for name in OF_TASKS))
+            PersistentBytes(own["backbone"], *(_array(own[name]) for name in OF_TASKS))
             for own in (data["lasting"], data["deeper"])
         )
         return cls(data["layers"], lasting, deeper, passes)
 
 
-def _plain(own: PassTable | Lasting) -> dict[str, Any]:
+def _plain(own: PassTable | PersistentBytes) -> dict[str, Any]:
     return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(own).items()}
 
 

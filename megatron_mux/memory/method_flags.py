@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_mux.errors import UserError
-from megatron_mux.gpus import Known, known
+from megatron_mux.gpus import GpuSpec, known
 from megatron_mux.memory.optimizers import DEFAULT
 
 METHODS = ("all", "ours", "trace", "dry-run")
@@ -43,7 +43,7 @@ FLAGS: Mapping[str, Flag] = {
 }
 
 
-def settle(arguments: Namespace) -> None:
+def complete(arguments: Namespace) -> None:
     """Refuse flags that the method does not use, and fill in the defaults of those left out.
 
     Args:
@@ -72,7 +72,7 @@ def settle(arguments: Namespace) -> None:
     checked_gpu(arguments.device, arguments.precision)
 
 
-def checked_gpu(device: str, precision: str) -> Known:
+def checked_gpu(device: str, precision: str) -> GpuSpec:
     """Find a GPU by its name and check that it computes in a precision.
 
     Args:

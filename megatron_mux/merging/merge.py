@@ -24,7 +24,7 @@ from megatron_mux.merging.stored_adapter import PREFIX, StoredAdapter
 from megatron_mux.merging.weights import Change, Changes
 from megatron_mux.merging.whole_rows import replace_modules, replace_rows
 from megatron_mux.model_card import Parent, base_model_name, merged_card
-from megatron_mux.quantised.scheme import Method
+from megatron_mux.quantised.scheme import QuantMethod
 from megatron_mux.tensor_file import TensorInfo
 
 Progress = Callable[[str, int, int], None]
@@ -75,7 +75,7 @@ def merge(
     dtype: torch.dtype | None = None,
     largest: int = 5_000_000_000,
     progress: Progress = lambda name, done, total: None,
-    quantise: Method | None = None,
+    quantise: QuantMethod | None = None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Merged:
     """Write the backbone with the adapter merged into it.

@@ -12,7 +12,7 @@ from megatron_mux.adapters.peft_format import CONFIG, WEIGHTS
 from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info
 from megatron_mux.errors import UserError
 from megatron_mux.files import read_json
-from megatron_mux.quantised.scheme import METHODS, Method
+from megatron_mux.quantised.scheme import METHODS, QuantMethod
 
 _KEY = "backbone_"
 _DIGITS = 16
@@ -52,7 +52,7 @@ class Provenance:
         return {_KEY + name: value for name, value in asdict(self).items() if value}
 
     @property
-    def method(self) -> Method | None:
+    def method(self) -> QuantMethod | None:
         """How the backbone was quantised on load; None: it was not, or that is not known."""
         return next((method for method in METHODS if method == self.quantised), None)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.optimizers.optimizer import Optimizer, Options, Place, Slot, Stored
+from megatron_mux.optimizers.optimizer import Optimizer, Options, ParamLayout, ParamSlice, Stored
 
 _EPSILON = 1e-30
 """Added to squared gradients."""
@@ -39,7 +39,7 @@ class Adafactor(Optimizer):
     splits, by_shape = False, True
     launches, traffic, at_once = 40, 200, _AT_ONCE
 
-    def __init__(self, place: Place, options: Options) -> None:
+    def __init__(self, place: ParamLayout, options: Options) -> None:
         super().__init__(place, options)
         total = sum(math.prod(slot.shape) for slot in place.slots)
         largest = max((math.prod(slot.shape) for slot in place.slots), default=0)
@@ -132,7 +132,7 @@ class Adafactor(Optimizer):
                 found[p.key] = own
         return {slot.parameter.key: found[slot.parameter.key] for slot in self.place.slots}
 
-    def load(self, slot: Slot, full: Mapping[str, Tensor]) -> None:
+    def load(self, slot: ParamSlice, full: Mapping[str, Tensor]) -> None:
         """See `Optimizer.load`."""
         for name, stored in self.state()[slot.parameter.key].items():
             stored.tensor.copy_(stored.slice_of(full[name]))
@@ -150,7 +150,7 @@ class _Stack:
         partial: The state whose mean is over a dimension that ranks divide; empty: none.
     """
 
-    def __init__(self, slots: Sequence[Slot], place: Place) -> None:
+    def __init__(self, slots: Sequence[ParamSlice], place: ParamLayout) -> None:
         self.slots, one = tuple(slots), slots[0]
         self.shape, self.full_shape = one.shape, one.parameter.full_shape
         self.divided, self.run = one.divided, one.run
@@ -175,9 +175,9 @@ class _Stack:
         return torch.stack(tensors, out=self.like(buffer))
 
 
-def _alike(slots: Sequence[Slot]) -> list[list[Slot]]:
+def _alike(slots: Sequence[ParamSlice]) -> list[list[ParamSlice]]:
     """Parameters in groups of at most `_AT_ONCE` values that one operator can step."""
-    groups: dict[tuple[object, ...], list[Slot]] = {}
+    groups: dict[tuple[object, ...], list[ParamSlice]] = {}
     for slot in slots:
         run = slot.run
         key = slot.shape, slot.parameter.full_shape, slot.divided, run.weight_decay, run.rate

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from megatron_mux.optimizers.optimizer import FlatOptimizer, Options, Place
+from megatron_mux.optimizers.optimizer import FlatOptimizer, Options, ParamLayout
 
 
 class AdamW(FlatOptimizer):
@@ -17,7 +17,7 @@ class AdamW(FlatOptimizer):
     state_names = ("exp_avg", "exp_avg_sq")
     launches, traffic, together = 2, 28, True
 
-    def __init__(self, place: Place, options: Options) -> None:
+    def __init__(self, place: ParamLayout, options: Options) -> None:
         super().__init__(place, options)
         self._count = torch.zeros((), device=place.values.device)
 

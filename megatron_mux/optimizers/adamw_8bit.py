@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux.optimizers.blocks import BLOCK, SMALL
-from megatron_mux.optimizers.optimizer import Optimizer, Options, Place, Run, Slot, Stored
+from megatron_mux.optimizers.optimizer import Optimizer, Options, ParamGroup, ParamLayout, ParamSlice, Stored
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALE = "_scale"
@@ -34,7 +34,7 @@ class _Span:
         state: Views of their moments, and of the scales of 8-bit ones, by name.
     """
 
-    run: Run
+    run: ParamGroup
     state: dict[str, Tensor]
 
 
@@ -47,7 +47,7 @@ class AdamW8bit(Optimizer):
     needs = "bitsandbytes"
     launches, traffic, at_once = 11, 50, _AT_ONCE
 
-    def __init__(self, place: Place, options: Options) -> None:
+    def __init__(self, place: ParamLayout, options: Options) -> None:
         super().__init__(place, options)
         from bitsandbytes import functional
 
@@ -66,7 +66,7 @@ class AdamW8bit(Optimizer):
         self._states: dict[str, dict[str, Tensor]] = {}
         self._spans = [span for group in _groups(place.slots) for span in self._allocate(group)]
 
-    def _allocate(self, slots: Sequence[Slot]) -> Iterator[_Span]:
+    def _allocate(self, slots: Sequence[ParamSlice]) -> Iterator[_Span]:
         """Make the states of neighbouring parameters, and yield the spans that a step takes."""
         device, first, run = self.place.values.device, slots[0].run.first, slots[0].run
         count = slots[-1].run.last - first
@@ -107,7 +107,7 @@ class AdamW8bit(Optimizer):
 
     def _step(
         self,
-        run: Run,
+        run: ParamGroup,
         values: Tensor,
         gradient: Tensor,
         state: Mapping[str, Tensor],
@@ -149,7 +149,7 @@ class AdamW8bit(Optimizer):
                     found[p.key][name] = Stored(_each(tensor, slot.shape), p.full_shape, p.dim, p.index)
         return found
 
-    def load(self, slot: Slot, full: Mapping[str, Tensor]) -> None:
+    def load(self, slot: ParamSlice, full: Mapping[str, Tensor]) -> None:
         """See `Optimizer.load`; the same to the bit on as many tensor ranks as before, else rounded to other blocks."""
         p = slot.parameter
         state = self._states[p.key]
@@ -173,14 +173,14 @@ class AdamW8bit(Optimizer):
                 state[name + _SCALE].copy_(found.absmax)
 
 
-def _is_small(slot: Slot) -> bool:
+def _is_small(slot: ParamSlice) -> bool:
     """Whether the library keeps a parameter's moments in fp32."""
     return math.prod(slot.parameter.full_shape) < SMALL
 
 
-def _groups(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+def _groups(slots: Sequence[ParamSlice]) -> Iterator[list[ParamSlice]]:
     """Parameters that lie side by side and can be stepped as one: no block has values of two of them."""
-    group: list[Slot] = []
+    group: list[ParamSlice] = []
     for slot in sorted(slots, key=lambda slot: slot.run.first):
         if group:
             before, own = group[-1], slot.run

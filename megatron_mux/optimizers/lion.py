@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_mux.optimizers.optimizer import FlatOptimizer, Options, Place
+from megatron_mux.optimizers.optimizer import FlatOptimizer, Options, ParamLayout
 
 _AT_ONCE = 1 << 20
 """Values that are stepped together: bounds the buffers."""
@@ -19,7 +19,7 @@ class Lion(FlatOptimizer):
     state_names = ("exp_avg",)
     launches, traffic, at_once = 9, 100, _AT_ONCE
 
-    def __init__(self, place: Place, options: Options) -> None:
+    def __init__(self, place: ParamLayout, options: Options) -> None:
         super().__init__(place, options)
         size = min(_AT_ONCE, place.values.numel())
         self._sign, self._next = (torch.empty_like(place.values[:size]) for _ in range(2))

@@ -29,7 +29,7 @@ class Parameter(Protocol):
         """Copy the part of a full tensor that this rank holds."""
 
 
-class Run(NamedTuple):
+class ParamGroup(NamedTuple):
     """Neighbouring values of the arena that are stepped alike.
 
     Attributes:
@@ -45,7 +45,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
+class ParamSlice:
     """One parameter in the arena.
 
     Attributes:
@@ -57,7 +57,7 @@ class Slot:
 
     parameter: Parameter
     shape: tuple[int, ...]
-    run: Run
+    run: ParamGroup
     divided: int | None = None
 
     def of(self, flat: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Stored(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class ParamLayout:
     """The parameters that an optimizer steps.
 
     Attributes:
@@ -108,8 +108,8 @@ class Place:
 
     values: Tensor
     gradients: Tensor
-    runs: Sequence[Run]
-    slots: Sequence[Slot]
+    runs: Sequence[ParamGroup]
+    slots: Sequence[ParamSlice]
     group: dist.ProcessGroup | None = None
 
 
@@ -148,7 +148,7 @@ class Optimizer(ABC):
     needs: ClassVar[str] = ""
     """The package that it imports; empty: none beside torch."""
 
-    def __init__(self, place: Place, options: Options) -> None:
+    def __init__(self, place: ParamLayout, options: Options) -> None:
         self.place = place
         self.options = options
 
@@ -172,7 +172,7 @@ class Optimizer(ABC):
         """What a save holds, by the parameter's key and by name."""
 
     @abstractmethod
-    def load(self, slot: Slot, full: Mapping[str, Tensor]) -> None:
+    def load(self, slot: ParamSlice, full: Mapping[str, Tensor]) -> None:
         """Restore a parameter's state.
 
         Args:
@@ -189,7 +189,7 @@ class FlatOptimizer(Optimizer):
 
     state_names: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, place: Place, options: Options) -> None:
+    def __init__(self, place: ParamLayout, options: Options) -> None:
         super().__init__(place, options)
         # Now, not in the first step: the task is refused if they do not fit.
         self.flats = {name: torch.zeros_like(place.values) for name in self.state_names}
@@ -209,7 +209,7 @@ class FlatOptimizer(Optimizer):
             }
         return found
 
-    def load(self, slot: Slot, full: Mapping[str, Tensor]) -> None:
+    def load(self, slot: ParamSlice, full: Mapping[str, Tensor]) -> None:
         """See `Optimizer.load`."""
         for name, flat in self.flats.items():
             slot.of(flat).copy_(slot.parameter.slice_of(full[name]))

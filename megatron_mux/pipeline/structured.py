@@ -1,9 +1,9 @@
 """The structured multi-bucket 1F1B template (MuxTune section 3.4.1 and appendix A).
 
 Buckets enter in descending order of their latency on the first stage, the micro-batches of a bucket consecutively. A
-free stage first builds up its `lead`, then runs a backward pass if one is ready, and otherwise launches the next
-forward pass, as eagerly as its memory allows. The order that results from predicted costs is the template: nothing is
-decided while it runs.
+free stage first launches its `warmup_microbatches`, then runs a backward pass if one is ready, and otherwise launches
+the next forward pass, as eagerly as its memory allows. The order that results from predicted costs is the template:
+nothing is decided while it runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TOLERANCE = 1e-9
 """Rounding tolerance when times are compared, relative to the longest pass."""
 
 
-def lead(behind: int) -> int:
+def warmup_microbatches(behind: int) -> int:
     """Number of units a stage launches before it looks for a backward pass.
 
     This is twice what fills the later stages when every pass takes exactly its predicted time. 1F1B keeps only that
@@ -108,7 +108,7 @@ class StructuredRun:
         self.last = stages - 1
         self.ranks = stages // virtual
         self.own = [range(rank, stages, self.ranks) for rank in range(self.ranks)]
-        self.leads = [lead(self.last - stage) for stage in range(stages)]
+        self.leads = [warmup_microbatches(self.last - stage) for stage in range(stages)]
         self.limit = memory_limit
         self.buckets = buckets
         self.sizes = sizes
@@ -180,7 +180,7 @@ class StructuredRun:
                 self._next(rank, now)
 
     def _next(self, rank: int, now: float) -> None:
-        """Begin the next pass of a free rank: a forward that builds its lead, else a backward, else any forward."""
+        """Begin the next pass of a free rank: one of its warm-up, else a backward, else any forward."""
         by = now + self.tolerance
         own = self.own[rank]
         for stage in own:

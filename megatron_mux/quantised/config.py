@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from megatron_mux.errors import UserError
-from megatron_mux.quantised.scheme import Method, Quantisation
+from megatron_mux.quantised.scheme import Quantisation, QuantMethod
 
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
-_TORCHAO: dict[str, Method] = {"Int8WeightOnlyConfig": "int8", "Float8WeightOnlyConfig": "fp8"}
+_TORCHAO: dict[str, QuantMethod] = {"Int8WeightOnlyConfig": "int8", "Float8WeightOnlyConfig": "fp8"}
 
 
 def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
@@ -93,7 +93,7 @@ def _compressed_tensors(section: Mapping[str, Any]) -> Quantisation:
         if section.get(other):
             _refuse(other, section[other], "none")
     weights, field = group.get("weights") or {}, f"config_groups.{name}.weights"
-    methods: dict[tuple[Any, Any], Method] = {("int", 8): "int8", ("float", 8): "fp8"}
+    methods: dict[tuple[Any, Any], QuantMethod] = {("int", 8): "int8", ("float", 8): "fp8"}
     method = methods.get((weights.get("type", "int"), weights.get("num_bits")))
     if method is None:
         _refuse(field, dict(weights), "type int or float with num_bits 8")

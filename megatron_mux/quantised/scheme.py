@@ -14,13 +14,13 @@ from megatron_mux.quantised.eight_bit import EightBitMatrix
 from megatron_mux.quantised.matrix import QuantisedMatrix
 from megatron_mux.quantised.nf4 import BLOCK, NESTED_BLOCK, Nf4Matrix
 
-Method = Literal["nf4", "int8", "fp8"]
-METHODS: tuple[Method, ...] = ("nf4", "int8", "fp8")
+QuantMethod = Literal["nf4", "int8", "fp8"]
+METHODS: tuple[QuantMethod, ...] = ("nf4", "int8", "fp8")
 
 Origin = Literal["made on load", "bitsandbytes", "compressed-tensors", "torchao", "fp8"]
 """`made on load`, or the `quant_method` of the checkpoint."""
 
-_NAMES: dict[Method, str] = {"nf4": "NF4", "int8": "INT8", "fp8": "FP8"}
+_NAMES: dict[QuantMethod, str] = {"nf4": "NF4", "int8": "INT8", "fp8": "FP8"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Quantisation:
         packed: Whether the checkpoint has four 8-bit codes in each word, 128 added to them.
     """
 
-    method: Method
+    method: QuantMethod
     origin: Origin = "made on load"
     double: bool = True
     block: tuple[int, int] = (1, 0)
@@ -147,7 +147,7 @@ class Quantisation:
         return 4 * 16 + (8 * blocks + 4 * 256) * self.double
 
 
-def agree(stored: Quantisation | None, wanted: Method | None, where: str) -> Quantisation | None:
+def agree(stored: Quantisation | None, wanted: QuantMethod | None, where: str) -> Quantisation | None:
     """The quantisation of a backbone, from that of its checkpoint and from what a user asks for.
 
     Args:

@@ -8,10 +8,10 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from megatron_mux.errors import UserError
+from megatron_mux.split.admission import AdmissionController
 from megatron_mux.split.agreement import Proposal
 from megatron_mux.split.dispatcher import Dispatcher, Outcome, Work
 from megatron_mux.split.pieces import Piece
-from megatron_mux.split.room import Room
 from megatron_mux.split.session_compute import Bodies
 from megatron_mux.split.session_memory import PROFILED_PASSES, Memory
 from megatron_mux.split.store import SessionStore
@@ -34,7 +34,7 @@ class Background:
 
 
 class Attachments:
-    """What sessions have on the body: an adapter, a reservation of what lasts, and a place in `Room`.
+    """What sessions have on the body: an adapter, a reservation of what lasts, and what `AdmissionController` promised.
 
     A session gets all of it or nothing, whenever its client's connection breaks.
 
@@ -64,7 +64,9 @@ class Attachments:
         self._swapping = swapping
         self._background = background
         self._log = log
-        self._room = Room(dispatcher.scheduler.capacity, swapping is None, bodies.own_parameters, share)
+        self._room = AdmissionController(
+            dispatcher.scheduler.capacity, swapping is None, bodies.own_parameters, share
+        )
 
     async def attach(
         self, name: str, identity: str, proposal: Proposal, layers: range, need: Memory

@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import TaskAdapter
-from megatron_mux.adapters.attach import AdapterSet, Host
-from megatron_mux.adapters.kind import AdapterSpec, blank
+from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.host import Host
+from megatron_mux.adapters.kind import AdapterSpec
+from megatron_mux.adapters.tensors import blank
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.batch.pack import PackedSequence, pack
@@ -296,13 +298,13 @@ class Body:
         if skip:
             member.optimizer.zero()
             return
-        stopped = torch.zeros(1, dtype=torch.bool, device=device)
+        no_skip = torch.zeros(1, dtype=torch.bool, device=device)
         member.update.prepare([step], 1)
-        member.update.update([step], 0, torch.tensor([norm], dtype=torch.float64, device=device), stopped)
+        member.update.update([step], 0, torch.tensor([norm], dtype=torch.float64, device=device), no_skip)
         if member.spec.acts_after_steps:
-            member.adapter.after_step(step + 1, stopped[0])
+            member.adapter.after_step(step + 1, no_skip[0])
             member.adapter.arena.refresh()
-        member.adapter.settle(step + 1)
+        member.adapter.rollback_after(step + 1)
 
     def zero(self, name: str) -> None:
         """Forget a session's gradients."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_mux.adapters.attach import Host
+from megatron_mux.adapters.host import Host
 from megatron_mux.backbone.checkpoint import NoWeights
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import BackboneInfo, info_without_weights

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -39,8 +39,9 @@ from megatron_mux.split.agreement import NAMING_MODULES, NARROWING, Proposal, pr
 from megatron_mux.split.backbone import SplitBackbone, load_ends
 from megatron_mux.split.body_share import body_share
 from megatron_mux.split.client_files import read_client_info
+from megatron_mux.split.client_options import ClientOptions
 from megatron_mux.split.engine import SplitEngine
-from megatron_mux.split.link import LOST, Link
+from megatron_mux.split.link import LOST, ServerConnection
 from megatron_mux.split.remote import Privacy, RemoteBody
 from megatron_mux.split.request_sizes import request_sizes
 from megatron_mux.split.run_privacy import privacy_of_run
@@ -50,9 +51,6 @@ from megatron_mux.tasks import TaskSpec
 from megatron_mux.training.loop import Loop
 from megatron_mux.training.signals import stop_on_signals
 from megatron_mux.training.task_setup import merge_saved, open_tasks
-
-if TYPE_CHECKING:
-    from megatron_mux.split.trainer import SplitTrainer
 
 _SAVES_TO_RETURN_TO = 3
 """The server keeps its part of so many of the client's newest saves."""
@@ -77,7 +75,7 @@ class ClientRun:
         privacy: Protects what is sent.
     """
 
-    options: SplitTrainer
+    options: ClientOptions
     info: BackboneInfo
     task: Task
     files: DataFiles
@@ -87,7 +85,7 @@ class ClientRun:
     privacy: Privacy | None = None
 
     @classmethod
-    def open(cls, options: SplitTrainer, spec: TaskSpec, say: Say) -> ClientRun:
+    def open(cls, options: ClientOptions, spec: TaskSpec, say: Say) -> ClientRun:
         """Read and check everything; nothing is written but the directory to save to.
 
         Raises:
@@ -186,7 +184,7 @@ class ClientRun:
 
     # -- joining
 
-    def _link(self, step: int, say: Say) -> Link:
+    def _link(self, step: int, say: Say) -> ServerConnection:
         connect = self.options.connect or self._connect
         start = self.task.spec.adapter.adapter_name_or_path
         if start is not None and self.task.initial is None and not step:
@@ -195,7 +193,7 @@ class ClientRun:
         uploads = self.task.initial is not None and not step
         changes = {"step": step, "incarnation": secrets.token_hex(16), "uploads": uploads}
         proposal = self.proposal.model_copy(update=changes)
-        return Link(connect(say), proposal, self.front.shape, self.options.tally)
+        return ServerConnection(connect(say), proposal, self.front.shape, self.options.tally)
 
     def _connect(self, say: Say) -> Any:
         from megatron_mux.split.transport import Transport  # imports grpc
@@ -206,7 +204,9 @@ class ClientRun:
             tls = replace(tls, server_name=tls.server_name or name)
         return Transport(server, tls, Limits(), say=say)
 
-    def _join(self, source: Path | None, manifest: Manifest | None, say: Say) -> tuple[Link, Manifest | None]:
+    def _join(
+        self, source: Path | None, manifest: Manifest | None, say: Say
+    ) -> tuple[ServerConnection, Manifest | None]:
         """Join at the newest save that the server has its part of; returns that save, None for the beginning.
 
         Raises:
@@ -243,7 +243,9 @@ class ClientRun:
 
     # -- training
 
-    def _train(self, link: Link, load: Path | None, manifest: Manifest | None, reporter: Reporter) -> None:
+    def _train(
+        self, link: ServerConnection, load: Path | None, manifest: Manifest | None, reporter: Reporter
+    ) -> None:
         options = self.options
         interval, keep = self._saves()
         layers = self.proposal.body(self.info.shape)
@@ -296,7 +298,7 @@ class ClientRun:
                     return steps
         return []
 
-    def _leave(self, link: Link, entry: SavedTask, say: Say) -> None:
+    def _leave(self, link: ServerConnection, entry: SavedTask, say: Say) -> None:
         """Tell the server that the client leaves; by then everything is saved."""
         try:
             link.leave(entry.status == "finished")
@@ -307,7 +309,7 @@ class ClientRun:
 
 
 def _newest(
-    options: SplitTrainer, info: BackboneInfo, name: str, say: Say
+    options: ClientOptions, info: BackboneInfo, name: str, say: Say
 ) -> tuple[Path | None, Manifest | None]:
     """The newest save of the run, or of the one that it continues, and its directory."""
     for directory in dict.fromkeys((options.save, options.load)):
@@ -349,7 +351,7 @@ def _adapter_of(spec: TaskSpec, shape: BackboneShape) -> dict[str, Any]:
     return adapter
 
 
-def _propose(options: SplitTrainer, info: BackboneInfo, task: Task, source: Path | None) -> Proposal:
+def _propose(options: ClientOptions, info: BackboneInfo, task: Task, source: Path | None) -> Proposal:
     spec, sizes = task.spec, request_sizes(task)
     return Proposal(
         task=spec.name,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_mux.adapters.kind import blank
+from megatron_mux.adapters.tensors import blank
 from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.engine.snapshot import HostCopy, HostMemory, LocalState
 from megatron_mux.engine.updates import BucketUpdate, update_of
@@ -42,10 +42,10 @@ class RemoteUpdate(BucketUpdate):
         """See `BucketUpdate.squared_norms`; of both ends."""
         return self._local.squared_norms() + self._remote.squared_norm
 
-    def update(self, first: Sequence[int], later: int, norms: Tensor, stopped: Tensor) -> None:
+    def update(self, first: Sequence[int], later: int, norms: Tensor, skip: Tensor) -> None:
         """See `BucketUpdate.update`; the server learns of it with the next request."""
-        self._local.update(first, later, norms, stopped)
-        self._remote.settle(first[0] + later, float(norms[0]), bool(stopped[0]))
+        self._local.update(first, later, norms, skip)
+        self._remote.finish_step(first[0] + later, float(norms[0]), bool(skip[0]))
 
 
 class SplitEngine(Engine):

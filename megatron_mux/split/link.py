@@ -52,7 +52,7 @@ class ClientTransport(Protocol):
 
 
 @dataclass
-class Tally:
+class RequestTotals:
     """Seconds that the client has waited for the server, and what they went to.
 
     Attributes:
@@ -79,7 +79,7 @@ class _NewSessionError(Exception):
     """The server goes on in a new session, which stands where the client does."""
 
 
-class Link:
+class ServerConnection:
     """A client's session with a server.
 
     Args:
@@ -99,12 +99,12 @@ class Link:
         transport: ClientTransport,
         proposal: Proposal,
         shape: BackboneShape,
-        tally: Tally | None = None,
+        tally: RequestTotals | None = None,
     ) -> None:
         self.proposal = proposal
         self.step = proposal.step
         self.wire = Dtype[proposal.wire.upper()]
-        self.tally = tally or Tally()
+        self.tally = tally or RequestTotals()
         self._transport = transport
         self._shape = shape
         self._operation = 0

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_mux.memory.fake_gpu.place import Place
 from megatron_mux.memory.fake_gpu.recorder import Recorder
+from megatron_mux.memory.fake_gpu.step_position import StepPosition
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def _measure(device: torch.device, compute: Callable[[], object]) -> Peak:
         )
         del result  # until here: what it holds counts
         return found
-    with Recorder(Place(), device.type, 0, late=True) as recorder:
+    with Recorder(StepPosition(), device.type, 0, late=True) as recorder:
         return recorded(recorder, 1, compute)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.errors import UserError
-from megatron_mux.split.link import Link, number
+from megatron_mux.split.link import ServerConnection, number
 from megatron_mux.split.wire import Dtype, Flags, Kind
 
 _SENT_AS = {
@@ -66,7 +66,7 @@ class RemoteBody:
     """
 
     def __init__(
-        self, link: Link, trained: bool, device: torch.device, privacy: Privacy | None = None
+        self, link: ServerConnection, trained: bool, device: torch.device, privacy: Privacy | None = None
     ) -> None:
         self.link = link
         self.privacy = privacy
@@ -107,8 +107,8 @@ class RemoteBody:
         self._left = deque(passes)
         self.squared_norm = 0.0
 
-    def settle(self, step: int, norm: float, skip: bool) -> None:
-        """End an optimizer step; see `Link.decide`."""
+    def finish_step(self, step: int, norm: float, skip: bool) -> None:
+        """End an optimizer step; see `ServerConnection.decide`."""
         self._left.popleft()
         self._passes = {True: 0, False: 0}
         self.squared_norm = 0.0

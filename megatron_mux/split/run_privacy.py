@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from megatron_mux.data.section import DataSource
 from megatron_mux.data.sources.locate import files_of
 from megatron_mux.engine import Task
 from megatron_mux.split.accountant import Releases
+from megatron_mux.split.client_options import ClientOptions
 from megatron_mux.split.noise import Noise, read_secret
 from megatron_mux.split.noise import Privacy as PrivacySection
 from megatron_mux.split.remote import Privacy
 from megatron_mux.split.request_sizes import choices_scored
 
-if TYPE_CHECKING:
-    from megatron_mux.split.trainer import SplitTrainer
-
 Say = Callable[[str], None]
 
 
-def privacy_of_run(options: SplitTrainer, task: Task, say: Say) -> Privacy | None:
+def privacy_of_run(options: ClientOptions, task: Task, say: Say) -> Privacy | None:
     """Make what protects a client's tensors, from a section of clipping norms and noise.
 
     The secret that noise is made from stays beside the client's saves, so that a run that is continued sends the same.

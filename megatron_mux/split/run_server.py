@@ -33,7 +33,6 @@ from megatron_mux.split.live import sessions_table
 from megatron_mux.split.metrics import Metrics, make_logger
 from megatron_mux.split.ranks import IDLE_MINUTES, LeadingBody, StagedBody, follow, watched
 from megatron_mux.split.scheduler import Scheduler, SchedulerOptions
-from megatron_mux.split.server import PROGRAM
 from megatron_mux.split.service import SHARE, ServerTls, Service
 from megatron_mux.split.serving import ServingOptions, SplitServer
 from megatron_mux.split.session_compute import Bodies
@@ -43,26 +42,30 @@ from megatron_mux.split.store import SessionStore
 _MIB = 1 << 20
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace, program: str) -> None:
     """Serve until SIGTERM or SIGINT.
+
+    Args:
+        arguments: Those of `server.build_parser`.
+        program: Its name in messages.
 
     Raises:
         UserError: The input is wrong, or another server writes into `--save`.
     """
     if os.environ.get("RANK", "0") != "0":
-        _run(arguments)
+        _run(arguments, program)
         return
     with DirectoryLock(
         arguments.save, break_lock=arguments.break_lock, say=partial(print, flush=True)
     ) as lock:
         lock.record(backbone=str(arguments.backbone.resolve()))
         try:
-            _run(arguments, lock.check)
+            _run(arguments, program, lock.check)
         finally:
             end_worker()  # nobody waits for a prediction any more
 
 
-def _run(arguments: argparse.Namespace, check: Callable[[], None] = lambda: None) -> None:
+def _run(arguments: argparse.Namespace, program: str, check: Callable[[], None] = lambda: None) -> None:
     """`run`; `check` raises if rank 0 has lost the lock on `--save`."""
     info = read_backbone_info(arguments.backbone)
     info.shape.refuse("The split server", "quantisation")
@@ -89,7 +92,7 @@ def _run(arguments: argparse.Namespace, check: Callable[[], None] = lambda: None
         raise UserError(
             f"{parallel.world_size} processes were started for a body on {tensor * pipeline}: use {needed}"
         )
-    with watched(parallel, PROGRAM) as parallel:
+    with watched(parallel, program) as parallel:
         if not parallel.rank:
             prepare(prediction_worker())
         backbone = _load(arguments, parallel, layers, info.shape.layers)

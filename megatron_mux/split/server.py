@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
             from megatron_mux.split.run_server import run
 
             cleanup.callback(shutdown)
-            run(arguments)
+            run(arguments, program or PROGRAM)
         except UserError as error:
             tell(error, program or PROGRAM)  # before the groups are left: see `tell`
             return 2

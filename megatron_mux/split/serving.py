@@ -14,6 +14,7 @@ from weakref import WeakSet, WeakValueDictionary
 from pydantic import ValidationError
 
 from megatron_mux.shape import BackboneShape
+from megatron_mux.split.admission import examine
 from megatron_mux.split.agreement import Proposal, Terms
 from megatron_mux.split.attachments import Attachments, Background
 from megatron_mux.split.dispatcher import Dispatcher
@@ -21,7 +22,6 @@ from megatron_mux.split.metrics import Metrics, SessionFigures
 from megatron_mux.split.policies import PolicyName
 from megatron_mux.split.rate_limits import RateLimit
 from megatron_mux.split.requests import SessionRequests
-from megatron_mux.split.room import examine
 from megatron_mux.split.service import Incoming, Send
 from megatron_mux.split.session import Session
 from megatron_mux.split.session_compute import Bodies

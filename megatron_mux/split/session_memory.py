@@ -78,7 +78,7 @@ class Memory:
         return {f"{name}_bytes": value for name, value in asdict(self).items() if name != "rows"}
 
 
-def heaviest_lengths(longest: int, device: str) -> list[int]:
+def worst_case_lengths(longest: int, device: str) -> list[int]:
     """The lengths, up to the longest, of which a row needs most: one of them does.
 
     A GPU computes all lengths alike. A CPU keeps the weights of all pairs of a short sequence's tokens, and pads it.
@@ -144,7 +144,7 @@ def profile(body: Body, name: str, proposal: Proposal, layers: range, smaller: b
         """Where the line through both meets a request without rows."""
         return max(0, (little * most - large * few) // (most - few)) if most > few else 0
 
-    lengths = [longest] if prefixed else heaviest_lengths(longest, backbone.device.type)
+    lengths = [longest] if prefixed else worst_case_lengths(longest, backbone.device.type)
     forward, graph, backward, lasting = map(max, zip(*(measured(most, one) for one in lengths), strict=True))
     hidden = most * backbone.shape.hidden * backbone.dtype.itemsize
     memory = Memory(most, forward, graph, backward, hidden, lasting)

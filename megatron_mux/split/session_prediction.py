@@ -163,8 +163,8 @@ def _measured(place: BodyPlace, proposal: Proposal, stage: int, layers: range, p
     """Memory of a rank that has these layers of the body and no others; without passes, only what lasts."""
     from megatron_mux.dry_run.fake_world import fake_rank
     from megatron_mux.dry_run.real_host import read_fake_value
-    from megatron_mux.memory.fake_gpu.place import Place
     from megatron_mux.memory.fake_gpu.recorder import Recorder
+    from megatron_mux.memory.fake_gpu.step_position import StepPosition
     from megatron_mux.memory.kernel_scratch import scratch_of
     from megatron_mux.split.ranks import StagedBody
 
@@ -172,7 +172,7 @@ def _measured(place: BodyPlace, proposal: Proposal, stage: int, layers: range, p
     world, rank = place.tensor * pipeline, stage * place.tensor
     on_gpu = place.device == "cuda"
     with fake_rank(rank, world, place.device, place.gpu, place.tensor, pipeline) as (parallel, _):
-        recorder = Recorder(Place(), place.device, 0, read_fake_value, scratch_of if on_gpu else None)
+        recorder = Recorder(StepPosition(), place.device, 0, read_fake_value, scratch_of if on_gpu else None)
         with recorder:
             backbone = Backbone(
                 place.info, parallel, layers, place.dtype, "none", "resident", NoWeights(), ends=False

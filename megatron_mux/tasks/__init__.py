@@ -1,6 +1,6 @@
 """Tasks: the validated content of `tasks.yaml`, one PEFT job each.
 
-A file can be checked before anything heavy is loaded: importing this room loads torch, but neither transformers nor
+A file can be checked before anything heavy is loaded: importing this package loads torch, but neither transformers nor
 Megatron-Core.
 """
 

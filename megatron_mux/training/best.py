@@ -14,7 +14,7 @@ from megatron_mux.tasks import TaskSpec, TrainingSpec
 
 
 @dataclass
-class Judge:
+class BestCheckpointTracker:
     """Judges evaluations; the same on every rank, since every rank has the same figures.
 
     Attributes:

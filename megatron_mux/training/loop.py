@@ -21,7 +21,7 @@ from megatron_mux.fusion.plan import Plan
 from megatron_mux.hub_cache import model_id
 from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel
-from megatron_mux.training.best import Judge
+from megatron_mux.training.best import BestCheckpointTracker
 from megatron_mux.training.eval_setup import accuracy_measured
 from megatron_mux.training.exits import Exits
 from megatron_mux.training.expert_watch import ExpertWatch
@@ -95,7 +95,7 @@ class Loop:
                 self.engine.backbone.info.shape.quantisation,
                 self.lock,
             )
-        self._judge = Judge(self.registry.entries, self.reporter.say)
+        self._judge = BestCheckpointTracker(self.registry.entries, self.reporter.say)
         self._is_frozen = False
         self._step_loop = StepLoop(self.arguments.mux_rolling, self.arguments.mux_watch is not None)
         self._exits = Exits(

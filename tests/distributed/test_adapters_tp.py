@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.adapters.attach import AdapterSet, Host
+from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.host import Host
 from megatron_mux.runtime import Parallel
 from tests.unit.adapters.toy import Toy, adapter_tensors, assemble, make_batch, mixture, noise, sizes
 

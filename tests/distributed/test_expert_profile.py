@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_mux.backbone.experts.exchange import dispatch
-from megatron_mux.backbone.experts.pairs import Pairs
+from megatron_mux.backbone.experts.permutation import ExpertPermutation
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.batch.micro_batch import activate
 from megatron_mux.fusion.even_experts import ExpertShares
@@ -64,7 +64,9 @@ def test_ranks_compute_and_send_what_a_roofline_counts(
         x = torch.zeros(len(routes.experts), backbone.shape.hidden)
         received = dispatch(x, routes, layer.slots(len(x)), sent, layer.anchor)
     assert sum(sent.outgoing) == len(given.x)
-    real = Pairs.of(received.experts, received.slots, layer.places, len(layer.held), received.pairs)
+    real = ExpertPermutation.of(
+        received.experts, received.slots, layer.places, len(layer.held), received.pairs
+    )
     sources = parallel.experts.size * expert_tensor
     assert len(real.rows) == pytest.approx(len(pairs.rows), abs=2 * len(layer.held) * sources)
 

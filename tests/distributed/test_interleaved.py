@@ -15,7 +15,7 @@ from megatron_mux.backbone.residence import Kind
 from megatron_mux.engine import Engine
 from megatron_mux.fusion.graphs.launch_order import decode
 from megatron_mux.pipeline.action import TimedAction
-from megatron_mux.quantised.scheme import Method
+from megatron_mux.quantised.scheme import QuantMethod
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.message_log import logged
@@ -47,7 +47,7 @@ def train(
     kind: Kind,
     recompute: Recompute,
     interleaved: bool,
-    quantise: Method | None,
+    quantise: QuantMethod | None,
 ) -> Trained:
     """Losses of two steps, and this rank's part of the adapters after them."""
     cases = cases_of("llama", 96)
@@ -85,7 +85,7 @@ def test_in_turns_as_one_after_another(
     layout: Layout,
     kind: Kind,
     recompute: Recompute,
-    quantise: Method | None,
+    quantise: QuantMethod | None,
 ) -> None:
     path, parallel = path_of(layout), joined(layout.tensor, layout.pipeline, layout.sequence_parallel)
     losses, adapters = train(path, parallel, layout, kind, recompute, False, quantise)

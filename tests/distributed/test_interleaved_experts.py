@@ -18,12 +18,12 @@ from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.expert_shape import Placement
-from megatron_mux.fusion.expert_managers import with_managers
 from megatron_mux.fusion.graphs.launch_order import LaunchOrder, PieceCost, encode, kahn
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
-from megatron_mux.fusion.planner.frozen import Frozen
-from megatron_mux.fusion.planner.messages import Layout as Ways
+from megatron_mux.fusion.planner.backbone_time import BackboneTimeModel
+from megatron_mux.fusion.planner.messages import LayerParallelism as Ways
 from megatron_mux.fusion.planner.messages import Messages
+from megatron_mux.fusion.profiler.expert_managers import with_managers
 from megatron_mux.fusion.profiler.layer_operators import ORDER
 from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.runtime import Parallel
@@ -81,9 +81,9 @@ def planned_pieces(path: Path, layout: Layout, starts: Sequence[int]) -> list[tu
     about = {"device": "made-up", "kind": "cpu", "threads": 1, "expert_parallel": layout.expert}
     profile = roofline(shape, {**about, "expert_tensor": 1}, 4, layout.tensor, most_tokens=64)
     stages = [range(*ends) for ends in pairwise([*starts, shape.layers])]
-    frozen = Frozen(profile, shape, stages)
+    frozen = BackboneTimeModel(profile, shape, stages)
     if layout.managers:
-        frozen = Frozen(with_managers(profile, shape, layout.managers), shape, stages)
+        frozen = BackboneTimeModel(with_managers(profile, shape, layout.managers), shape, stages)
     exchanges = layout.expert > 1 or layout.managers > 0
     ways = Ways(layout.tensor > 1, layout.tensor > 1, exchanges, layout.recompute == "full")
     nothing = np.zeros((1, 2, len(ORDER)))

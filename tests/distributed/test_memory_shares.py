@@ -15,7 +15,7 @@ from megatron_mux.backbone.registry import read_shape
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.engine import Engine
 from megatron_mux.memory.forms.architecture import Architecture, architecture_of
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.method import ParallelConfig
 from megatron_mux.memory.forms.stages import Stage, stages
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.runtime import Parallel
@@ -24,11 +24,11 @@ from tests.distributed.test_engine_layouts import cases_of
 from tests.weight_units import bytes_of
 
 LAYOUTS = {
-    "DP4": Method(data=4),
-    "DP2+TP2": Method(data=2, tensor=2),
-    "SP4": Method(tensor=4, sequence_parallel=True),
-    "TP2+PP2": Method(tensor=2, pipeline=2),
-    "PP4": Method(pipeline=4),
+    "DP4": ParallelConfig(data=4),
+    "DP2+TP2": ParallelConfig(data=2, tensor=2),
+    "SP4": ParallelConfig(tensor=4, sequence_parallel=True),
+    "TP2+PP2": ParallelConfig(tensor=2, pipeline=2),
+    "PP4": ParallelConfig(pipeline=4),
 }
 
 
@@ -54,14 +54,14 @@ def _assert_equal(found: float, wanted: float, slack: float) -> None:
 
 
 def _loaded(
-    path: Path, joined: Callable[..., Parallel], method: Method, kind: Kind = "resident"
+    path: Path, joined: Callable[..., Parallel], method: ParallelConfig, kind: Kind = "resident"
 ) -> tuple[Backbone, Parallel]:
     parallel = joined(method.tensor, method.pipeline, method.sequence_parallel)
     (backbone,) = load_stages(path, parallel, torch.float32, residence=kind)
     return backbone, parallel
 
 
-def _stage(architecture: Architecture, method: Method, parallel: Parallel) -> Stage:
+def _stage(architecture: Architecture, method: ParallelConfig, parallel: Parallel) -> Stage:
     return stages(architecture, method)[parallel.pp_rank]
 
 
@@ -76,7 +76,7 @@ def test_weights(name: str, path: Path, architecture: Architecture, joined: Call
 
 
 def test_shares_of_weights(path: Path, architecture: Architecture, joined: Callable[..., Parallel]) -> None:
-    method = Method(data=2, tensor=2, zero=3)
+    method = ParallelConfig(data=2, tensor=2, zero=3)
     backbone, parallel = _loaded(path, joined, method, "sharded")
     units = backbone.residence.units
     shares = sum(bytes_of(unit).share.nbytes for unit in units.values())

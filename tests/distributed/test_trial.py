@@ -127,7 +127,7 @@ def test_one_rank_with_less_memory_makes_the_plan_smaller_for_all(
         problems.append("nothing ran out of memory")
     # From the beginning with the plan that fits, on ranks with memory enough.
     given = Planning(policy, own.pipeline)
-    given.relieve(plan)
+    given.fall_back_to(plan)
     wanted = Run(parallel, path, own, given).go()
     if small.results != wanted.results:
         problems.append(f"{small.results} for {wanted.results}")

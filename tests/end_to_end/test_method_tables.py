@@ -18,7 +18,7 @@ from megatron_mux.estimate.method_tables import MethodTables
 from megatron_mux.footprint.table import LOSS
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.gpus import known
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.method import ParallelConfig
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.tasks import TaskSpec
 from tests.end_to_end.memory_configs import CONFIGS
@@ -39,11 +39,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "feedforward_modules": ["down_proj"],
     },
 }
-CASES: dict[str, tuple[tuple[str, ...], Method]] = {
-    "two stages": (("lora",), Method(pipeline=2, parts=6)),
-    "two kinds, rows divided": (("bottle", "lora"), Method(data=2, tensor=2, sequence_parallel=True)),
-    "offloaded": (("dropped",), Method(offload=True)),
-    "sharded, computed again": (("lora",), Method(data=2, pipeline=2, zero=3, recompute="full")),
+CASES: dict[str, tuple[tuple[str, ...], ParallelConfig]] = {
+    "two stages": (("lora",), ParallelConfig(pipeline=2, parts=6)),
+    "two kinds, rows divided": (("bottle", "lora"), ParallelConfig(data=2, tensor=2, sequence_parallel=True)),
+    "offloaded": (("dropped",), ParallelConfig(offload=True)),
+    "sharded, computed again": (("lora",), ParallelConfig(data=2, pipeline=2, zero=3, recompute="full")),
 }
 LEAST, MOST = -0.015, 0.04
 """Of the peak: where kinds meet, and where weights are elsewhere between uses, tables are bounds from above."""
@@ -61,7 +61,7 @@ def specs_of(names: Sequence[str], length: int, sequences: int) -> list[TaskSpec
 
 
 def setting_of(
-    names: Sequence[str], method: Method, length: int, sequences: int, config: dict[str, Any]
+    names: Sequence[str], method: ParallelConfig, length: int, sequences: int, config: dict[str, Any]
 ) -> RunSpec:
     """What a dry run of these tasks under a method executes."""
     specs = specs_of(names, length, sequences)
@@ -81,7 +81,7 @@ def setting_of(
     )
 
 
-def by_tables(names: Sequence[str], method: Method, directory: Path) -> list[int]:
+def by_tables(names: Sequence[str], method: ParallelConfig, directory: Path) -> list[int]:
     """Bytes of each stage's tensors at its peak."""
     tasks = directory / f"{'-'.join(names)}.yaml"
     tasks.write_text(yaml.safe_dump({"tasks": [s.plain() for s in specs_of(names, LENGTH, SEQUENCES)]}))

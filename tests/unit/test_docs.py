@@ -122,15 +122,15 @@ def test_ten_lines_of_python_train(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         )
 
 
-def test_the_table_of_floors_has_the_rooms_of_the_contract() -> None:
+def test_the_table_of_layers_has_the_packages_of_the_contract() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = next(one["layers"] for one in settings["contracts"] if one["type"] == "layers")
     contract = {}
-    for floor, layer in enumerate(reversed(layers)):
-        rooms = {room.strip() for room in re.split(r"[|:]", layer)}
-        contract[floor] = {room for room in rooms if not room.startswith("(")}  # those may be missing
+    for number, layer in enumerate(reversed(layers)):
+        names = {name.strip() for name in re.split(r"[|:]", layer)}
+        contract[number] = {name for name in names if not name.startswith("(")}  # those may be missing
     rows = re.findall(r"^\| (\d) \| (.*) \|$", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
-    assert {int(floor): set(re.findall(r"`(\w+)`", rooms)) for floor, rooms in rows} == contract
+    assert {int(number): set(re.findall(r"`(\w+)`", names)) for number, names in rows} == contract
 
 
 def test_the_table_of_adapters_has_every_kind_and_field() -> None:

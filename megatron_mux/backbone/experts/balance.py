@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_mux.batch.balancing import Tally
+from megatron_mux.batch.balancing import RouterLoadAccumulator
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Balance:
 
     layer: int
     numbers: Tensor
-    tally: Tally
+    tally: RouterLoadAccumulator
     group: dist.ProcessGroup | None
     again: bool
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.backbone.experts.pairs import sum_of_places
+from megatron_mux.backbone.experts.permutation import sum_of_places
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.experts.traffic import Message, Traffic
 from megatron_mux.expert_ranks import ExpertRanks, Leaving

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron_mux.backbone.experts.pairs import Pairs
+from megatron_mux.backbone.experts.permutation import ExpertPermutation
 from megatron_mux.kernels.experts.product import grouped_product
 
 
@@ -27,7 +27,7 @@ class GroupedLinear(nn.Module):
         self.held, self.in_features, self.out_features = held, in_features, out_features
         self.weight = nn.Parameter(torch.empty(len(held) * out_features, in_features))
 
-    def forward(self, x: Tensor, pairs: Pairs) -> Tensor:
+    def forward(self, x: Tensor, pairs: ExpertPermutation) -> Tensor:
         """`[P, in]` to `[P, out]`."""
         return grouped_product(x, self.matrices, pairs.groups)
 

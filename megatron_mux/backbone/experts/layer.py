@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from megatron_mux.backbone.experts.all_to_all import AllToAll
 from megatron_mux.backbone.experts.balance import Balance
 from megatron_mux.backbone.experts.exchange import Exchange, Received, collect, dispatch
-from megatron_mux.backbone.experts.from_master import FromMaster
 from megatron_mux.backbone.experts.grouped_linear import GroupedLinear
-from megatron_mux.backbone.experts.pairs import Pairs
+from megatron_mux.backbone.experts.parameter_server import ParameterServerDispatcher
+from megatron_mux.backbone.experts.permutation import ExpertPermutation
 from megatron_mux.backbone.experts.router import Router, Routes, no_routes
 from megatron_mux.backbone.weight_unit import SelectExperts, before_backward
 from megatron_mux.batch.micro_batch import active
@@ -127,7 +127,9 @@ class MoELayer(nn.Module):
             return received.x
         # Rows of other ranks may be of any task.
         slots = active().groups.slot_set if self.exchange is None else None
-        pairs = Pairs.of(received.experts, received.slots, self.places, len(self.held), received.pairs, slots)
+        pairs = ExpertPermutation.of(
+            received.experts, received.slots, self.places, len(self.held), received.pairs, slots
+        )
         counts = self.select(pairs)
         inner = self.activation(self.experts_fc1(pairs.spread(received.x), pairs))
         y = self.experts_fc2(inner, pairs)
@@ -137,7 +139,7 @@ class MoELayer(nn.Module):
         weights = pairs.of_choices(received.weights).unsqueeze(1)
         return pairs.summed((y * weights).to(y.dtype))
 
-    def select(self, pairs: Pairs) -> Tensor | None:
+    def select(self, pairs: ExpertPermutation) -> Tensor | None:
         """Have the experts that have pairs dequantised; returns what `dequantise` was given, None if nothing was."""
         if self.dequantise is None:
             return None
@@ -168,4 +170,4 @@ def _exchange(ranks: ExpertRanks, layer: int) -> Exchange | None:
     """How rows reach their experts; None where this process has all of them."""
     if ranks.group.size() == 1:
         return None
-    return AllToAll(ranks) if ranks.broker is None else FromMaster(ranks, layer)
+    return AllToAll(ranks) if ranks.broker is None else ParameterServerDispatcher(ranks, layer)

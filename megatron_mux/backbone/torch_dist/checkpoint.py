@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_mux.backbone.checkpoint import Checkpoint, Stored
 from megatron_mux.backbone.resolve import expected
 from megatron_mux.backbone.torch_dist.locate import locate
-from megatron_mux.backbone.torch_dist.mapping import Place, places
+from megatron_mux.backbone.torch_dist.mapping import TensorSource, places
 from megatron_mux.backbone.torch_dist.storage import DTYPES, Chunk, GlobalTensor, read_contents
 from megatron_mux.errors import UserError
 from megatron_mux.shape import BackboneShape
@@ -25,7 +25,7 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 class _Source(NamedTuple):
     """Where a Hugging Face tensor comes from: a part of one of Megatron's, the leading indices of it."""
 
-    place: Place
+    place: TensorSource
     key: str
     tensor: GlobalTensor
     leading: tuple[int, ...]

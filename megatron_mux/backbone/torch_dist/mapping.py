@@ -19,7 +19,7 @@ Runs = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorSource:
     """Where a Hugging Face tensor is.
 
     Attributes:
@@ -60,7 +60,7 @@ class Place:
         return f"decoder.layers.{self.layer}.{name}", expert
 
 
-def places(shape: BackboneShape) -> dict[str, Place]:
+def places(shape: BackboneShape) -> dict[str, TensorSource]:
     """Where each tensor of a backbone is, by its full Hugging Face name."""
     names = shape.names
     found = {f"{names.embedding}.weight": _whole("embedding.word_embeddings.weight", shape.vocab)}
@@ -84,11 +84,11 @@ def places(shape: BackboneShape) -> dict[str, Place]:
     return found
 
 
-def _whole(name: str, rows: int, layer: int | None = None, *others: str) -> Place:
-    return Place((name, *others), rows, ((0, 0, rows),), layer)
+def _whole(name: str, rows: int, layer: int | None = None, *others: str) -> TensorSource:
+    return TensorSource((name, *others), rows, ((0, 0, rows),), layer)
 
 
-def _norms(shape: BackboneShape, layer: int) -> Iterator[tuple[str, Place]]:
+def _norms(shape: BackboneShape, layer: int) -> Iterator[tuple[str, TensorSource]]:
     """Transformer Engine keeps a norm with the linear module behind it, and Megatron's other layers save it so too."""
     fused = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
     for module, path in shape.names.layer_norms.items():
@@ -113,7 +113,7 @@ def _of(part: ModuleColumns) -> Runs:
 
 def _linear(
     shape: BackboneShape, layer: int, op: BaseOpName, runs: dict[str, Runs]
-) -> Iterator[tuple[str, Place]]:
+) -> Iterator[tuple[str, TensorSource]]:
     rows = shape.out_features(op)
     if op in EXPERT_OPS:
         assert shape.experts is not None
@@ -123,11 +123,11 @@ def _linear(
         for expert in range(shape.experts.count):
             for role, these in runs.items():
                 name = f"{names.stored.format(expert)}.{modules[role]}.weight"
-                yield name, Place((path,), rows, these, layer, expert)
+                yield name, TensorSource((path,), rows, these, layer, expert)
         return
     for module, these in runs.items():
         path = columns.MODULE_PATHS[op]
         transposed = shape.names.transposed
-        yield f"{module}.weight", Place((f"{path}.weight",), rows, these, layer, transposed=transposed)
+        yield f"{module}.weight", TensorSource((f"{path}.weight",), rows, these, layer, transposed=transposed)
         if shape.biases[op]:
-            yield f"{module}.bias", Place((f"{path}.bias",), rows, these, layer)
+            yield f"{module}.bias", TensorSource((f"{path}.bias",), rows, these, layer)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_mux.backbone.torch_dist.locate import TRACKER
-from megatron_mux.backbone.torch_dist.mapping import Place, places
+from megatron_mux.backbone.torch_dist.mapping import TensorSource, places
 from megatron_mux.backbone.torch_dist.storage import COMMON
 from megatron_mux.errors import UserError
 from megatron_mux.files import sync_directory, write
@@ -29,7 +29,7 @@ from megatron_mux.tensor_file import TensorInfo
 RELEASE = "release"
 """What Megatron calls the directory of a checkpoint that comes from no iteration of its own."""
 
-_Part = tuple[str, Place]
+_Part = tuple[str, TensorSource]
 
 
 class _Planner(DefaultSavePlanner):
@@ -140,7 +140,7 @@ def _items(
     return items
 
 
-def _size(name: str, place: Place, tensors: Mapping[str, TensorInfo]) -> tuple[int, ...]:
+def _size(name: str, place: TensorSource, tensors: Mapping[str, TensorInfo]) -> tuple[int, ...]:
     """The shape of Megatron's tensor that a Hugging Face tensor is in, without layers and experts."""
     shape = tensors[name].shape
     return (place.rows, *(shape[:1] if place.transposed else shape[1:]))

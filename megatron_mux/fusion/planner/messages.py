@@ -1,6 +1,6 @@
 """Messages of tensor ranks and expert ranks: how long they take, and what a layer computes between them.
 
-The pieces are those of `backbone.cut_layer` and `backbone.cut_experts`, in the same order.
+The pieces are those of `backbone.layer_segments` and `backbone.cut_experts`, in the same order.
 
 Shapes: B batches, S stages; arrays `[2, ...]` hold forward and backward.
 """
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from megatron_mux.base_ops import ATTENTION_OPS, EXPERT_OPS, LATENT_OPS, MLP_OPS, SHARED_OPS
 from megatron_mux.fusion.graphs.launch_order import LayerCost, PieceCost
-from megatron_mux.fusion.planner.frozen import Frozen
+from megatron_mux.fusion.planner.backbone_time import BackboneTimeModel
 from megatron_mux.fusion.profiler.layer_operators import ORDER, mlp_operators
 from megatron_mux.shape import BackboneShape
 
@@ -40,7 +40,7 @@ _Steps = Iterator[tuple[float, float | None]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayerParallelism:
     """How ranks divide layers.
 
     Attributes:
@@ -68,7 +68,7 @@ class Messages:
         any: Whether passes have messages.
     """
 
-    def __init__(self, frozen: Frozen, shape: BackboneShape, layout: Layout) -> None:
+    def __init__(self, frozen: BackboneTimeModel, shape: BackboneShape, layout: LayerParallelism) -> None:
         self._frozen, self._layout = frozen, layout
         self._curves = frozen.curves
         self._with_experts = [float(own) for own in frozen.experts]
@@ -83,7 +83,7 @@ class Messages:
 
         Args:
             rows, labels: `[B]`.
-            lowest: See `Frozen.seconds`.
+            lowest: See `BackboneTimeModel.seconds`.
         """
         found = np.zeros((len(rows), 2, self._frozen.layers.shape[1]))
         if self._layout.tensor:
@@ -170,7 +170,7 @@ class _LayerSteps:
         parts, messages: Seconds of each, forward and backward.
     """
 
-    layout: Layout
+    layout: LayerParallelism
     parts: Mapping[str, tuple[float, float]]
     messages: Mapping[str, tuple[float, float]]
 

@@ -17,7 +17,7 @@ from megatron_mux.fusion.planner.step_memory import Allowance, MemorySource, Ste
 from megatron_mux.fusion.profiler.profile import Profile
 from megatron_mux.gpus import assumed
 from megatron_mux.kernels.pointwise.choice import PointwiseName
-from megatron_mux.memory.forms.method import Method, Recompute
+from megatron_mux.memory.forms.method import ParallelConfig, Recompute
 
 if TYPE_CHECKING:
     from megatron_mux.backbone.residence import Kind
@@ -100,9 +100,9 @@ class PlanningContext:
         return self.residence.startswith("sharded") or self.mesh.over_data
 
     @property
-    def method(self) -> Method:
+    def method(self) -> ParallelConfig:
         """The parallel method, as the memory model describes it: it divides an expert among all tensor ranks."""
-        return Method(
+        return ParallelConfig(
             self.mesh.data,
             self.mesh.tensor,
             self.mesh.pipeline,

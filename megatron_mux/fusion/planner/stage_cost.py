@@ -23,16 +23,16 @@ from megatron_mux.fusion.alignment import Chunk, Weights
 from megatron_mux.fusion.contents import contents_of
 from megatron_mux.fusion.graphs.launch_order import Interleave, Overlap
 from megatron_mux.fusion.planner.adapter_seconds import AdapterSeconds
+from megatron_mux.fusion.planner.backbone_time import BackboneTimeModel
 from megatron_mux.fusion.planner.cost import Hybrid, HybridCost
-from megatron_mux.fusion.planner.frozen import Frozen
 from megatron_mux.fusion.planner.load import TaskLoad
-from megatron_mux.fusion.planner.messages import Layout, Messages
+from megatron_mux.fusion.planner.messages import LayerParallelism, Messages
 from megatron_mux.fusion.planner.step_memory import StepMemory
 from megatron_mux.fusion.profiler.core_attention import StageAttention
 from megatron_mux.fusion.profiler.layer_operators import ORDER
 from megatron_mux.fusion.profiler.profile import Profile
 from megatron_mux.fusion.step import Lengths
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.method import ParallelConfig
 from megatron_mux.optimizers.registry import OPTIMIZERS
 
 Array = npt.NDArray[np.float64]
@@ -64,7 +64,7 @@ class StageCosts:
         shape: Any,
         loads: Sequence[TaskLoad],
         stages: Sequence[range],
-        method: Method = Method(),  # noqa: B008 (frozen)
+        method: ParallelConfig = ParallelConfig(),  # noqa: B008 (frozen)
         itemsize: int = 4,
         overlap: bool = False,
         interleave: Interleave | None = None,
@@ -106,8 +106,8 @@ class StageCosts:
         once = np.array([p.task * p.together for p in prices])
         self._updates = (stepped * of_one).sum(axis=2) + (np.array([p.task for p in prices]) - once)[:, None]
         self._once = once
-        self._frozen = Frozen(profile, shape, self.stages)
-        layout = Layout(method.tensor > 1, method.sequence_parallel, exchanges, self.recomputes)
+        self._frozen = BackboneTimeModel(profile, shape, self.stages)
+        layout = LayerParallelism(method.tensor > 1, method.sequence_parallel, exchanges, self.recomputes)
         self._messages = Messages(self._frozen, shape, layout)
         self.interleaving: Overlap | None = None
         if overlap and interleave is not None:
@@ -256,7 +256,7 @@ class StageCosts:
         return Weights(token, pair, label)
 
 
-def _stepped(loads: Sequence[TaskLoad], stages: Sequence[range], method: Method) -> Array:
+def _stepped(loads: Sequence[TaskLoad], stages: Sequence[range], method: ParallelConfig) -> Array:
     """`[K, ranks, 3]` values that each rank trains of a task, parameters and groups of them that are stepped as one."""
     found = np.array(
         [

@@ -24,7 +24,7 @@ from megatron_mux.fusion.step import Lengths
 from megatron_mux.gpus import Gpu
 from megatron_mux.kernels.attention.short import LONGEST
 from megatron_mux.memory.estimate import process_overhead
-from megatron_mux.memory.forms.method import Method, Recompute
+from megatron_mux.memory.forms.method import ParallelConfig, Recompute
 from megatron_mux.memory.forms.phases import FRAGMENTATION
 from megatron_mux.memory.untraced import THREADS, cublas_of
 from megatron_mux.shape import BackboneShape
@@ -73,7 +73,7 @@ class Allowance:
     share: float = 0.0
 
     @classmethod
-    def of(cls, device: str, gpu: Gpu, method: Method) -> Allowance:
+    def of(cls, device: str, gpu: Gpu, method: ParallelConfig) -> Allowance:
         """On a GPU; none on a CPU, where only tensors are counted."""
         if device == "cpu":
             return cls()

@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_mux.adapters.attach import Host, no_weights
 from megatron_mux.adapters.base_op import AttachedBaseOp
-from megatron_mux.adapters.costs import Sample, accepted
 from megatron_mux.adapters.expert_op import AttachedExperts
-from megatron_mux.adapters.kind import AdapterSpec
+from megatron_mux.adapters.host import Host, no_weights
+from megatron_mux.adapters.kind import AdapterSpec, Sample, accepted
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.base_ops import EXPERT_OPS, BaseOpName
 from megatron_mux.batch.micro_batch import activate

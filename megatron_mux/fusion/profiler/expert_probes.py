@@ -19,7 +19,7 @@ from megatron_mux.attributes import replaced_in
 from megatron_mux.backbone.experts.all_to_all import AllToAll
 from megatron_mux.backbone.experts.exchange import Arriving, Choice, Exchange, Received, Sent
 from megatron_mux.backbone.experts.layer import MoELayer
-from megatron_mux.backbone.experts.pairs import Pairs
+from megatron_mux.backbone.experts.permutation import ExpertPermutation
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.backbone.layer import feed_forward
@@ -63,9 +63,11 @@ class ExpertProbes:
         weights = torch.ones(experts.shape, dtype=stage.dtype, device=stage.device)
         return Received(stage.input(len(slots), stage.shape.hidden), weights, experts, slots, pairs)
 
-    def pairs(self, given: Received) -> Pairs:
+    def pairs(self, given: Received) -> ExpertPermutation:
         """Their order."""
-        return Pairs.of(given.experts, given.slots, self.layer.places, len(self.layer.held), given.pairs)
+        return ExpertPermutation.of(
+            given.experts, given.slots, self.layer.places, len(self.layer.held), given.pairs
+        )
 
     def parts(self, rows: int) -> list[Probe]:
         """Routed experts, shared ones, and the whole half layer."""

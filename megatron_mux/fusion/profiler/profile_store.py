@@ -17,8 +17,8 @@ from pydantic import TypeAdapter
 from megatron_mux.errors import UserError
 from megatron_mux.files import cache_directory, write_atomically
 from megatron_mux.fusion.device import cpu_name
-from megatron_mux.fusion.expert_managers import with_managers
 from megatron_mux.fusion.mesh import Mesh
+from megatron_mux.fusion.profiler.expert_managers import with_managers
 from megatron_mux.fusion.profiler.profile import FORMAT, Profile, key_of
 from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.runtime import uses_tf32

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_mux.adapters.costs import Place
+from megatron_mux.adapters.costs import BaseOpWidths
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.base_ops import COLUMN_PARALLEL, EXPERT_OPS, REPLICATED, BaseOpName
 from megatron_mux.fusion.device import Device, device_of
@@ -181,7 +181,7 @@ class _Rank:
                 if sample.at(op, self.shape) is None or (routed and self.expert_tensor > 1):
                     continue
                 section = sample.section(op, ["module"])
-                work, place = section.work(Place(*self._widths(op))), section.curve(1)
+                work, place = section.work(BaseOpWidths(*self._widths(op))), section.curve(1)
                 assert place is not None, "samples take seconds"
 
                 launches = _LOW_RANK_LAUNCHES if routed else 1

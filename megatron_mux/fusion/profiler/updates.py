@@ -20,7 +20,7 @@ from megatron_mux.fusion.device import Device
 from megatron_mux.kernels.triton_choice import has_triton, suits_triton
 from megatron_mux.kernels.update.table import LAUNCHES, Piece, UpdateTable, options_of
 from megatron_mux.optimizers.adamw import AdamW
-from megatron_mux.optimizers.optimizer import Optimizer, Options, Place, Run, Slot
+from megatron_mux.optimizers.optimizer import Optimizer, Options, ParamGroup, ParamLayout, ParamSlice
 from megatron_mux.optimizers.registry import OPTIMIZERS
 
 _SMALL, _LARGE, _MANY = 1 << 12, 1 << 20, 16
@@ -119,13 +119,15 @@ def sample_step(
     gradients = torch.ones_like(values)
     copies = values if dtype == values.dtype else torch.empty_like(values, dtype=dtype)
     span, each = len(values) // runs, tensors // runs
-    alike = [Run(i * span, (i + 1) * span, 1e-3 * i) for i in range(runs)]
+    alike = [ParamGroup(i * span, (i + 1) * span, 1e-3 * i) for i in range(runs)]
     shape = (_RANK, size // _RANK)
     slots = [
-        Slot(_Parameter(str(i), shape), shape, alike[i // each]._replace(first=i * size, last=(i + 1) * size))
+        ParamSlice(
+            _Parameter(str(i), shape), shape, alike[i // each]._replace(first=i * size, last=(i + 1) * size)
+        )
         for i in range(tensors)
     ]
-    optimizer = kind(Place(values, gradients, alike, slots), Options())
+    optimizer = kind(ParamLayout(values, gradients, alike, slots), Options())
     skip = torch.zeros(1, device=device)
     if _is_together(kind, device):
         return _step_together(optimizer, copies, skip)
@@ -149,7 +151,7 @@ def _step_together(optimizer: Optimizer, copies: Tensor, skip: Tensor) -> Callab
     place, device = optimizer.place, skip.device
     average, square = optimizer.tensors if isinstance(optimizer, AdamW) else (None, None)
 
-    def piece(run: Run) -> Piece:
+    def piece(run: ParamGroup) -> Piece:
         tensors = (place.values, place.gradients, average, square, None if copies is place.values else copies)
         value, gradient, first, second, copy = (
             None if t is None else t[run.first : run.last] for t in tensors

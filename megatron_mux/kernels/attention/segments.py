@@ -8,11 +8,8 @@ Shapes: T tokens, p tokens of earlier chunks, h query heads, g key-value heads, 
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -24,6 +21,7 @@ from torch import Tensor
 
 from megatron_mux.kernels.attention.dense import dense_attention
 from megatron_mux.kernels.attention.short import LONGEST, short_attention
+from megatron_mux.runtime import has_varlen
 
 Array = npt.NDArray[Any]
 Prefix = Mapping[str, tuple[Tensor, Tensor]]
@@ -145,16 +143,6 @@ def can_have_one_call(itemsize: int, capability: tuple[int, int]) -> bool:
         capability: The GPU's.
     """
     return itemsize == 2 and capability >= (8, 0) and has_varlen()
-
-
-@lru_cache(maxsize=1)
-def has_varlen() -> bool:
-    """Whether this torch has the variable-length kernel, with windows and scales: since torch 2.11."""
-    try:
-        kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    except (ImportError, AttributeError):
-        return False
-    return {"window_size", "scale"} <= set(inspect.signature(kernel).parameters)
 
 
 def _runs(segments: Sequence[Segment], prefix: Prefix, short: int) -> list[_Run]:

@@ -20,7 +20,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_mux.attributes import replaced
-from megatron_mux.memory.fake_gpu.place import BACKWARD, FORWARD, INPUTS, JOIN, LOAD, OPTIMIZER, Place
+from megatron_mux.memory.fake_gpu.step_position import (
+    BACKWARD,
+    FORWARD,
+    INPUTS,
+    JOIN,
+    LOAD,
+    OPTIMIZER,
+    StepPosition,
+)
 from megatron_mux.memory.kernel_scratch import Scratch
 from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder
 
@@ -88,7 +96,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(
         self,
-        place: Place,
+        place: StepPosition,
         device: str,
         vocabulary: int,
         answer: Answer | None = None,

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.method import ParallelConfig
 from megatron_mux.memory.forms.phases import AT, PARTS, Array, Phases, StepMemory, in_flight
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.stages import Stage
@@ -72,7 +72,12 @@ class FullTrainingMemory(StepMemory):
     """
 
     def __init__(
-        self, architecture: Architecture, recipe: Recipe, method: Method, profiles: Profiles, **more: Any
+        self,
+        architecture: Architecture,
+        recipe: Recipe,
+        method: ParallelConfig,
+        profiles: Profiles,
+        **more: Any,
     ) -> None:
         super().__init__(architecture, recipe, method, **more)
         self._profiles = profiles

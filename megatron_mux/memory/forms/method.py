@@ -15,7 +15,7 @@ _RECOMPUTED: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
-class Method:
+class ParallelConfig:
     """A way to divide a step, without changing its results.
 
     Attributes:
@@ -81,7 +81,7 @@ class Method:
         return f"{self.name} ({self.details})" if self.details else self.name
 
 
-def methods(gpus: int, architecture: Architecture, recipe: Recipe) -> list[Method]:
+def methods(gpus: int, architecture: Architecture, recipe: Recipe) -> list[ParallelConfig]:
     """All useful methods for a number of GPUs, the plainest first.
 
     Left out are those that cannot help: sharded gradients in a pipeline, which sums them over micro-batches;
@@ -92,7 +92,7 @@ def methods(gpus: int, architecture: Architecture, recipe: Recipe) -> list[Metho
     """
     alone = not recipe.frozen and recipe.keeps.megatron is None
     every = [
-        Method(data, tensor, pipeline, expert, sequence_parallel, zero, recompute, offload)
+        ParallelConfig(data, tensor, pipeline, expert, sequence_parallel, zero, recompute, offload)
         for data, tensor, pipeline in _degrees(gpus)
         if not _problem(architecture, tensor, pipeline) and (data == gpus or not alone)
         for expert in ([1] if alone else _experts(architecture, data))
@@ -106,7 +106,7 @@ def methods(gpus: int, architecture: Architecture, recipe: Recipe) -> list[Metho
     return sorted((one for one in every if not (refused and _refused_with_experts(one))), key=_plainness)
 
 
-def _refused_with_experts(method: Method) -> bool:
+def _refused_with_experts(method: ParallelConfig) -> bool:
     """Whether the engine refuses it for a backbone with experts: see `backbone.model`."""
     whole_rows = method.tensor > 1 and not method.sequence_parallel
     return whole_rows or (method.zero == 3 and method.expert > 1)
@@ -115,7 +115,7 @@ def _refused_with_experts(method: Method) -> bool:
 def impossible(gpus: int, architecture: Architecture) -> dict[str, str]:
     """Methods that the model's sizes exclude, and why."""
     return {
-        Method(data, tensor, pipeline).name: why
+        ParallelConfig(data, tensor, pipeline).name: why
         for data, tensor, pipeline in _degrees(gpus)
         if (why := _problem(architecture, tensor, pipeline)) is not None
     }
@@ -179,7 +179,7 @@ def _keeps_more_than_inputs(architecture: Architecture, recipe: Recipe) -> bool:
     return recipe.attention == "eager" or (recipe.size > 2 and grouped)
 
 
-def _plainness(method: Method) -> tuple[int, ...]:
+def _plainness(method: ParallelConfig) -> tuple[int, ...]:
     return (
         method.offload,
         _RECOMPUTED.index(method.recompute),

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.estimate import process_overhead
 from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.method import Method, Recompute
+from megatron_mux.memory.forms.method import ParallelConfig, Recompute
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.stages import Stage, stages
 from megatron_mux.memory.untraced import THREADS, cublas_of
@@ -107,7 +107,7 @@ class StepMemory(ABC):
         self,
         architecture: Architecture,
         recipe: Recipe,
-        method: Method,
+        method: ParallelConfig,
         device: str = "cuda",
         gpu: Gpu = Gpu(),  # noqa: B008  (frozen)
         bare: bool = False,

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.memory.forms.architecture import Architecture, Unit
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.method import ParallelConfig
 from megatron_mux.memory.optimizers import Shapes
 from megatron_mux.quantised.matrix import VALUES_AT_ONCE
 
@@ -76,7 +76,7 @@ class Stage:
             dequantised += min(VALUES_AT_ONCE, dequantised // size) * (_INDEX + 4 * (size != 4))
         return dequantised + replace(self, units=tuple(unit.bytes(size) for unit in self.units)).two_in_use
 
-    def divided(self, method: Method) -> int:
+    def divided(self, method: ParallelConfig) -> int:
         """Number of values of each data-parallel rank's shard."""
         dense = sum(-(-unit.copied // method.data) for unit in self.units)
         return dense + sum(-(-unit.experts * method.expert // method.data) for unit in self.units)
@@ -84,7 +84,7 @@ class Stage:
 
 def stages(
     architecture: Architecture,
-    method: Method,
+    method: ParallelConfig,
     split: Sequence[range] | None = None,
 ) -> list[Stage]:
     """The stages of a method.
@@ -116,7 +116,7 @@ def stages(
     return found
 
 
-def on_rank(unit: Unit, method: Method, held_experts: float = 1.0) -> Unit:
+def on_rank(unit: Unit, method: ParallelConfig, held_experts: float = 1.0) -> Unit:
     """A rank's share: `copied` is replicated over data-parallel ranks, `experts` over those with the same experts.
 
     Args:

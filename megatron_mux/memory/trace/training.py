@@ -13,8 +13,15 @@ from transformers.optimization import Adafactor
 
 from megatron_mux.attributes import replaced
 from megatron_mux.memory.fake_gpu.device import DEVICE, fake_gpu
-from megatron_mux.memory.fake_gpu.place import BACKWARD, CLEAR, FORWARD, INPUTS, OPTIMIZER, Place
 from megatron_mux.memory.fake_gpu.recorder import Recorder
+from megatron_mux.memory.fake_gpu.step_position import (
+    BACKWARD,
+    CLEAR,
+    FORWARD,
+    INPUTS,
+    OPTIMIZER,
+    StepPosition,
+)
 from megatron_mux.memory.kernel_scratch import scratch_of
 from megatron_mux.memory.optimizers import OPTIMIZERS
 from megatron_mux.memory.stream.events import Stream
@@ -54,7 +61,7 @@ class _Training:
     def __init__(self, case: Case, device: torch.device, fake: bool) -> None:
         self._case, self._device, self._fake = case, device, fake
         self._model = build(case)
-        self._place = Place()
+        self._place = StepPosition()
         config = configuration(case.config, case.layers).get_text_config()
         self._vocabulary = int(config.vocab_size)
         fakes = (self._answer, scratch_of) if fake else (None, None)

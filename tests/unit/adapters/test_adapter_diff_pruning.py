@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megatron_mux import runtime
-from megatron_mux.adapters.attach import AdapterSet, Host
+from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.adapters.diff_pruning import freeze_step, gate, kept_entries
+from megatron_mux.adapters.host import Host
 from megatron_mux.runtime import Parallel
 from tests.unit.adapters.test_adapter_kinds import gradients, inputs, run
 from tests.unit.adapters.toy import Reference, Toy, adapter_tensors, diff, make_batch, sizes
@@ -61,11 +62,11 @@ def test_a_skipped_step_freezes_nothing(parallel: Parallel) -> None:
     adapter = adapters.add(spec, 3, adapter_tensors(spec, shape))
     before = [p.value.clone() for p in adapter.parameters]
     adapter.after_step(2, torch.tensor(True))
-    adapter.settle(1)
+    adapter.rollback_after(1)
     assert all(torch.equal(p.value, value) for p, value in zip(adapter.parameters, before, strict=True))
     assert not adapter.state()
     adapter.after_step(2, torch.tensor(False))
-    adapter.settle(2)
+    adapter.rollback_after(2)
     assert len(adapter.state()) == len(adapter.parameters) / 2
 
 

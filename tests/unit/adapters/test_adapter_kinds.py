@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_mux import runtime
-from megatron_mux.adapters.attach import AdapterSet, Host
+from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.host import Host
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.kernels.low_rank import terms
 from megatron_mux.kernels.low_rank.columns import Columns

@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron_mux.adapters.kind import AdapterSpec, AdapterTensor
+from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.lora import LoraSpec
 from megatron_mux.adapters.registry import KINDS, by_type
+from megatron_mux.adapters.tensors import AdapterTensor
 from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.shape import BackboneShape, Module
 from tests.end_to_end import test_export, test_isolation, test_memory_tables, test_parity

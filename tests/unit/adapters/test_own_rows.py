@@ -9,7 +9,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from megatron_mux.adapters.attach import AdapterSet, Host
+from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.host import Host
 from megatron_mux.adapters.lora import LoraSpec
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.adapters.vocabulary_fields import OwnMatrix

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_mux import runtime
-from megatron_mux.adapters.attach import AdapterSet, Host
+from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.host import Host
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.runtime import Parallel
 from tests.tiny_models import make

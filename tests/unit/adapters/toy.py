@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_mux.adapters.adapter import AdapterParameter
+from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.columns import inputs, parts
 from megatron_mux.backbone.registry import family

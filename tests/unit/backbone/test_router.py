@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_mux.backbone.experts.balance import Balance
 from megatron_mux.backbone.experts.router import Router
 from megatron_mux.backbone.registry import read_shape
-from megatron_mux.batch.balancing import BalancedRows, BalancedSequences, Tally
+from megatron_mux.batch.balancing import BalancedRows, BalancedSequences, RouterLoadAccumulator
 from megatron_mux.kernels.attention.segments import Segment
 from tests import tiny_models
 from tests.reference.balanced import balancing_loss
@@ -88,7 +88,7 @@ def test_balancing_loss_is_megatrons_for_each_sequence(name: str, tmp_path: Path
     )
     rows = (slice(0, 18), slice(18, 30))
     balanced = BalancedSequences({("a", 7): 0, ("c", 3): 1}, [17, 7], [0.5 / 4, 0.1])
-    tally: Tally | None = None
+    tally: RouterLoadAccumulator | None = None
     attached, inputs = [], []
     for segments, own in zip(chunks, rows, strict=True):
         arrays = balanced.arrays(segments, own.stop - own.start, {"b": 0, "c": 1, "a": 2})

@@ -10,9 +10,9 @@ from megatron_mux.choice.engine_step import TaskMemory
 from megatron_mux.footprint.content import COUNTS
 from megatron_mux.footprint.memory import Memory, groups_of
 from megatron_mux.footprint.signature import Signature
-from megatron_mux.footprint.table import LOSS, Group, Lasting, PassTable, StageTable
+from megatron_mux.footprint.table import LOSS, Group, PassTable, PersistentBytes, StageTable
 from megatron_mux.memory.forms.architecture import Architecture
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.method import ParallelConfig
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.stages import Stage, stages
 
@@ -35,15 +35,15 @@ class TablesByHand:
 
     def __init__(self, architecture: Architecture, recipe: Recipe) -> None:
         self._architecture, self._recipe = architecture, recipe
-        self.prepared: list[Method] = []
+        self.prepared: list[ParallelConfig] = []
 
-    def prepare(self, methods: Sequence[Method], known: Callable[[Method], None]) -> None:
+    def prepare(self, methods: Sequence[ParallelConfig], known: Callable[[ParallelConfig], None]) -> None:
         """See `Tables`; methods are known in another order than they are asked for."""
         self.prepared += methods
         for method in reversed(methods):
             known(method)
 
-    def __call__(self, method: Method) -> TaskMemory:
+    def __call__(self, method: ParallelConfig) -> TaskMemory:
         """See `Tables`."""
         count = len(self._recipe.adapters)
         signatures = [Signature(str(number), 0) for number in range(count)]
@@ -62,7 +62,7 @@ class TablesByHand:
         )
         return TaskMemory([memory], range(count), np.ones(count))
 
-    def _table(self, stage: Stage, method: Method, signatures: Sequence[Signature]) -> StageTable:
+    def _table(self, stage: Stage, method: ParallelConfig, signatures: Sequence[Signature]) -> StageTable:
         recipe = self._recipe
         values = np.array([task.values(stage.layers, method.tensor) for task in recipe.adapters])
         weights = 0.0 if method.offload else stage.values * recipe.size / (method.data if method.zero else 1)
@@ -81,6 +81,6 @@ class TablesByHand:
             moments = np.stack([kept + loss, kept + backward])
             names = (LOSS if stage.last else BACKWARD, BACKWARD)
             passes[group] = PassTable(kept, np.zeros_like(kept), moments, np.zeros(2), names)
-        lasting = Lasting(weights, 18 * values, values, 4 * values, 8 * values)
-        nothing = Lasting(0.0, *(np.zeros(len(values)) for _ in range(4)))
+        lasting = PersistentBytes(weights, 18 * values, values, 4 * values, 8 * values)
+        nothing = PersistentBytes(0.0, *(np.zeros(len(values)) for _ in range(4)))
         return StageTable(len(stage.layers), lasting, nothing, passes)

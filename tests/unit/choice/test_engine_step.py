@@ -10,7 +10,7 @@ import pytest
 from megatron_mux.choice.engine_step import EngineStep, step_memory
 from megatron_mux.footprint.content import ATTENTION
 from megatron_mux.kernels.attention.short import LONGEST, pairs_and_padding
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.method import ParallelConfig
 from megatron_mux.memory.forms.phases import StepMemory
 from megatron_mux.memory.forms.recipe import Recipe
 from tests.unit.choice.tables_by_hand import BACKWARD, CHUNK, KEPT, SUMS, TAKEN, TablesByHand
@@ -22,7 +22,7 @@ VALUES = 8 * (8 + 16) * (2 * 256 + 256 + 128)
 """Of both adapters."""
 
 
-def of(method: Method, recipe: Recipe = RECIPE, bare: bool = True) -> StepMemory:
+def of(method: ParallelConfig, recipe: Recipe = RECIPE, bare: bool = True) -> StepMemory:
     return step_memory(MODEL, recipe, method, tables=TablesByHand(MODEL, recipe), bare=bare)
 
 
@@ -32,7 +32,7 @@ def at(memory: StepMemory, name: str, rows: int = 512) -> Mapping[str, int]:
 
 
 def test_parts_by_hand() -> None:
-    found = of(Method())
+    found = of(ParallelConfig())
     for name in ("the loss", BACKWARD, "the optimizer's step"):
         parts = at(found, name)
         assert parts["parameters"] == 2 * MODEL.total
@@ -50,11 +50,11 @@ def test_parts_by_hand() -> None:
     assert step["activations"] == 0 and step["workspace"] == 8 * 16 * (2 * 256 + 256 + 128), (
         "the larger one's"
     )
-    assert at(of(Method(data=2)), BACKWARD)["communication"] == SUMS
+    assert at(of(ParallelConfig(data=2)), BACKWARD)["communication"] == SUMS
 
 
 def test_logits_come_in_chunks() -> None:
-    found = of(Method())
+    found = of(ParallelConfig())
     assert (
         at(found, "the loss", CHUNK)["logits"]
         == at(found, "the loss", 2 * CHUNK)["logits"]
@@ -63,7 +63,7 @@ def test_logits_come_in_chunks() -> None:
 
 
 def test_micro_batches_in_flight_and_on_their_way() -> None:
-    memory, rows = of(Method(pipeline=4)), 512
+    memory, rows = of(ParallelConfig(pipeline=4)), 512
     hidden = 256 * 2 * rows
     each = [at_stage(memory, stage, rows) for stage in range(4)]
     layers = 2 * KEPT * hidden + rows // 2 * 3
@@ -76,7 +76,7 @@ def test_micro_batches_in_flight_and_on_their_way() -> None:
 
 def test_a_task_alone_is_priced_by_its_own_table() -> None:
     alone = [
-        at(of(Method(), replace(RECIPE, mix=mix)), BACKWARD)["activations"]
+        at(of(ParallelConfig(), replace(RECIPE, mix=mix)), BACKWARD)["activations"]
         for mix in ((1.0, 0.0), (0.0, 1.0))
     ]
     assert alone[1] - alone[0] == 512
@@ -84,7 +84,9 @@ def test_a_task_alone_is_priced_by_its_own_table() -> None:
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_nothing_but_tensors_counts_on_a_cpu(device: str) -> None:
-    found = step_memory(MODEL, RECIPE, Method(), tables=TablesByHand(MODEL, RECIPE), device=device).worst(512)
+    found = step_memory(
+        MODEL, RECIPE, ParallelConfig(), tables=TablesByHand(MODEL, RECIPE), device=device
+    ).worst(512)
     assert (found.breakdown["context"] > 0) == (found.breakdown["fragmentation"] > 0) == (device == "cuda")
 
 
@@ -96,7 +98,12 @@ def test_a_cpus_attention_has_all_sequences_of_a_micro_batch(lengths: tuple[int,
     )
     recipe = replace(RECIPE, adapters=adapters, mix=(0.5, 0.5))
     memory = EngineStep(
-        TablesByHand(MODEL, recipe)(Method()), MODEL, recipe, Method(), device="cpu", bare=True
+        TablesByHand(MODEL, recipe)(ParallelConfig()),
+        MODEL,
+        recipe,
+        ParallelConfig(),
+        device="cpu",
+        bare=True,
     )
     rows = 4 * lengths[0] * lengths[1]
     found = dict(zip(ATTENTION, memory._contents(rows).attention[0].tolist(), strict=True))
@@ -107,17 +114,19 @@ def test_a_cpus_attention_has_all_sequences_of_a_micro_batch(lengths: tuple[int,
 
 
 def test_offloaded_weights_are_in_host_memory() -> None:
-    assert of(Method()).host == 0
-    assert of(Method(offload=True)).host == 2 * MODEL.total
-    assert of(Method(data=4, zero=3, offload=True)).host == pytest.approx(2 * MODEL.total / 4, rel=1e-3)
+    assert of(ParallelConfig()).host == 0
+    assert of(ParallelConfig(offload=True)).host == 2 * MODEL.total
+    assert of(ParallelConfig(data=4, zero=3, offload=True)).host == pytest.approx(
+        2 * MODEL.total / 4, rel=1e-3
+    )
     saved = 2 * sum(unit.divided for unit in MODEL.layers) * 3 / 4
-    for method in (Method(offload=True), Method(data=4, zero=3, offload=True)):
+    for method in (ParallelConfig(offload=True), ParallelConfig(data=4, zero=3, offload=True)):
         memory = step_memory(quantised(MODEL), RECIPE, method, tables=TablesByHand(MODEL, RECIPE))
         assert memory.host == pytest.approx((2 * MODEL.total - saved) / method.data, rel=1e-3)
 
 
 def test_tables_are_needed_for_tasks_and_profiles_for_all_else() -> None:
     with pytest.raises(ValueError, match="tables of the engine"):
-        step_memory(MODEL, RECIPE, Method())
+        step_memory(MODEL, RECIPE, ParallelConfig())
     with pytest.raises(ValueError, match="profiles of its step"):
-        step_memory(MODEL, Recipe(128), Method())
+        step_memory(MODEL, Recipe(128), ParallelConfig())

@@ -14,7 +14,7 @@ import pytest
 from megatron_mux.choice.engine_step import step_memory
 from megatron_mux.choice.flags import megatron_flags
 from megatron_mux.memory.forms.architecture import Architecture, Unit
-from megatron_mux.memory.forms.method import Method, methods
+from megatron_mux.memory.forms.method import ParallelConfig, methods
 from megatron_mux.memory.forms.recipe import Precision, Recipe
 from megatron_mux.memory.optimizers import DEFAULT
 from megatron_mux.memory.trace.case import Options
@@ -41,7 +41,11 @@ def training() -> Any:
 
 
 def parsed(
-    training: Any, words: Sequence[str], method: Method, patch: pytest.MonkeyPatch, validate: bool = True
+    training: Any,
+    words: Sequence[str],
+    method: ParallelConfig,
+    patch: pytest.MonkeyPatch,
+    validate: bool = True,
 ) -> Any:
     """The arguments as Megatron has them on so many GPUs."""
     patch.setattr(sys, "argv", ["pretrain_gpt.py", *USUAL, *words])
@@ -61,7 +65,7 @@ def test_printed_flags_are_taken(
     training: Any, monkeypatch: pytest.MonkeyPatch, precision: Precision, optimizer: Any, gpus: int
 ) -> None:
     recipe = Recipe(128, precision, optimizer)
-    wrong: dict[str, list[Method]] = {}
+    wrong: dict[str, list[ParallelConfig]] = {}
     for method in methods(gpus, llama(8), recipe):
         words = megatron_flags(method, recipe, 3)
         try:
@@ -87,7 +91,7 @@ EXPERTS = replace(
 """Attention, norms with the router, experts."""
 
 
-def sizes(architecture: Architecture, method: Method) -> SimpleNamespace:
+def sizes(architecture: Architecture, method: ParallelConfig) -> SimpleNamespace:
     """The arguments that Megatron's report reads."""
     several = architecture.experts > 1
     return SimpleNamespace(
@@ -105,21 +109,21 @@ def sizes(architecture: Architecture, method: Method) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("architecture", "method"),
     [
-        (llama(8), Method()),
-        (llama(8), Method(tensor=4)),
-        (llama(8), Method(data=4)),
-        (llama(8), Method(data=4, zero=1)),
-        (llama(8), Method(data=2, tensor=2, zero=1)),
-        (llama(8), Method(pipeline=4)),
-        (llama(8), Method(tensor=2, pipeline=2)),
-        (EXPERTS, Method(data=8, expert=4)),
-        (EXPERTS, Method(data=8, expert=4, zero=1)),
-        (EXPERTS, Method(data=8, expert=2, tensor=2, zero=1)),
+        (llama(8), ParallelConfig()),
+        (llama(8), ParallelConfig(tensor=4)),
+        (llama(8), ParallelConfig(data=4)),
+        (llama(8), ParallelConfig(data=4, zero=1)),
+        (llama(8), ParallelConfig(data=2, tensor=2, zero=1)),
+        (llama(8), ParallelConfig(pipeline=4)),
+        (llama(8), ParallelConfig(tensor=2, pipeline=2)),
+        (EXPERTS, ParallelConfig(data=8, expert=4)),
+        (EXPERTS, ParallelConfig(data=8, expert=4, zero=1)),
+        (EXPERTS, ParallelConfig(data=8, expert=2, tensor=2, zero=1)),
     ],
-    ids=lambda value: f"{value.name} {value.details}" if isinstance(value, Method) else value.experts,
+    ids=lambda value: f"{value.name} {value.details}" if isinstance(value, ParallelConfig) else value.experts,
 )
 def test_weights_and_optimizer_are_those_of_megatrons_report(
-    architecture: Architecture, method: Method
+    architecture: Architecture, method: ParallelConfig
 ) -> None:
     report = pytest.importorskip("megatron.training.theoretical_memory_usage")
     theirs = report.compute_weight_and_optimizer_memory(sizes(architecture, method))
@@ -164,7 +168,7 @@ def test_activations_are_close_to_megatrons_report(
         "activation_function": "gelu",
     }  # fmt: skip
     profiles = traced({**config, "n_layer": 8}, tmp_path, 128, Options(master_weights=False))
-    method = Method(tensor=tensor, pipeline=2, sequence_parallel=sequence_parallel, parts=1)
+    method = ParallelConfig(tensor=tensor, pipeline=2, sequence_parallel=sequence_parallel, parts=1)
     memory = step_memory(gpt2(8), Recipe(128), method, profiles)
     first, last = (
         next(p for p in memory.phases(512) if p.name == f"the {name} layer's backward pass" and not p.stage)

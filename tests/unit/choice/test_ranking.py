@@ -21,7 +21,7 @@ from megatron_mux.choice.speed import _Passes, step_seconds
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.device import Device, device_of
 from megatron_mux.memory.forms.architecture import Unit
-from megatron_mux.memory.forms.method import Method, methods
+from megatron_mux.memory.forms.method import ParallelConfig, methods
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.stages import Stage, on_rank, stages
 from megatron_mux.memory.question import Question
@@ -105,7 +105,7 @@ def test_host_memory_helps_where_nothing_else_does() -> None:
 
 def seconds(recipe: Recipe, batch: int, device: Device = A100, **degrees: Any) -> float:
     """Of a step of 64 sequences of 1024 tokens, so many in a micro-batch."""
-    method = Method(**degrees)
+    method = ParallelConfig(**degrees)
     memory = step_memory(LARGE, recipe, method, by_hand(LARGE), TablesByHand(LARGE, ON_LARGE))
     return step_seconds(memory, batch * 1024, 64 // batch // method.data, device)
 
@@ -133,7 +133,7 @@ def test_speed_follows_from_what_a_method_does(recipe: Recipe) -> None:
 def test_quantised_weights_are_brought_as_they_are_held(degrees: dict[str, Any]) -> None:
     """Of a step that waits for its weights most of the time: a quarter of the bytes."""
     held = quantised(LARGE)
-    method, pcie = Method(**degrees), device_of("cuda", "L40S", 0)
+    method, pcie = ParallelConfig(**degrees), device_of("cuda", "L40S", 0)
     tables = TablesByHand(LARGE, ON_LARGE)
     whole, quarter = (
         step_seconds(step_memory(own, ON_LARGE, method, tables=tables), 16, 1, pcie) for own in (LARGE, held)
@@ -157,7 +157,7 @@ def test_experts_are_shared_by_those_that_have_them_by_hand() -> None:
     link = Device("slow link", {2: 1e18, 4: 1e18}, 1e18, 0.0, 1.0, 0.0)
 
     def passes(**degrees: Any) -> tuple[_Passes, Stage]:
-        method = Method(data=8, expert=4, **degrees)
+        method = ParallelConfig(data=8, expert=4, **degrees)
         return _Passes(model, Recipe(1), method, 1.0, link), stages(model, method)[0]
 
     plain, stage = passes()
@@ -167,15 +167,15 @@ def test_experts_are_shared_by_those_that_have_them_by_hand() -> None:
     assert plain.gradients(stage) == pytest.approx(wanted)
     assert plain.transfer() == 4096 * 2
     three, stage = passes(zero=3)
-    own = on_rank(unit, Method(data=8, expert=4), 1 / 4)
+    own = on_rank(unit, ParallelConfig(data=8, expert=4), 1 / 4)
     brought = 2 * (1024 * 7 / 8 + 4000 / 2)
     assert three._brought(own) == pytest.approx(brought) and three._reduced(own) == pytest.approx(2 * brought)
     assert three.gradients(stage) == 0
     # Two of a row's two copies, of eight thousand bytes, each go to another rank three times in four; and come back.
     assert plain._exchange() == pytest.approx(2 * 2 * 4096 * 2 * 3 / 4)
-    assert stage.divided(Method(data=8, expert=4, zero=3)) == 128 + 2000 + -(-model.embedding.total // 8) + -(
-        -(model.head + model.final).total // 8
-    )
+    assert stage.divided(ParallelConfig(data=8, expert=4, zero=3)) == 128 + 2000 + -(
+        -model.embedding.total // 8
+    ) + -(-(model.head + model.final).total // 8)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -205,15 +205,17 @@ def test_flags_of_megatron_are_its_own() -> None:
 @pytest.mark.parametrize(
     ("method", "recipe", "model_type", "why"),
     [
-        (Method(), FULL, "llama", "full fine-tuning"),
-        (Method(data=2, expert=2), FROZEN, "llama", "expert"),
-        (Method(data=2, zero=1), FROZEN, "llama", "ZeRO-1"),
-        (Method(), FROZEN, "bloom", "'bloom' is none of its families"),
-        (Method(), Recipe(128, "fp16", adapters=FROZEN.adapters), "llama", "fp16"),
-        (Method(), Recipe(128, attention="eager", adapters=FROZEN.adapters), "llama", "scores"),
+        (ParallelConfig(), FULL, "llama", "full fine-tuning"),
+        (ParallelConfig(data=2, expert=2), FROZEN, "llama", "expert"),
+        (ParallelConfig(data=2, zero=1), FROZEN, "llama", "ZeRO-1"),
+        (ParallelConfig(), FROZEN, "bloom", "'bloom' is none of its families"),
+        (ParallelConfig(), Recipe(128, "fp16", adapters=FROZEN.adapters), "llama", "fp16"),
+        (ParallelConfig(), Recipe(128, attention="eager", adapters=FROZEN.adapters), "llama", "scores"),
     ],
 )
-def test_what_our_engine_does_not_do(method: Method, recipe: Recipe, model_type: str, why: str) -> None:
+def test_what_our_engine_does_not_do(
+    method: ParallelConfig, recipe: Recipe, model_type: str, why: str
+) -> None:
     assert why in str(not_by_this_engine(method, recipe, model_type))
 
 

@@ -15,7 +15,7 @@ from megatron_mux.choice.ranking import rank
 from megatron_mux.choice.task_file import Content, FileStep
 from megatron_mux.fusion.device import device_of
 from megatron_mux.gpus import known
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.method import ParallelConfig
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.sizes import MIB
 from tests.unit.choice.tables_by_hand import TablesByHand
@@ -30,7 +30,7 @@ TABLES = TablesByHand(ARCHITECTURE, RECIPE)
 STEP = FileStep((LONG, SHORT))
 
 
-def fit(recipe: Recipe, memory: int, method: Method) -> Fit:
+def fit(recipe: Recipe, memory: int, method: ParallelConfig) -> Fit:
     return Fitting(ARCHITECTURE, recipe, memory, A100, tables=TablesByHand(ARCHITECTURE, recipe))(method)
 
 
@@ -79,7 +79,7 @@ def test_a_task_adds_what_its_own_rows_keep() -> None:
         for content in contents({name: 4})
     }
     peaks = {
-        name: at_stage(step_memory(ARCHITECTURE, recipe, Method(), tables=TABLES), 0, 256)
+        name: at_stage(step_memory(ARCHITECTURE, recipe, ParallelConfig(), tables=TABLES), 0, 256)
         for name, recipe in of.items()
     }
     more = peaks["short"]["activations"] - peaks["long"]["activations"]
@@ -99,7 +99,7 @@ def test_the_fewest_micro_batches_that_fit(
         replace(SHORT, sequences=other[0], length=other[1]),
     )
     step = FileStep(adapters)
-    method = Method(data=data, pipeline=pipeline)
+    method = ParallelConfig(data=data, pipeline=pipeline)
     recipe = replace(RECIPE, adapters=adapters)
     tables = TablesByHand(ARCHITECTURE, recipe)
 
@@ -146,5 +146,5 @@ def test_data_parallel_ranks_divide_a_step() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_no_more_micro_batches_than_sequences(count: int) -> None:
     few = replace(RECIPE, adapters=(replace(LONG, sequences=count),))
-    found = fit(few, 1 << 40, Method(pipeline=4))
+    found = fit(few, 1 << 40, ParallelConfig(pipeline=4))
     assert found.method.micro_batches == count == found.micro_batches and found.fits

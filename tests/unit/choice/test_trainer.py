@@ -11,7 +11,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from megatron_mux.choice.flags import TRAINER, trainer_flags
 from megatron_mux.choice.ranking import rank
 from megatron_mux.fusion.device import device_of
-from megatron_mux.memory.forms.method import Method, methods
+from megatron_mux.memory.forms.method import ParallelConfig, methods
 from megatron_mux.memory.forms.recipe import Precision, Recipe
 from megatron_mux.memory.optimizers import OPTIMIZERS
 from megatron_mux.memory.sizes import GIB
@@ -38,7 +38,7 @@ def test_printed_flags_are_taken(optimizer: str, precision: Precision, master: b
     recipe = Recipe(128, precision, optimizer, master)
     for method in methods(4, llama(8), recipe):
         for parts in (1, 5):
-            run = Method(4, zero=method.zero, recompute=method.recompute, parts=parts)
+            run = ParallelConfig(4, zero=method.zero, recompute=method.recompute, parts=parts)
             found = parsed(trainer_flags(run, recipe, 3), tmp_path)
             assert found.optim == optimizer
             assert (found.per_device_train_batch_size, found.gradient_accumulation_steps) == (3, parts)

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_mux.dry_run.real_host import RealHostMode, gather_own_object, read_fake_value
 from megatron_mux.memory.fake_gpu.fake_tensors import FakeTensors
-from megatron_mux.memory.fake_gpu.place import Place
 from megatron_mux.memory.fake_gpu.recorder import Recorder
+from megatron_mux.memory.fake_gpu.step_position import StepPosition
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def recorder() -> Iterator[Recorder]:
     with (
         FakeTensors(),
         RealHostMode(),
-        Recorder(Place(), "cpu", 7, read_fake_value) as found,
+        Recorder(StepPosition(), "cpu", 7, read_fake_value) as found,
     ):
         yield found
 

@@ -8,8 +8,8 @@ import torch
 from megatron_mux.attributes import replaced
 from megatron_mux.dry_run.stand_ins import fewer_bits_
 from megatron_mux.kernels import dropout
-from megatron_mux.memory.fake_gpu.place import FORWARD, Place
 from megatron_mux.memory.fake_gpu.recorder import Recorder
+from megatron_mux.memory.fake_gpu.step_position import FORWARD, StepPosition
 
 
 def peak_and_events(of: str) -> tuple[int, int]:
@@ -23,7 +23,7 @@ def peak_and_events(of: str) -> tuple[int, int]:
             dropout.uniform(5, numbers, numbers)
 
     for _ in range(2):  # what a process records first has a tensor more alive
-        place = Place()
+        place = StepPosition()
         place.enter(FORWARD)
         with Recorder(place, "cpu", 7) as recorder:
             draw()

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.optimization import Adafactor
 
-from megatron_mux.adapters.adapter import AdapterParameter
+from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.optimizers import adafactor
-from megatron_mux.optimizers.optimizer import Optimizer, Options, Place, Run, Slot
+from megatron_mux.optimizers.optimizer import Optimizer, Options, ParamGroup, ParamLayout, ParamSlice
 from megatron_mux.optimizers.registry import OPTIMIZERS
 from megatron_mux.optimizers.schedules import SCHEDULES, problem_of_kwargs, schedule
 from megatron_mux.tasks import TrainingSpec
@@ -47,10 +47,12 @@ def make(name: str, tensors: Sequence[Tensor], values: Tensor, gradients: Tensor
     slots, at = [], 0
     for i, tensor in enumerate(tensors):
         value = torch.nn.Parameter(torch.empty(0))
-        run = Run(at, at + tensor.numel(), 0.1 if tensor.dim() > 1 else 0.0, 1.0 + i % 2)
-        slots.append(Slot(AdapterParameter(str(i), value, tuple(tensor.shape)), tuple(tensor.shape), run))
+        run = ParamGroup(at, at + tensor.numel(), 0.1 if tensor.dim() > 1 else 0.0, 1.0 + i % 2)
+        slots.append(
+            ParamSlice(AdapterParameter(str(i), value, tuple(tensor.shape)), tuple(tensor.shape), run)
+        )
         at += tensor.numel()
-    place = Place(values, gradients, [slot.run for slot in slots], slots)
+    place = ParamLayout(values, gradients, [slot.run for slot in slots], slots)
     return OPTIMIZERS[name](place, Options(*BETAS))
 
 
@@ -121,11 +123,13 @@ def test_operators_do_not_grow_with_the_number_of_tensors(name: str) -> None:
         flat = torch.zeros(sum(tensor.numel() for tensor in tensors))
         slots, at = [], 0
         for i, tensor in enumerate(sorted(tensors, key=torch.numel)):  # small ones side by side
-            run = Run(at, at + tensor.numel(), 0.1)
+            run = ParamGroup(at, at + tensor.numel(), 0.1)
             value = torch.nn.Parameter(torch.empty(0))
-            slots.append(Slot(AdapterParameter(str(i), value, tuple(tensor.shape)), tuple(tensor.shape), run))
+            slots.append(
+                ParamSlice(AdapterParameter(str(i), value, tuple(tensor.shape)), tuple(tensor.shape), run)
+            )
             at = run.last
-        optimizer = OPTIMIZERS[name](Place(flat, flat + 1, [], slots), Options())
+        optimizer = OPTIMIZERS[name](ParamLayout(flat, flat + 1, [], slots), Options())
         with Operators() as seen:
             optimizer.update(0, RATE, torch.zeros(()))
         counts.append(seen.count)
@@ -163,20 +167,20 @@ def test_tensors_that_are_stepped_together_are_those_stepped_alone(
 def test_eight_bit_states_of_other_shards_are_rounded_to_their_blocks() -> None:
     """What two tensor ranks saved continues on one: codes with the scale of each value, rounded once more."""
     shape = (64, 96)
-    own = [Slot(AdapterParameter("w", cast(Any, None), shape, 1, half), (64, 48), Run(0, 64 * 48), 1) for half in
-           torch.arange(96).split(48)]  # fmt: skip
+    halves = [AdapterParameter("w", cast(Any, None), shape, 1, half) for half in torch.arange(96).split(48)]
+    own = [ParamSlice(half, (64, 48), ParamGroup(0, 64 * 48), 1) for half in halves]
     kinds, parts = OPTIMIZERS["adamw_8bit"], []
     for rank, slot in enumerate(own):
         gradients = torch.randn(64 * 48, generator=torch.Generator().manual_seed(rank)) * (1 + 9 * rank)
-        optimizer = kinds(Place(torch.zeros(64 * 48), gradients, [slot.run], [slot]), Options())
+        optimizer = kinds(ParamLayout(torch.zeros(64 * 48), gradients, [slot.run], [slot]), Options())
         optimizer.update(0, RATE, torch.zeros(()))
         parts.append(optimizer.state()["w"])
     full = {name: torch.cat([part[name].tensor for part in parts], dim=1) for name in parts[0]}
-    again = kinds(Place(torch.zeros(64 * 48), torch.zeros(64 * 48), [own[1].run], own[1:]), Options())
+    again = kinds(ParamLayout(torch.zeros(64 * 48), torch.zeros(64 * 48), [own[1].run], own[1:]), Options())
     again.load(own[1], full)
     assert all(torch.equal(again.state()["w"][name].tensor, parts[1][name].tensor) for name in full), "exact"
-    whole = Slot(AdapterParameter("w", cast(Any, None), shape), shape, Run(0, 64 * 96))
-    alone = kinds(Place(torch.zeros(64 * 96), torch.zeros(64 * 96), [whole.run], [whole]), Options())
+    whole = ParamSlice(AdapterParameter("w", cast(Any, None), shape), shape, ParamGroup(0, 64 * 96))
+    alone = kinds(ParamLayout(torch.zeros(64 * 96), torch.zeros(64 * 96), [whole.run], [whole]), Options())
     alone.load(whole, full)
     found = {name: stored.tensor for name, stored in alone.state()["w"].items()}
     codes = cast(Any, alone)._codes
@@ -203,11 +207,14 @@ def test_adafactor_of_a_divided_matrix_is_that_of_the_whole(
         made: list[Optimizer] = []
         for index in torch.arange(shape[dim]).split(half):
             local = [half if i == dim else size for i, size in enumerate(shape)]
-            slot = Slot(
-                AdapterParameter("w", cast(Any, None), shape, dim, index), tuple(local), Run(0, 60, 0.1), dim
+            slot = ParamSlice(
+                AdapterParameter("w", cast(Any, None), shape, dim, index),
+                tuple(local),
+                ParamGroup(0, 60, 0.1),
+                dim,
             )
             value, grad = (t.index_select(dim, index).flatten() for t in (start, gradient))
-            made.append(OPTIMIZERS["adafactor"](Place(value, grad, [slot.run], [slot]), Options()))
+            made.append(OPTIMIZERS["adafactor"](ParamLayout(value, grad, [slot.run], [slot]), Options()))
         return made
 
     sums: list[list[Tensor]] = [[], []]

@@ -104,7 +104,7 @@ def test_a_step_that_was_not_taken_does_not_count() -> None:
     step(planning, "ab")
     slow.go.clear()
     for _ in range(5):
-        planning.relieve(planning.begin(loads("abc")))
+        planning.fall_back_to(planning.begin(loads("abc")))
         assert planning.steps_left == 2
     assert [len(step(planning, "abc").buckets) for _ in range(2)] == [2, 2], "nobody waited"
     slow.go.set()

@@ -79,15 +79,15 @@ def test_kernels_take_the_pieces_of_a_task(dtype: torch.dtype, monkeypatch: pyte
     seen: list[Any] = []
     kernels = SimpleNamespace(
         squared_norms=lambda table: torch.zeros(table.rows),
-        update_=lambda table, options, norms, stopped: seen.append((table, options, stopped)),
+        update_=lambda table, options, norms, skip: seen.append((table, options, skip)),
     )
     monkeypatch.setitem(sys.modules, "megatron_mux.kernels.update.triton", kernels)
     monkeypatch.setattr("megatron_mux.kernels.update.triton", kernels, raising=False)
     monkeypatch.setattr(updates, "_is_together", lambda kind, device: True)
     for name, moments in (("adamw_torch", 2), ("sgd", 0)):
         sample_step(OPTIMIZERS[name], 16, 16, 4096, CPU, dtype)()
-        table, options, stopped = seen[-1]
-        assert len(table.pieces) == 16 and table.rows == len(options) == len(stopped) == 1
+        table, options, skip = seen[-1]
+        assert len(table.pieces) == 16 and table.rows == len(options) == len(skip) == 1
         for piece in table.pieces:
             assert sum(t is not None for t in (piece.exp_avg, piece.exp_avg_sq)) == moments
             assert (piece.copy is None) == (dtype == torch.float32)

@@ -18,9 +18,9 @@ from megatron_mux.estimate import method_tables
 from megatron_mux.estimate.method_tables import MethodTables
 from megatron_mux.footprint.memory import Memory
 from megatron_mux.footprint.signature import Signature
-from megatron_mux.footprint.table import Group, Lasting, PassTable, StageTable
+from megatron_mux.footprint.table import Group, PassTable, PersistentBytes, StageTable
 from megatron_mux.gpus import known
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.method import ParallelConfig
 from megatron_mux.memory.worker import WorkerError
 from tests.unit.memory.traced import LLAMA
 
@@ -49,8 +49,8 @@ class Asked:
             (0,): PassTable(np.zeros(width), np.zeros(width), np.zeros((1, width)), np.zeros(1), ("a pass",))
         }
         nothing = np.zeros(len(signatures))
-        lasting = Lasting(WEIGHTS, nothing, nothing, nothing, nothing)
-        table = StageTable(1, lasting, Lasting(0.0, *(nothing,) * 4), passes)
+        lasting = PersistentBytes(WEIGHTS, nothing, nothing, nothing, nothing)
+        table = StageTable(1, lasting, PersistentBytes(0.0, *(nothing,) * 4), passes)
         return Memory(signatures, [table] * stages, [1] * stages, 64, ROW)
 
 
@@ -86,7 +86,12 @@ def of(file: TaskFile) -> MethodTables:
 
 def test_methods_are_prepared_once_and_tasks_share_signatures(asked: type[Asked], file: TaskFile) -> None:
     tables = of(file)
-    methods = [Method(), Method(tensor=2), Method(pipeline=2), Method(recompute="full")]
+    methods = [
+        ParallelConfig(),
+        ParallelConfig(tensor=2),
+        ParallelConfig(pipeline=2),
+        ParallelConfig(recompute="full"),
+    ]
     tables.prepare(methods)
     assert len(asked.runs) == len(methods)
     found = [tables(method) for method in methods]
@@ -99,12 +104,15 @@ def test_methods_are_prepared_once_and_tasks_share_signatures(asked: type[Asked]
 def test_a_method_that_fails_harms_no_others(asked: type[Asked], file: TaskFile) -> None:
     asked.broken.add(2)
     tables = of(file)
-    methods, known = [Method(tensor=2), Method(), Method(tensor=2, pipeline=2)], list[tuple[Method, Thread]]()
+    methods, known = (
+        [ParallelConfig(tensor=2), ParallelConfig(), ParallelConfig(tensor=2, pipeline=2)],
+        list[tuple[ParallelConfig, Thread]](),
+    )
     tables.prepare(methods, lambda method: known.append((method, current_thread())))
     assert sorted(map(str, methods)) == sorted(str(method) for method, _ in known)
     assert {thread for _, thread in known} == {current_thread()}
-    assert tables(Method()).memories
-    for method in (Method(tensor=2), Method(tensor=2, pipeline=2)):
+    assert tables(ParallelConfig()).memories
+    for method in (ParallelConfig(tensor=2), ParallelConfig(tensor=2, pipeline=2)):
         with pytest.raises(UserError, match="cannot be predicted: it was killed"):
             tables(method)
     assert len(asked.runs) == 3, "nor is it tried again"
@@ -121,21 +129,21 @@ def test_a_fault_ends_all_dry_runs(
     monkeypatch.setattr(asked, "memory", fault)
     monkeypatch.setattr(method_tables, "end_worker", lambda: ended.append(True))
     with pytest.raises(KeyError, match="a fault"):
-        of(file).prepare([Method(tensor=2), Method()])
+        of(file).prepare([ParallelConfig(tensor=2), ParallelConfig()])
     assert ended
 
 
 @pytest.mark.parametrize(
     ("method", "kept"),
     [
-        (Method(offload=True), 0.0),
-        (Method(data=4, zero=3), WEIGHTS / 4),
-        (Method(data=4, zero=3, offload=True), 0.0),
-        (Method(data=4), WEIGHTS),
+        (ParallelConfig(offload=True), 0.0),
+        (ParallelConfig(data=4, zero=3), WEIGHTS / 4),
+        (ParallelConfig(data=4, zero=3, offload=True), 0.0),
+        (ParallelConfig(data=4), WEIGHTS),
     ],
 )
 def test_weights_elsewhere_are_priced_from_resident_ones(
-    asked: type[Asked], file: TaskFile, method: Method, kept: float
+    asked: type[Asked], file: TaskFile, method: ParallelConfig, kept: float
 ) -> None:
     (memory,) = of(file)(method).memories
     (run,) = asked.runs
@@ -150,5 +158,5 @@ def test_weights_elsewhere_are_priced_from_resident_ones(
 
 def test_a_quantised_backbone_is_run_where_its_weights_are(asked: type[Asked], file: TaskFile) -> None:
     quantised = TaskFile.read(file.path.parent / "config.json", file.path, quantise="nf4")
-    of(quantised)(Method(data=2, zero=3))
+    of(quantised)(ParallelConfig(data=2, zero=3))
     assert [run.residence for run in asked.runs] == ["sharded"]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_mux.footprint.content import ATTENTION, COUNTS, Array, Contents
 from megatron_mux.footprint.memory import Memory, groups_of
 from megatron_mux.footprint.signature import Signature
-from megatron_mux.footprint.table import LOSS, Group, Lasting, PassTable, StageTable
+from megatron_mux.footprint.table import LOSS, Group, PassTable, PersistentBytes, StageTable
 
 FROZEN = 100.0
 """Bytes of a row that the frozen layers keep."""
@@ -51,8 +51,10 @@ def stage_table(signatures: Sequence[Signature] = SIGNATURES) -> StageTable:
         moments = np.stack([kept + line(group, np.full(len(group), 50.0), 9.0), kept * 0.5])
         passes[group] = PassTable(kept, kept / 4, moments, np.array([1.0, 0.0]), (LOSS, "a pass"))
     tasks = np.arange(1.0, 1 + count)
-    lasting = Lasting(4000.0, 4 * tasks, 10 * tasks, 2 * tasks, tasks)
-    return StageTable(4, lasting, Lasting(1000.0, tasks, 0 * tasks, 0.5 * tasks, 0.25 * tasks), passes)
+    lasting = PersistentBytes(4000.0, 4 * tasks, 10 * tasks, 2 * tasks, tasks)
+    return StageTable(
+        4, lasting, PersistentBytes(1000.0, tasks, 0 * tasks, 0.5 * tasks, 0.25 * tasks), passes
+    )
 
 
 def contents(rows: list[list[float]]) -> Contents:

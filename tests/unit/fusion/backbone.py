@@ -18,7 +18,7 @@ from megatron_mux.backbone.registry import BackboneInfo, family
 from megatron_mux.footprint.content import COUNTS
 from megatron_mux.footprint.memory import Memory, groups_of
 from megatron_mux.footprint.signature import Signature
-from megatron_mux.footprint.table import Group, Lasting, PassTable, StageTable
+from megatron_mux.footprint.table import Group, PassTable, PersistentBytes, StageTable
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.profiler.profile import Profile
@@ -148,7 +148,9 @@ def _table(
     hidden, count = 4.0 * known.hidden, len(signatures)
     own = np.array([400.0 + 8 * one.rank + 100 * len(one.family) for one in signatures])
     ones = np.ones(count)
-    adapters = Lasting(4 * 8 * known.hidden**2 / tensor, 1e4 * ones, updating * ones, 0 * ones, 0 * ones)
+    adapters = PersistentBytes(
+        4 * 8 * known.hidden**2 / tensor, 1e4 * ones, updating * ones, 0 * ones, 0 * ones
+    )
     ends = known.vocab * hidden * (first + last)
     lasting = dataclasses.replace(adapters, backbone=adapters.backbone + ends)
     passes: dict[Group, PassTable] = {}

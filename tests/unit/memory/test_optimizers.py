@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from megatron_mux.choice.engine_step import step_memory
-from megatron_mux.memory.forms.method import Method, methods
+from megatron_mux.memory.forms.method import ParallelConfig, methods
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.skeleton import read_architecture
 from megatron_mux.memory.forms.stages import stages
@@ -54,7 +54,7 @@ def test_states_are_those_of_real_optimizers(
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    (stage,) = stages(read_architecture(Skeleton(write(tmp_path, CONFIGS[config]))), Method())
+    (stage,) = stages(read_architecture(Skeleton(write(tmp_path, CONFIGS[config]))), ParallelConfig())
     assert stage.values == sum(p.numel() for p in model.parameters())
     form = OPTIMIZERS[name].states(stage.values, stage.shapes, dtype.itemsize)
     assert form == states(optimizer)
@@ -112,7 +112,7 @@ def test_eight_bits_by_hand(tmp_path: Path) -> None:
     parts = step_memory(
         architecture,
         Recipe(16, optimizer="adamw_8bit", master=False),
-        Method(),
+        ParallelConfig(),
         by_hand(architecture),
         bare=True,
     )
@@ -180,7 +180,7 @@ def test_ranks_that_divide_states_have_a_share_each(name: str, tmp_path: Path) -
         parts = step_memory(
             architecture,
             Recipe(16, optimizer=name),
-            Method(**degrees),
+            ParallelConfig(**degrees),
             by_hand(architecture),
             bare=True,
         )

@@ -17,7 +17,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.merging.kinds import MERGES, UNMERGEABLE
 from megatron_mux.merging.merge import merge
 from megatron_mux.merging.provenance import Provenance
-from megatron_mux.quantised.scheme import Method
+from megatron_mux.quantised.scheme import QuantMethod
 from tests import tiny_models
 
 _Q = "base_model.model.model.layers.0.self_attn.q_proj."
@@ -120,7 +120,7 @@ def test_another_backbone_is_said_and_another_quantisation_refused(backbone: Pat
     plain, made = read_backbone_info(backbone), read_backbone_info(backbone, "int8")
     warnings: list[str] = []
 
-    def merged(trained_on: Provenance, quantise: Method | None, name: str) -> None:
+    def merged(trained_on: Provenance, quantise: QuantMethod | None, name: str) -> None:
         adapter = lora(tmp_path / name, base_model_name_or_path="theirs")
         path = adapter / "adapter_model.safetensors"
         save_file(load_file(path), path, trained_on.header)

@@ -13,7 +13,7 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.fusion.profiler.profile_store import about_run
 from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.memory.forms.architecture import architecture_of
-from megatron_mux.quantised.scheme import METHODS, Method
+from megatron_mux.quantised.scheme import METHODS, QuantMethod
 from megatron_mux.runtime import Parallel
 from tests import quantised_models
 
@@ -25,7 +25,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("residence", ["resident", "offloaded"])
 @pytest.mark.parametrize("method", METHODS)
-def test_bytes_held_are_those_predicted(method: Method, residence: Any, plain: Path) -> None:
+def test_bytes_held_are_those_predicted(method: QuantMethod, residence: Any, plain: Path) -> None:
     parallel = Parallel.alone(torch.device("cpu"))
     backbone = Backbone.load(plain, parallel, residence=residence, quantise=method)
     held = quantised_models.held_bytes([backbone])

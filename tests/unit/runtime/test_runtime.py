@@ -12,7 +12,7 @@ import torch
 
 from megatron_mux import runtime
 from megatron_mux.errors import UserError
-from megatron_mux.kernels.attention.segments import has_varlen
+from megatron_mux.runtime import has_varlen
 
 pytestmark = pytest.mark.versions
 

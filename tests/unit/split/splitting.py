@@ -14,7 +14,7 @@ from megatron_mux.runtime import Parallel
 from megatron_mux.split.agreement import Proposal, WireDtype
 from megatron_mux.split.backbone import SplitBackbone, load_ends
 from megatron_mux.split.engine import SplitEngine
-from megatron_mux.split.link import Link
+from megatron_mux.split.link import ServerConnection
 from megatron_mux.split.remote import Privacy, RemoteBody
 from megatron_mux.split.trainer import SplitTrainer
 from megatron_mux.tasks import TaskSpec
@@ -68,7 +68,7 @@ def split_engine(
     """An engine whose body is on a server; its link is `engine.backbone.remote.link`."""
     info = read_backbone_info(server.path)
     front, back = load_ends(info, ALONE, *cuts, server.dtype)
-    link = Link(server.connect(), proposal(spec, info.fingerprint, cuts, wire), info.shape)
+    link = ServerConnection(server.connect(), proposal(spec, info.fingerprint, cuts, wire), info.shape)
     link.join()
     layers = link.proposal.body(info.shape)
     trained = any(module.layer in layers for module in spec.adapter.modules(info.shape))

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron_mux import runtime
 from megatron_mux.adapters.adapter import TaskAdapter
-from megatron_mux.adapters.attach import AdapterSet, Host
+from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.host import Host
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.batch.micro_batch import MicroBatch, activate

@@ -18,9 +18,9 @@ from megatron_mux.split.meter import measure
 from megatron_mux.split.policies import POLICIES, Circumstances, Offer, plan_forward
 from megatron_mux.split.session_memory import (
     Memory,
-    heaviest_lengths,
     profile,
     sequences_behind_prefixes,
+    worst_case_lengths,
 )
 from megatron_mux.split.session_prediction import BodyPlace, SessionPredictor
 from tests import tiny_models
@@ -110,10 +110,10 @@ def test_measuring_changes_nothing(body: Body) -> None:
 
 
 def test_the_heaviest_sequences_are_the_longest_or_those_that_are_padded_most() -> None:
-    assert heaviest_lengths(8, "cpu") == [8]
-    assert heaviest_lengths(64, "cpu") == [9, 57, 64]  # padded to 16, and 57 to 64
-    assert heaviest_lengths(2000, "cpu") == [9, 449, 2000]  # 449 to 512, whose weights are many
-    assert heaviest_lengths(2000, "cuda") == [2000]
+    assert worst_case_lengths(8, "cpu") == [8]
+    assert worst_case_lengths(64, "cpu") == [9, 57, 64]  # padded to 16, and 57 to 64
+    assert worst_case_lengths(2000, "cpu") == [9, 449, 2000]  # 449 to 512, whose weights are many
+    assert worst_case_lengths(2000, "cuda") == [2000]
 
 
 def test_short_sequences_beside_long_ones_need_no_more_than_is_reserved(body: Body) -> None:

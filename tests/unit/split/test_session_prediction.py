@@ -17,9 +17,9 @@ from megatron_mux.errors import UserError
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.worker import LostProcess, WorkerError
 from megatron_mux.split import session_prediction
+from megatron_mux.split.admission import examine
 from megatron_mux.split.agreement import Proposal
 from megatron_mux.split.body import Body
-from megatron_mux.split.room import examine
 from megatron_mux.split.session_memory import Memory, profile
 from megatron_mux.split.session_prediction import BodyPlace, SessionPredictor
 from megatron_mux.split.wire import RefusedError

@@ -14,7 +14,7 @@ import torch
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.link import Link
+from megatron_mux.split.link import ServerConnection
 from megatron_mux.split.pieces import Piece, to_wire
 from megatron_mux.split.scheduler import Demand
 from megatron_mux.split.wire import Kind, RefusedError
@@ -46,7 +46,7 @@ def test_a_state_travels_in_parts(server: RunningServer, monkeypatch: pytest.Mon
     monkeypatch.setattr(server.body, "state", lambda name: pieces)
     monkeypatch.setattr(server.store, "save", lambda *arguments: saved.append(arguments))
     again = Caller(server, incarnation="cd" * 8)
-    link = Link(again.transport, again.proposal, read_shape(server.backbone.info.path))
+    link = ServerConnection(again.transport, again.proposal, read_shape(server.backbone.info.path))
     link.join()
     link._transport.limits = replace(link._transport.limits, named_bytes=1 << 20)
     found = link.save([])

@@ -18,7 +18,7 @@ from megatron_mux.checkpoint import SavedTask
 from megatron_mux.engine import BestEvaluation, EvalResult
 from megatron_mux.saved_files import limit_checkpoints, prune, write_best
 from megatron_mux.tasks import TaskSpec, TrainingSpec
-from megatron_mux.training.best import Judge
+from megatron_mux.training.best import BestCheckpointTracker
 
 VALUES = [random.Random(7).choice((1.0, 0.9, 0.85, 0.8, 0.795)) for _ in range(40)]
 
@@ -47,7 +47,7 @@ def test_what_is_not_finite_is_never_the_best() -> None:
 
 def test_a_task_stops_once_its_patience_is_over() -> None:
     entry, said = SavedTask("a", 0, "running", "", "", {}, ""), list[str]()
-    judge = Judge({"a": entry}, said.append)
+    judge = BestCheckpointTracker({"a": entry}, said.append)
     training = TrainingSpec(metric_for_best_model="eval_rouge1", early_stopping_patience=2)
     for step, value in ((0, 9.0), (5, 0.5), (10, 0.4), (15, 0.5)):
         judge.note("a", training, step, EvalResult({"loss": 1.0, "rouge1": value}, 3))
@@ -60,7 +60,7 @@ def test_a_task_stops_once_its_patience_is_over() -> None:
 
 def test_another_metric_begins_anew() -> None:
     entry = SavedTask("a", 0, "running", "", "", {}, "")
-    judge = Judge({"a": entry}, print)
+    judge = BestCheckpointTracker({"a": entry}, print)
     assert not judge.is_best("a", 0), "nothing was evaluated"
     for metric, values in (("loss", (0.5, 0.4, 0.6)), ("accuracy", (0.3, 0.2))):
         training = TrainingSpec(metric_for_best_model=metric, load_best_model_at_end=True)

@@ -9,12 +9,12 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
-from megatron_mux.backbone.cut_layer import TensorMessages
+from megatron_mux.backbone.layer_segments import TensorMessages
 from megatron_mux.backbone.pieces import Yields
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.base_ops import BaseOpName
-from megatron_mux.fusion.planner.frozen import Frozen
-from megatron_mux.fusion.planner.messages import Layout, Messages
+from megatron_mux.fusion.planner.backbone_time import BackboneTimeModel
+from megatron_mux.fusion.planner.messages import LayerParallelism, Messages
 from megatron_mux.fusion.profiler.layer_operators import ORDER
 from megatron_mux.fusion.profiler.profile import Profile
 from megatron_mux.fusion.profiler.roofline import roofline
@@ -22,11 +22,11 @@ from megatron_mux.shape import BackboneShape
 from tests import tiny_models
 
 LAYOUTS = (
-    Layout(),
-    Layout(tensor=True, recomputes=True),
-    Layout(tensor=True, sequence_parallel=True),
-    Layout(exchanges=True),
-    Layout(tensor=True, sequence_parallel=True, exchanges=True, recomputes=True),
+    LayerParallelism(),
+    LayerParallelism(tensor=True, recomputes=True),
+    LayerParallelism(tensor=True, sequence_parallel=True),
+    LayerParallelism(exchanges=True),
+    LayerParallelism(tensor=True, sequence_parallel=True, exchanges=True, recomputes=True),
 )
 
 
@@ -43,16 +43,18 @@ def profile_of(shape: BackboneShape) -> Profile:
     return roofline(shape, about, 4, 2, most_tokens=1024)
 
 
-def made(name: str, layout: Layout, stages: int = 1) -> tuple[Frozen, Messages]:
+def made(name: str, layout: LayerParallelism, stages: int = 1) -> tuple[BackboneTimeModel, Messages]:
     shape = shape_of(name)
     each = shape.layers // stages
-    frozen = Frozen(profile_of(shape), shape, [range(s * each, (s + 1) * each) for s in range(stages)])
+    frozen = BackboneTimeModel(
+        profile_of(shape), shape, [range(s * each, (s + 1) * each) for s in range(stages)]
+    )
     return frozen, Messages(frozen, shape, layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "llama"])
-def test_a_layer_has_the_pieces_of_the_engine(name: str, layout: Layout) -> None:
+def test_a_layer_has_the_pieces_of_the_engine(name: str, layout: LayerParallelism) -> None:
     frozen, messages = made(name, layout)
     nothing = np.zeros((1, 2, len(ORDER)))
     ((forward, backward),) = messages.layers(np.array([64.0]), np.ones((1, 2)), nothing)
@@ -66,7 +68,7 @@ def test_a_layer_has_the_pieces_of_the_engine(name: str, layout: Layout) -> None
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "llama"])
-def test_the_pieces_of_layers_add_up_to_their_seconds(name: str, layout: Layout) -> None:
+def test_the_pieces_of_layers_add_up_to_their_seconds(name: str, layout: LayerParallelism) -> None:
     """With the loss on every row, and gradients everywhere."""
     frozen, messages = made(name, layout)
     rows, attention = np.array([64.0, 200.0]), np.array([[1e-3, 2e-3], [2e-3, 3e-3]])
@@ -87,18 +89,18 @@ def test_the_pieces_of_layers_add_up_to_their_seconds(name: str, layout: Layout)
 
 def test_stages_without_experts_exchange_nothing() -> None:
     """Layer 1 of four is dense: two layers with experts are on the second stage, one is on the first."""
-    _, messages = made("qwen3_moe", Layout(exchanges=True), stages=2)
+    _, messages = made("qwen3_moe", LayerParallelism(exchanges=True), stages=2)
     rows = np.array([64.0])
     first, second = messages.seconds(rows, rows, np.zeros(1, dtype=np.int64))[0, 0]
     assert second == pytest.approx(2 * first)
     nowhere = np.array([len(ORDER) * shape_of("qwen3_moe").layers])
     assert not messages.seconds(rows, rows, nowhere)[0, 1].any(), "without adapters nothing goes back"
-    _, dense = made("llama", Layout())
-    assert not dense.any and made("llama", Layout(exchanges=True))[1].any is False
+    _, dense = made("llama", LayerParallelism())
+    assert not dense.any and made("llama", LayerParallelism(exchanges=True))[1].any is False
 
 
 def test_only_labelled_rows_go_to_the_experts_of_the_last_layer() -> None:
-    frozen, messages = made("mixtral", Layout(exchanges=True))
+    frozen, messages = made("mixtral", LayerParallelism(exchanges=True))
     rows, labels, lowest = np.array([512.0]), np.array([64.0]), np.zeros(1, dtype=np.int64)
     all_rows = messages.seconds(rows, rows, lowest)[0, :, 0]
     fewer = messages.seconds(rows, labels, lowest)[0, :, 0]
@@ -117,7 +119,7 @@ def test_only_labelled_rows_go_to_the_experts_of_the_last_layer() -> None:
 )
 def test_below_the_lowest_adapter_nothing_goes_back(op: BaseOpName, trained: list[str]) -> None:
     """An adapter in the last layer, of which the lowest is at this BaseOp: `trained` are added, or taken off."""
-    frozen, _ = made("deepseek_v3", Layout())
+    frozen, _ = made("deepseek_v3", LayerParallelism())
     rows, attention = np.array([128.0]), np.array([[1e-3, 2e-3]])
     lowest = np.array([(shape_of("deepseek_v3").layers - 1) * len(ORDER) + ORDER.index(op)])
     backward = frozen.seconds(rows, rows, attention[..., None], lowest, recomputes=False)[0, 1, 0]

@@ -22,10 +22,10 @@ from megatron_mux.fusion.planner.stage_cost import StageCosts
 from megatron_mux.fusion.planner.step_memory import StepMemory
 from megatron_mux.fusion.profiler.profile import Curve
 from megatron_mux.fusion.profiler.updates import UpdateSeconds, _Parameter
-from megatron_mux.memory.forms.method import Method, Recompute
+from megatron_mux.memory.forms.method import ParallelConfig, Recompute
 from megatron_mux.optimizers import lion
 from megatron_mux.optimizers.adafactor import Adafactor
-from megatron_mux.optimizers.optimizer import Options, Place, Run, Slot
+from megatron_mux.optimizers.optimizer import Options, ParamGroup, ParamLayout, ParamSlice
 from megatron_mux.optimizers.registry import OPTIMIZERS
 from megatron_mux.tasks import TaskSpec
 from tests.unit.fusion import backbone
@@ -56,7 +56,7 @@ def whole(chunk_of: list[TaskLoad]) -> tuple[Slice, ...]:
 
 
 def test_without_tasks_only_the_backbone_is_there() -> None:
-    model = costs([], stages=4, method=Method(pipeline=2))
+    model = costs([], stages=4, method=ParallelConfig(pipeline=2))
     assert model.step_overhead(()) == model.profile.step_seconds
     assert (step_memory([], 4).lasting > 0).all()
 
@@ -137,7 +137,7 @@ def test_nothing_below_the_lowest_adapter_goes_backward() -> None:
 def test_tensor_ranks_leave_communication_to_hide() -> None:
     loads = [backbone.load("a", [64] * 4)]
     profile = backbone.profile(LAYERS, tensor_parallel=2)
-    two = Method(tensor=2)
+    two = ParallelConfig(tensor=2)
     overlapped = costs(loads, profile=profile, method=two, overlap=True).hybrid((0,), 1)
     one = profile.curves["all_reduce"].at(256)[0]
     assert overlapped.communication_forward == pytest.approx((2 * LAYERS * one,))
@@ -154,7 +154,7 @@ def test_rows_of_the_embedding_need_the_gradient_of_all_layers() -> None:
     embeds = dataclasses.replace(plain, adapter=dataclasses.replace(plain.adapter, embeds=True))
     profile = backbone.profile(LAYERS, tensor_parallel=2)
     without, found = (
-        costs([load], 2, profile=profile, method=Method(tensor=2), overlap=True).hybrid((0,), 1)
+        costs([load], 2, profile=profile, method=ParallelConfig(tensor=2), overlap=True).hybrid((0,), 1)
         for load in (plain, embeds)
     )
     one = profile.curves["all_reduce"].at(256)[0]
@@ -166,7 +166,8 @@ def test_nothing_hides_the_messages_of_a_kl_term() -> None:
     loads = [backbone.load("a", [64] * 4, needs_kl=True)]
     profile = backbone.profile(LAYERS, tensor_parallel=2)
     hidden, plain = (
-        costs(loads, profile=profile, method=Method(tensor=2), overlap=overlap) for overlap in (True, False)
+        costs(loads, profile=profile, method=ParallelConfig(tensor=2), overlap=overlap)
+        for overlap in (True, False)
     )
     assert hidden.step_overhead([(0,)]) == pytest.approx(plain.step_overhead([(0,)]))
 
@@ -183,7 +184,7 @@ def test_layers_with_a_backward_pass_are_recomputed(
     seconds = {name: curve.at(256)[0] for name, curve in profile.curves.items()}
 
     def found(recompute: Recompute) -> HybridCost:
-        method = Method(tensor=2, recompute=recompute)
+        method = ParallelConfig(tensor=2, recompute=recompute)
         return costs(loads, 2, profile=profile, method=method, overlap=overlap).hybrid((0,), 1)
 
     layer = seconds["attention_half"] + seconds["mlp_half"] + 2 * seconds["all_reduce"]
@@ -212,7 +213,7 @@ def test_only_gradients_that_something_needs_are_reduced(op: BaseOpName, first: 
         [backbone.load("a", [64] * 4, sites=sites)],
         2,
         profile=profile,
-        method=Method(tensor=2),
+        method=ParallelConfig(tensor=2),
         overlap=True,
     ).hybrid((0,), 1)
     one = profile.curves["all_reduce"].at(256)[0]
@@ -240,7 +241,7 @@ def test_chunks_of_a_long_sequence_cost_more_the_later_they_come() -> None:
 @given(st.integers(1, 4), st.integers(1, 16))
 def test_micro_batches_divide_the_rows(data: int, micro_batches: int) -> None:
     load = backbone.load("a", [64] * 16)
-    model = costs([load], method=Method(data=data))
+    model = costs([load], method=ParallelConfig(data=data))
     parts = min(16, data * micro_batches)
     expected = costs([dataclasses.replace(load, tokens=(64,) * 16)]).hybrid((0,), parts)
     found = model.hybrid((0,), micro_batches)
@@ -282,14 +283,18 @@ def test_every_rank_runs_its_own_groups(optim: str) -> None:
     profile = dataclasses.replace(
         backbone.profile(LAYERS, updates={optim: price}), step_seconds=0.0, sequence_seconds=0.0
     )
-    model = costs([load], stages=2, profile=profile, method=Method(pipeline=2))
+    model = costs([load], stages=2, profile=profile, method=ParallelConfig(pipeline=2))
     slots, at = [], 0
     for one in load.stepped:
         if one.tensor.share(range(LAYERS // 2), LAYERS):
             shape = one.tensor.shape
-            slots.append(Slot(_Parameter(str(at), shape), shape, Run(at, at + math.prod(shape), *one.kind)))
+            slots.append(
+                ParamSlice(
+                    _Parameter(str(at), shape), shape, ParamGroup(at, at + math.prod(shape), *one.kind)
+                )
+            )
             at += math.prod(shape)
-    place = Place(torch.zeros(at), torch.zeros(at), [slot.run for slot in slots], slots)
+    place = ParamLayout(torch.zeros(at), torch.zeros(at), [slot.run for slot in slots], slots)
     kind = OPTIMIZERS[optim](place, Options())
     groups = len(kind._stacks) if isinstance(kind, Adafactor) else len(place.runs)
     assert model.step_overhead([(0,)]) == groups
@@ -304,7 +309,9 @@ def test_groups_are_divided_where_an_optimizer_steps_no_more_values_at_once(
     load = TaskLoad.of(spec, np.array([64], np.int32), np.array([8], np.int32), backbone.shape(LAYERS))
     _, groups = load.updates(range(LAYERS), 1)
     count = sum(math.prod(one.tensor.shape) for one in load.stepped)
-    place = Place(torch.zeros(count), torch.zeros(count), [Run(0, count, *load.stepped[0].kind)], [])
+    place = ParamLayout(
+        torch.zeros(count), torch.zeros(count), [ParamGroup(0, count, *load.stepped[0].kind)], []
+    )
     calls: list[object] = []
     monkeypatch.setattr(lion.Lion, "_update", lambda *arguments: calls.append(arguments))
     lion.Lion(place, Options()).update(0, 1.0, torch.zeros(()))
@@ -317,7 +324,7 @@ def test_kernels_step_a_bucket_at_once_and_each_rank_its_own_values() -> None:
     device = backbone.profile(LAYERS, updates={"adamw_torch_fused": price})
     profile = dataclasses.replace(device, step_seconds=0.0, sequence_seconds=0.0)
     values = 2 * loads[0].adapter.values(range(LAYERS), 1) * 1e-3
-    model = costs(loads, stages=2, profile=profile, method=Method(pipeline=2))
+    model = costs(loads, stages=2, profile=profile, method=ParallelConfig(pipeline=2))
     assert model.step_overhead([(0, 1)]) == pytest.approx(8 + values / 2)
     assert model.step_overhead([(0,), (1,)]) == pytest.approx(16 + values / 2)
     one_by_one = dataclasses.replace(

@@ -20,7 +20,7 @@ from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.step_memory import Allowance, StepMemory, are_short
 from megatron_mux.gpus import Gpu
 from megatron_mux.kernels.attention.short import LONGEST, pairs_and_padding
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.method import ParallelConfig
 from tests.unit.fusion import backbone
 
 SHAPE = backbone.shape()
@@ -92,12 +92,12 @@ def test_a_gpu_needs_more_than_its_tensors() -> None:
     load = backbone.load("t", [64])
     tables = backbone.MadeUpTables().memory(Mesh(), "none", [load.signature(SHAPE)])
     plain = StepMemory(tables, [load], SHAPE, "cuda")
-    more = StepMemory(tables, [load], SHAPE, "cuda", Allowance.of("cuda", Gpu(), Method()))
+    more = StepMemory(tables, [load], SHAPE, "cuda", Allowance.of("cuda", Gpu(), ParallelConfig()))
     assert more.overhead > 500 << 20 and plain.overhead == 0
     assert more.of_chunks([pieces(load)]).kept == pytest.approx(1.07 * plain.of_chunks([pieces(load)]).kept)
     assert more.lasting == pytest.approx(plain.lasting)
-    assert Allowance.of("cpu", Gpu(), Method()) == Allowance()
-    alone, pair = (Allowance.of("cuda", Gpu(), Method(pipeline=stages)).fixed for stages in (1, 2))
+    assert Allowance.of("cpu", Gpu(), ParallelConfig()) == Allowance()
+    alone, pair = (Allowance.of("cuda", Gpu(), ParallelConfig(pipeline=stages)).fixed for stages in (1, 2))
     assert alone > 512 << 20 and pair > alone
 
 

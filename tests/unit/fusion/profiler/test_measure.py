@@ -28,7 +28,7 @@ from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.kernels.low_rank import choice as low_rank_choice
 from megatron_mux.kernels.low_rank.reference import LoopKernels
 from megatron_mux.kernels.low_rank.terms import TermTable
-from megatron_mux.memory.forms.method import Method
+from megatron_mux.memory.forms.method import ParallelConfig
 from tests.tiny_models import make
 from tests.unit.fusion import backbone
 
@@ -84,7 +84,7 @@ def test_a_layer_takes_what_was_measured(tensor: int, monkeypatch: pytest.Monkey
     def seconds(profile: Profile) -> tuple[float, ...]:
         loads = [backbone.load("a", [SEGMENT] * 4, layers=LAYERS)]
         model = StageCosts(
-            profile, backbone.shape(LAYERS), loads, [range(LAYERS)], Method(tensor=tensor), itemsize=4
+            profile, backbone.shape(LAYERS), loads, [range(LAYERS)], ParallelConfig(tensor=tensor), itemsize=4
         )
         return model.hybrid((0,), 1).alone()
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from megatron_mux.memory.fake_gpu.place import FORWARD, Place
 from megatron_mux.memory.fake_gpu.recorder import Recorder
+from megatron_mux.memory.fake_gpu.step_position import FORWARD, StepPosition
 from megatron_mux.memory.stream.events import Stream
 
 _RESIZE = torch.UntypedStorage.resize_
 
 
 def _recorder() -> Recorder:
-    place = Place()
+    place = StepPosition()
     place.enter(FORWARD)
     return Recorder(place, "cpu", vocabulary=7)
 
@@ -54,7 +54,7 @@ def test_a_storage_without_bytes_is_none() -> None:
 
 
 def test_another_device_does_not_count() -> None:
-    place = Place()
+    place = StepPosition()
     with Recorder(place, "cuda", vocabulary=7) as recorder:
         torch.zeros(5)
     assert not len(recorder.done())

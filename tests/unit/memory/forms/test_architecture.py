@@ -13,7 +13,7 @@ import pytest
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.errors import UserError
 from megatron_mux.memory.forms.architecture import Unit, architecture_of
-from megatron_mux.memory.forms.method import Method, impossible
+from megatron_mux.memory.forms.method import ParallelConfig, impossible
 from megatron_mux.memory.forms.skeleton import read_architecture
 from megatron_mux.memory.forms.stages import stages
 from megatron_mux.memory.tensors import Skeleton
@@ -46,9 +46,9 @@ def test_experts(tmp_path: Path) -> None:
     a = read_architecture(Skeleton(write(tmp_path, MIXTRAL)))
     assert (a.experts, a.experts_per_token, a.ffn, a.gated) == (8, 2, 512, True)
     assert a.layers[0].experts == 8 * 3 * 256 * 512
-    one, four = (stages(a, Method(data=4, expert=size))[0] for size in (1, 4))
+    one, four = (stages(a, ParallelConfig(data=4, expert=size))[0] for size in (1, 4))
     assert one.values - four.values == 3 * 6 * 3 * 256 * 512, "six of eight experts in each of three layers"
-    assert one.divided(Method(4)) == four.divided(Method(4, expert=4)), (
+    assert one.divided(ParallelConfig(4)) == four.divided(ParallelConfig(4, expert=4)), (
         "four ranks have all of them between them"
     )
 
@@ -62,14 +62,14 @@ def test_what_is_not_understood_is_said(tmp_path: Path) -> None:
 
 def test_every_parameter_is_somewhere_once() -> None:
     for architecture in (llama(5), gpt2(5)):
-        for method in (Method(), Method(pipeline=5), Method(pipeline=2)):
+        for method in (ParallelConfig(), ParallelConfig(pipeline=5), ParallelConfig(pipeline=2)):
             own = stages(architecture, method)
             copies = architecture.tied and method.pipeline > 1
             extra = architecture.embedding.divided if copies else 0  # the output layer is on another stage
             assert sum(stage.values for stage in own) == architecture.total + extra
             assert [layer for stage in own for layer in stage.layers] == list(range(5))
-    whole = stages(llama(2), Method())[0].values
-    half = stages(llama(2), Method(tensor=2))[0].values
+    whole = stages(llama(2), ParallelConfig())[0].values
+    half = stages(llama(2), ParallelConfig(tensor=2))[0].values
     assert half == (whole + 5 * 256) / 2, "norms are not divided"
 
 

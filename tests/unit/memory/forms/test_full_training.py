@@ -12,7 +12,7 @@ from megatron_mux.gpus import known
 from megatron_mux.memory import untraced
 from megatron_mux.memory.estimate import predict
 from megatron_mux.memory.forms.full_training import FullTrainingMemory
-from megatron_mux.memory.forms.method import Method, Recompute
+from megatron_mux.memory.forms.method import ParallelConfig, Recompute
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.skeleton import read_architecture
 from megatron_mux.memory.sizes import MIB
@@ -55,7 +55,7 @@ def memory(
     directory: Path,
     length: int,
     options: Options,
-    method: Method,
+    method: ParallelConfig,
     bare: bool = True,
 ) -> FullTrainingMemory:
     """An estimate whose profile is traced here."""
@@ -81,7 +81,7 @@ def test_peaks_of_families(number: int, tmp_path: Path) -> None:
     config = {"model_type": name, **USUAL, **more}
     config |= {"num_hidden_layers": layers, "n_layer": layers, "n_layers": layers}
     found = memory(
-        config, tmp_path, length, options, Method(recompute="full" if options.recompute else "none"),
+        config, tmp_path, length, options, ParallelConfig(recompute="full" if options.recompute else "none"),
     )  # fmt: skip
     skeleton = Skeleton(tmp_path)
     peak = peak_of(trace(options.case(skeleton.raw, skeleton.tensors, length, batch))).size
@@ -101,7 +101,7 @@ def test_a_family_that_is_not_understood_is_refused_by_its_name(tmp_path: Path) 
 def test_peaks_with_every_optimizer(optimizer: str, tmp_path: Path) -> None:
     """So few rows that weights, states and gradients are the peak, with cuBLAS's workspaces."""
     options = Options("H100", master_weights=False, optimizer=optimizer)
-    found = memory(WIDE_LLAMA, tmp_path, 128, options, Method(), bare=False)
+    found = memory(WIDE_LLAMA, tmp_path, 128, options, ParallelConfig(), bare=False)
     skeleton = Skeleton(tmp_path)
     case = options.case(skeleton.raw, skeleton.tensors, 128, 1)
     stream = trace(case)
@@ -116,7 +116,7 @@ def test_peaks_with_every_optimizer(optimizer: str, tmp_path: Path) -> None:
 def test_peaks_with_autocast(name: str, recompute: Recompute, tmp_path: Path) -> None:
     """fp32 weights, and copies of them: with layers recomputed, the peak may be the end of the forward pass."""
     options = Options(optimizer="rmsprop", recompute=recompute == "full")
-    found = memory(WIDE[name], tmp_path, 512, options, Method(recompute=recompute))
+    found = memory(WIDE[name], tmp_path, 512, options, ParallelConfig(recompute=recompute))
     skeleton = Skeleton(tmp_path)
     for batch in (1, 4):
         peak = peak_of(trace(options.case(skeleton.raw, skeleton.tensors, 512, batch))).size
@@ -126,7 +126,7 @@ def test_peaks_with_autocast(name: str, recompute: Recompute, tmp_path: Path) ->
 def test_buckets_of_gradients(tmp_path: Path) -> None:
     """On two GPUs, each with the whole model, as torch's `DistributedDataParallel` has it."""
     options = Options(optimizer="rmsprop")
-    found = memory(WIDE_LLAMA, tmp_path, 128, options, Method(data=2), bare=False)
+    found = memory(WIDE_LLAMA, tmp_path, 128, options, ParallelConfig(data=2), bare=False)
     skeleton = Skeleton(tmp_path)
     for batch in (1, 16):  # the peak is the optimizer's step; the loss, while there are no gradients yet
         case = options.case(skeleton.raw, skeleton.tensors, 128, batch)
@@ -145,7 +145,7 @@ def test_peaks_in_attention(device: str, tmp_path: Path) -> None:
     """An MLP and a vocabulary so small that attention's backward pass decides; a V100 keeps scores."""
     config = {**WIDE_LLAMA, "vocab_size": 64, "hidden_size": 256, "intermediate_size": 64}
     options = Options(device, "fp16" if device == "V100" else "bf16", False, "sgd", recompute=True)
-    method = Method(recompute="full")
+    method = ParallelConfig(recompute="full")
     found = memory(config, tmp_path, 512, options, method)
     skeleton = Skeleton(tmp_path)
     peak = peak_of(trace(options.case(skeleton.raw, skeleton.tensors, 512, 5))).size
@@ -155,7 +155,7 @@ def test_peaks_in_attention(device: str, tmp_path: Path) -> None:
 def test_attention_that_is_recomputed_keeps_no_scores(tmp_path: Path) -> None:
     options = Options(attention="eager", master_weights=False)
     none, selective = (
-        memory(WIDE_LLAMA, tmp_path, 512, options, Method(recompute=recompute))
+        memory(WIDE_LLAMA, tmp_path, 512, options, ParallelConfig(recompute=recompute))
         for recompute in ("none", "selective")
     )
     scores = 4 * 8 * 512 * (4 + 2)  # of four layers and eight heads: probabilities in fp32, and rounded

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_mux.choice.engine_step import step_memory
 from megatron_mux.memory.forms.architecture import Unit
-from megatron_mux.memory.forms.method import Method, impossible, methods
+from megatron_mux.memory.forms.method import ParallelConfig, impossible, methods
 from megatron_mux.memory.forms.phases import PARTS
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.optimizers import OPTIMIZERS
@@ -28,7 +28,7 @@ EXPERTS = replace(
 )
 
 
-def of(method: Method, recipe: Recipe = FULL, layers: int = 8, **more: Any) -> Mapping[str, int]:
+def of(method: ParallelConfig, recipe: Recipe = FULL, layers: int = 8, **more: Any) -> Mapping[str, int]:
     model = llama(layers)
     return step_memory(model, recipe, method, by_hand(model), bare=True, **more).worst(512).breakdown
 
@@ -36,7 +36,7 @@ def of(method: Method, recipe: Recipe = FULL, layers: int = 8, **more: Any) -> M
 BACKWARD = "the last layer's backward pass"
 
 
-def at(method: Method, recipe: Recipe, name: str, rows: int = 512) -> Mapping[str, int]:
+def at(method: ParallelConfig, recipe: Recipe, name: str, rows: int = 512) -> Mapping[str, int]:
     """A phase of eight layers' last stage."""
     memory = step_memory(llama(8), recipe, method, by_hand(llama(8)), bare=True)
     return [phase for phase in memory.phases(rows) if phase.name == name][-1].breakdown
@@ -44,31 +44,33 @@ def at(method: Method, recipe: Recipe, name: str, rows: int = 512) -> Mapping[st
 
 def test_states_of_full_fine_tuning_by_hand() -> None:
     values = llama(8).total
-    plain = of(Method())
+    plain = of(ParallelConfig())
     assert plain["parameters"] == 2 * values and plain["optimizer"] == 12 * values
     assert plain["gradients"] == 4 * values, "fp32, and there all the time"
-    one = of(Method(data=4, zero=1))
+    one = of(ParallelConfig(data=4, zero=1))
     assert one["optimizer"] == pytest.approx(3 * values, rel=1e-4) and one["gradients"] == 4 * values
-    three = of(Method(data=4, zero=3))
+    three = of(ParallelConfig(data=4, zero=3))
     assert three["parameters"] == pytest.approx(values / 2, rel=1e-4)
     assert three["gradients"] == pytest.approx(values, rel=1e-4)
     layer = llama().layers[0].total
     one_gradient = 4 * layer
-    assert at(Method(data=4, zero=3), FULL, BACKWARD)["communication"] == 2 * 2 * layer + one_gradient
+    assert at(ParallelConfig(data=4, zero=3), FULL, BACKWARD)["communication"] == 2 * 2 * layer + one_gradient
     head = llama().head + llama().final
-    assert at(Method(data=4, zero=3), FULL, "the loss")["communication"] == 2 * head.total + one_gradient
+    assert (
+        at(ParallelConfig(data=4, zero=3), FULL, "the loss")["communication"] == 2 * head.total + one_gradient
+    )
     bare = Recipe(128, "bf16", "adamw_torch", master=False)
-    peak = step_memory(llama(8), bare, Method(), by_hand(llama(8)), bare=True)
+    peak = step_memory(llama(8), bare, ParallelConfig(), by_hand(llama(8)), bare=True)
     step = next(i for i in peak.phases(512) if i.name == "the optimizer's step").breakdown
     assert [step[p] for p in ("parameters", "gradients", "optimizer", "workspace")] == [
         2 * values, 2 * values, 4 * values, 2 * values,
     ]  # fmt: skip
-    assert of(Method(), Recipe(128, "fp32", "sgd"))["optimizer"] == 0
-    assert of(Method(offload=True))["optimizer"] == 0
+    assert of(ParallelConfig(), Recipe(128, "fp32", "sgd"))["optimizer"] == 0
+    assert of(ParallelConfig(offload=True))["optimizer"] == 0
 
 
 def test_micro_batches_in_flight() -> None:
-    method = Method(pipeline=4)
+    method = ParallelConfig(pipeline=4)
     parts = step_memory(llama(8), FULL, method, by_hand(llama(8)), bare=True)
     kept = [at_stage(parts, stage, 512)["activations"] for stage in range(4)]
     assert kept[0] > kept[1] > kept[2]
@@ -80,7 +82,7 @@ def test_micro_batches_in_flight() -> None:
 
 SIZES = st.sampled_from([1, 2, 4, 8])
 HOW = st.builds(
-    Method,
+    ParallelConfig,
     data=SIZES,
     tensor=st.sampled_from([1, 2, 4]),
     pipeline=SIZES,
@@ -102,7 +104,7 @@ RECIPES = st.one_of(st.just(FROZEN), FULLS)
 
 @given(HOW, RECIPES, st.integers(1, 64))
 @settings(max_examples=60, deadline=None)
-def test_parts_are_the_peak_and_batches_add_to_it(method: Method, recipe: Recipe, batch: int) -> None:
+def test_parts_are_the_peak_and_batches_add_to_it(method: ParallelConfig, recipe: Recipe, batch: int) -> None:
     parts = step_memory(llama(8), recipe, method, by_hand(llama(8)), TABLES)
     found = parts.worst(batch).breakdown
     assert tuple(found) == PARTS and min(found.values()) >= 0
@@ -116,7 +118,7 @@ def test_parts_are_the_peak_and_batches_add_to_it(method: Method, recipe: Recipe
 
 @given(HOW, FULLS, st.sampled_from(["data", "tensor", "expert", "zero", "sequence_parallel"]))
 @settings(max_examples=60, deadline=None)
-def test_dividing_more_never_takes_more(method: Method, recipe: Recipe, what: str) -> None:
+def test_dividing_more_never_takes_more(method: ParallelConfig, recipe: Recipe, what: str) -> None:
     """Pipeline stages are left out: those in the middle keep more micro-batches, and each step has more of them."""
     architecture = EXPERTS if what == "expert" else llama(8)
     if what == "data" and (method.data == 1 or not method.zero):
@@ -145,7 +147,7 @@ def test_dividing_more_never_takes_more(method: Method, recipe: Recipe, what: st
 def test_every_method_of_some_gpus() -> None:
     found = methods(8, llama(8), FULL)
     assert len(found) == len(set(found)) and all(method.gpus == 8 for method in found)
-    assert found[0] == Method(data=8) and {m.zero for m in found} == {0, 1, 2, 3}
+    assert found[0] == ParallelConfig(data=8) and {m.zero for m in found} == {0, 1, 2, 3}
     assert not any(m.zero == 2 and m.pipeline > 1 for m in found)
     assert {m.name for m in found} == {
         "8DP", "4DP+2TP", "2DP+4TP", "8TP", "4DP+2PP", "2DP+4PP", "8PP", "2DP+2TP+2PP", "4TP+2PP", "2TP+4PP",

@@ -22,7 +22,7 @@ HEADER_BYTES = 24
 """Rows, their pairs and layer, int64 each."""
 
 
-class FromMaster(Exchange):
+class ParameterServerDispatcher(Exchange):
     """The exchange of a master and its managers.
 
     Args:

@@ -7,7 +7,7 @@ import pytest
 from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.device import device_of
 from megatron_mux.fusion.even_experts import even_selection
-from megatron_mux.fusion.expert_managers import with_managers
+from megatron_mux.fusion.profiler.expert_managers import with_managers
 from megatron_mux.fusion.profiler.roofline import roofline
 from tests.unit.fusion.planner.test_messages import shape_of
 

@@ -10,9 +10,9 @@ import pytest
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan
 from megatron_mux.fusion.graphs.launch_order import LayerCost, PieceCost, decode
-from megatron_mux.fusion.graphs.predicted_turns import with_turns
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.predicted_turns import with_turns
 from megatron_mux.fusion.step import bucket_costs, step_template
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.simulate import simulate

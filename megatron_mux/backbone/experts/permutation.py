@@ -19,7 +19,7 @@ from megatron_mux.kernels.experts.groups import SLOTS, ExpertGroups
 
 
 @dataclass(frozen=True)
-class Pairs:
+class ExpertPermutation:
     """The pairs that a rank computes.
 
     Attributes:
@@ -45,7 +45,7 @@ class Pairs:
         held: int,
         count: int,
         known_slots: frozenset[int] | None = None,
-    ) -> Pairs:
+    ) -> ExpertPermutation:
         """Order the pairs of a rank.
 
         Args:
@@ -101,7 +101,7 @@ def sum_of_places(y: Tensor, places: Tensor, starts: Tensor) -> Tensor:
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pairs: Pairs) -> Tensor:
+    def forward(ctx: Any, x: Tensor, pairs: ExpertPermutation) -> Tensor:
         ctx.pairs = pairs
         return x.index_select(0, pairs.rows)
 
@@ -112,7 +112,7 @@ class _Spread(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, pairs: Pairs) -> Tensor:
+    def forward(ctx: Any, y: Tensor, pairs: ExpertPermutation) -> Tensor:
         ctx.pairs = pairs
         return sum_of_places(y, pairs.places, pairs.starts)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mux.split.room import Room
+from megatron_mux.split.admission import AdmissionController
 from megatron_mux.split.scheduler import Demand, Scheduler
 from megatron_mux.split.session_memory import Memory
 from megatron_mux.split.wire import RefusedError
@@ -19,7 +19,7 @@ def memory(lasting: int, backward: int, hidden: int = 1, forward: int = 1) -> Me
 
 
 def test_sessions_that_fit_alone_may_not_fit_together() -> None:
-    room = Room(CAPACITY)
+    room = AdmissionController(CAPACITY)
     room.claim("one", memory(10, 80), 1)
     with pytest.raises(RefusedError, match="1 sessions use") as refused:
         room.claim("two", memory(15, 70), 1)  # its backward pass fits beside the first; the first's does not
@@ -32,15 +32,17 @@ def test_sessions_that_fit_alone_may_not_fit_together() -> None:
 
 def test_what_does_not_fit_alone_is_refused_for_good() -> None:
     with pytest.raises(RefusedError) as refused:
-        Room(CAPACITY).claim("one", memory(10, 90), 1)
+        AdmissionController(CAPACITY).claim("one", memory(10, 90), 1)
     assert refused.value.code == "too_large"
     with pytest.raises(RefusedError, match="evaluation") as refused:
-        Room(CAPACITY).claim("one", memory(10, 80), 60)  # rows of an evaluation: 60 times forward and hidden
+        AdmissionController(CAPACITY).claim(
+            "one", memory(10, 80), 60
+        )  # rows of an evaluation: 60 times forward and hidden
     assert refused.value.code == "too_large"
 
 
 def test_a_session_that_needs_more_than_predicted_is_promised_nothing() -> None:
-    room = Room(CAPACITY)
+    room = AdmissionController(CAPACITY)
     room.claim("one", memory(10, 20), 1)
     room.claim("two", memory(10, 20), 1)
     with pytest.raises(RefusedError):
@@ -49,7 +51,7 @@ def test_a_session_that_needs_more_than_predicted_is_promised_nothing() -> None:
 
 
 def test_whole_tasks_that_are_moved_need_to_fit_alone_only() -> None:
-    room = Room(CAPACITY, shared=False, own=30)
+    room = AdmissionController(CAPACITY, shared=False, own=30)
     room.claim("one", memory(10, 50), 1)
     room.claim("two", memory(10, 50), 1)
     with pytest.raises(RefusedError) as refused:
@@ -58,7 +60,7 @@ def test_whole_tasks_that_are_moved_need_to_fit_alone_only() -> None:
 
 
 def test_a_client_has_a_share_of_the_memory() -> None:
-    room = Room(CAPACITY, share=0.5)
+    room = AdmissionController(CAPACITY, share=0.5)
     room.claim("one/a", memory(10, 30), 1)
     with pytest.raises(RefusedError, match="1 others of this client") as refused:
         room.claim("one/b", memory(10, 30), 1)
@@ -81,7 +83,7 @@ def test_a_client_has_a_share_of_the_memory() -> None:
 )
 def test_all_requests_of_those_let_in_run_in_the_end(wanted: list[Memory], random: object) -> None:
     """Forward passes keep their input while they wait for their backward's memory, in any order of arrival."""
-    room, scheduler, left, keys = Room(CAPACITY), Scheduler(CAPACITY), {}, iter(range(1, 1000))
+    room, scheduler, left, keys = AdmissionController(CAPACITY), Scheduler(CAPACITY), {}, iter(range(1, 1000))
     for i, one in enumerate(wanted):
         try:
             room.claim(str(i), one, 1)

@@ -23,7 +23,7 @@ class _Claim:
     most: int
 
 
-class Room:
+class AdmissionController:
     """Memory that sessions have been promised.
 
     A session may hold `Memory.standing` while it waits for the memory of its next request. If all sessions' fits beside

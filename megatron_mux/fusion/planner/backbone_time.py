@@ -18,7 +18,7 @@ from megatron_mux.shape import BackboneShape
 Array = npt.NDArray[np.float64]
 
 
-class Frozen:
+class BackboneTimeModel:
     """Seconds of what is frozen, by stage.
 
     Args:

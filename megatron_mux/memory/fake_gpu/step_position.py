@@ -24,7 +24,7 @@ LOAD, JOIN, INPUTS, FORWARD, BACKWARD, OPTIMIZER, CLEAR = (
 )
 
 
-class Place:
+class StepPosition:
     """The current position in a step.
 
     Attributes:
