@@ -39,7 +39,7 @@ test: prepare  ## every test, on one and on several processes
 test-latest: prepare venv-latest  ## the same with Python 3.12 and the newest Megatron-Core
 	@.venv312/bin/python tests/run.py $(PYTEST_ARGS)
 
-lint: $(VENV_TARGET)  ## ruff, mypy, and the floors of the house
+lint: $(VENV_TARGET)  ## ruff, mypy, and the layers of packages
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy

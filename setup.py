@@ -21,7 +21,7 @@ TEST = [
     *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6", "matplotlib>=3.8", TRITON),
     *("trl>=1.10,<2", *QUANTISED, *METRICS, *TRACKERS),  # what results are compared with
 ]
-LINT = ["ruff>=0.14", "mypy>=1.15", "import-linter>=2.3", "types-PyYAML"]
+LINT = ["ruff>=0.14", "mypy>=1.15", "import-linter>=2.6", "types-PyYAML"]
 DOCS = ["sphinx>=8", "myst-parser>=4", "furo", "sphinx-argparse>=0.5"]
 QUICKSTART = ["gguf>=0.17,<1"]
 PRIVACY = ["dp-accounting>=0.6,<1"]

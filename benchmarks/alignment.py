@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +112,11 @@ def _open_data(specs: Sequence[Any], backbone: Path) -> list[Any]:
 def _shares(specs: Sequence[Any], data: Sequence[Any]) -> dict[str, float]:
     """Share of padding among all computed tokens, over the first steps, by alignment."""
     from megatron_mux.data.sampler import Sampler
-    from megatron_mux.fusion.alignment import Padding, padded_lengths, padding_of
+    from megatron_mux.fusion.alignment import padded_lengths, padding_shares
     from megatron_mux.fusion.plan import plan_for
     from megatron_mux.fusion.step import Lengths, step_grid
 
-    dense: list[Padding] = []
-    padded: list[Padding] = []
-    longest: list[Padding] = []
+    dense, padded, longest = (list[tuple[int, dict[str, float]]]() for _ in range(3))
     plan = plan_for("spatial", {spec.name: 1 for spec in specs}, 1, chunk=64)
     computed = 0
     limits = {spec.name: spec.data.max_length for spec in specs}
@@ -131,22 +129,25 @@ def _shares(specs: Sequence[Any], data: Sequence[Any]) -> dict[str, float]:
             s.name: [int(d.lengths[i]) for i in sampler.batch(step)]
             for s, d, sampler in zip(specs, data, samplers, strict=True)
         }
-        dense.append(padding_of(lengths, {}))
+        real = sum(map(sum, lengths.values()))
+        dense.append((real, padding_shares(lengths, {})))
         grid = step_grid(plan, {name: Lengths(tuple(own), (0,) * len(own)) for name, own in lengths.items()})
         computed += sum(
             piece.tokens for chunks in grid.chunks.values() for chunk in chunks for piece in chunk
         )
-        padded.append(padding_of(lengths, padded_lengths("max-length", limits)))
-        longest.append(padding_of(lengths, padded_lengths("longest", limits)))
-    of_dense, of_padded, of_longest = (
-        Padding(*map(sum, zip(*map(astuple, steps), strict=True))) for steps in (dense, padded, longest)
-    )
+        padded.append((real, padding_shares(lengths, padded_lengths("max-length", limits))))
+        longest.append((real, padding_shares(lengths, padded_lengths("longest", limits))))
+    total = sum(real for real, _ in dense)
+
+    def over_all(steps: Sequence[tuple[int, dict[str, float]]], name: str) -> float:
+        return 1 - total / sum(real / (1 - shares[name]) for real, shares in steps)
+
     return {
-        "dense": 1 - of_dense.real / computed,  # counted in the chunks that a step computes
-        "within_tasks": of_dense.shares["within_tasks"],
-        "zero_padded": of_dense.shares["zero_padded"],
-        "max_length": of_padded.shares["plan"],
-        "longest": of_longest.shares["plan"],
+        "dense": 1 - total / computed,  # counted in the chunks that a step computes
+        "within_tasks": over_all(dense, "within_tasks"),
+        "zero_padded": over_all(dense, "zero_padded"),
+        "max_length": over_all(padded, "plan"),
+        "longest": over_all(longest, "plan"),
     }
 
 

@@ -1,7 +1,7 @@
 """Tables of bytes against dry runs of the engine: families x adapter kinds x ranks x savings, and mixtures of tasks.
 
 python benchmarks/memory_tables.py --cases 40                     # drawn by seed: some twenty minutes on two cores
-python benchmarks/memory_tables.py --cases 40 --mixtures 10 --output benchmarks/results/memory-tables.json
+python benchmarks/memory_tables.py --cases 40 --mixtures 30 --output benchmarks/results/memory-tables.json
 python benchmarks/memory_tables.py --dtype float32 --output benchmarks/results/memory-tables-fp32.json
 python benchmarks/memory_tables.py --cases 0 --on-cpu --output benchmarks/results/memory-tables-cpu.json
 

@@ -104,7 +104,7 @@ def train(file: Path, model: Path, tls: Path, name: str, address: str) -> None:
 
     from megatron_mux.split import client_run
 
-    client_run.Link = RecordingLink  # type: ignore[misc]
+    client_run.ServerConnection = RecordingLink  # type: ignore[misc]
     with file.open("w", buffering=1) as lines:
         SplitTrainer(
             backbone=model,

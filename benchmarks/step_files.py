@@ -1,12 +1,12 @@
 """Files of the package in which a line runs in a steady step, in the order in which they are entered.
 
-    python benchmarks/step_files.py                       # Python 3.12, some ten seconds
-    python benchmarks/step_files.py --package OLD/megatron_mux   # of another checkout
+    python benchmarks/step_files.py                       # Python 3.12, half a minute
+    python benchmarks/step_files.py --package OLD/megatron_mux   # of another checkout, with its own tests/
     python benchmarks/step_files.py --lines               # and how many lines of each ran
 
-Two LoRA tasks train on a tiny Llama in one process. A step counts from the call that runs it until the next such call,
-so that what the training loop does between two steps is in it. Steps are counted until two follow each other whose
-files are the same: what is done now and then is left out.
+Two LoRA tasks train on a tiny Llama in one process. Counted is a burst, the steps that the engine takes in one call,
+and what the training loop does until the next such call: the first burst with the files of the one before it, so what
+is done now and then is left out.
 """
 
 from __future__ import annotations
@@ -116,7 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = "file | lines" if arguments.lines else "file"
     rows = [(name, lines)[: 1 + arguments.lines] for name, lines in steady.items()]
     text = "\n".join(
-        [f"{len(steady)} files, {steady.total()} lines in a steady step.", "", *table(columns, rows)]
+        [
+            f"{len(steady)} files, {steady.total()} lines in a steady burst of steps.",
+            "",
+            *table(columns, rows),
+        ]
     )
     publish({"files": dict(steady), "count": len(steady)}, text, arguments.output)
     return 0

@@ -24,8 +24,8 @@ from megatron_mux.errors import UserError
 from megatron_mux.kernels.own_rows import OwnRows, Place, VocabularyPart
 
 
-class TaskParameters(Protocol):
-    """What makes the parameters of a task: see `TaskAdapter`, of which these are attributes."""
+class ParameterMaker(Protocol):
+    """What `TaskRows` needs of a `TaskAdapter`, which has these attributes."""
 
     host: Host
     name: str
@@ -57,7 +57,7 @@ class TaskRows:
         UserError: The backbone is divided in a way that has no place for them.
     """
 
-    def __init__(self, task: TaskParameters) -> None:
+    def __init__(self, task: ParameterMaker) -> None:
         # Not the adapter itself, which has this object: without a cycle it is freed as soon as it is dropped.
         self._host, self._name = task.host, task.name
         self._made: list[tuple[OwnMatrix, AdapterParameter]] = []
@@ -78,7 +78,7 @@ class TaskRows:
             if len(matrix.places) > 1:
                 self.tied.append((matrix, made))
 
-    def _make(self, task: TaskParameters, matrix: OwnMatrix) -> AdapterParameter | None:
+    def _make(self, task: ParameterMaker, matrix: OwnMatrix) -> AdapterParameter | None:
         """The parameter of a matrix; None where this rank has none of its ends."""
         parts = task.host.vocabulary or {}
         here = [place for place in matrix.places if place in parts]

@@ -22,7 +22,7 @@ from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.moving import move_experts
 from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.backbone.layer import compute_layer
-from megatron_mux.backbone.layer_segments import LayerSegments, TensorMessages, yields_of
+from megatron_mux.backbone.layer_pieces import LayerPieces, TensorMessages, yields_of
 from megatron_mux.backbone.model_directory import open_checkpoint
 from megatron_mux.backbone.module_weights import ModuleWeights
 from megatron_mux.backbone.pieces import Yields
@@ -209,7 +209,7 @@ class Backbone:
         trained_from = self._trained_from
         angles = self.angles(batch) if batch.rows else []
         layers = [
-            LayerSegments(
+            LayerPieces(
                 layer=decoder.layers[i],
                 batch=batch,
                 angles=angles[i] if batch.rows else None,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_mux.backbone.layer_segments import LayerSegments
+from megatron_mux.backbone.layer_pieces import LayerPieces
 from megatron_mux.backbone.pieces import Exchanging, Yields, nothing
 from megatron_mux.backbone.residence import Key, Residence
 
@@ -46,7 +46,7 @@ class StagePass:
 
     def __init__(
         self,
-        layers: Sequence[LayerSegments | None],
+        layers: Sequence[LayerPieces | None],
         residence: Residence,
         trained_from: int,
         messages: Sequence[Yields],

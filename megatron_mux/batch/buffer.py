@@ -23,11 +23,11 @@ class Buffer:
     """Arrays of one dimension: those of 64 bits, then those of 32, each aligned.
 
     Attributes:
-        bytes: `[n]` uint8.
+        data: `[n]` uint8.
         wide, narrow: The length of each array of 64 and of 32 bits.
     """
 
-    bytes: Array
+    data: Array
     wide: Mapping[str, int]
     narrow: Mapping[str, int]
 
@@ -46,7 +46,7 @@ class Buffer:
         return cls(buffer, *({name: len(own) for name, own in arrays.items()} for arrays in (wide, narrow)))
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """The arrays, int64 and int32, as views of `bytes` or of a copy.
+        """The arrays, int64 and int32, as views of `data` or of a copy.
 
         Args:
             whole: `[n]` uint8.

@@ -20,7 +20,7 @@ from megatron_mux.kernels.groups import RowGroups
 
 
 @dataclass(frozen=True)
-class Present:
+class PresentTasks:
     """The tasks with rows and a slot.
 
     Attributes:
@@ -32,7 +32,7 @@ class Present:
     steps: tuple[int, ...]
 
     @classmethod
-    def of(cls, ranges: Ranges, slots: Mapping[str, int], task_steps: Mapping[str, int]) -> Present:
+    def of(cls, ranges: Ranges, slots: Mapping[str, int], task_steps: Mapping[str, int]) -> PresentTasks:
         """Those among the tasks of these rows."""
         names = [name for name, (start, stop) in ranges.items() if start < stop and name in slots]
         own = tuple(slots[name] for name in names), tuple(ranges[name] for name in names)
@@ -57,8 +57,8 @@ class HostBatch:
     label_task_rows: Ranges
     task_steps: Mapping[str, int]
     training: bool
-    present: Present
-    present_labelled: Present
+    present: PresentTasks
+    present_labelled: PresentTasks
     longest: tuple[int, int]
 
     @property
@@ -89,7 +89,7 @@ class HostBatch:
             cache: See `MicroBatch.cache`; then spans may leave tokens out without a `carry`.
             tally: That of the micro-batch, if an earlier chunk has made it; None: this one makes it, if it needs one.
         """
-        whole = torch.from_numpy(self.buffer.bytes)
+        whole = torch.from_numpy(self.buffer.data)
         if torch.device(device).type == "cuda":
             whole = runtime.to_device(whole, device, staging)
         arrays = self.buffer.views(whole)
@@ -127,7 +127,7 @@ class HostBatch:
             **common,
         )
 
-    def _groups(self, present: Present, arrays: Mapping[str, Tensor], prefix: str = "") -> RowGroups:
+    def _groups(self, present: PresentTasks, arrays: Mapping[str, Tensor], prefix: str = "") -> RowGroups:
         return RowGroups(
             slots=present.slots,
             rows=present.rows,

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_mux.batch.balancing import BalancedSequences
 from megatron_mux.batch.buffer import Array, Buffer
-from megatron_mux.batch.host_batch import HostBatch, Present
+from megatron_mux.batch.host_batch import HostBatch, PresentTasks
 from megatron_mux.kernels.attention.segments import Segment, bounds_of
 from megatron_mux.kernels.groups import tiles_of
 
@@ -116,39 +116,28 @@ def pack(
     rows, labelled, labels = _rows(parts, segments, multiple)
     task_rows = _ranges(names, [segment.length for segment in segments])
     label_task_rows = _ranges(names, np.bincount(labels.part, minlength=len(parts)).tolist())
+    present, present_labelled = (
+        PresentTasks.of(own, slots, task_steps) for own in (task_rows, label_task_rows)
+    )
     queries, keys, gather = bounds_of(segments, [part.prefix for part in parts])
-    wide = {
-        "tokens": rows.tokens,
-        "positions": rows.positions,
-        "label_rows": labels.rows,
-        "labels": labels.tokens,
-        "label_tasks": np.array([order[name] for name in names], np.int64)[labels.part],
-        "labelled_tokens": labelled.tokens,
-        "labelled_positions": labelled.positions,
-        "labelled_label_rows": np.arange(len(labels.rows)),
-        "gather": gather,
-    }
-    if balanced is not None:
-        wide |= balanced.arrays(segments, len(rows.tokens), order)
-    present, present_labelled = (Present.of(own, slots, task_steps) for own in (task_rows, label_task_rows))
-    table, tiles = _tables(present)
-    labelled_table, labelled_tiles = _tables(present_labelled)
+    label_tasks = np.array([order[name] for name in names], np.int64)[labels.part]
     weights = np.array([part.sequence.weight for part in parts], np.float32)[labels.part]
-    narrow = {
-        "label_weights": weights.view(np.int32),
-        "token_index": rows.token_index,
-        "sequence_ids": rows.sequence_ids,
-        "table": table,
-        "tiles": tiles,
-        "labelled_token_index": labelled.token_index,
-        "labelled_sequence_ids": labelled.sequence_ids,
-        "labelled_table": labelled_table,
-        "labelled_tiles": labelled_tiles,
-        "queries": queries,
-        "keys": keys,
-    }
     return HostBatch(
-        buffer=Buffer.of(wide, narrow),
+        buffer=Buffer.of(
+            {
+                **_wide(rows, labelled, labels),
+                "label_tasks": label_tasks,
+                "gather": gather,
+                **({} if balanced is None else balanced.arrays(segments, len(rows.tokens), order)),
+            },
+            {
+                "label_weights": weights.view(np.int32),
+                **_narrow(rows, present),
+                **{f"labelled_{name}": own for name, own in _narrow(labelled, present_labelled).items()},
+                "queries": queries,
+                "keys": keys,
+            },
+        ),
         segments=segments,
         task_rows=task_rows,
         label_task_rows=label_task_rows,
@@ -228,11 +217,27 @@ def _ranges(names: Sequence[str], lengths: Sequence[int]) -> dict[str, tuple[int
     return found
 
 
-def _tables(present: Present) -> tuple[Array, Array]:
-    """The table and the tiles of `RowGroups`, flat."""
-    table = [
-        (slot, *rows, step)
-        for slot, rows, step in zip(present.slots, present.rows, present.steps, strict=True)
-    ]
+def _wide(rows: _Rows, labelled: _Rows, labels: _Labels) -> dict[str, Array]:
+    """Arrays of 64 bits: of all rows, of labels, and of labelled rows, each of which is its own label's row."""
+    return {
+        "tokens": rows.tokens,
+        "positions": rows.positions,
+        "label_rows": labels.rows,
+        "labels": labels.tokens,
+        "labelled_tokens": labelled.tokens,
+        "labelled_positions": labelled.positions,
+        "labelled_label_rows": np.arange(len(labels.rows)),
+    }
+
+
+def _narrow(rows: _Rows, present: PresentTasks) -> dict[str, Array]:
+    """Arrays of 32 bits of rows, with the table and the tiles of their `RowGroups`, flat."""
+    of_tasks = zip(present.slots, present.rows, present.steps, strict=True)
+    table = [(slot, *own, step) for slot, own, step in of_tasks]
     tiles = list(tiles_of(present.rows))
-    return np.array(table, np.int32).reshape(-1), np.array(tiles, np.int32).reshape(-1)
+    return {
+        "token_index": rows.token_index,
+        "sequence_ids": rows.sequence_ids,
+        "table": np.array(table, np.int32).reshape(-1),
+        "tiles": np.array(tiles, np.int32).reshape(-1),
+    }

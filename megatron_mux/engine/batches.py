@@ -55,12 +55,12 @@ class Staging:
 
     def places(self, batches: Sequence[HostBatch]) -> dict[int, Tensor]:
         """A place for each batch, by its `id`; none where the device needs none."""
-        size = sum(batch.buffer.bytes.size for batch in batches)
+        size = sum(batch.buffer.data.size for batch in batches)
         if self._memory is None or self._memory.numel() < size:
             self._memory = pinned(size, self._device)
         if self._memory is None:
             return {}
-        own = self._memory[:size].split([batch.buffer.bytes.size for batch in batches])
+        own = self._memory[:size].split([batch.buffer.data.size for batch in batches])
         return {id(batch): place for batch, place in zip(batches, own, strict=True)}
 
 

@@ -50,8 +50,7 @@ class Engine:
         backbone: This rank's part of the frozen backbone: a stage, or several in the order of the model.
         parallel: Where this rank stands.
         planning: How tasks share a step; by default all in one hybrid task.
-        tries_plans: Whether a plan is tried on each rank before its steps count (see `trial`); by default where memory
-            can run out: on a GPU.
+        tries_plans: Whether a plan is tried on each rank before its steps count (see `trial`); by default on a GPU.
         exchange: Carries messages of tensor ranks that computation hides (see `make_exchange`); by default collectives
             of their group.
         make_update: Makes what ends the optimizer steps of a bucket's tasks; by default `updates.update_of`.

@@ -13,7 +13,7 @@ from megatron_mux.fusion.alignment import Chunk, Filled, Item, MicroBatchGrid, c
 from megatron_mux.fusion.plan import Bucket, Plan
 from megatron_mux.pipeline.action import Unit
 from megatron_mux.pipeline.bucket import BucketCost, forward_order
-from megatron_mux.pipeline.structured import structured, warmup_microbatches
+from megatron_mux.pipeline.structured import structured, warmup_units
 from megatron_mux.pipeline.template import (
     Template,
     fits_interleaved,
@@ -148,7 +148,7 @@ def step_template(plan: Plan, sizes: Sequence[Sequence[int]]) -> Template:
     """The actions of one or several steps on every rank, those that end the buckets' steps included.
 
     The planner's plans know what passes take, and what they keep: theirs is the structured multi-bucket template. So is
-    that of others, as if all passes took the same, with `warmup_microbatches` and no more. A plan may ask for another
+    that of others, as if all passes took the same, with `warmup_units` and no more. A plan may ask for another
     schedule: `1f1b`; or, a step at a time, `gpipe` and, for steps whose micro-batches allow it, `interleaved`.
 
     Args:
@@ -187,11 +187,7 @@ def _passes(plan: Plan, sizes: Sequence[Sequence[int]], period: int) -> Template
         chunks = max((max(own, default=1) for own in sizes[entry::period]), default=1)
         alike.append(BucketCost(bucket.micro_batches, one, one, memory=(1 / chunks,) * plan.stages))
     behind = range(plan.stages - 1, -1, -1)
-    limit = (
-        [float(warmup_microbatches(count)) for count in behind]
-        if single
-        else [2.0 * plan.stages] * plan.ranks
-    )
+    limit = [float(warmup_units(count)) for count in behind] if single else [2.0 * plan.stages] * plan.ranks
     return structured(alike, limit, sizes, plan.virtual)
 
 

@@ -1,7 +1,7 @@
 """The structured multi-bucket 1F1B template (MuxTune section 3.4.1 and appendix A).
 
 Buckets enter in descending order of their latency on the first stage, the micro-batches of a bucket consecutively. A
-free stage first launches its `warmup_microbatches`, then runs a backward pass if one is ready, and otherwise launches
+free stage first launches its `warmup_units`, then runs a backward pass if one is ready, and otherwise launches
 the next forward pass, as eagerly as its memory allows. The order that results from predicted costs is the template:
 nothing is decided while it runs.
 """
@@ -20,7 +20,7 @@ _TOLERANCE = 1e-9
 """Rounding tolerance when times are compared, relative to the longest pass."""
 
 
-def warmup_microbatches(behind: int) -> int:
+def warmup_units(behind: int) -> int:
     """Number of units a stage launches before it looks for a backward pass.
 
     This is twice what fills the later stages when every pass takes exactly its predicted time. 1F1B keeps only that
@@ -108,7 +108,7 @@ class StructuredRun:
         self.last = stages - 1
         self.ranks = stages // virtual
         self.own = [range(rank, stages, self.ranks) for rank in range(self.ranks)]
-        self.leads = [warmup_microbatches(self.last - stage) for stage in range(stages)]
+        self.warmups = [warmup_units(self.last - stage) for stage in range(stages)]
         self.limit = memory_limit
         self.buckets = buckets
         self.sizes = sizes
@@ -185,7 +185,7 @@ class StructuredRun:
         own = self.own[rank]
         for stage in own:
             ahead = self.forwards[stage] - self.backwards[stage]
-            if ahead < self.leads[stage] and self._is_forward_ready(stage, by):
+            if ahead < self.warmups[stage] and self._is_forward_ready(stage, by):
                 return self._begin_forward(rank, stage, now)
         for stage in own:
             if self._is_backward_ready(stage, by):

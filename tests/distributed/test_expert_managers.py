@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_mux.backbone.checkpoint import Checkpoint
-from megatron_mux.backbone.experts.parameter_server import HEADER_BYTES
+from megatron_mux.backbone.experts.master_exchange import HEADER_BYTES
 from megatron_mux.backbone.experts.traffic import MESSAGES
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_shape

@@ -18,7 +18,7 @@ from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.adapters.host import Host
 from megatron_mux.backbone.communication import GroupExchange
 from megatron_mux.backbone.exchange import Course, interleave
-from megatron_mux.backbone.layer_segments import LayerSegments, TensorMessages
+from megatron_mux.backbone.layer_pieces import LayerPieces, TensorMessages
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import received
 from megatron_mux.batch.micro_batch import MicroBatch
@@ -76,7 +76,7 @@ def _cut(
     """Output, gradient of the input, and the messages of both passes of the layer cut by hand."""
     parallel = backbone.parallel
     exchange, logs = GroupExchange(parallel.tp_group), []
-    layer = LayerSegments(
+    layer = LayerPieces(
         layer=backbone.model.decoder.layers[LAYER],
         batch=batch,
         angles=backbone.angles(batch)[LAYER],

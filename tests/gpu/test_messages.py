@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_mux import runtime
 from megatron_mux.backbone.exchange import Exchange, Pending
-from megatron_mux.backbone.layer_segments import TensorMessages
+from megatron_mux.backbone.layer_pieces import TensorMessages
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import Message
 from megatron_mux.engine import Engine, Planning

@@ -3,7 +3,7 @@
 A row goes to a rank once, however many of its experts are there, with their numbers and weights in the same message:
 the rank returns the weighted sum. Ranks that divide an expert's matrices each get the row and return part of the sum.
 
-How messages travel is for `all_to_all` (each rank has rows) and `from_master` (one has).
+How messages travel is for `all_to_all` (each rank has rows) and `master_exchange` (one has).
 
 Shapes: R rows of this rank, K experts of a row, H hidden, S rows that it sends, N rows that it receives.
 """

@@ -19,7 +19,7 @@ from megatron_mux.backbone.experts.all_to_all import AllToAll
 from megatron_mux.backbone.experts.balance import Balance
 from megatron_mux.backbone.experts.exchange import Exchange, Received, collect, dispatch
 from megatron_mux.backbone.experts.grouped_linear import GroupedLinear
-from megatron_mux.backbone.experts.parameter_server import ParameterServerDispatcher
+from megatron_mux.backbone.experts.master_exchange import MasterExchange
 from megatron_mux.backbone.experts.permutation import ExpertPermutation
 from megatron_mux.backbone.experts.router import Router, Routes, no_routes
 from megatron_mux.backbone.weight_unit import SelectExperts, before_backward
@@ -170,4 +170,4 @@ def _exchange(ranks: ExpertRanks, layer: int) -> Exchange | None:
     """How rows reach their experts; None where this process has all of them."""
     if ranks.group.size() == 1:
         return None
-    return AllToAll(ranks) if ranks.broker is None else ParameterServerDispatcher(ranks, layer)
+    return AllToAll(ranks) if ranks.broker is None else MasterExchange(ranks, layer)

@@ -1,6 +1,6 @@
 """Messages of tensor ranks and expert ranks: how long they take, and what a layer computes between them.
 
-The pieces are those of `backbone.layer_segments` and `backbone.cut_experts`, in the same order.
+The pieces are those of `backbone.layer_pieces` and `backbone.cut_experts`, in the same order.
 
 Shapes: B batches, S stages; arrays `[2, ...]` hold forward and backward.
 """

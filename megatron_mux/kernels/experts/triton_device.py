@@ -1,4 +1,4 @@
-"""Device code of `triton_experts`: the product, and three kernels that compute LoRAs forward and backward.
+"""Device code of `experts.triton`: the product, and three kernels that compute LoRAs forward and backward.
 
 A program owns a block of its output, so nothing is added atomically. It reads rows of one expert and task; entries of
 its block that lie outside are loaded as zeros and never stored.

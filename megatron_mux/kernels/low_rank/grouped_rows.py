@@ -130,7 +130,7 @@ def adapt_rows(
 
     Args:
         values: `[T, N]`.
-        anchor: See `low_rank.low_rank_linear`.
+        anchor: See `low_rank.product.low_rank_linear`.
         tables: The terms.
         groups: The rows of each task.
         kernels: Computes the terms.

@@ -1,7 +1,7 @@
 """Low-rank terms of many tasks by BLAS calls, group by group: exact in every dtype, on every device, the reference.
 
-See `low_rank.LowRankKernels`. Terms of a task that share their input and lie next to each other in memory, such as the
-A of q, k and v, are one product.
+See `low_rank.product.LowRankKernels`. Terms of a task that share their input and lie next to each other in memory, such
+as the A of q, k and v, are one product.
 """
 
 from __future__ import annotations

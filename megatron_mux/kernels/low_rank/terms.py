@@ -252,7 +252,7 @@ class TermTable:
 
         It is one number for all tasks, so that one launch computes them, and decides about the width of accesses alone:
         products have the same instructions in the same order whatever it is, and sums over rows have an order of their
-        own (`triton_low_rank_device._sum_rows`). So a task's bits do not depend on whether its neighbours are aligned.
+        own (`low_rank.triton_device._sum_rows`). So a task's bits do not depend on whether its neighbours are aligned.
 
         For that, addresses have to be multiples of 16 bytes, numbers of columns multiples of 8, lists of columns made
         of aligned runs of 8, and first features even (two share a hash of the dropout mask).

@@ -1,6 +1,6 @@
 """Device code of `low_rank.triton`: activations of bottlenecks, and factors, on the rows of each task.
 
-Constants as in `triton_low_rank_device`. A program owns a block of its output; it reads and writes rows of its own task
+Constants as in `low_rank.triton_device`. A program owns a block of its output; it reads and writes rows of its own task
 only.
 """
 

@@ -4,7 +4,7 @@ A program owns a block of one term's gradient and goes through all rows of the t
 tiles: nothing is added atomically, and a task's sums never depend on where its rows lie. Of a task with many rows it
 goes through one part (`groups.PART_ROWS`), and another kernel adds the parts in their order.
 
-Constants as in `triton_low_rank_device`. PART: rows of a part.
+Constants as in `low_rank.triton_device`. PART: rows of a part.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -160,7 +160,7 @@ def _bias_gradient(
 def _part_of(table, groups, PART: tl.constexpr):
     """This program's group, and which part of whose rows it computes; negative: all of them.
 
-    A part's number is its place in `low_rank.partials_of`: a group's parts are counted from its first row's on, PART
+    A part's number is its place in `product.partials_of`: a group's parts are counted from its first row's on, PART
     rows being one. No two are the same, since groups have no row in common.
     """
     low = tl.program_id(2)

@@ -133,6 +133,8 @@ def test_messages_have_rows_of_references_unless_those_are_computed_before(
         ({"loss": "orpo"}, []),
         ({"loss": "dpo"}, [1]),
         ({"loss": "dpo", "precompute_ref_log_probs": True}, []),
+        ({"loss": "kto"}, [1]),
+        ({"loss": "kto", "precompute_ref_log_probs": True}, []),
     ):
         both = [signature(), signature(training)]
         assert Tables(base(), tmp_path).memory(both).referring == refers

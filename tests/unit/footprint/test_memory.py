@@ -136,7 +136,10 @@ def test_messages_have_rows_of_references_too() -> None:
     both = contents([[10, 5, 0, 0]])
     for referring, rows in (((), 15), ((1,), 20), ((0, 1), 30)):
         found = dataclasses.replace(memory, referring=referring).passes(both, in_step=1)
-        assert (found.kept - alone.passes(both, in_step=1).kept).tolist() == [[2 * rows] * 2]
+        without = alone.passes(both, in_step=1)
+        assert (found.kept - without.kept).tolist() == [[2 * rows] * 2]
+        # A gradient in use, and zeros to send where memory runs out, on the first stage.
+        assert (found.working - without.working).tolist() == [[2 * 2 * rows, 0]]
 
 
 def test_logits_are_counted_up_to_a_chunk() -> None:

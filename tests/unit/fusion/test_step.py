@@ -23,7 +23,7 @@ from megatron_mux.fusion.step import (
 from megatron_mux.pipeline.action import Action, Kind, Unit
 from megatron_mux.pipeline.bucket import forward_order
 from megatron_mux.pipeline.check import check
-from megatron_mux.pipeline.structured import warmup_microbatches
+from megatron_mux.pipeline.structured import warmup_units
 from megatron_mux.pipeline.template import (
     Template,
     forward_only,
@@ -276,11 +276,11 @@ def turns(stages: int, sizes: list[list[int]]) -> Template:
 
 
 def has_a_lead_and_no_more(template: Template, stages: int, sizes: list[list[int]]) -> bool:
-    """As many micro-batches in flight as `warmup_microbatches` says, but for one that is alone."""
+    """As many micro-batches in flight as `warmup_units` says, but for one that is alone."""
     check(template, sizes, stages)
     longest = max((chunks for own in sizes for chunks in own), default=1)
     return all(
-        most_in_flight((actions,)) <= warmup_microbatches(stages - 1 - stage) * longest
+        most_in_flight((actions,)) <= warmup_units(stages - 1 - stage) * longest
         for stage, actions in enumerate(template)
     )
 

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
-from megatron_mux.backbone.layer_segments import TensorMessages
+from megatron_mux.backbone.layer_pieces import TensorMessages
 from megatron_mux.backbone.pieces import Yields
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.base_ops import BaseOpName

@@ -1,6 +1,6 @@
 """Triton's kernels of routed experts against loops: products, LoRAs of all tasks and experts, and their gradients.
 
-`test_triton_interpreted.py` runs them in Triton's interpreter, `tests/gpu/test_triton_experts_on_gpu.py` on a GPU.
+`test_triton_interpreted.py` runs them in Triton's interpreter.
 """
 
 from __future__ import annotations

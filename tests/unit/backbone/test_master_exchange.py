@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megatron_mux.backbone.experts.parameter_server import ParameterServerDispatcher
+from megatron_mux.backbone.experts.master_exchange import MasterExchange
 
 
 @pytest.mark.parametrize("rows", [0, 3])
 def test_a_header_of_another_layer_is_refused(rows: int) -> None:
-    exchange = ParameterServerDispatcher(cast(Any, SimpleNamespace(rank=2, size=3)), layer=4)
+    exchange = MasterExchange(cast(Any, SimpleNamespace(rank=2, size=3)), layer=4)
     assert exchange._checked(torch.tensor([rows, 2 * rows, 4])) == (rows, 2 * rows)
     with pytest.raises(RuntimeError, match="expert manager 2 is at layer 4, the master at 5"):
         exchange._checked(torch.tensor([rows, 2 * rows, 5]))

@@ -86,7 +86,7 @@ class TensorMessages:
 
 
 @dataclass
-class LayerSegments:
+class LayerPieces:
     """A layer's forward and backward on one micro-batch, as generators; see `pieces.Exchanging`.
 
     Attributes:
@@ -245,7 +245,7 @@ class _Pieces:
 
 
 def yields_of(layer: Any, messages: TensorMessages) -> Yields:
-    """How often a layer's generators yield, whatever its rows; see `LayerSegments`."""
+    """How often a layer's generators yield, whatever its rows; see `LayerPieces`."""
     mlp = getattr(layer, "mlp", None)  # an expert manager lacks those without experts
     return messages.yields + (CutExperts.yields(mlp) if isinstance(mlp, MoELayer) else messages.yields)
 

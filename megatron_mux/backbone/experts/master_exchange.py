@@ -22,7 +22,7 @@ HEADER_BYTES = 24
 """Rows, their pairs and layer, int64 each."""
 
 
-class ParameterServerDispatcher(Exchange):
+class MasterExchange(Exchange):
     """The exchange of a master and its managers.
 
     Args:
