@@ -107,10 +107,7 @@ def pack(
     """
     order = {name: i for i, name in enumerate(task_names)}
     slots = order if slots is None else slots
-    whole = spans if spans is not None else [(0, len(own.tokens)) for own in sequences]
-    prefix = position_offset or {}
-    parts = [_Part(own, *span, prefix.get(own.task, 0)) for own, span in zip(sequences, whole, strict=True)]
-    parts.sort(key=lambda part: order[part.sequence.task])
+    parts = _parts(sequences, spans, position_offset or {}, order)
     names = [part.sequence.task for part in parts]
     segments = _segments(parts)
     rows, labelled, labels = _rows(parts, segments, multiple)
@@ -147,6 +144,18 @@ def pack(
         present_labelled=present_labelled,
         longest=(int(np.diff(queries).max(initial=0)), int(np.diff(keys).max(initial=0))),
     )
+
+
+def _parts(
+    sequences: Sequence[PackedSequence],
+    spans: Sequence[Span] | None,
+    prefixes: Mapping[str, int],
+    order: Mapping[str, int],
+) -> list[_Part]:
+    """The parts of sequences, in the order of their tasks."""
+    whole = spans if spans is not None else [(0, len(own.tokens)) for own in sequences]
+    parts = [_Part(own, *span, prefixes.get(own.task, 0)) for own, span in zip(sequences, whole, strict=True)]
+    return sorted(parts, key=lambda part: order[part.sequence.task])
 
 
 def _segments(parts: Sequence[_Part]) -> tuple[Segment, ...]:
