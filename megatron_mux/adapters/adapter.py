@@ -111,7 +111,7 @@ class TaskAdapter(ABC):
         self._starts: dict[str, Tensor] = {}
         self._ordered: list[AdapterParameter] = []
         self.build()
-        self.rows = TaskRows(self)
+        self.rows = TaskRows(host, self.name, self.spec.own_rows(host.shape), self.make, initial is None)
         # What `adapt` has not ordered belongs to no module.
         others = [p for p in self.parameters if p not in set(self._ordered)]
         self.arena = Arena(

@@ -9,8 +9,7 @@ the first and the last stage both have the rows that stand for both matrices, an
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,31 +22,18 @@ from megatron_mux.adapters.vocabulary_fields import OwnMatrix
 from megatron_mux.errors import UserError
 from megatron_mux.kernels.own_rows import OwnRows, Place, VocabularyPart
 
-
-class ParameterMaker(Protocol):
-    """What `TaskRows` needs of a `TaskAdapter`, which has these attributes."""
-
-    host: Host
-    name: str
-    spec: Any
-    initial: Mapping[str, Tensor] | None
-
-    def make(
-        self,
-        key: str,
-        dim: int | None = None,
-        index: Tensor | None = None,
-        owner: bool = True,
-        start: Tensor | None = None,
-    ) -> AdapterParameter:
-        """See `TaskAdapter.make`."""
+Make = Callable[..., AdapterParameter]
 
 
 class TaskRows:
     """The rows of the vocabulary matrices that one task trains on this rank.
 
     Args:
-        task: The task's adapter, whose `parameters` they join.
+        host: The backbone's stage.
+        name: Of the task.
+        matrices: What the task trains of the vocabulary.
+        make: `TaskAdapter.make`, which notes a parameter in the task's adapter.
+        fresh: Whether they start from the backbone's rows.
 
     Attributes:
         tied: Rows that stand for both matrices: their parameter on this rank, None if it has neither end.
@@ -57,41 +43,38 @@ class TaskRows:
         UserError: The backbone is divided in a way that has no place for them.
     """
 
-    def __init__(self, task: ParameterMaker) -> None:
+    def __init__(self, host: Host, name: str, matrices: Sequence[OwnMatrix], make: Make, fresh: bool) -> None:
         # Not the adapter itself, which has this object: without a cycle it is freed as soon as it is dropped.
-        self._host, self._name = task.host, task.name
+        self._host, self._name = host, name
         self._made: list[tuple[OwnMatrix, AdapterParameter]] = []
         self.tied: list[tuple[OwnMatrix, AdapterParameter | None]] = []
         self.found: dict[Place, OwnRows] = {}
-        host = task.host
-        matrices = task.spec.own_rows(host.shape)
         if matrices and (host.vocabulary is None or host.parallel.experts.broker is not None):
             where = "split fine-tuning" if host.vocabulary is None else "--mux-expert-managers"
             raise UserError(
-                f"task {task.name!r}: modules_to_save and trainable_token_indices are not supported with {where}: "
+                f"task {name!r}: modules_to_save and trainable_token_indices are not supported with {where}: "
                 "leave them out"
             )
         for matrix in matrices:
-            made = self._make(task, matrix)
+            made = self._made_of(matrix, make, fresh)
             if made is not None:
                 self._made.append((matrix, made))
             if len(matrix.places) > 1:
                 self.tied.append((matrix, made))
 
-    def _make(self, task: ParameterMaker, matrix: OwnMatrix) -> AdapterParameter | None:
+    def _made_of(self, matrix: OwnMatrix, make: Make, fresh: bool) -> AdapterParameter | None:
         """The parameter of a matrix; None where this rank has none of its ends."""
-        parts = task.host.vocabulary or {}
+        parts = self._host.vocabulary or {}
         here = [place for place in matrix.places if place in parts]
         if not here:
             return None
         part = parts[here[0]]
-        fresh = task.initial is None
         if matrix.tokens is None:
             index = torch.arange(part.start, part.stop)
-            return task.make(matrix.key, 0, index, start=part.read() if fresh else None)
+            return make(matrix.key, 0, index, start=part.read() if fresh else None)
         order = torch.tensor(matrix.tokens).argsort()
         start = self._rows_of_tokens(matrix.tokens, part) if fresh else None
-        return task.make(matrix.key, 0, order, owner=here[0] == matrix.places[0], start=start)
+        return make(matrix.key, 0, order, owner=here[0] == matrix.places[0], start=start)
 
     def _rows_of_tokens(self, tokens: tuple[int, ...], part: VocabularyPart) -> Tensor:
         """`[R, H]` the backbone's rows of tokens, ascending, from whichever tensor ranks hold them."""

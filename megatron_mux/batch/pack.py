@@ -101,29 +101,25 @@ def pack(
         multiple: Pad T to a multiple of this (sequence parallelism).
         training: See `MicroBatch.training`.
         spans: First token and one past the last token to take of each sequence; None takes all of them.
-        slots: Task name to its slot (see `RowGroups`); by default tasks are counted in the order of `task_names`. Rows
-            of a name without one are given to no adapter.
+        slots: Task name to its slot (see `RowGroups`), by default its index; rows of names without one have no adapter.
         balanced: Sequences of the micro-batch that count for a balancing loss; None: there are none.
     """
     order = {name: i for i, name in enumerate(task_names)}
     slots = order if slots is None else slots
     parts = _parts(sequences, spans, position_offset or {}, order)
-    names = [part.sequence.task for part in parts]
     segments = _segments(parts)
     rows, labelled, labels = _rows(parts, segments, multiple)
-    task_rows = _ranges(names, [segment.length for segment in segments])
-    label_task_rows = _ranges(names, np.bincount(labels.part, minlength=len(parts)).tolist())
-    present, present_labelled = (
-        PresentTasks.of(own, slots, task_steps) for own in (task_rows, label_task_rows)
-    )
+    task_rows = _ranges(parts, [segment.length for segment in segments])
+    label_task_rows = _ranges(parts, np.bincount(labels.part, minlength=len(parts)).tolist())
+    present = PresentTasks.of(task_rows, slots, task_steps)
+    present_labelled = PresentTasks.of(label_task_rows, slots, task_steps)
     queries, keys, gather = bounds_of(segments, [part.prefix for part in parts])
-    label_tasks = np.array([order[name] for name in names], np.int64)[labels.part]
     weights = np.array([part.sequence.weight for part in parts], np.float32)[labels.part]
     return HostBatch(
         buffer=Buffer.of(
             {
                 **_wide(rows, labelled, labels),
-                "label_tasks": label_tasks,
+                "label_tasks": np.array([order[own.sequence.task] for own in parts], np.int64)[labels.part],
                 "gather": gather,
                 **({} if balanced is None else balanced.arrays(segments, len(rows.tokens), order)),
             },
@@ -142,8 +138,12 @@ def pack(
         training=training,
         present=present,
         present_labelled=present_labelled,
-        longest=(int(np.diff(queries).max(initial=0)), int(np.diff(keys).max(initial=0))),
+        longest=(_longest(queries), _longest(keys)),
     )
+
+
+def _longest(bounds: Array) -> int:
+    return int(np.diff(bounds).max(initial=0))
 
 
 def _parts(
@@ -216,11 +216,12 @@ def _tokens(parts: Sequence[_Part], lengths: Array) -> tuple[Array, _Labels]:
     return (np.delete(tokens, ends[more > 0] - 1) if more.any() else tokens), labels
 
 
-def _ranges(names: Sequence[str], lengths: Sequence[int]) -> dict[str, tuple[int, int]]:
-    """The rows of each task when sequences of these lengths, ordered by task, are packed end to end."""
+def _ranges(parts: Sequence[_Part], lengths: Sequence[int]) -> dict[str, tuple[int, int]]:
+    """The rows of each task when parts with so many rows each are packed end to end."""
     found: dict[str, tuple[int, int]] = {}
     at = 0
-    for task, length in zip(names, lengths, strict=True):
+    for (sequence, *_), length in zip(parts, lengths, strict=True):
+        task = sequence.task
         found[task] = (found.get(task, (at, at))[0], at + length)
         at += length
     return found
