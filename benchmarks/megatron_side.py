@@ -1,7 +1,7 @@
 """Megatron-Core's own 1F1B, one task at a time, over the same stages, adapters, optimizers and data.
 
 Only the schedule differs: its warm-up, steady state and cool-down for each task's step, then that task's norm and
-optimizer step, then the next task. `TrainingCompute` computes the passes on both sides.
+optimizer step, then the next task. `TrainStep` computes the passes on both sides.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine, Planning
-from megatron_mux.engine.compute import TrainingCompute
+from megatron_mux.engine.train_step import TrainStep
 from megatron_mux.engine.step_runner import StepRunner
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.pipeline.action import Action, Unit
@@ -48,7 +48,7 @@ class _Runner(StepRunner):
 
     uses_megatron = False
 
-    def _execute(self, template: Template, compute: TrainingCompute, plan: Plan, timer: Timer | None) -> None:
+    def _execute(self, template: Template, compute: TrainStep, plan: Plan, timer: Timer | None) -> None:
         if not self.uses_megatron:
             super()._execute(template, compute, plan, timer)
             return
@@ -87,7 +87,7 @@ class _TorchWithoutCuda:
 class _Stage(nn.Module):
     """A stage as Megatron-Core's schedules need it: a configuration, `set_input_tensor` and `forward`."""
 
-    def __init__(self, compute: TrainingCompute, stage: int, model: Any, micro_batches: int) -> None:
+    def __init__(self, compute: TrainStep, stage: int, model: Any, micro_batches: int) -> None:
         super().__init__()
         self.compute = compute
         self.stage = stage

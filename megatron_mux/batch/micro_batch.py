@@ -16,6 +16,7 @@ from megatron_mux.kernels.attention.carry import Carry
 from megatron_mux.kernels.attention.key_value_cache import KeyValueCache
 from megatron_mux.kernels.attention.segments import Bounds, Segment
 from megatron_mux.kernels.groups import RowGroups
+from megatron_mux.kernels.loss.preference import RowScale
 
 PrefixKV = dict[int, dict[str, tuple[Tensor, Tensor]]]
 Ranges = Mapping[str, tuple[int, int]]
@@ -46,6 +47,7 @@ class MicroBatch:
         label_batch: The labelled rows alone; None where this is them.
         balanced: Rows that count for a balancing loss; None: there are none.
         cache: Keys and values of sequences that are generated; None: none are.
+        row_scale: Scales the gradients of the labelled rows in the backward pass; None: they are final.
     """
 
     segments: tuple[Segment, ...]
@@ -65,6 +67,7 @@ class MicroBatch:
     label_batch: MicroBatch | None = None
     balanced: BalancedRows | None = None
     cache: KeyValueCache | None = None
+    row_scale: RowScale | None = None
 
     @property
     def rows(self) -> int:

@@ -3,15 +3,17 @@
 Clipping needs the norm of a task's gradient over all stages, and only the last stage knows whether its loss is finite.
 Both travel to the first stage with the bucket's last gradients and back with its next hidden states
 (`pipeline.template.with_updates`), as a table of fp64: a row per task of the bucket with its loss, its squared norm,
-the number of ranks that ran out of memory, and, if a task of the bucket asks for it, its balancing loss; then, if a
-task of the bucket learns a preference, its figures.
+the number of ranks that ran out of memory, and what the parts of its step (`step_part`) add: first columns that all
+stages sum, then others that the host reads, then the rest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,175 +22,175 @@ from torch import Tensor
 from megatron_mux import runtime
 from megatron_mux.engine.optimize import gradient_buffer_size, reduce_gradients
 from megatron_mux.engine.out_of_memory import FailedBuckets
-from megatron_mux.engine.preference import PreferenceLosses
-from megatron_mux.engine.task_state import StepResult, TaskState
-from megatron_mux.engine.tied_rows import TiedRows
+from megatron_mux.engine.step_part import Burst, StepPart
+from megatron_mux.engine.task_state import StepResult
 from megatron_mux.engine.updates import BucketUpdate
-from megatron_mux.fusion.plan import Bucket
 from megatron_mux.pipeline.action import Action
-from megatron_mux.runtime import Parallel
 
-_SQUARE, _FAILED, _BALANCING = 1, 2, 3
+_SQUARE, _FAILED, _FIRST_OF_PARTS = 1, 2, 3
 """Columns of a table after the loss."""
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Columns of a bucket's table.
+
+    Attributes:
+        parts: Those of each part that has any.
+        summed: Columns up to here are sums over ranks, but for the loss.
+        read: The host reads columns up to here.
+        width: All columns.
+    """
+
+    parts: Sequence[tuple[StepPart, slice]]
+    summed: int
+    read: int
+    width: int
+
+    @classmethod
+    def of(cls, parts: Sequence[StepPart], names: Sequence[str]) -> _Columns:
+        """Of a bucket with these tasks."""
+        found, summed, read, at = list[tuple[StepPart, slice]](), _FIRST_OF_PARTS, _FIRST_OF_PARTS, 3
+        for part in sorted(parts, key=lambda part: (not part.summed, not part.read)):
+            width = part.width(names)
+            if width:
+                found.append((part, slice(at, at + width)))
+                at += width
+                summed, read = at if part.summed else summed, at if part.read else read
+        return cls(found, summed, read, at)
 
 
 class BucketFinalizer:
     """Finishes the buckets of one or several steps.
 
     Args:
-        tasks: The tasks of the steps.
-        buckets: Of a step.
-        tokens: For each step, tokens of each task's batch.
-        parallel: Where this rank stands.
+        burst: The steps.
         failed: Buckets that ran out of memory on this rank.
         buffer: `[n]` uint8 to sum gradients in, of at least `gradient_buffer_size` of these tasks.
         updates: Of each bucket.
-        preferences: Losses and figures of preference tasks.
+        parts: What the tasks ask for besides.
 
     Attributes:
-        coefficients: Of each task with a balancing loss.
         out_of_memory: After `finish`, the buckets whose tasks skipped their optimizer step because some rank ran out
             of memory.
     """
 
     def __init__(
         self,
-        tasks: Mapping[str, TaskState],
-        buckets: Sequence[Bucket],
-        tokens: Sequence[Mapping[str, int]],
-        parallel: Parallel,
+        burst: Burst,
         failed: FailedBuckets,
         buffer: Tensor,
         updates: Sequence[BucketUpdate],
-        preferences: PreferenceLosses,
+        parts: Sequence[StepPart],
     ) -> None:
-        self.tasks = tasks
+        self.burst = burst
         self.failed = failed
+        self.parts = parts
         self.out_of_memory: set[int] = set()
-        self.preferences = preferences
-        coefficients = {name: task.task.spec.training.router_aux_loss_coef for name, task in tasks.items()}
-        self.coefficients = {name: own for name, own in coefficients.items() if own}
-        self.buckets = buckets
-        self.tokens = tokens
-        self.parallel = parallel
-        self._first = {name: task.step for name, task in tasks.items()}
-        self._order = {name: i for i, name in enumerate(tasks)}
+        tasks, buckets, parallel = burst.tasks, burst.buckets, burst.parallel
         self._whole: dict[int, Tensor] = {}
         # Read on the host once all steps are launched: until then nothing waits for the device.
         self._tables: list[tuple[int, Tensor]] = []
         self._counts = True
         self._skip = torch.zeros(len(tasks), dtype=torch.bool, device=parallel.device)
-        rows = torch.tensor([self._order[name] for bucket in buckets for name in bucket.tasks])
+        order = {name: i for i, name in enumerate(tasks)}
+        rows = torch.tensor([order[name] for bucket in buckets for name in bucket.tasks])
         counts = [len(bucket.tasks) for bucket in buckets]
         self._rows = runtime.to_device(rows, parallel.device).split(counts)
         self._reduces = parallel.tp_size * parallel.dp_size > 1
-        arenas = [task.adapter.arena for task in tasks.values()]
         self._updates = updates
-        for bucket, update in zip(buckets, updates, strict=True):
-            update.prepare([self._first[name] for name in bucket.tasks], len(tokens))
-        self._buffer = buffer[: gradient_buffer_size(arenas, parallel)]
-        self._tied = TiedRows({name: task.adapter for name, task in tasks.items()}, parallel)
         # What follows from a bucket's tasks alone, once for all steps.
-        self._starts = [[self._first[name] for name in bucket.tasks] for bucket in buckets]
-        self._summed_columns = [
-            _BALANCING + any(name in self.coefficients for name in bucket.tasks) for bucket in buckets
-        ]
-        self._read_columns = [
-            summed + preferences.columns(bucket.tasks)
-            for summed, bucket in zip(self._summed_columns, buckets, strict=True)
-        ]
+        self._starts = [[tasks[name].step for name in bucket.tasks] for bucket in buckets]
+        for start, update in zip(self._starts, updates, strict=True):
+            update.prepare(start, len(burst.steps))
+        arenas = [task.adapter.arena for task in tasks.values()]
+        self._buffer = buffer[: gradient_buffer_size(arenas, parallel)]
+        self._columns = [_Columns.of(parts, bucket.tasks) for bucket in buckets]
         self._acting = [
             [(i, name) for i, name in enumerate(bucket.tasks) if tasks[name].adapter.spec.acts_after_steps]
             for bucket in buckets
         ]
 
-    def bucket(self, entry: int) -> Bucket:
-        """A bucket, counted on over steps."""
-        return self.buckets[entry % len(self.buckets)]
-
-    def step(self, entry: int) -> int:
-        """The step of a bucket that is counted on over steps."""
-        return entry // len(self.buckets)
-
     def table_shape(self, entry: int) -> tuple[int, int]:
         """Rows and columns of the table of a bucket, counted on over steps."""
-        names = self.bucket(entry).tasks
-        return len(names), self._read(entry) + self._tied.width(names)
-
-    def _read(self, entry: int) -> int:
-        """Columns of a bucket's table before those of `TiedRows`: those that are read on the host."""
-        return self._read_columns[entry % len(self.buckets)]
-
-    def _summed(self, entry: int) -> int:
-        """Columns before the figures of preference tasks: all but the first are sums over ranks."""
-        return self._summed_columns[entry % len(self.buckets)]
+        return len(self.burst.bucket(entry).tasks), self._columns[entry % len(self._columns)].width
 
     def skip_all(self) -> None:
         """Let no task step: a trial leaves adapters and optimizers as they are."""
         self._skip.fill_(True)
         self._counts = False
 
-    def norm(
-        self,
-        action: Action,
-        losses: Tensor,
-        balancing: Tensor,
-        others: Tensor | None,
-        figures: Tensor | None = None,
-    ) -> Tensor:
+    def norm(self, action: Action, losses: Tensor, others: Tensor | None) -> Tensor:
         """Reduce a bucket's gradients over ranks, and add this stage's norms to those of the stages after it.
 
         Args:
             action: It ends a bucket's step.
             losses: `[tasks]` fp64 of the step, on the last stage: of this pipeline's sequences.
-            balancing: `[tasks]` fp64 of this pipeline's sequences in this rank's layers, weighted.
             others: The table of the stages after this one; None on the last.
-            figures: On the last stage, those of the bucket's tasks over all pipelines, if some learn a preference.
 
         Returns:
             The table of this stage and those after it. With tensor parallelism, squares of this rank's own parts.
         """
-        entry = action.bucket
-        names, device = self.bucket(entry).tasks, self.parallel.device
-        rows, count = self._rows[entry % len(self.buckets)], len(names)
-        columns, read = self._summed(entry), self._read(entry)
-        # It may allocate, so it comes before the sum over pipelines, which tells all of them who ran out of memory.
-        self.failed.attempt(action, lambda: self._penalise(names, self.step(entry)))
-        # Read at the first stage of each pipeline, but summed over all pipelines: as the gradients are.
-        sums = torch.full(
-            (columns - _FAILED, count), float(entry in self.failed), dtype=torch.float64, device=device
-        )
-        if columns > _BALANCING:
-            sums[_BALANCING - _FAILED] = balancing[rows]
-        if self._reduces:
-            arenas = [self.tasks[name].adapter.arena for name in names]
-            reduce_gradients(arenas, self.parallel, sums, self._buffer)
-        if others is not None and self.parallel.is_first_stage:
-            self._tied.add(names, others[:, read:])
-        squares = self._updates[entry % len(self.buckets)].squared_norms()
+        entry, parallel = action.bucket, self.burst.parallel
+        names, index = self.burst.bucket(entry).tasks, entry % len(self._columns)
+        columns = self._columns[index]
         if others is None:
-            # Each tensor rank of the last stage has the whole loss of its pipeline.
-            own = losses[rows]
-            if self.parallel.dp_size > 1:
-                dist.all_reduce(own, group=self.parallel.dp_group)
-            parts = [torch.stack([own, squares, *sums], dim=1), self._tied.send(names, device)]
-            table = torch.cat(parts if figures is None else [parts[0], figures, parts[1]], dim=1)
-            if self.parallel.experts.broker is not None:
-                # Each of them owns a part of the adapters, and the master has the losses.
-                dist.all_reduce(table, group=self.parallel.experts.group)
+            for part, _ in columns.parts:
+                part.after_passes(entry, losses)
+        # It may allocate, so it comes before the sum over pipelines, which tells all of them who ran out of memory.
+        self.failed.attempt(action, lambda: self._penalise(names, self.burst.step(entry)))
+        sums = self._local_sums(entry)
+        if self._reduces:
+            arenas = [self.burst.tasks[name].adapter.arena for name in names]
+            reduce_gradients(arenas, parallel, sums, self._buffer)
+        if others is not None and parallel.is_first_stage:
+            for part, own in columns.parts:
+                part.on_first_stage(entry, others[:, own])
+        squares = self._updates[index].squared_norms()
+        if others is None:
+            table = self._first_table(entry, losses, squares, sums)
         else:
             table = others
             table[:, _SQUARE] += squares
-            table[:, _FAILED:columns] += sums.t()
-        if self.parallel.is_first_stage:
+            table[:, _FAILED : columns.summed] += sums.t()
+        if parallel.is_first_stage:
             self._whole[entry] = table
+        return table
+
+    def _local_sums(self, entry: int) -> Tensor:
+        """`[columns, K]` fp64, this rank's share of the columns that are sums, squared norms left out.
+
+        They are read at the first stage of each pipeline, but summed over all pipelines: as the gradients are.
+        """
+        index = entry % len(self._columns)
+        columns, rows = self._columns[index], self._rows[index]
+        shape, device = (columns.summed - _FAILED, len(rows)), self.burst.parallel.device
+        sums = torch.full(shape, float(entry in self.failed), dtype=torch.float64, device=device)
+        for part, own in columns.parts:
+            if part.summed:
+                sums[own.start - _FAILED : own.stop - _FAILED] = part.local_sums(entry, rows)
+        return sums
+
+    def _first_table(self, entry: int, losses: Tensor, squares: Tensor, sums: Tensor) -> Tensor:
+        """The table that the last stage begins."""
+        index, parallel = entry % len(self._columns), self.burst.parallel
+        # Each tensor rank of the last stage has the whole loss of its pipeline.
+        own = losses[self._rows[index]]
+        if parallel.dp_size > 1:
+            dist.all_reduce(own, group=parallel.dp_group)
+        parts = self._columns[index].parts
+        more = [part.columns_of_last_stage(entry) for part, _ in parts if not part.summed]
+        table = torch.cat([torch.stack([own, squares, *sums], dim=1), *more], dim=1)
+        for part in self.parts:
+            part.complete(table)
         return table
 
     def _penalise(self, names: Sequence[str], step: int) -> None:
         """Add the gradients of regularisers: on the first pipeline alone, since pipelines are summed."""
-        if self.parallel.dp_rank == 0:
+        if self.burst.parallel.dp_rank == 0:
             for name in names:
-                self.tasks[name].adapter.penalty(self._first[name] + step)
+                task = self.burst.tasks[name]
+                task.adapter.penalty(task.step + step)
 
     def update(self, entry: int, whole: Tensor | None) -> Tensor:
         """Step the optimizers of a bucket's tasks here, unless a task failed or ran out of memory, now or before.
@@ -200,93 +202,78 @@ class BucketFinalizer:
         Returns:
             The table.
         """
-        names, columns, read = self.bucket(entry).tasks, self._summed(entry), self._read(entry)
+        later, index = divmod(entry, len(self._columns))
+        columns, rows, parallel = self._columns[index], self._rows[index], self.burst.parallel
         if whole is None:
             whole = self._whole.pop(entry)
-            if self.parallel.tp_size > 1:
-                own = whole[:, _SQUARE:columns].clone()
-                dist.all_reduce(own, group=self.parallel.tp_group)
-                whole[:, _SQUARE:columns] = own
-        if self.parallel.is_last_stage:
-            self._tied.receive(names, whole[:, read:])
-        rows = self._rows[entry % len(self.buckets)]
+            if parallel.tp_size > 1:
+                own = whole[:, _SQUARE : columns.summed].clone()
+                dist.all_reduce(own, group=parallel.tp_group)
+                whole[:, _SQUARE : columns.summed] = own
+        if parallel.is_last_stage:
+            for part, place in columns.parts:
+                part.on_last_stage(entry, whole[:, place])
         # Once a task has skipped a step of a burst it skips those after it.
-        skip = self._skip[rows] | ~torch.isfinite(whole[:, :columns]).all(dim=1) | (whole[:, _FAILED] > 0)
-        norms = whole[:, _SQUARE].sqrt()
+        is_finite = torch.isfinite(whole[:, : columns.summed]).all(dim=1)
+        skip = self._skip[rows] | ~is_finite | (whole[:, _FAILED] > 0)
         self._skip[rows] = skip
-        later, index = divmod(entry, len(self.buckets))
-        self._updates[index].update(self._starts[index], later, norms, skip)
+        self._updates[index].update(self._starts[index], later, whole[:, _SQUARE].sqrt(), skip)
         for i, name in self._acting[index] if self._counts else ():
-            adapter = self.tasks[name].adapter
-            adapter.after_step(self._first[name] + later + 1, skip[i])
+            adapter = self.burst.tasks[name].adapter
+            adapter.after_step(self._starts[index][i] + later + 1, skip[i])
             adapter.arena.refresh()
-        self._tables.append((entry, whole[:, :read]))
+        self._tables.append((entry, whole[:, : columns.read]))
         return whole
 
     def finish(self) -> list[dict[str, StepResult]]:
         """For each step, what it gave each task, up to its failure; counts what the tasks have done."""
-        results: list[dict[str, StepResult]] = [{} for _ in self.tokens]
+        results: list[dict[str, StepResult]] = [{} for _ in self.burst.steps]
         if not self._tables:
             return results
         values = iter(torch.cat([table.flatten() for _, table in self._tables]).tolist())
-        for entry, _ in self._tables:
-            step = self.step(entry)
-            bucket = entry % len(self.buckets)
-            columns, more = self._read(entry), self._summed(entry) - _BALANCING
-            for name in self.bucket(entry).tasks:
-                loss, square, failed, *others = islice(values, columns)
-                if failed:
-                    self.out_of_memory.add(bucket)
-                if bucket in self.out_of_memory:
+        for entry, table in self._tables:
+            step, index = divmod(entry, len(self._columns))
+            for name in self.burst.bucket(entry).tasks:
+                row = list(islice(values, table.shape[1]))
+                if row[_FAILED]:
+                    self.out_of_memory.add(index)
+                if index in self.out_of_memory or self.burst.tasks[name].status == "failed":
                     continue
-                metrics = self.preferences.metrics(step, name, others[more:])
-                norm, tokens = math.sqrt(square), self.tokens[step][name]
-                result = self._result(name, loss, norm, tokens, metrics, *others[:more])
-                if result is not None:
-                    results[step][name] = result
-        for task in self.tasks.values():
+                results[step][name] = self._result(step, name, row, self._columns[index])
+        for task in self.burst.tasks.values():
             task.adapter.rollback_after(task.step)
         return results
 
-    def _result(
-        self,
-        name: str,
-        loss: float,
-        norm: float,
-        tokens: int,
-        metrics: Mapping[str, float],
-        balancing: float = 0.0,
-    ) -> StepResult | None:
-        """What one step gave a task; None if the task failed in a step before."""
-        task = self.tasks[name]
-        if task.status == "failed":
-            return None
+    def _result(self, step: int, name: str, row: Sequence[float], columns: _Columns) -> StepResult:
+        """What a step gave a task, by its row of the table."""
+        task = self.burst.tasks[name]
+        loss, norm = row[0], math.sqrt(row[_SQUARE])
         rate = task.optimizer.learning_rate(task.step)
-        reason = ""
+        problem, fields = "", dict[str, Any]()
         if not math.isfinite(loss):
-            reason = f"its loss was {loss} at step {task.step + 1}"
+            problem = f"its loss was {loss}"
         elif not math.isfinite(norm):
-            reason = f"its gradient norm was {norm} at step {task.step + 1}"
-        elif not math.isfinite(balancing):
-            reason = f"its balancing loss was {balancing} at step {task.step + 1}"
-        if reason:
+            problem = f"its gradient norm was {norm}"
+        for part, own in columns.parts:
+            if part.read:
+                problem = problem or part.problem(row[own])
+                fields |= part.fields(step, name, row[own])
+        reason = f"{problem} at step {task.step + 1}" if problem else ""
+        if problem:
             task.status = "failed"
         else:
             task.step += 1
             if task.step >= task.total_steps:
                 task.status = "finished"
-        coefficient = self.coefficients.get(name)
-        router_aux_loss = None if coefficient is None else balancing / coefficient
         return StepResult(
             step=task.step,
             total_steps=task.total_steps,
             loss=loss,
             grad_norm=norm,
             learning_rate=rate,
-            tokens=tokens,
+            tokens=self.burst.steps[step].tokens[name],
             status=task.status,
             reason=reason,
             diverged=bool(reason),
-            router_aux_loss=router_aux_loss,
-            metrics=metrics,
+            **fields,
         )

@@ -309,7 +309,8 @@ class Engine:
             torch.OutOfMemoryError: This rank ran out of memory where others wait for it: the run cannot go on.
         """
         self.adapters.prepare()
-        if problems := self._forward.compute_references({name: self._tasks[name] for name in self.active}):
+        new = {name: self._tasks[name] for name in self.active if not self._tasks[name].ready}
+        if new and (problems := self._forward.compute_references(new)):
             return [{name: self._tasks[name].fail(problem) for name, problem in problems.items()}]
         while True:
             plan = self.planning.begin(self.loads())
@@ -333,8 +334,8 @@ class Engine:
         Raises:
             UserError: It could not be evaluated; on every rank, so none waits for another.
         """
-        found = self.evaluate_together([name], {} if records is None else {name: records}).get(name)
-        if isinstance(found, UserError):
+        given = {} if records is None else {name: records}
+        if isinstance(found := self.evaluate_together([name], given).get(name), UserError):
             raise found
         return found
 

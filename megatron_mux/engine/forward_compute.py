@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux.batch.micro_batch import MicroBatch, activate
-from megatron_mux.engine.compute import Stages, zeros_for_next_stage
-from megatron_mux.engine.out_of_memory import FailedBuckets
+from megatron_mux.engine.out_of_memory import FailedBuckets, Stages, zeros_for_next_stage
 from megatron_mux.engine.trial import Trials
 from megatron_mux.pipeline.action import Action
 from megatron_mux.pipeline.communicate import Communicator

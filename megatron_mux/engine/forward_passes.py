@@ -53,6 +53,8 @@ class ForwardPasses(PassRunner):
         Every rank calls it and gets the same answer.
         """
         problems = {name: compute_references(self._log_probs, task) for name, task in tasks.items()}
+        for name, task in tasks.items():
+            task.ready = not problems[name]
         return {name: problem for name, problem in problems.items() if problem}
 
     @property

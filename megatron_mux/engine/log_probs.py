@@ -15,9 +15,8 @@ from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.data.tokenise import Example
 from megatron_mux.engine.agreement import raise_on_every_rank
-from megatron_mux.engine.compute import Stages
 from megatron_mux.engine.forward_compute import ForwardCompute, PassRunner
-from megatron_mux.engine.out_of_memory import FailedBuckets
+from megatron_mux.engine.out_of_memory import FailedBuckets, Stages
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.tasks.evaluation import filled

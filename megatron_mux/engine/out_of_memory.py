@@ -11,10 +11,11 @@ error ends the run on all of them (`liveness`). On GPUs plans are tried before t
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine.agreement import everyones
@@ -23,6 +24,9 @@ from megatron_mux.pipeline.action import Action
 from megatron_mux.runtime import Parallel
 
 T = TypeVar("T")
+
+Stages = Mapping[int, Backbone]
+"""A rank's stages by their number."""
 
 
 def ranks_meet(stages: Iterable[Backbone], parallel: Parallel) -> bool:
@@ -104,3 +108,13 @@ class FailedBuckets:
         for own in everyones(self._reasons, self._parallel):
             reasons = own | reasons  # the first rank's counts
         return reasons
+
+
+def zeros_for_next_stage(stages: Stages, rows: int, failed: FailedBuckets) -> Tensor:
+    """`[rows, 1, H]` zeros, allocated up front, for the first stage to send in place of an output that failed.
+
+    Other stages overwrite what they received. One row where nothing like that is sent.
+    """
+    one = next(iter(stages.values()))
+    sends = failed.recovers and 0 in stages and not stages[0].last
+    return torch.zeros(rows if sends else 1, 1, one.shape.hidden, dtype=one.dtype, device=one.device)

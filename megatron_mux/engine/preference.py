@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +23,13 @@ from torch import Tensor
 from megatron_mux import runtime
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.data.preference_file import PreferenceDataset
+from megatron_mux.data.tokenise import Example
+from megatron_mux.engine.log_probs import LogProbs, Wanted, kl_term
+from megatron_mux.engine.out_of_memory import Stages
+from megatron_mux.engine.step_part import Burst, StepPart
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.kernels.loss.preference import FIGURES, PreferenceLoss, RowScale, SequenceSums
+from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TrainingSpec
 
@@ -69,20 +75,20 @@ class _Entry:
     """A preference task in one of the steps.
 
     Attributes:
+        name: Of the task.
         task: Its index among the tasks.
         first, stop: Its sequences among those of all steps.
         good, records: Its desirable (or chosen) sequences, and its records.
         loss: What it minimises.
-        kl: Scalar, see `SequenceSums`.
     """
 
+    name: str
     task: int
     first: int
     stop: int
     good: int
     records: int
     loss: PreferenceLoss
-    kl: Tensor
 
     @property
     def places(self) -> slice:
@@ -90,26 +96,18 @@ class _Entry:
         return slice(1 + 2 * self.first, 1 + 2 * self.stop)
 
 
-class PreferenceLosses:
+class PreferenceLosses(StepPart):
     """What the preference tasks of one or several steps have computed so far on this rank.
 
     Tables have a place for the completion and for the prompt of each sequence. Their first place takes all rows of
     other tasks, and is never read.
-
-    Args:
-        tasks: All tasks of the steps.
-        steps: How many there are.
-        kl: KTO's KL term of each task that has one, for the first step.
-        parallel: Where this rank stands.
     """
 
-    def __init__(
-        self, tasks: Mapping[str, TaskState], steps: int, kl: Mapping[str, Tensor], parallel: Parallel
-    ) -> None:
-        self._parallel = parallel
+    def __init__(self, burst: Burst) -> None:
+        super().__init__(burst)
         self._entries: list[dict[str, _Entry]] = []
-        device, constants, at = parallel.device, [], 0
-        nothing = torch.zeros((), dtype=torch.float64, device=device)
+        tasks, steps = burst.tasks, len(burst.steps)
+        device, constants, at = burst.parallel.device, [], 0
         first = np.zeros((steps, len(tasks)), np.int64)
         wide = np.array([2 * task.task.spec.training.is_preference for task in tasks.values()], np.int64)
         for later in range(steps):
@@ -123,13 +121,11 @@ class PreferenceLosses:
                 good = int((constants[-1][3] > 0).sum())
                 records = len(chosen) // spec.sequences_per_record
                 stop = at + len(chosen)
-                entries[name] = _Entry(i, at, stop, good, records, loss_of(spec), kl.get(name, nothing))
+                entries[name] = _Entry(name, i, at, stop, good, records, loss_of(spec))
                 first[later, i] = 1 + 2 * at
                 at = stop
             self._entries.append(entries)
-        everything = (
-            torch.from_numpy(np.concatenate(constants, axis=1)) if constants else torch.zeros(_CONSTANTS, 0)
-        )
+        everything = torch.from_numpy(np.concatenate(constants, axis=1))
         self._starts, self._tokens, self._weights, self._signs, cached = runtime.to_device(everything, device)
         self._first = runtime.to_device(torch.from_numpy(first), device)
         self._wide = runtime.to_device(torch.from_numpy(wide), device)
@@ -137,18 +133,49 @@ class PreferenceLosses:
         self._policy = torch.zeros(1 + 2 * at, dtype=torch.float64, device=device)
         self._live = torch.zeros_like(self._policy)
         self._cached = cached
+        self._no_kl = torch.zeros((), dtype=torch.float64, device=device)
+        self._kl: dict[str, Tensor] = {}
+        self._figures: dict[int, Tensor] = {}
 
-    def __bool__(self) -> bool:
-        """Whether there is any."""
-        return any(self._entries)
+    @classmethod
+    def wanted_by(cls, task: TaskState, parallel: Parallel) -> bool:
+        """Whether the task learns a preference."""
+        return task.task.spec.training.is_preference
 
-    def columns(self, names: Sequence[str]) -> int:
-        """Figures of each task of a bucket, the same for all of them."""
+    def before_steps(self, stages: Stages, communicator: Communicator) -> None:
+        """Compute KTO's KL term of each task that has one; only bursts of one step have such tasks."""
+        mismatched = self.burst.steps[0].mismatched
+        if mismatched:
+            log_probs = LogProbs(stages, self.burst.parallel, communicator)
+            found = log_probs.on_last_stage(self._wanted(mismatched))
+            self._kl = {name: kl_term(own) for name, own in zip(mismatched, found, strict=True)}
+
+    def _wanted(self, mismatched: Mapping[str, Sequence[Example]]) -> list[Wanted]:
+        """What the KL terms need, in passes of no more sequences than a micro-batch that trains has of these tasks.
+
+        A pass has each sequence twice, with the adapter and with its reference.
+        """
+        most = dict[str, int]()
+        for bucket in self.burst.buckets:
+            names = [name for name in bucket.tasks if name in mismatched]
+            passes = bucket.micro_batches * self.burst.parallel.dp_size
+            most |= dict.fromkeys(names, sum(len(mismatched[name]) for name in names) // passes)
+        return [
+            Wanted(self.burst.tasks[name], own.__getitem__, range(len(own)), batch_size=max(2, most[name]))
+            for name, own in mismatched.items()
+        ]
+
+    def width(self, names: Sequence[str]) -> int:
+        """Figures of each task of a bucket, if one of them learns a preference."""
         return FIGURES if any(name in self._entries[0] for name in names) else 0
 
-    def couples(self, step: int, batch: MicroBatch) -> bool:
-        """Whether a batch has rows whose losses are coupled, or rows of their references."""
-        return not batch.training or any(name in batch.task_rows for name in self._entries[step])
+    def before_loss(self, entry: int, batch: MicroBatch) -> None:
+        """Have rows scaled later whose losses are coupled; those of references have no gradient."""
+        if not batch.training or any(name in batch.task_rows for name in self._of(entry)):
+            batch.row_scale = RowScale()
+
+    def _of(self, entry: int) -> dict[str, _Entry]:
+        return self._entries[self.burst.step(entry)]
 
     def _places(self, step: int, batch: MicroBatch) -> Tensor:
         """`[N]` int64, the place of each labelled row's log-probability."""
@@ -159,74 +186,67 @@ class PreferenceLosses:
         places += (groups.token_index + 1 < starts) * (wide // 2)
         return places
 
-    def add(self, step: int, batch: MicroBatch, nll: Tensor) -> None:
-        """Count the `[N]` negative log-likelihoods of a unit's labelled rows, with the tasks' adapters or without.
-
-        Args:
-            step: Which of the steps, from 0.
-            batch: The unit's; rows of the reference are in a batch that is not trained.
-            nll: Of its labelled rows.
-        """
+    def after_loss(self, entry: int, batch: MicroBatch, nll: Tensor) -> None:
+        """Add up the log-likelihoods of each sequence, with the tasks' adapters or with their references."""
+        if batch.row_scale is None:
+            return
         table = self._policy if batch.training else self._live
-        table.index_add_(0, self._places(step, batch), nll.double())
+        table.index_add_(0, self._places(self.burst.step(entry), batch), nll.double())
 
-    def set_row_factors(self, step: int, batch: MicroBatch, scale: RowScale) -> None:
-        """Set the factors of a unit's rows, before its backward pass."""
-        own = [entry for name, entry in self._entries[step].items() if name in batch.task_rows]
+    def before_backward(self, entry: int, batch: MicroBatch) -> None:
+        """Set the factors of a batch's rows."""
+        if batch.row_scale is None or not batch.training:
+            return
+        own = [one for name, one in self._of(entry).items() if name in batch.task_rows]
         with torch.enable_grad():
             table = self._policy.detach().requires_grad_()
-            losses = [entry.loss.per_record(self._sums(entry, table)).sum() / entry.records for entry in own]
+            losses = [one.loss.per_record(self._sums(one, table)).sum() / one.records for one in own]
             (factors,) = torch.autograd.grad(losses, [table], [torch.ones_like(loss) for loss in losses])
         factors[0] = 1.0
-        scale.factors = factors[self._places(step, batch)]
+        batch.row_scale.factors = factors[self._places(self.burst.step(entry), batch)]
 
     def _sums(self, entry: _Entry, table: Tensor) -> SequenceSums:
         own, part = slice(entry.first, entry.stop), table[entry.places]
         reference = self._cached[own] - self._live[entry.places][0::2]
         constants = self._tokens[own], self._weights[own], self._signs[own]
-        return SequenceSums(-part[0::2], -part[1::2], reference, *constants, entry.kl)
+        return SequenceSums(
+            -part[0::2], -part[1::2], reference, *constants, self._kl.get(entry.name, self._no_kl)
+        )
 
-    def finish(self, step: int, names: Sequence[str], losses: Tensor) -> Tensor:
-        """Compute the losses of a bucket's step on the last stage, once all its passes are done.
-
-        Args:
-            step: Which of the steps, from 0.
-            names: The bucket's tasks.
-            losses: `[tasks]` fp64 of this pipeline's sequences; those of preference tasks are set here, to this
-                pipeline's share.
-
-        Returns:
-            `[names, FIGURES]` fp64, see `PreferenceLoss.figures`, over all pipelines.
-        """
-        own = {name: entry for name, entry in self._entries[step].items() if name in names}
-        if self._parallel.dp_size > 1:
-            places = torch.cat([torch.arange(e.places.start, e.places.stop) for e in own.values()])
+    def after_passes(self, entry: int, losses: Tensor) -> None:
+        """Set the losses of a bucket's preference tasks to this pipeline's share, and compute their figures."""
+        names = self.burst.bucket(entry).tasks
+        own = {name: one for name, one in self._of(entry).items() if name in names}
+        if not own:
+            return
+        dp_size = self.burst.parallel.dp_size
+        if dp_size > 1:
+            places = torch.cat([torch.arange(one.places.start, one.places.stop) for one in own.values()])
             self._sum_pipelines(runtime.to_device(places, self._policy.device))
-        found = torch.zeros(len(names), FIGURES, dtype=torch.float64, device=losses.device)
-        for name, entry in own.items():
-            sums = self._sums(entry, self._policy)
-            losses[entry.task] = entry.loss.per_record(sums).mean() / self._parallel.dp_size
-            found[list(names).index(name)] = entry.loss.figures(sums)
-        return found
+        figures = torch.zeros(len(names), FIGURES, dtype=torch.float64, device=losses.device)
+        for name, one in own.items():
+            sums = self._sums(one, self._policy)
+            losses[one.task] = one.loss.per_record(sums).mean() / dp_size
+            figures[names.index(name)] = one.loss.figures(sums)
+        self._figures[entry] = figures
+
+    def columns_of_last_stage(self, entry: int) -> Tensor:
+        """See `PreferenceLoss.figures`; over all pipelines."""
+        return self._figures.pop(entry)
 
     def _sum_pipelines(self, places: Tensor) -> None:
         """Sum the tables over pipelines, each of which has some of the sequences."""
         both = torch.stack([self._policy[places], self._live[places]])
-        dist.all_reduce(both, group=self._parallel.dp_group)
+        dist.all_reduce(both, group=self.burst.parallel.dp_group)
         self._policy[places], self._live[places] = both[0], both[1]
 
-    def metrics(self, step: int, name: str, figures: Sequence[float]) -> dict[str, float]:
-        """What `metrics.jsonl` says of a task's step; empty for other tasks.
-
-        Args:
-            step: Which of the steps, from 0.
-            name: The task.
-            figures: The task's row of what `finish` returned.
-        """
+    def fields(self, step: int, name: str, values: Sequence[float]) -> Mapping[str, Any]:
+        """What `metrics.jsonl` says of a preference task's step."""
         entry = self._entries[step].get(name)
         if entry is None:
             return {}
-        return named(entry.loss, figures, entry.good, entry.stop - entry.first - entry.good, entry.records)
+        bad = entry.stop - entry.first - entry.good
+        return {"metrics": named(entry.loss, values, entry.good, bad, entry.records)}
 
 
 def named(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine.optimize import TaskOptimizer
+from megatron_mux.engine.optional_parts import kinds_of
 from megatron_mux.engine.reference import attach_reference
 from megatron_mux.engine.task_state import Task, TaskState, reference_name
 from megatron_mux.fusion.planner.load import TaskLoad
@@ -32,6 +33,11 @@ def attach(adapters: AdapterSet, task: Task, load: TaskLoad) -> TaskState:
         optimizer = TaskOptimizer(adapter, spec.training, total, task.lengths)
         state = TaskState(task, adapter, optimizer, sampler, load, total)
         state.reference = attach_reference(adapters, task, total)
+        state.parts = kinds_of(state, adapters.host.parallel)
+        if spec.training.needs_kl:
+            state.most_steps_at_once = (
+                1  # its KL term is computed with the adapter as it is when a step begins
+            )
         if task.resume is not None:
             state.resume(task.resume)
     except BaseException:

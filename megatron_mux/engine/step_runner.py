@@ -6,23 +6,20 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from megatron_mux.backbone.exchange import Exchange
-from megatron_mux.data.tokenise import Example
 from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.engine.batches import Staging, StepBatches, agree
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
-from megatron_mux.engine.compute import Stages, TrainingCompute
 from megatron_mux.engine.interleaved import launch_problem
-from megatron_mux.engine.log_probs import LogProbs, Wanted, kl_term
 from megatron_mux.engine.optimize import TaskOptimizer
-from megatron_mux.engine.out_of_memory import FailedBuckets
+from megatron_mux.engine.out_of_memory import FailedBuckets, Stages
 from megatron_mux.engine.part_times import PartTimes
 from megatron_mux.engine.planning import Planning
-from megatron_mux.engine.preference import PreferenceLosses
 from megatron_mux.engine.prepared import PreparedStep, ReadAhead, checked_template, sizes_of
+from megatron_mux.engine.step_part import Burst
 from megatron_mux.engine.task_state import StepResult, TaskState
+from megatron_mux.engine.train_step import TrainStep
 from megatron_mux.engine.trial import Trials
 from megatron_mux.engine.updates import BucketUpdate, MakeUpdate, update_of
 from megatron_mux.fusion.plan import ROLLING, Plan, keep_tasks, shrink_bucket
@@ -65,7 +62,7 @@ class StepRunner:
     make_update: MakeUpdate | None = None
     last_plan: Plan | None = None
     copied: torch.cuda.Event | None = None
-    buffer: Tensor = field(init=False)
+    buffer: torch.Tensor = field(init=False)
     read_ahead: ReadAhead = field(init=False)
     updates: dict[tuple[TaskOptimizer, ...], BucketUpdate] = field(default_factory=dict, init=False)
     _staging: Staging = field(init=False)
@@ -101,9 +98,9 @@ class StepRunner:
             # Before anything is exchanged; stages whose pieces fit would wait for those that refuse.
             raise_on_every_rank(launch_problem(plan, self.stages), self.parallel)
         max_steps = max_steps if plan.schedule in ROLLING else 1
-        if any(tasks[name].task.spec.training.needs_kl for name in plan.tasks):
-            max_steps = 1  # its KL term is computed with the adapter as it is when the step begins
-        count = min([max_steps, self.planning.steps_left, *(tasks[name].left for name in plan.tasks)])
+        count = min(
+            [max_steps, self.planning.steps_left, *(tasks[name].steps_at_once for name in plan.tasks)]
+        )
         failures: dict[str, StepResult] = {}
         while plan.tasks:
             steps = self.read_ahead.take(plan, {name: tasks[name] for name in plan.tasks}, count)
@@ -134,24 +131,16 @@ class StepRunner:
         """Compute steps that are prepared."""
         template = checked_template(plan, sizes_of(steps))
         batches = StepBatches(steps, plan.tasks, self.parallel, self._staging)
-        tokens = [step.tokens for step in steps]
-
-        kl: dict[str, Tensor] = {}
-
-        def compute(failed: FailedBuckets, batches: StepBatches) -> TrainingCompute:
-            updates = self._updates_of(plan, tasks)
-            for index, update in enumerate(updates):
-                update.expect([sum(step.grid.sizes[index]) for step in steps])
-            preferences = PreferenceLosses(tasks, len(steps), kl, self.parallel)
-            finalizer = BucketFinalizer(
-                tasks, plan.buckets, tokens, self.parallel, failed, self.buffer, updates, preferences
-            )
-            return TrainingCompute(self.stages, batches, finalizer, self.exchange, self.copied)
+        burst = Burst(tasks, plan.buckets, steps, self.parallel)
 
         if self.trials is not None:
             actions = template[self.parallel.pp_rank]
             reasons = self.trials.failures(
-                plan, actions, batches.rows, batches.labels, lambda failed: compute(failed, batches.anew())
+                plan,
+                actions,
+                batches.rows,
+                batches.labels,
+                lambda failed: self._train_step(burst, batches.anew(), failed),
             )
             if reasons:
                 failures = self._make_smaller(plan, tasks, reasons, reasons, "runs")
@@ -159,11 +148,9 @@ class StepRunner:
         rolls = plan.schedule in ROLLING
         self.read_ahead.prepare_next((next_steps or len(steps)) if rolls else 1)
         failed = FailedBuckets(len(plan.buckets), self.stages.values(), self.parallel)
-        if mismatched := steps[0].mismatched:
-            wanted = self._mismatched(plan, tasks, mismatched)
-            found = LogProbs(self.stages, self.parallel, self.communicator).on_last_stage(wanted)
-            kl |= {name: kl_term(own) for name, own in zip(mismatched, found, strict=True)}
-        work = compute(failed, batches)
+        work = self._train_step(burst, batches, failed)
+        for part in work.finalizer.parts:
+            part.before_steps(self.stages, self.communicator)
         self._execute(template, work, plan, timer)
         self.planning.count(len(steps))
         results = work.finalizer.finish()
@@ -171,27 +158,20 @@ class StepRunner:
             results[-1] |= self._make_smaller(plan, tasks, failed_buckets, failed.everywhere(), "is repeated")
         return results
 
-    def _mismatched(
-        self, plan: Plan, tasks: Mapping[str, TaskState], examples: Mapping[str, Sequence[Example]]
-    ) -> list[Wanted]:
-        """What KTO's KL terms need, in passes of no more sequences than a micro-batch that trains has of these tasks.
+    def _train_step(self, burst: Burst, batches: StepBatches, failed: FailedBuckets) -> TrainStep:
+        """What computes a burst of steps; its updates know how many backward passes each bucket has."""
+        updates = self._updates_of(burst)
+        for index, update in enumerate(updates):
+            update.expect([sum(step.grid.sizes[index]) for step in burst.steps])
+        kinds = dict.fromkeys(kind for task in burst.tasks.values() for kind in task.parts)
+        parts = [kind(burst) for kind in kinds]
+        finalizer = BucketFinalizer(burst, failed, self.buffer, updates, parts)
+        return TrainStep(self.stages, batches, finalizer, self.exchange, self.copied)
 
-        A pass has each sequence twice, with the adapter and with its reference.
-        """
-        most = dict[str, int]()
-        for bucket in plan.buckets:
-            names = [name for name in bucket.tasks if name in examples]
-            passes = bucket.micro_batches * self.parallel.dp_size
-            most |= dict.fromkeys(names, sum(len(examples[name]) for name in names) // passes)
-        return [
-            Wanted(tasks[name], own.__getitem__, range(len(own)), batch_size=max(2, most[name]))
-            for name, own in examples.items()
-        ]
-
-    def _updates_of(self, plan: Plan, tasks: Mapping[str, TaskState]) -> list[BucketUpdate]:
+    def _updates_of(self, burst: Burst) -> list[BucketUpdate]:
         """The update of each bucket, made anew for other tasks than in the steps before."""
         make = self.make_update or update_of
-        keys = [tuple(tasks[name].optimizer for name in bucket.tasks) for bucket in plan.buckets]
+        keys = [tuple(burst.tasks[name].optimizer for name in bucket.tasks) for bucket in burst.buckets]
         self.updates = {key: self.updates.get(key) or make(key) for key in keys}
         return [self.updates[key] for key in keys]
 
@@ -236,7 +216,7 @@ class StepRunner:
         self.planning.fall_back_to(relieved)
         return failures
 
-    def _execute(self, template: Template, compute: TrainingCompute, plan: Plan, timer: Timer | None) -> None:
+    def _execute(self, template: Template, compute: TrainStep, plan: Plan, timer: Timer | None) -> None:
         """Run this rank's actions."""
         dtype = next(iter(self.stages.values())).dtype
         if timer is not None:

@@ -112,6 +112,9 @@ class TaskState:
             backbone, or it has none.
         reference_log_probs: `[n]` of all sequences of its data under the reference, if the task asks for them and
             they have been computed.
+        parts: Kinds of `StepPart` that it asks for.
+        most_steps_at_once: Most steps before the host reads what they gave.
+        ready: What it needs before its first step has been computed.
     """
 
     task: Task
@@ -125,6 +128,9 @@ class TaskState:
     parked: bool = False
     reference: TaskAdapter | None = None
     reference_log_probs: npt.NDArray[np.float64] | None = None
+    parts: tuple[type[Any], ...] = ()
+    most_steps_at_once: int = 1 << 30
+    ready: bool = False
 
     def resume(self, snapshot: Snapshot) -> None:
         """Continue from a snapshot, whose adapter is in place already.
@@ -256,6 +262,11 @@ class TaskState:
     def left(self) -> int:
         """Optimizer steps to come."""
         return self.total_steps - self.step
+
+    @property
+    def steps_at_once(self) -> int:
+        """Steps that it can take now before the host reads what they gave."""
+        return min(self.left, self.most_steps_at_once)
 
 
 def reference_name(task: str) -> str:

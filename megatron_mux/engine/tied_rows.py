@@ -9,60 +9,58 @@ Shapes: K tasks of a bucket, C columns: values of the largest such rows of any o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megatron_mux.adapters.adapter import TaskAdapter
+from megatron_mux.engine.step_part import Burst, StepPart
+from megatron_mux.engine.task_state import TaskState
 from megatron_mux.runtime import Parallel
 
 
-class TiedRows:
-    """The columns of buckets' tables for such rows.
+class TiedRows(StepPart):
+    """The columns of buckets' tables for such rows."""
 
-    Args:
-        adapters: Of the tasks, by name.
-        parallel: Where this rank stands; without a pipeline there is nothing to sum.
-    """
+    read = False
 
-    def __init__(self, adapters: Mapping[str, TaskAdapter], parallel: Parallel) -> None:
-        self._adapters = adapters
-        sizes = {
-            name: sum(math.prod(matrix.size(adapter.host.shape)) for matrix, _ in adapter.rows.tied)
-            for name, adapter in adapters.items()
-            if parallel.pp_size > 1
-        }
+    def __init__(self, burst: Burst) -> None:
+        super().__init__(burst)
+        sizes = {name: _values(task) for name, task in burst.tasks.items()}
         self._values = {name: size for name, size in sizes.items() if size}
+
+    @classmethod
+    def wanted_by(cls, task: TaskState, parallel: Parallel) -> bool:
+        """Whether the task trains such rows; without a pipeline there is nothing to sum."""
+        return parallel.pp_size > 1 and _values(task) > 0
 
     def width(self, names: Sequence[str]) -> int:
         """C of these tasks."""
         return max((self._values.get(name, 0) for name in names), default=0)
 
-    def send(self, names: Sequence[str], device: torch.device) -> Tensor:
-        """`[K, C]` fp64, the last stage's gradients."""
+    def columns_of_last_stage(self, entry: int) -> Tensor:
+        """The last stage's gradients."""
+        names, device = self.burst.bucket(entry).tasks, self.burst.parallel.device
         columns = torch.zeros(len(names), self.width(names), dtype=torch.float64, device=device)
-        for name, row in self._rows(names, columns):
+        for name, row in self._rows(entry, columns):
             row.copy_(torch.cat([gradient.flatten() for gradient in self._gradients(name)]))
         return columns
 
-    def add(self, names: Sequence[str], columns: Tensor) -> None:
+    def on_first_stage(self, entry: int, columns: Tensor) -> None:
         """Add the last stage's gradients to the first stage's; `columns` becomes the sum."""
-        for name, row in self._rows(names, columns):
+        for name, row in self._rows(entry, columns):
             for gradient, part in self._parts(name, row):
                 gradient.add_(part)
                 part.copy_(gradient)
 
-    def receive(self, names: Sequence[str], columns: Tensor) -> None:
+    def on_last_stage(self, entry: int, columns: Tensor) -> None:
         """Replace the last stage's gradients by the sum."""
-        for name, row in self._rows(names, columns):
+        for name, row in self._rows(entry, columns):
             for gradient, part in self._parts(name, row):
                 gradient.copy_(part)
 
-    def _rows(self, names: Sequence[str], columns: Tensor) -> list[tuple[str, Tensor]]:
-        if not self._values:
-            return []
-        rows = zip(names, columns, strict=True)
+    def _rows(self, entry: int, columns: Tensor) -> list[tuple[str, Tensor]]:
+        rows = zip(self.burst.bucket(entry).tasks, columns, strict=True)
         return [(name, row[: self._values[name]]) for name, row in rows if name in self._values]
 
     def _parts(self, name: str, row: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -72,7 +70,13 @@ class TiedRows:
 
     def _gradients(self, name: str) -> list[Tensor]:
         found = []
-        for _, parameter in self._adapters[name].rows.tied:
+        for _, parameter in self.burst.tasks[name].adapter.rows.tied:
             assert parameter is not None and parameter.value.grad is not None
             found.append(parameter.value.grad)
         return found
+
+
+def _values(task: TaskState) -> int:
+    """Values of the tied rows that a task trains."""
+    adapter = task.adapter
+    return sum(math.prod(matrix.size(adapter.host.shape)) for matrix, _ in adapter.rows.tied)

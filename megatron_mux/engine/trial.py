@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 from megatron_mux import runtime
 from megatron_mux.attributes import replaced_in
 from megatron_mux.backbone.experts.layer import MoELayer
-from megatron_mux.engine.compute import Stages, TrainingCompute
-from megatron_mux.engine.out_of_memory import FailedBuckets, ranks_meet
+from megatron_mux.engine.out_of_memory import FailedBuckets, Stages, ranks_meet
+from megatron_mux.engine.train_step import TrainStep
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.pipeline.communicate import Communicator
@@ -112,7 +112,7 @@ class Trials:
         actions: Sequence[Action],
         rows: Callable[[Unit], int],
         labels: Callable[[Unit], int],
-        make: Callable[[FailedBuckets], TrainingCompute],
+        make: Callable[[FailedBuckets], TrainStep],
     ) -> dict[int, str]:
         """Try a plan unless steps as large have fitted. Every rank calls it before it runs `actions`.
 
@@ -174,7 +174,7 @@ class Trials:
         own: Sequence[Action],
         expected: Sequence[Action],
         failed: FailedBuckets,
-        make: Callable[[FailedBuckets], TrainingCompute],
+        make: Callable[[FailedBuckets], TrainStep],
     ) -> None:
         """Run a trial's own actions while what `expected` needs is received; gradients are as before afterwards."""
         compute = make(failed)
@@ -186,7 +186,7 @@ class Trials:
         try:
             execute(template, rank, compute, self._communicator, dtype, stages=plan.stages, given=given)
         finally:
-            for task in compute.finalizer.tasks.values():  # between steps, gradients are zero
+            for task in compute.finalizer.burst.tasks.values():  # between steps, gradients are zero
                 task.optimizer.zero()
 
 

@@ -44,7 +44,7 @@ def test_continued_with_fewer_managers_and_without_any(place: Workplace, server:
     file = write_placement(
         place, "uneven.json", [[[1], [1], [0], [1], [1]], *[[[0], [1], [0], [0], [0]]] * 3]
     )
-    killed = Fault("megatron_mux.engine.compute:TrainingCompute.backward", 5, "kill before")
+    killed = Fault("megatron_mux.engine.train_step:TrainStep.backward", 5, "kill before")
     managers = ("--mux-expert-placement", file, "--mux-expert-managers")
     gone: dict[int, list[str]] = {}
     for save, ranks, more in (

@@ -75,7 +75,7 @@ def test_placed_at_the_start_and_moved_when_the_skew_changes(place: Workplace, s
     kept, _ = run(place, server, "kept")
     asked: tuple[str | Path, ...] = ("--mux-expert-placement", "auto", "--mux-watch", place.root / "watched")
     asked += ("--mux-expert-topology", place.root / "topology.json")
-    fault = Fault("megatron_mux.engine.compute:TrainingCompute.backward", 18, "kill before")
+    fault = Fault("megatron_mux.engine.train_step:TrainStep.backward", 18, "kill before")
     save, said = run(place, server, "moved", *asked, faults={1: fault})
     assert "experts are placed: transfers of a step are predicted to take" in said
     moves = [line for line in lines_of(save) if "moved" in line]

@@ -188,10 +188,10 @@ checkpoint.save, Reporter.say = slowly, say_what_is_there
 
 def norm(self, action, losses, *rest):
     global steps
-    if "lora" in self.bucket(action.bucket).tasks:
+    if "lora" in self.burst.bucket(action.bucket).tasks:
         steps += 1
         if steps > 4:
-            losses[list(self.tasks).index("lora")] = 60.0 if steps < 10 else math.nan
+            losses[list(self.burst.tasks).index("lora")] = 60.0 if steps < 10 else math.nan
     return real(self, action, losses, *rest)
 
 BucketFinalizer.norm = norm

@@ -20,8 +20,8 @@ SILENCE_S = TIMEOUT_S / 2
 GRACE_S, BUSY = 10.0, 3  # on a busy machine things take longer at times, and training does at others
 
 TWO_STAGES = ("--pipeline-model-parallel-size", "2")
-FORWARD = "megatron_mux.engine.compute:TrainingCompute.forward"
-BACKWARD = "megatron_mux.engine.compute:TrainingCompute.backward"
+FORWARD = "megatron_mux.engine.train_step:TrainStep.forward"
+BACKWARD = "megatron_mux.engine.train_step:TrainStep.backward"
 
 
 def arguments_of(
@@ -132,10 +132,10 @@ def test_out_of_memory_where_ranks_meet_ends_all_of_them_at_once(
 # A main thread that stalls, under torchrun.
 STALLS = """
 import os, sys, time
-from megatron_mux.engine.compute import TrainingCompute
+from megatron_mux.engine.train_step import TrainStep
 import pretrain_mux
 
-original, calls = TrainingCompute.forward, []
+original, calls = TrainStep.forward, []
 
 def forward(*arguments):
     calls.append(None)
@@ -143,7 +143,7 @@ def forward(*arguments):
         time.sleep(3600)
     return original(*arguments)
 
-TrainingCompute.forward = forward
+TrainStep.forward = forward
 sys.exit(pretrain_mux.main())
 """
 

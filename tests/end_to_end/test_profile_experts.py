@@ -131,7 +131,7 @@ def test_adapters_come_out_the_same_wherever_experts_are(place: Workplace, serve
     )
     other = placed(place, server)
     kept, moved = place.root / "kept", place.root / "moved"
-    fault = Fault("megatron_mux.engine.compute:TrainingCompute.backward", 5, "kill before")
+    fault = Fault("megatron_mux.engine.train_step:TrainStep.backward", 5, "kill before")
     for save, more, faults, wanted in (
         (kept, (), {}, [0, 0]),
         (moved, ("--mux-expert-placement", first), {1: fault}, [1, -signal.SIGKILL]),

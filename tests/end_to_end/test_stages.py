@@ -53,7 +53,7 @@ def test_it_continues_with_its_split(virtual: Path, workplace: Workplace, server
     save = workplace.root / "virtual-killed"
     # Within step 7: the save after step 6 began only when the one after step 3 was complete. Had the run nothing to
     # continue from, it would start anew with the stages that the flags say, one to a rank, and round differently.
-    fault = Fault("megatron_mux.engine.compute:TrainingCompute.backward", 48, "kill before")
+    fault = Fault("megatron_mux.engine.train_step:TrainStep.backward", 48, "kill before")
     run(server, workplace, save, *VIRTUAL, fault=fault)
     assert f"continuing from {save}" in run(server, workplace, save, *PIPELINE, "--load", save)
     assert_same_outcome(save, virtual)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux.engine.compute import TrainingCompute
+from megatron_mux.engine.train_step import TrainStep
 from megatron_mux.engine.forward_compute import EvaluationCompute
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.pipeline.action import Action
@@ -51,11 +51,11 @@ def compute_of(training: bool, stages: Any, failed: FailedBuckets) -> Any:
     if not training:
         ends = torch.full((3,), 7)
         return EvaluationCompute(stages, [SimpleNamespace(rows=ROWS - 1)] * 2, ends, failed)  # type: ignore[list-item]
-    known: dict[str, Any] = {"tokens": [{}], "buckets": [0], "tasks": {}, "coefficients": {}}
-    known["preferences"] = None  # asked on the last stage, once its layers have not run out of memory
-    finalizer: Any = SimpleNamespace(failed=failed, parallel=parallel(), **known)
+    burst = SimpleNamespace(steps=[{}], buckets=[0], tasks={}, parallel=parallel())
+    # Parts are asked on the last stage, once its layers have not run out of memory.
+    finalizer: Any = SimpleNamespace(failed=failed, burst=burst, parts=None)
     batches: Any = Batches()
-    return TrainingCompute(stages, batches, finalizer, exchange=None)  # type: ignore[arg-type]
+    return TrainStep(stages, batches, finalizer, exchange=None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("number", "last"), [(0, False), (1, False), (1, True)])

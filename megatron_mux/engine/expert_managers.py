@@ -1,0 +1,23 @@
+"""What training steps need where expert managers hold the routed experts and their adapters."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mux.engine.step_part import StepPart
+from megatron_mux.engine.task_state import TaskState
+from megatron_mux.runtime import Parallel
+
+
+class ManagerSums(StepPart):
+    """Sums tables over a master and its managers: each owns a part of the adapters, and the master has the losses."""
+
+    @classmethod
+    def wanted_by(cls, task: TaskState, parallel: Parallel) -> bool:
+        """Whether the run has expert managers."""
+        return parallel.experts.broker is not None
+
+    def complete(self, table: Tensor) -> None:
+        """Sum the table over all of them."""
+        dist.all_reduce(table, group=self.burst.parallel.experts.group)

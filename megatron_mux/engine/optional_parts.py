@@ -1,0 +1,19 @@
+"""Every kind of part that tasks may ask of a training step; a new kind is added here."""
+
+from __future__ import annotations
+
+from megatron_mux.engine.balancing_loss import BalancingLosses
+from megatron_mux.engine.expert_managers import ManagerSums
+from megatron_mux.engine.preference import PreferenceLosses
+from megatron_mux.engine.step_part import StepPart
+from megatron_mux.engine.task_state import TaskState
+from megatron_mux.engine.tied_rows import TiedRows
+from megatron_mux.runtime import Parallel
+
+KINDS: tuple[type[StepPart], ...] = (BalancingLosses, PreferenceLosses, TiedRows, ManagerSums)
+"""In the order in which a step calls them."""
+
+
+def kinds_of(task: TaskState, parallel: Parallel) -> tuple[type[StepPart], ...]:
+    """The kinds that a task asks for."""
+    return tuple(kind for kind in KINDS if kind.wanted_by(task, parallel))

@@ -1,0 +1,132 @@
+"""The interface of what only some tasks ask of a training step: further losses, and columns of buckets' tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from megatron_mux.batch.balancing import RouterLoadAccumulator
+from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.engine.out_of_memory import Stages
+from megatron_mux.engine.prepared import PreparedStep
+from megatron_mux.engine.task_state import TaskState
+from megatron_mux.fusion.plan import Bucket
+from megatron_mux.pipeline.communicate import Communicator
+from megatron_mux.runtime import Parallel
+
+
+@dataclass(frozen=True)
+class Burst:
+    """Steps that are taken together, and their tasks.
+
+    Attributes:
+        tasks: By name, in the plan's order.
+        buckets: Of one step.
+        steps: The prepared steps.
+        parallel: Where this rank stands.
+    """
+
+    tasks: Mapping[str, TaskState]
+    buckets: Sequence[Bucket]
+    steps: Sequence[PreparedStep]
+    parallel: Parallel
+
+    def bucket(self, entry: int) -> Bucket:
+        """A bucket, counted on over steps."""
+        return self.buckets[entry % len(self.buckets)]
+
+    def step(self, entry: int) -> int:
+        """The step of a bucket that is counted on over steps."""
+        return entry // len(self.buckets)
+
+
+class StepPart:
+    """What only some tasks ask of a training step. The step calls its parts at these moments, and knows none by name.
+
+    A part is made for each burst with tasks that ask for it (`optional_parts.py` lists all kinds); here it does
+    nothing. It may change a loss, and may have columns of its own in the tables that end buckets' steps
+    (`bucket_finalizer`): K rows, one for each task of the bucket, whether the task asks for the part or not.
+
+    Args:
+        burst: The steps.
+    """
+
+    summed: ClassVar[bool] = False
+    """Whether its columns are sums over all stages and ranks; a task with a value that is not finite then fails."""
+
+    read: ClassVar[bool] = True
+    """Whether the host reads its columns once the steps are done."""
+
+    def __init__(self, burst: Burst) -> None:
+        self.burst = burst
+
+    @classmethod
+    def wanted_by(cls, task: TaskState, parallel: Parallel) -> bool:
+        """Whether a task asks for it; the same on every rank."""
+        raise NotImplementedError
+
+    def width(self, names: Sequence[str]) -> int:
+        """Number of columns in the table of a bucket with these tasks."""
+        return 0
+
+    def before_steps(self, stages: Stages, communicator: Communicator) -> None:
+        """Called on every rank before the first pass; not in a trial."""
+
+    def before_loss(self, entry: int, batch: MicroBatch) -> None:
+        """On the last stage, before the losses of a batch: may give it a `row_scale`."""
+
+    def after_loss(self, entry: int, batch: MicroBatch, nll: Tensor) -> None:
+        """On the last stage, after a batch's forward pass.
+
+        Args:
+            entry: The bucket, counted on over steps.
+            batch: The batch.
+            nll: `[N]` fp32 negative log-likelihoods of its labelled rows.
+        """
+
+    def before_backward(self, entry: int, batch: MicroBatch) -> None:
+        """Called before the backward pass of a batch on the last stage."""
+
+    def after_unit(self, entry: int, accumulator: RouterLoadAccumulator | None) -> None:
+        """Called after the last backward pass of a unit on this rank.
+
+        Args:
+            entry: The bucket, counted on over steps.
+            accumulator: Router loads of its micro-batch, if it has any and this was its last unit.
+        """
+
+    def after_passes(self, entry: int, losses: Tensor) -> None:
+        """On the last stage, after all passes of a bucket and before gradients are summed.
+
+        Args:
+            entry: The bucket, counted on over steps.
+            losses: `[tasks]` fp64 of this pipeline; may be changed.
+        """
+
+    def local_sums(self, entry: int, rows: Tensor) -> Tensor:
+        """`[columns, K]` fp64, this rank's share of columns that are summed; `rows` are its tasks' numbers."""
+        raise NotImplementedError
+
+    def columns_of_last_stage(self, entry: int) -> Tensor:
+        """`[K, columns]` fp64 that the last stage begins with, once gradients are summed, if they are not `summed`."""
+        raise NotImplementedError
+
+    def on_first_stage(self, entry: int, columns: Tensor) -> None:
+        """With several stages, on the first one, before norms are taken: `columns` came from the last stage."""
+
+    def on_last_stage(self, entry: int, columns: Tensor) -> None:
+        """On the last stage, before the optimizers step: `columns` came back from the first stage."""
+
+    def complete(self, table: Tensor) -> None:
+        """On the last stage, once the table has this stage's share in it."""
+
+    def problem(self, values: Sequence[float]) -> str:
+        """Why a task fails with these values of its columns; empty: it does not."""
+        return ""
+
+    def fields(self, step: int, name: str, values: Sequence[float]) -> Mapping[str, Any]:
+        """Fields of a task's `StepResult` by these values of its columns in a step of the burst."""
+        return {}
