@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_mux.batch.balancing import RouterLoadAccumulator
-from megatron_mux.engine.step_part import Burst, StepPart
+from megatron_mux.engine.batches import Burst
+from megatron_mux.engine.step_part import StepPart
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.runtime import Parallel
 

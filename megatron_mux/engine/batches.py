@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -12,9 +12,36 @@ from megatron_mux.batch.host_batch import HostBatch
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.engine.prepared import PreparedStep
+from megatron_mux.engine.task_state import TaskState
+from megatron_mux.fusion.plan import Bucket
 from megatron_mux.kernels.attention.carry import Carry
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.runtime import Parallel, pinned
+
+
+@dataclass(frozen=True)
+class Burst:
+    """Steps that are taken together, and their tasks.
+
+    Attributes:
+        tasks: By name, in the plan's order.
+        buckets: Of one step.
+        steps: The prepared steps.
+        parallel: Where this rank stands.
+    """
+
+    tasks: Mapping[str, TaskState]
+    buckets: Sequence[Bucket]
+    steps: Sequence[PreparedStep]
+    parallel: Parallel
+
+    def bucket(self, entry: int) -> Bucket:
+        """A bucket, counted on over steps."""
+        return self.buckets[entry % len(self.buckets)]
+
+    def step(self, entry: int) -> int:
+        """The step of a bucket that is counted on over steps."""
+        return entry // len(self.buckets)
 
 
 def agree(
@@ -69,23 +96,20 @@ class StepBatches:
     """The micro-batches of this pipeline in one or several steps; a unit is on the device once it is asked for.
 
     Args:
-        steps: The steps, without problems.
-        names: Their tasks, in the order of the plan.
-        parallel: Where this rank stands.
+        burst: The steps, without problems.
         staging: Where they are copied from.
     """
 
-    steps: Sequence[PreparedStep]
-    names: Sequence[str]
-    parallel: Parallel
+    burst: Burst
     staging: Staging
     _laid_out: dict[Unit, tuple[MicroBatch, ...]] = field(default_factory=dict, init=False)
     _carries: dict[tuple[int, int], Carry] = field(default_factory=dict, init=False)
     _tallies: dict[tuple[int, int], RouterLoadAccumulator] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._period = len(self.steps[0].grid.sizes)
-        together = [batch for step in self.steps for batches in step.batches.values() for batch in batches]
+        together = [
+            batch for step in self.burst.steps for batches in step.batches.values() for batch in batches
+        ]
         self._places = self.staging.places(together)
 
     def __getitem__(self, unit: Unit) -> tuple[MicroBatch, ...]:
@@ -103,7 +127,7 @@ class StepBatches:
 
     def _lay_out(self, batch: HostBatch, micro_batch: tuple[int, int], carry: Carry | None) -> MicroBatch:
         tally, place = self._tallies.get(micro_batch), self._places.get(id(batch))
-        made = batch.to(self.parallel.device, carry, place, tally)
+        made = batch.to(self.burst.parallel.device, carry, place, tally)
         if made.balanced is not None:
             self._tallies[micro_batch] = made.balanced.tally
         return made
@@ -126,7 +150,7 @@ class StepBatches:
     @property
     def max_rows(self) -> int:
         """Rows of the largest unit."""
-        units = (batches for step in self.steps for batches in step.batches.values())
+        units = (batches for step in self.burst.steps for batches in step.batches.values())
         return max((sum(batch.rows for batch in batches) for batches in units), default=1)
 
     def anew(self) -> StepBatches:
@@ -153,5 +177,5 @@ class StepBatches:
 
     def _own(self, unit: Unit) -> tuple[PreparedStep, Unit]:
         """The unit's step, and the unit as it is numbered in that step."""
-        step, bucket = divmod(unit.bucket, self._period)
-        return self.steps[step], replace(unit, bucket=bucket)
+        step, bucket = divmod(unit.bucket, len(self.burst.buckets))
+        return self.burst.steps[step], replace(unit, bucket=bucket)

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux import runtime
+from megatron_mux.engine.batches import Burst
 from megatron_mux.engine.optimize import gradient_buffer_size, reduce_gradients
 from megatron_mux.engine.out_of_memory import FailedBuckets
-from megatron_mux.engine.step_part import Burst, StepPart
+from megatron_mux.engine.step_part import StepPart
 from megatron_mux.engine.task_state import StepResult
 from megatron_mux.engine.updates import BucketUpdate
 from megatron_mux.pipeline.action import Action

@@ -91,7 +91,7 @@ class Engine:
 
     def _lowest_adapter(self) -> int:
         """The lowest layer in which some task has an adapter."""
-        lowest = (task.load.adapter.lowest_layer for task in self._tasks.values())
+        lowest = (task.lowest_layer for task in self._tasks.values())
         return min(lowest, default=self.backbone.shape.layers)
 
     # -- tasks come and go

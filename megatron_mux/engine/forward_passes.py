@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
+
+from megatron_mux import runtime
 from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.engine.evaluate import EvalResult, Evaluator
 from megatron_mux.engine.forward_compute import PassRunner
 from megatron_mux.engine.generate import Attached, Generator
 from megatron_mux.engine.held_out import HeldOut, Records
 from megatron_mux.engine.held_out_texts import with_texts
-from megatron_mux.engine.log_probs import LogProbs
+from megatron_mux.engine.log_probs import LogProbs, Wanted
 from megatron_mux.engine.preference_evaluation import evaluate_preferences
-from megatron_mux.engine.reference import compute_references
+from megatron_mux.engine.preference_task import PreferenceTask
 from megatron_mux.engine.task_state import TaskState
-from megatron_mux.errors import UserError
+from megatron_mux.errors import SharedError, UserError
 
 
 class ForwardPasses(PassRunner):
@@ -52,10 +55,25 @@ class ForwardPasses(PassRunner):
 
         Every rank calls it and gets the same answer.
         """
-        problems = {name: compute_references(self._log_probs, task) for name, task in tasks.items()}
-        for name, task in tasks.items():
-            task.ready = not problems[name]
+        own = {name: task for name, task in tasks.items() if isinstance(task, PreferenceTask)}
+        problems = {name: self._compute_reference(task) for name, task in own.items()}
         return {name: problem for name, problem in problems.items() if problem}
+
+    def _compute_reference(self, task: PreferenceTask) -> str:
+        """Compute what a task's reference makes of all its data; why it could not be done."""
+        if runtime.is_dry_run():  # no value counts, and these passes are smaller than those of a step
+            task.reference_log_probs = np.zeros(len(task.task.data))
+        else:
+            data = task.preferences
+            try:
+                [found] = self._log_probs.everywhere(
+                    [Wanted(task, data.completion, range(len(data)), policy=False)]
+                )
+            except SharedError as error:
+                return str(error)
+            task.reference_log_probs = found[1].numpy()
+        task.ready = True
+        return ""
 
     @property
     def _log_probs(self) -> LogProbs:

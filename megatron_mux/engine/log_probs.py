@@ -17,7 +17,7 @@ from megatron_mux.data.tokenise import Example
 from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.engine.forward_compute import ForwardCompute, PassRunner
 from megatron_mux.engine.out_of_memory import FailedBuckets, Stages
-from megatron_mux.engine.task_state import TaskState
+from megatron_mux.engine.preference_task import PreferenceTask
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.tasks.evaluation import filled
 
@@ -53,7 +53,7 @@ class Wanted:
             tokens alone.
     """
 
-    task: TaskState
+    task: PreferenceTask
     example: Callable[[int], Example]
     numbers: Sequence[int]
     policy: bool = True
@@ -67,7 +67,7 @@ class Wanted:
     @property
     def names(self) -> tuple[str, str]:
         """The names under which sequences are packed: for the adapter, and for the reference."""
-        return self.task.task.spec.name, self.task.reference_name
+        return self.task.task.spec.name, self.task.reference_rows.name
 
     @property
     def together(self) -> float:
@@ -167,7 +167,7 @@ class LogProbs(PassRunner):
         return [self._pack(sequences, group, tasks) for group in own]
 
     def _pack(
-        self, sequences: Sequence[_Sequence], group: Sequence[int], tasks: Sequence[TaskState]
+        self, sequences: Sequence[_Sequence], group: Sequence[int], tasks: Sequence[PreferenceTask]
     ) -> MicroBatch:
         packed = list[PackedSequence]()
         for row in (0, 1):
@@ -180,10 +180,10 @@ class LogProbs(PassRunner):
                     )
         steps, slots, offsets = dict[str, int](), dict[str, int](), dict[str, int]()
         for task in tasks:
-            name, reference = task.task.spec.name, task.reference_name
-            steps |= {name: task.step, reference: task.step}
-            slots |= {name: task.slot} | task.reference_slot
-            offsets |= {name: task.position_offset, reference: task.reference_offset}
+            name, reference = task.task.spec.name, task.reference_rows
+            steps |= {name: task.step, reference.name: task.step}
+            slots |= {name: task.slot} | ({} if reference.slot is None else {reference.name: reference.slot})
+            offsets |= {name: task.position_offset, reference.name: reference.offset}
         host = pack(packed, tuple(steps), steps, offsets, self.multiple, training=False, slots=slots)
         return host.to(self.parallel.device)
 

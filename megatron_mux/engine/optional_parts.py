@@ -1,17 +1,24 @@
-"""Every kind of part that tasks may ask of a training step; a new kind is added here."""
+"""What tasks may ask of training steps beside a loss over labels; a new kind of it is added here."""
 
 from __future__ import annotations
 
 from megatron_mux.engine.balancing_loss import BalancingLosses
 from megatron_mux.engine.expert_managers import ManagerSums
 from megatron_mux.engine.preference import PreferenceLosses
+from megatron_mux.engine.preference_task import PreferenceTask
 from megatron_mux.engine.step_part import StepPart
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.engine.tied_rows import TiedRows
 from megatron_mux.runtime import Parallel
+from megatron_mux.tasks import TaskSpec
 
 KINDS: tuple[type[StepPart], ...] = (BalancingLosses, PreferenceLosses, TiedRows, ManagerSums)
 """In the order in which a step calls them."""
+
+
+def state_of(spec: TaskSpec) -> type[TaskState]:
+    """The class of a registered task's state."""
+    return PreferenceTask if spec.training.is_preference else TaskState
 
 
 def kinds_of(task: TaskState, parallel: Parallel) -> tuple[type[StepPart], ...]:

@@ -24,9 +24,11 @@ from megatron_mux import runtime
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.data.tokenise import Example
+from megatron_mux.engine.batches import Burst
 from megatron_mux.engine.log_probs import LogProbs, Wanted, kl_term
 from megatron_mux.engine.out_of_memory import Stages
-from megatron_mux.engine.step_part import Burst, StepPart
+from megatron_mux.engine.preference_task import PreferenceTask
+from megatron_mux.engine.step_part import StepPart
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.kernels.loss.preference import FIGURES, PreferenceLoss, RowScale, SequenceSums
 from megatron_mux.pipeline.communicate import Communicator
@@ -109,13 +111,13 @@ class PreferenceLosses(StepPart):
         tasks, steps = burst.tasks, len(burst.steps)
         device, constants, at = burst.parallel.device, [], 0
         first = np.zeros((steps, len(tasks)), np.int64)
-        wide = np.array([2 * task.task.spec.training.is_preference for task in tasks.values()], np.int64)
+        wide = np.array([2 * isinstance(task, PreferenceTask) for task in tasks.values()], np.int64)
         for later in range(steps):
             entries: dict[str, _Entry] = {}
             for i, (name, task) in enumerate(tasks.items()):
-                spec = task.task.spec.training
-                if not spec.is_preference:
+                if not isinstance(task, PreferenceTask):
                     continue
+                spec = task.task.spec.training
                 chosen = task.sampler.batch(task.step + later)
                 constants.append(constants_of(spec, task.preferences, chosen, task.reference_log_probs))
                 good = int((constants[-1][3] > 0).sum())
@@ -140,11 +142,11 @@ class PreferenceLosses(StepPart):
     @classmethod
     def wanted_by(cls, task: TaskState, parallel: Parallel) -> bool:
         """Whether the task learns a preference."""
-        return task.task.spec.training.is_preference
+        return isinstance(task, PreferenceTask)
 
     def before_steps(self, stages: Stages, communicator: Communicator) -> None:
         """Compute KTO's KL term of each task that has one; only bursts of one step have such tasks."""
-        mismatched = self.burst.steps[0].mismatched
+        mismatched = {name: own for name, own in self.burst.steps[0].beside.items() if own}
         if mismatched:
             log_probs = LogProbs(stages, self.burst.parallel, communicator)
             found = log_probs.on_last_stage(self._wanted(mismatched))
@@ -160,10 +162,12 @@ class PreferenceLosses(StepPart):
             names = [name for name in bucket.tasks if name in mismatched]
             passes = bucket.micro_batches * self.burst.parallel.dp_size
             most |= dict.fromkeys(names, sum(len(mismatched[name]) for name in names) // passes)
-        return [
-            Wanted(self.burst.tasks[name], own.__getitem__, range(len(own)), batch_size=max(2, most[name]))
-            for name, own in mismatched.items()
-        ]
+        wanted = []
+        for name, own in mismatched.items():
+            task = self.burst.tasks[name]
+            assert isinstance(task, PreferenceTask)
+            wanted.append(Wanted(task, own.__getitem__, range(len(own)), batch_size=max(2, most[name])))
+        return wanted
 
     def width(self, names: Sequence[str]) -> int:
         """Figures of each task of a bucket, if one of them learns a preference."""

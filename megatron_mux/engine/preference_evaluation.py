@@ -12,6 +12,7 @@ from megatron_mux.engine.evaluate import EvalResult
 from megatron_mux.engine.held_out import HeldOut
 from megatron_mux.engine.log_probs import LogProbs, Wanted, kl_term
 from megatron_mux.engine.preference import constants_of, loss_of, named
+from megatron_mux.engine.preference_task import PreferenceTask
 from megatron_mux.kernels.loss.preference import SequenceSums
 
 
@@ -36,8 +37,11 @@ def _wanted(one: HeldOut) -> list[Wanted]:
     """What a task's figures need: its completions, and for ORPO whole chosen sequences, for KTO mismatched ones."""
     spec, data, count = one.task.task.spec.training, one.preferences, len(one.records)
 
+    task = one.task
+    assert isinstance(task, PreferenceTask)
+
     def of(example: Callable[[int], Example], numbers: Sequence[int]) -> Wanted:
-        return Wanted(one.task, example, numbers, batch_size=one.batch_size)
+        return Wanted(task, example, numbers, batch_size=one.batch_size)
 
     wanted = [of(data.completion, range(count))]
     if spec.loss == "orpo":

@@ -40,14 +40,14 @@ class PreparedStep:
             pipelines have any. Empty if there are problems.
         tokens: Tokens of each task's batch over all pipelines.
         problems: Why the batch of a task cannot be read on this rank.
-        mismatched: KTO's mismatched sequences of each task that has a KL term.
+        beside: What tasks read besides their batches, see `TaskState.read_beside`.
     """
 
     grid: StepGrid
     batches: Mapping[Unit, tuple[HostBatch, ...]]
     tokens: Mapping[str, int]
     problems: Mapping[str, str]
-    mismatched: Mapping[str, list[Example]] = field(default_factory=dict)
+    beside: Mapping[str, list[Example]] = field(default_factory=dict)
 
     def chunks(self, unit: Unit) -> int:
         """Chunks of the unit's micro-batch."""
@@ -74,13 +74,12 @@ def prepare_step(
         grid = lockstep([step_grid(plan, lengths, other) for other in range(parallel.dp_size)])[rank]
     else:
         grid = step_grid(plan, lengths, rank)
-    sequences, mismatched, problems = {}, {}, {}
+    sequences, beside, problems = {}, {}, {}
     holds_rows = not parallel.experts.is_manager  # which makes the same passes without any
     for name, task in tasks.items() if holds_rows else ():
         try:
             sequences[name] = task.sequences(steps[name], pad_to.get(name, 0))
-            if task.task.spec.training.needs_kl:
-                mismatched[name] = task.mismatched(steps[name])
+            beside[name] = task.read_beside(steps[name])
         except UserError as error:
             problems[name] = str(error)
     balanced = _balanced(grid, tasks, lengths)
@@ -90,11 +89,11 @@ def prepare_step(
         made: list[HostBatch] = []
         for chunk in chunks if holds_rows else ((),) * len(chunks):
             refers = packer.refers(plan.buckets[unit.bucket].tasks if sharded else (p.task for p in chunk))
-            made += [packer.reference(chunk)] if refers else []
+            made += [packer.forward_only(chunk)] if refers else []
             made.append(packer.trained(chunk, balanced.get((unit.bucket, unit.micro_batch))))
         batches[unit] = tuple(made)
     tokens = {name: sum(own.tokens) for name, own in lengths.items()}
-    return PreparedStep(grid, batches, tokens, problems, mismatched)
+    return PreparedStep(grid, batches, tokens, problems, beside)
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,8 @@ class _Packer:
     parallel: Parallel
 
     def refers(self, names: Iterable[str]) -> bool:
-        """Whether some of these tasks compute their rows a second time with a reference."""
-        return any(self.tasks[name].task.spec.training.refers_in_steps for name in names)
+        """Whether some of these tasks have rows that are computed forward only."""
+        return any(self.tasks[name].forward_rows is not None for name in names)
 
     def trained(self, chunk: Chunk, balanced: BalancedSequences | None) -> HostBatch:
         """The rows that tasks learn from."""
@@ -130,20 +129,21 @@ class _Packer:
             balanced=balanced,
         )
 
-    def reference(self, chunk: Chunk) -> HostBatch:
-        """The same rows of the tasks that refer, for a forward pass with their references."""
-        chunk = tuple(piece for piece in chunk if self.refers([piece.task]))
-        names = {name: task.reference_name for name, task in self.tasks.items()}
+    def forward_only(self, chunk: Chunk) -> HostBatch:
+        """The same rows of the tasks that have some that are computed forward only."""
+        rows = {name: own for name, task in self.tasks.items() if (own := task.forward_rows) is not None}
+        names = {name: rows[name].name if name in rows else name for name in self.tasks}
+        chunk = tuple(piece for piece in chunk if piece.task in rows)
         sequences = [self.sequences[piece.task][piece.sequence] for piece in chunk]
         return pack(
             [own._replace(task=names[own.task]) for own in sequences],
             tuple(names.values()),
             {names[name]: step for name, step in self.steps.items()},
-            {names[name]: task.reference_offset for name, task in self.tasks.items()},
+            {own.name: own.offset for own in rows.values()},
             self._multiple,
             training=False,
             spans=[(piece.start, piece.stop) for piece in chunk],
-            slots={key: slot for task in self.tasks.values() for key, slot in task.reference_slot.items()},
+            slots={own.name: own.slot for own in rows.values() if own.slot is not None},
         )
 
     @property

@@ -1,13 +1,12 @@
-"""Attaches tasks: the adapter, its optimizer, and what a preference task compares with."""
+"""Attaches tasks: the adapter, its optimizer, and what else the task needs."""
 
 from __future__ import annotations
 
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine.optimize import TaskOptimizer
-from megatron_mux.engine.optional_parts import kinds_of
-from megatron_mux.engine.reference import attach_reference
-from megatron_mux.engine.task_state import Task, TaskState, reference_name
+from megatron_mux.engine.optional_parts import kinds_of, state_of
+from megatron_mux.engine.task_state import Task, TaskState
 from megatron_mux.fusion.planner.load import TaskLoad
 
 
@@ -31,13 +30,9 @@ def attach(adapters: AdapterSet, task: Task, load: TaskLoad) -> TaskState:
     adapter = adapters.add(spec, total, initial)
     try:
         optimizer = TaskOptimizer(adapter, spec.training, total, task.lengths)
-        state = TaskState(task, adapter, optimizer, sampler, load, total)
-        state.reference = attach_reference(adapters, task, total)
+        state = state_of(spec)(task, adapter, optimizer, sampler, load, total)
+        state.attach_more(adapters)
         state.parts = kinds_of(state, adapters.host.parallel)
-        if spec.training.needs_kl:
-            state.most_steps_at_once = (
-                1  # its KL term is computed with the adapter as it is when a step begins
-            )
         if task.resume is not None:
             state.resume(task.resume)
     except BaseException:
@@ -47,7 +42,7 @@ def attach(adapters: AdapterSet, task: Task, load: TaskLoad) -> TaskState:
 
 
 def detach(adapters: AdapterSet, name: str) -> None:
-    """Detach a task's adapter, if it has one, and the copy that is its reference."""
-    for own in (name, reference_name(name)):
-        if own in adapters.tasks:
+    """Detach a task's adapter, if it has one, and what `TaskState.attach_more` attached: under its name and an `@`."""
+    for own in tuple(adapters.tasks):
+        if own.partition("@")[0] == name:
             adapters.remove(own)

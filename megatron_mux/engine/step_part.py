@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from megatron_mux.batch.balancing import RouterLoadAccumulator
 from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.engine.batches import Burst
 from megatron_mux.engine.out_of_memory import Stages
-from megatron_mux.engine.prepared import PreparedStep
 from megatron_mux.engine.task_state import TaskState
-from megatron_mux.fusion.plan import Bucket
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.runtime import Parallel
-
-
-@dataclass(frozen=True)
-class Burst:
-    """Steps that are taken together, and their tasks.
-
-    Attributes:
-        tasks: By name, in the plan's order.
-        buckets: Of one step.
-        steps: The prepared steps.
-        parallel: Where this rank stands.
-    """
-
-    tasks: Mapping[str, TaskState]
-    buckets: Sequence[Bucket]
-    steps: Sequence[PreparedStep]
-    parallel: Parallel
-
-    def bucket(self, entry: int) -> Bucket:
-        """A bucket, counted on over steps."""
-        return self.buckets[entry % len(self.buckets)]
-
-    def step(self, entry: int) -> int:
-        """The step of a bucket that is counted on over steps."""
-        return entry // len(self.buckets)
 
 
 class StepPart:

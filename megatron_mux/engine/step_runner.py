@@ -9,7 +9,7 @@ import torch
 
 from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.engine.agreement import raise_on_every_rank
-from megatron_mux.engine.batches import Staging, StepBatches, agree
+from megatron_mux.engine.batches import Burst, Staging, StepBatches, agree
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.interleaved import launch_problem
 from megatron_mux.engine.optimize import TaskOptimizer
@@ -17,7 +17,6 @@ from megatron_mux.engine.out_of_memory import FailedBuckets, Stages
 from megatron_mux.engine.part_times import PartTimes
 from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.prepared import PreparedStep, ReadAhead, checked_template, sizes_of
-from megatron_mux.engine.step_part import Burst
 from megatron_mux.engine.task_state import StepResult, TaskState
 from megatron_mux.engine.train_step import TrainStep
 from megatron_mux.engine.trial import Trials
@@ -130,8 +129,8 @@ class StepRunner:
     ) -> Results:
         """Compute steps that are prepared."""
         template = checked_template(plan, sizes_of(steps))
-        batches = StepBatches(steps, plan.tasks, self.parallel, self._staging)
         burst = Burst(tasks, plan.buckets, steps, self.parallel)
+        batches = StepBatches(burst, self._staging)
 
         if self.trials is not None:
             actions = template[self.parallel.pp_rank]

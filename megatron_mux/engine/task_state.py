@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,6 @@ from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.batch.pack import PackedSequence
 from megatron_mux.data.dataset import Example, TaskDataset
-from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.engine.snapshot import Snapshot
@@ -94,6 +94,20 @@ class StepResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+class ForwardRows(NamedTuple):
+    """A task's rows that are computed once more, forward only, by another adapter or by none.
+
+    Attributes:
+        name: In micro-batches, where the task's own name is that of the rows that it trains.
+        slot: Of that adapter (see `RowGroups`); None: the rows go to no adapter.
+        offset: Virtual tokens in front of every sequence.
+    """
+
+    name: str
+    slot: int | None
+    offset: int
+
+
 @dataclass
 class TaskState:
     """A registered task on this rank.
@@ -108,11 +122,8 @@ class TaskState:
         step: Optimizer steps done.
         status: Whether it goes on.
         parked: It does not fit beside the others, and waits until one of them leaves.
-        reference: A frozen copy of the adapter that a preference task started from; None: its reference is the
-            backbone, or it has none.
-        reference_log_probs: `[n]` of all sequences of its data under the reference, if the task asks for them and
-            they have been computed.
         parts: Kinds of `StepPart` that it asks for.
+        forward_rows: Rows that each of its steps computes besides, forward only; None: there are none.
         most_steps_at_once: Most steps before the host reads what they gave.
         ready: What it needs before its first step has been computed.
     """
@@ -126,11 +137,10 @@ class TaskState:
     step: int = 0
     status: Status = "running"
     parked: bool = False
-    reference: TaskAdapter | None = None
-    reference_log_probs: npt.NDArray[np.float64] | None = None
     parts: tuple[type[Any], ...] = ()
+    forward_rows: ForwardRows | None = None
     most_steps_at_once: int = 1 << 30
-    ready: bool = False
+    ready: bool = True
 
     def resume(self, snapshot: Snapshot) -> None:
         """Continue from a snapshot, whose adapter is in place already.
@@ -175,7 +185,7 @@ class TaskState:
             tuple(data.lengths[chosen].tolist()),
             tuple(data.label_counts[chosen].tolist()),
             pad_to,
-            self.task.spec.training.sequences_per_record,
+            self.sequences_per_record,
         )
 
     def sequence_lengths(self, step: int) -> list[int]:
@@ -195,53 +205,47 @@ class TaskState:
             UserError: The data cannot be read any more.
         """
         examples = [self.task.data[i] for i in self.sampler.batch(step)]
-        labels = sum(int(np.count_nonzero(example.labelled[1:])) for example in examples)
-        if self.task.spec.training.is_preference:
-            labels = 1  # their rows' weights follow from the step's log-probabilities (`engine.preference`)
+        weight = self.label_weight(examples)
         return [
             PackedSequence(
                 self.task.spec.name,
                 i,
                 _padded(example.tokens, pad_to),
                 _padded(example.labelled, pad_to),
-                1.0 / labels,
+                weight,
             )
             for i, example in enumerate(examples)
         ]
 
-    def mismatched(self, step: int) -> list[Example]:
-        """KTO's mismatched sequences of a step: each prompt with the completion of the record before it.
+    def label_weight(self, examples: Sequence[Example]) -> float:
+        """The weight of each label of a step's records."""
+        return 1.0 / sum(int(np.count_nonzero(example.labelled[1:])) for example in examples)
+
+    def read_beside(self, step: int) -> list[Example]:
+        """Read the sequences that a step (from 0) needs besides its batch.
 
         Raises:
             UserError: The data cannot be read any more.
         """
-        chosen = self.sampler.batch(step)
-        return [self.preferences.mismatched(i, chosen[at - 1]) for at, i in enumerate(chosen)]
+        return []
 
-    @property
-    def preferences(self) -> PreferenceDataset:
-        """The data of a preference task."""
-        return cast(PreferenceDataset, self.task.data)
+    def attach_more(self, adapters: AdapterSet) -> None:
+        """Attach what the task needs besides its adapter, once that is attached."""
 
-    @property
-    def reference_name(self) -> str:
-        """The name of the rows that are computed with the reference: of no task, since no task's name has an `@`."""
-        return reference_name(self.task.spec.name)
+    @cached_property
+    def sequences_per_record(self) -> int:
+        """Neighbours in the data that belong to one record."""
+        return self.task.spec.training.sequences_per_record
 
-    @property
-    def reference_slot(self) -> dict[str, int]:
-        """The slot of the frozen copy by the name of its rows; empty if rows of the reference go to no adapter."""
-        return {} if self.reference is None else {self.reference_name: self.reference.slot}
-
-    @property
-    def reference_offset(self) -> int:
-        """Virtual tokens in front of every sequence of the reference."""
-        return 0 if self.reference is None else self.position_offset
-
-    @property
+    @cached_property
     def position_offset(self) -> int:
         """Virtual tokens in front of every sequence (prefix tuning)."""
         return self.task.spec.adapter.virtual_tokens
+
+    @cached_property
+    def lowest_layer(self) -> int:
+        """The lowest layer in which it has an adapter."""
+        return self.load.adapter.lowest_layer
 
     @property
     def embedding_noise(self) -> EmbeddingNoise | None:
@@ -267,11 +271,6 @@ class TaskState:
     def steps_at_once(self) -> int:
         """Steps that it can take now before the host reads what they gave."""
         return min(self.left, self.most_steps_at_once)
-
-
-def reference_name(task: str) -> str:
-    """The name of a task's rows that are computed with its reference."""
-    return f"{task}@reference"
 
 
 def _padded(x: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:

@@ -70,7 +70,7 @@ class TrainStep:
         self._outputs: dict[tuple[int, Unit], list[Tensor]] = {}
         self._interleaved: dict[tuple[int, Unit], InterleavedPasses] = {}
         self._zeros = zeros_for_next_stage(stages, batches.max_rows, self.failed)
-        self._lowest = {name: task.load.adapter.lowest_layer for name, task in burst.tasks.items()}
+        self._lowest = {name: task.lowest_layer for name, task in burst.tasks.items()}
         # Weights that are fetched are fetched for all layers above the lowest adapter of any task, in the batch or not;
         # so are rows that expert ranks exchange.
         self._for_all_tasks = any(stage.residence.units or stage.in_step for stage in stages.values())

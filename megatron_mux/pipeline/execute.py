@@ -120,7 +120,7 @@ class _Run:
 
     def through(self, events: Iterable[Action | Transfer], timer: Timer | None) -> None:
         """Run all actions and transfers, then wait for outstanding sends."""
-        clock = Clock(self.communicator.device)
+        clock = None if timer is None else Clock(self.communicator.device)
         marks: list[tuple[Action, Mark, Mark]] = []
         for event in events:
             if isinstance(event, Transfer):
@@ -128,14 +128,14 @@ class _Run:
                 continue
             self.communicator.heartbeat.at(event)
             received = self.incoming.pop(event).wait() if event in self.incoming else None
-            start = clock.mark() if timer is not None else None
+            start = None if clock is None else clock.mark()
             made = self._compute(event, received)
-            if start is not None:
+            if clock is not None:
                 marks.append((event, start, clock.mark()))
             if event.after(self.stages, self.ranks) is not None:
                 self.outgoing[event] = made
         self.communicator.finish()
-        if timer is not None:
+        if timer is not None and clock is not None:
             times = iter(clock.seconds([mark for _, *pair in marks for mark in pair]))
             for action, *_ in marks:
                 timer(TimedAction(action, next(times), next(times), self.compute.label(action)))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux.engine.train_step import TrainStep
 from megatron_mux.engine.forward_compute import EvaluationCompute
 from megatron_mux.engine.out_of_memory import FailedBuckets
+from megatron_mux.engine.train_step import TrainStep
 from megatron_mux.pipeline.action import Action
 from tests.budget import Budget
 
