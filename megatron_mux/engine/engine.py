@@ -18,11 +18,10 @@ from megatron_mux.adapters.host import Host
 from megatron_mux.backbone.communication import GroupExchange
 from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.engine.agreement import first_problem, out_of_memory_on_every_rank
+from megatron_mux.engine.agreement import first_problem
 from megatron_mux.engine.evaluate import EvalResult
 from megatron_mux.engine.forward_passes import ForwardPasses
 from megatron_mux.engine.generate import Completion, Prompt
-from megatron_mux.engine.hand_over import HandOver, bytes_beside_expert
 from megatron_mux.engine.held_out import Records
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size
 from megatron_mux.engine.planning import Planning
@@ -33,7 +32,6 @@ from megatron_mux.engine.task_state import Status, StepResult, Task, TaskState
 from megatron_mux.engine.trial import Trials
 from megatron_mux.engine.updates import MakeUpdate
 from megatron_mux.errors import UserError, failed_allocation
-from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.kernels.own_rows import Place, VocabularyPart
@@ -165,53 +163,19 @@ class Engine:
         size = gradient_buffer_size(arenas, self.parallel)
         if size != self._runner.buffer.numel():
             self._runner.buffer = torch.empty(size, dtype=torch.uint8, device=self.parallel.device)
-        if self._trials is not None:
-            self._trials.forget()
+        self.forget_trials()
         return self._runner.buffer
 
-    def place_experts(self, placement: Placement) -> int:
-        """Move routed experts to the ranks that a placement names, between steps. Every rank calls it.
-
-        Losses and adapters go on as if they had been there before, to rounding. Expert-parallel ranks have the adapters
-        of all experts, so weights move alone. Those of an expert manager's experts move with their optimizer's state,
-        from manager to manager.
-
-        Returns:
-            Bytes that this rank received.
-
-        Raises:
-            UserError: Weights are not resident, or some rank has no memory for an adapter: then the run cannot go on.
-        """
-        before, divided = self.backbone.placement, self.parallel.experts.broker is not None
-        states: dict[str, LocalState] = {}
-        if divided:
-            self._runner.read_ahead.forget()  # it knows slots
-            if self._runner.copied is not None:
-                self._runner.copied.wait()  # of what is about to be freed
-            states = self._copies(self.tasks, HostMemory(self.parallel.device), owned=False)
-            for name in self._tasks:
-                self.adapters.remove(name)
-        received = sum(stage.place_experts(placement) for stage in self.stages.values())
-        self.adapters.renew_experts()
-        if divided:
-            assert before is not None
-            hand_over = HandOver(self.parallel, before, placement)
-            for name, task in self._tasks.items():
-                received += hand_over.attach(task, self.adapters, states[name])
-            what = "experts have moved, and there is no memory for the gradients of their adapters"
-            with out_of_memory_on_every_rank(what, self.parallel):
-                self.reserve_gradient_buffer()
+    def forget_trials(self) -> None:
+        """Try plans again before their steps: there may be less memory."""
         if self._trials is not None:
             self._trials.forget()
-        return received
 
-    @property
-    def bytes_beside_expert(self) -> float:
-        """Bytes of tasks' adapters and optimizer states that move with an expert's weights, mean of all experts."""
-        if self.parallel.experts.broker is None:
-            return 0.0
-        itemsize = self.adapters.host.parameter_dtype.itemsize
-        return bytes_beside_expert(self._tasks.values(), self.backbone.shape, itemsize)
+    def quiesce(self) -> None:
+        """Have nothing prepared or copied of what tasks hold: it is about to move. Every rank calls it."""
+        self._runner.read_ahead.forget()
+        if self._runner.copied is not None:
+            self._runner.copied.wait()
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -228,6 +192,11 @@ class Engine:
     def slots(self) -> dict[str, int]:
         """The slot of each registered task: see `RowGroups`."""
         return {name: task.slot for name, task in self._tasks.items()}
+
+    @property
+    def states(self) -> Mapping[str, TaskState]:
+        """What this rank holds of each registered task."""
+        return self._tasks
 
     def task(self, name: str) -> Task:
         """A registered task."""
@@ -364,11 +333,14 @@ class Engine:
 
         On a GPU nobody waits: optimizers do not step before the copies are made.
         """
-        copies = self._copies(names, memory)
+        copies = self.local_states(names, memory)
         self._runner.copied = memory.copied
         return copies
 
-    def _copies(self, names: Sequence[str], memory: HostMemory, owned: bool = True) -> dict[str, LocalState]:
+    def local_states(
+        self, names: Sequence[str], memory: HostMemory, owned: bool = True
+    ) -> dict[str, LocalState]:
+        """As `copy_states`, but optimizers do not wait; with `owned=False`, also what another rank owns."""
         if self.parallel.dp_rank != 0:  # the first pipeline has all of it
             return {}
         tasks = {name: self._tasks[name] for name in names}
@@ -377,7 +349,7 @@ class Engine:
 
     def snapshot(self, name: str) -> Snapshot | None:
         """A task's whole state on rank 0, None elsewhere. Every rank calls it."""
-        state = self._copies([name], HostMemory(self.parallel.device)).get(name)
+        state = self.local_states([name], HostMemory(self.parallel.device)).get(name)
         return None if state is None else state.gather(self.parallel, self.parallel.model_group)
 
     def adapter_tensors(self, name: str) -> dict[str, Tensor] | None:

@@ -16,6 +16,7 @@ import numpy as np
 from megatron_mux.backbone.experts.moving import trial_seconds
 from megatron_mux.engine import Engine
 from megatron_mux.engine.agreement import computed_by_first, everyones
+from megatron_mux.engine.expert_moves import bytes_beside_expert, place_experts
 from megatron_mux.moe.access_counts import Access
 from megatron_mux.moe.access_profile import AccessProfile
 from megatron_mux.moe.entries import Floats
@@ -89,7 +90,7 @@ class ExpertPlacer:
     @property
     def expert_bytes(self) -> float:
         """Bytes that are sent with an expert: its weights, and what managers have of adapters and optimizers there."""
-        return self._weight_bytes + self.engine.bytes_beside_expert
+        return self._weight_bytes + bytes_beside_expert(self.engine)
 
     @property
     def rows(self) -> Rows:
@@ -206,7 +207,7 @@ class ExpertPlacer:
             nodes = (self.topology.master_node or "", *nodes)
         self.parallel.total([True])  # all of them begin
         began = time.perf_counter()
-        received = self.engine.place_experts(replace(placement, ranks=ranks, nodes=nodes))
+        received = place_experts(self.engine, replace(placement, ranks=ranks, nodes=nodes))
         total = sum(everyones(received, self.parallel))
         seconds = self.parallel.most([time.perf_counter() - began])[0]
         if decision.sent and not self._assumed:

@@ -15,6 +15,7 @@ from megatron_mux.backbone.model import Recompute, load_stages
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.backbone.residence import Kind
 from megatron_mux.engine import Engine, Planning
+from megatron_mux.engine.expert_moves import place_experts
 from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
@@ -156,7 +157,7 @@ def train(
     engine.register_tasks([case.task for case in cases])
     taken = engine.steps(STEPS - len(then))
     for other in then:
-        engine.place_experts(other)
+        place_experts(engine, other)
         taken.append(engine.step())
     while len(taken) < STEPS:
         taken += engine.steps(STEPS - len(taken))

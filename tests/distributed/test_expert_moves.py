@@ -14,6 +14,7 @@ from megatron_mux.adapters.arena import Arena
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.engine import Engine
+from megatron_mux.engine.expert_moves import bytes_beside_expert, place_experts
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
@@ -116,9 +117,9 @@ def test_adapters_go_straight_to_the_new_manager(checkpoint: Path, joined: Joine
     weights = 3 * shape.hidden * shape.experts.ffn
     # A and B, rank 3, of both matrices, with two moments each.
     inner = 3 * (shape.hidden + 2 * shape.experts.ffn + shape.experts.ffn + shape.hidden)
-    assert engine.bytes_beside_expert == 3 * inner * 8
+    assert bytes_beside_expert(engine) == 3 * inner * 8
     own = sum(move.target == parallel.experts.rank for move in moves)
-    assert engine.place_experts(after) == own * (weights + 3 * inner) * 8
+    assert place_experts(engine, after) == own * (weights + 3 * inner) * 8
     assert not parallel.experts.is_manager or own
 
 
@@ -141,7 +142,7 @@ def test_a_rank_without_memory_for_adapters_keeps_no_other_waiting(
     if parallel.rank == 2:
         monkeypatch.setattr(*short, fail)
     with pytest.raises(UserError, match=r"rank 2: .*experts have moved, and there is no memory.*2 GiB"):
-        engine.place_experts(others(shape, Layout(1, 1, 1, managers=3))[0])
+        place_experts(engine, others(shape, Layout(1, 1, 1, managers=3))[0])
 
 
 def test_weights_arrive_where_they_would_be_read(checkpoint: Path, joined: Joined) -> None:

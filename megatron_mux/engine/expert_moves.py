@@ -1,13 +1,14 @@
-"""Adapters and optimizer states of routed experts, sent from their old expert manager to their new one.
+"""Routed experts move between ranks while tasks train, and what tasks have learned about them goes along.
 
-An expert manager has a task's LoRA of its own experts only. When experts move, so does that part, straight from manager
-to manager; all else of a task's state stays on the rank that has it.
+Expert-parallel ranks have the adapters of all experts: weights move alone. An expert manager has a task's LoRA of its
+own experts only. When experts move, so does that part, with its optimizer's state, straight from manager to manager;
+all else of a task's state stays on the rank that has it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +20,44 @@ from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.adapters.tensors import AdapterTensor
 from megatron_mux.engine.agreement import out_of_memory_on_every_rank
-from megatron_mux.engine.snapshot import Array, HostCopy, LocalState, stored_parameters
+from megatron_mux.engine.engine import Engine
+from megatron_mux.engine.snapshot import Array, HostCopy, HostMemory, LocalState, stored_parameters
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
-from megatron_mux.shape import BackboneShape
+
+
+def place_experts(engine: Engine, placement: Placement) -> int:
+    """Move routed experts to the ranks that a placement names, between steps. Every rank calls it.
+
+    Losses and adapters go on as if they had been there before, to rounding.
+
+    Returns:
+        Bytes that this rank received.
+
+    Raises:
+        UserError: Weights are not resident, or some rank has no memory for an adapter: then the run cannot go on.
+    """
+    parallel, before = engine.parallel, engine.backbone.placement
+    divided = parallel.experts.broker is not None
+    states: dict[str, LocalState] = {}
+    if divided:
+        engine.quiesce()
+        states = engine.local_states(engine.tasks, HostMemory(parallel.device), owned=False)
+        for name in engine.tasks:
+            engine.adapters.remove(name)
+    received = sum(stage.place_experts(placement) for stage in engine.stages.values())
+    engine.adapters.renew_experts()
+    if divided:
+        assert before is not None
+        hand_over = HandOver(parallel, before, placement)
+        for name, task in engine.states.items():
+            received += hand_over.attach(task, engine.adapters, states[name])
+        what = "experts have moved, and there is no memory for the gradients of their adapters"
+        with out_of_memory_on_every_rank(what, parallel):
+            engine.reserve_gradient_buffer()
+    engine.forget_trials()
+    return received
 
 
 class _Part(NamedTuple):
@@ -159,21 +193,18 @@ class HandOver:
                 yield other, adapter.places_of_experts(tensor, experts)
 
 
-def bytes_beside_expert(tasks: Iterable[TaskState], shape: BackboneShape, itemsize: int) -> float:
-    """Bytes of adapters and optimizer states that move with an expert's weights, mean of all experts.
-
-    Args:
-        tasks: Their tasks.
-        shape: Of the backbone, which has experts.
-        itemsize: Bytes of a value.
-    """
-    assert shape.experts is not None
+def bytes_beside_expert(engine: Engine) -> float:
+    """Bytes of tasks' adapters and optimizer states that move with an expert's weights, mean of all experts."""
+    shape = engine.backbone.shape
+    if engine.parallel.experts.broker is None or shape.experts is None:
+        return 0.0
     values = sum(
         math.prod(tensor.shape) * (1 + (task.optimizer.kind.states_per_value or 0))
-        for task in tasks
+        for task in engine.states.values()
         for tensor in task.adapter.tensors.values()
         if tensor.expert_dim is not None
     )
+    itemsize = engine.adapters.host.parameter_dtype.itemsize
     return values * itemsize / (shape.experts.count * len(shape.experts.layers(shape.layers)))
 
 
