@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine, Planning
-from megatron_mux.engine.train_step import TrainStep
 from megatron_mux.engine.step_runner import StepRunner
+from megatron_mux.engine.train_step import TrainStep
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.pipeline.action import Action, Unit
 from megatron_mux.pipeline.execute import Timer, execute
