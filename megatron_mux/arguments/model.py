@@ -22,6 +22,7 @@ from megatron_mux.arguments.values import (
     size,
 )
 from megatron_mux.errors import UserError
+from megatron_mux.fusion.schedules import SCHEDULES, Schedule
 
 if TYPE_CHECKING:
     import torch
@@ -111,12 +112,12 @@ class MuxArguments(ExpertFlags):
         "cost",
         choices=("cost", "even"),
     )
-    mux_schedule: Literal["planned", "1f1b", "gpipe", "interleaved"] = flag(
+    mux_schedule: Schedule = flag(
         "pipeline stages",
         "planned: structured multi-bucket 1F1B (default); 1f1b: the fewest micro-batches in flight; gpipe and "
         "interleaved: flush the pipeline after each step (steps without an interleaved order are planned)",
         "planned",
-        choices=("planned", "1f1b", "gpipe", "interleaved"),
+        choices=tuple(SCHEDULES),
     )
 
     save: Path | None = flag("results", "write adapters, metrics, plan and schedule to DIR", **DIRECTORY)

@@ -17,9 +17,10 @@ from typing import Any
 from megatron_mux.backbone.split import Split
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Mode
-from megatron_mux.fusion.plan import Plan, Policy, Schedule, add_tasks, keep_tasks, plan_for
+from megatron_mux.fusion.plan import Plan, Policy, add_tasks, keep_tasks, plan_for
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planner import Planner
+from megatron_mux.fusion.schedules import Schedule
 from megatron_mux.kernels.low_rank.choice import KernelChoice
 from megatron_mux.kernels.pointwise.choice import PointwiseName
 from megatron_mux.memory.forms.method import Recompute

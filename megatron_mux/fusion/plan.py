@@ -26,13 +26,11 @@ from megatron_mux.fusion.alignment import Mode, Weights
 from megatron_mux.fusion.graphs.launch_order import LaunchOrder, PassCost
 from megatron_mux.fusion.graphs.subgraphs import LayerSubgraphs
 from megatron_mux.fusion.mesh import Mesh
+from megatron_mux.fusion.schedules import Schedule
 from megatron_mux.kernels.low_rank.choice import KernelChoice
 from megatron_mux.kernels.pointwise.choice import PointwiseName
 
 Policy = Literal["serial", "temporal", "spatial", "auto"]
-Schedule = Literal["planned", "1f1b", "gpipe", "interleaved"]
-ROLLING: tuple[Schedule, ...] = ("planned", "1f1b")
-"""Schedules whose steps can follow each other without a flush."""
 FORMAT: Literal[6] = 6
 
 _Count = Annotated[int, Field(ge=1, le=65536, strict=True)]

@@ -74,7 +74,9 @@ class SplitEngine(Engine):
                 task.resume.adapter = unknown | task.resume.adapter
         super().register_tasks(tasks)
 
-    def local_states(self, names: Sequence[str], memory: HostMemory, owned: bool = True) -> dict[str, LocalState]:
+    def local_states(
+        self, names: Sequence[str], memory: HostMemory, owned: bool = True
+    ) -> dict[str, LocalState]:
         """See `Engine.local_states`; of both ends: the server saves its part meanwhile."""
         states = super().local_states(names, memory, owned)
         return {name: _joined(state, self._remote.link.save(self._kept())) for name, state in states.items()}

@@ -11,6 +11,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner.balance import balanced_split
 from megatron_mux.fusion.planner.planning_context import PlanningContext
+from megatron_mux.fusion.schedules import SCHEDULES, Schedule
 
 
 def split_layers(
@@ -64,13 +65,14 @@ def _by_flags(arguments: MuxArguments, layers: int, ranks: int) -> Split | None:
     return None
 
 
-def _check_schedule(schedule: str, virtual: int) -> None:
+def _check_schedule(schedule: Schedule, virtual: int) -> None:
     """Refuse a schedule that has no order for this many stages per rank."""
-    if virtual > 1 and schedule in ("1f1b", "gpipe"):
+    traits = SCHEDULES[schedule]
+    if virtual > 1 and not traits.virtual:
         raise UserError(f"--mux-schedule {schedule}: runs one stage per rank, not {virtual}: remove it")
-    if virtual == 1 and schedule == "interleaved":
+    if virtual == 1 and not traits.single:
         raise UserError(
-            "--mux-schedule interleaved: needs several stages per rank: add --num-virtual-stages-per-pipeline-rank"
+            f"--mux-schedule {schedule}: needs several stages per rank: add --num-virtual-stages-per-pipeline-rank"
         )
 
 
