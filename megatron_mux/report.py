@@ -16,7 +16,7 @@ from rich.live import Live
 from megatron_mux.checkpoint import Manifest
 from megatron_mux.console import make_console
 from megatron_mux.engine import EvalResult, StepResult
-from megatron_mux.engine.eval_lines import eval_lines
+from megatron_mux.engine.evaluation.lines import eval_lines
 from megatron_mux.errors import UserError
 from megatron_mux.files import prepare_directory, write_atomically
 from megatron_mux.library_log import set_display

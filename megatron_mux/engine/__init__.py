@@ -2,7 +2,7 @@
 
 from megatron_mux.engine.best import BestEvaluation
 from megatron_mux.engine.engine import Engine
-from megatron_mux.engine.evaluate import EvalResult
+from megatron_mux.engine.evaluation.evaluator import EvalResult
 from megatron_mux.engine.loss_health import LossHealth
 from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.snapshot import Snapshot

@@ -19,10 +19,10 @@ from megatron_mux.backbone.communication import GroupExchange
 from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine.agreement import first_problem
-from megatron_mux.engine.evaluate import EvalResult
+from megatron_mux.engine.evaluation.evaluator import EvalResult
+from megatron_mux.engine.evaluation.held_out import Records
 from megatron_mux.engine.forward_passes import ForwardPasses
 from megatron_mux.engine.generate import Completion, Prompt
-from megatron_mux.engine.held_out import Records
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size
 from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.registration import attach, detach

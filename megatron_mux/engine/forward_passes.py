@@ -8,14 +8,14 @@ import numpy as np
 
 from megatron_mux import runtime
 from megatron_mux.data.preference_file import PreferenceDataset
-from megatron_mux.engine.evaluate import EvalResult, Evaluator
+from megatron_mux.engine.evaluation.evaluator import EvalResult, Evaluator
+from megatron_mux.engine.evaluation.held_out import HeldOut, Records
+from megatron_mux.engine.evaluation.texts import with_texts
 from megatron_mux.engine.forward_compute import PassRunner
 from megatron_mux.engine.generate import Attached, Generator
-from megatron_mux.engine.held_out import HeldOut, Records
-from megatron_mux.engine.held_out_texts import with_texts
-from megatron_mux.engine.log_probs import LogProbs, Wanted
-from megatron_mux.engine.preference_evaluation import evaluate_preferences
-from megatron_mux.engine.preference_task import PreferenceTask
+from megatron_mux.engine.preference.evaluation import evaluate_preferences
+from megatron_mux.engine.preference.log_probs import LogProbs, Wanted
+from megatron_mux.engine.preference.task import PreferenceTask
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.errors import SharedError, UserError
 

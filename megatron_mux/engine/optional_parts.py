@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron_mux.engine.balancing_loss import BalancingLosses
 from megatron_mux.engine.expert_managers import ManagerSums
-from megatron_mux.engine.preference import PreferenceLosses
-from megatron_mux.engine.preference_task import PreferenceTask
+from megatron_mux.engine.preference.losses import PreferenceLosses
+from megatron_mux.engine.preference.task import PreferenceTask
 from megatron_mux.engine.step_part import StepPart
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.engine.tied_rows import TiedRows

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_mux.data.dataset import MAX_DISTINCT, TaskDataset
 from megatron_mux.engine import Task
-from megatron_mux.engine.held_out import Unprompted, prompt_and_completion
+from megatron_mux.engine.evaluation.held_out import Unprompted, prompt_and_completion
 from megatron_mux.fusion.planner.evaluation_time import EvaluatedLoad, EvaluationTime, predicted_evaluation
 from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.tasks import TaskSpec

@@ -11,7 +11,7 @@ from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.engine import Task
-from megatron_mux.engine.preference_task import problem_of_preference
+from megatron_mux.engine.preference.task import problem_of_preference
 from megatron_mux.errors import UserError
 from megatron_mux.optimizers.loraplus import group_of
 from megatron_mux.shape import BackboneShape

@@ -20,7 +20,7 @@ from megatron_mux.backbone.residence import Kind
 from megatron_mux.backbone.split import Split
 from megatron_mux.backbone.weight_unit import WeightUnit
 from megatron_mux.engine import Engine, EvalResult
-from megatron_mux.engine import evaluate as evaluate_module
+from megatron_mux.engine.evaluation import evaluator
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.test_engine_layouts import Layout, planning_of
@@ -165,8 +165,8 @@ def test_an_evaluation_finds_the_same(
     joined: Callable[..., Parallel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(evaluate_module, "TOKENS_PER_PASS", 40)
-    monkeypatch.setattr(evaluate_module, "PASSES_PER_STAGE", 2)
+    monkeypatch.setattr(evaluator, "TOKENS_PER_PASS", 40)
+    monkeypatch.setattr(evaluator, "PASSES_PER_STAGE", 2)
 
     def result(parallel: Parallel, kind: Kind) -> EvalResult:
         backbone = Backbone.load(path, parallel, torch.float64, residence=kind)

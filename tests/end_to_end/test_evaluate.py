@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.engine import Engine
-from megatron_mux.engine import evaluate as evaluate_module
-from megatron_mux.engine.held_out import HeldOut
+from megatron_mux.engine.evaluation import evaluator
+from megatron_mux.engine.evaluation.held_out import HeldOut
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from tests.budget import failing
@@ -36,8 +36,8 @@ def test_a_few_records_at_a_time_give_the_same(
     sequences = COUNT * max(choices, 1)
     assert records.most == sequences, "one group of them all"
     records.most = 0
-    monkeypatch.setattr(evaluate_module, "TOKENS_PER_PASS", 40)
-    monkeypatch.setattr(evaluate_module, "PASSES_PER_STAGE", 2)
+    monkeypatch.setattr(evaluator, "TOKENS_PER_PASS", 40)
+    monkeypatch.setattr(evaluator, "PASSES_PER_STAGE", 2)
     in_groups = evaluated(backbone, parallel, case, records)
     assert records.most <= sequences / 3, f"{records.most} sequences were in use at once"
     assert in_groups.records == at_once.records == COUNT
@@ -117,8 +117,8 @@ def test_where_one_sequence_finds_no_memory_that_is_said_and_training_goes_on(
 def test_a_record_that_cannot_be_read_ends_the_evaluation_alone(
     backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluate_module, "TOKENS_PER_PASS", 40)
-    monkeypatch.setattr(evaluate_module, "PASSES_PER_STAGE", 1)
+    monkeypatch.setattr(evaluator, "TOKENS_PER_PASS", 40)
+    monkeypatch.setattr(evaluator, "PASSES_PER_STAGE", 1)
     backbone, case = backbone_of("llama", torch.float64), make_case("lora", path_of("llama"))
     records = plain()
     records.unreadable = 50
@@ -145,6 +145,6 @@ def test_the_batch_size_bounds_a_pass_and_a_group(
     monkeypatch.setattr(HeldOut, "batch_size", batch_size)
     found = engine.evaluate("task", records.as_dataset())
     engine.remove_task("task")
-    assert records.most <= 2 * batch_size * evaluate_module.PASSES_PER_STAGE
+    assert records.most <= 2 * batch_size * evaluator.PASSES_PER_STAGE
     assert found is not None and found.accuracy == wanted.accuracy
     assert found.loss == pytest.approx(wanted.loss, rel=1e-12)

@@ -11,7 +11,7 @@ import torch
 
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.engine import Engine, EvalResult
-from megatron_mux.engine.held_out import HeldOut
+from megatron_mux.engine.evaluation.held_out import HeldOut
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from tests.budget import failing

@@ -17,9 +17,9 @@ from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.data.tokenise import Example
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine, Planning, StepResult
-from megatron_mux.engine.evaluate import EvalResult
+from megatron_mux.engine.evaluation.evaluator import EvalResult
 from megatron_mux.engine.forward_compute import ForwardCompute
-from megatron_mux.engine.log_probs import LogProbs
+from megatron_mux.engine.preference.log_probs import LogProbs
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec, TrainingSpec

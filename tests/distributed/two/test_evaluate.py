@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.batch.micro_batch import MicroBatch
-from megatron_mux.engine import evaluate as evaluate_module
+from megatron_mux.engine.evaluation import evaluator
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
@@ -28,8 +28,8 @@ def path(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate_module, "TOKENS_PER_PASS", 40)
-    monkeypatch.setattr(evaluate_module, "PASSES_PER_STAGE", 2)
+    monkeypatch.setattr(evaluator, "TOKENS_PER_PASS", 40)
+    monkeypatch.setattr(evaluator, "PASSES_PER_STAGE", 2)
 
 
 @pytest.mark.parametrize("choices", [0, 3])

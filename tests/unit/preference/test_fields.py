@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_mux.engine.eval_lines import eval_lines
-from megatron_mux.engine.evaluate import EvalResult
-from megatron_mux.engine.preference import loss_of, named
+from megatron_mux.engine.evaluation.evaluator import EvalResult
+from megatron_mux.engine.evaluation.lines import eval_lines
+from megatron_mux.engine.preference.losses import loss_of, named
 from megatron_mux.errors import UserError
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.tasks.files import read_task

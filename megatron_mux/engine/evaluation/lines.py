@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from megatron_mux.engine.evaluate import EvalResult
+from megatron_mux.engine.evaluation.evaluator import EvalResult
 
 _LONGEST_TEXT = 80
 """Characters of a text that is shown."""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.engine.evaluation.held_out import HeldOut, HeldOutRecord, RecordGroups
 from megatron_mux.engine.forward_compute import EvaluationCompute, PassRunner
-from megatron_mux.engine.held_out import HeldOut, HeldOutRecord, RecordGroups
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.errors import SharedError
 from megatron_mux.tasks.evaluation import TOKENS_PER_PASS, filled, plain_choices, tokens_per_pass

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron_mux.data.tokenise import Example
-from megatron_mux.engine.evaluate import EvalResult
-from megatron_mux.engine.held_out import HeldOut
-from megatron_mux.engine.log_probs import LogProbs, Wanted, kl_term
-from megatron_mux.engine.preference import constants_of, loss_of, named
-from megatron_mux.engine.preference_task import PreferenceTask
+from megatron_mux.engine.evaluation.evaluator import EvalResult
+from megatron_mux.engine.evaluation.held_out import HeldOut
+from megatron_mux.engine.preference.log_probs import LogProbs, Wanted, kl_term
+from megatron_mux.engine.preference.losses import constants_of, loss_of, named
+from megatron_mux.engine.preference.task import PreferenceTask
 from megatron_mux.kernels.loss.preference import SequenceSums
 
 

@@ -17,7 +17,7 @@ from megatron_mux.data.tokenise import Example
 from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.engine.forward_compute import ForwardCompute, PassRunner
 from megatron_mux.engine.out_of_memory import FailedBuckets, Stages
-from megatron_mux.engine.preference_task import PreferenceTask
+from megatron_mux.engine.preference.task import PreferenceTask
 from megatron_mux.errors import SharedError, UserError
 from megatron_mux.tasks.evaluation import filled
 

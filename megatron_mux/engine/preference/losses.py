@@ -25,9 +25,9 @@ from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.data.tokenise import Example
 from megatron_mux.engine.batches import Burst
-from megatron_mux.engine.log_probs import LogProbs, Wanted, kl_term
 from megatron_mux.engine.out_of_memory import Stages
-from megatron_mux.engine.preference_task import PreferenceTask
+from megatron_mux.engine.preference.log_probs import LogProbs, Wanted, kl_term
+from megatron_mux.engine.preference.task import PreferenceTask
 from megatron_mux.engine.step_part import StepPart
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.kernels.loss.preference import FIGURES, PreferenceLoss, RowScale, SequenceSums

@@ -87,7 +87,7 @@ class PreferenceTask(TaskState):
         return cast(PreferenceDataset, self.task.data)
 
     def label_weight(self, examples: Sequence[Example]) -> float:
-        """One: the weights of rows follow from the step's log-probabilities (`engine.preference`)."""
+        """One: the weights of rows follow from the step's log-probabilities (`engine.preference.losses`)."""
         return 1.0
 
     def read_beside(self, step: int) -> list[Example]:

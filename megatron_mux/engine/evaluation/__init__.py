@@ -1,0 +1,1 @@
+"""Held-out figures of tasks, computed together: losses, ranked completions, metrics of generated texts."""
