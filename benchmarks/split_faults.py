@@ -100,8 +100,9 @@ def connections(folder: Path, arguments: argparse.Namespace) -> list[dict[str, A
     from megatron_mux import runtime
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.backbone.registry import read_backbone_info
-    from megatron_mux.split import chunks, transport
-    from megatron_mux.split.client_stream import ClientStream
+    from megatron_mux.split.client import transport
+    from megatron_mux.split.client.stream import ClientStream
+    from megatron_mux.split.protocol import chunks
     from tests import tiny_models
     from tests.end_to_end.workplace import write_tokenizer
     from tests.unit.split.faulty_connections import CuttingProxy, faulty_stream
@@ -146,7 +147,7 @@ def trained(path: Path, data: Path, address: str, name: str) -> tuple[dict[str, 
     import torch
     from safetensors.torch import load_file
 
-    from megatron_mux.split.trainer import SplitTrainer
+    from megatron_mux.split.client.trainer import SplitTrainer
     from tests.unit.split.splitting import task_of
 
     task, save = task_of(data), data / name

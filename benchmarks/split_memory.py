@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 if TYPE_CHECKING:
-    from megatron_mux.split.agreement import Proposal
-    from megatron_mux.split.body import Body
-    from megatron_mux.split.session_memory import Memory
-    from megatron_mux.split.session_prediction import BodyPlace
+    from megatron_mux.split.protocol.agreement import Proposal
+    from megatron_mux.split.server.body import Body
+    from megatron_mux.split.server.session_memory import Memory
+    from megatron_mux.split.server.session_prediction import BodyPlace
 
 
 def measure_memory(backbone: Path, most: int, rows: int, longest: int) -> dict[str, Any]:
@@ -52,9 +52,9 @@ def grow(backbone: Path, most: int, copies: bool, rows: int, longest: int) -> li
     from megatron_mux import runtime
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.backbone.registry import read_shape
-    from megatron_mux.split.body import Body
-    from megatron_mux.split.session_compute import Bodies
-    from megatron_mux.split.session_prediction import BodyPlace
+    from megatron_mux.split.server.body import Body
+    from megatron_mux.split.server.session_compute import Bodies
+    from megatron_mux.split.server.session_prediction import BodyPlace
 
     shape, parallel = read_shape(backbone), runtime.initialize(device="cpu")
     before = _set_aside()
@@ -90,7 +90,7 @@ def grow(backbone: Path, most: int, copies: bool, rows: int, longest: int) -> li
 
 
 def _predicted(place: BodyPlace, asked: Proposal) -> Memory:
-    from megatron_mux.split.session_prediction import predict, prediction_worker
+    from megatron_mux.split.server.session_prediction import predict, prediction_worker
 
     return prediction_worker().submit(predict, place, asked).result()
 
@@ -108,8 +108,8 @@ def _step(body: Body, name: str, layers: range, rows: int, longest: int) -> int:
     """Take an optimizer step as with `on-demand`; returns the most bytes that its requests made beyond their input."""
     import torch
 
-    from megatron_mux.split.body import Rows
-    from megatron_mux.split.meter import measure
+    from megatron_mux.split.server.body import Rows
+    from megatron_mux.split.server.meter import measure
 
     lengths = (longest,) * (rows // longest)
     hidden = torch.randn(rows, body.backbone.shape.hidden)

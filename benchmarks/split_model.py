@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_mux.split.agreement import Proposal
-    from megatron_mux.split.session_memory import Memory
+    from megatron_mux.split.protocol.agreement import Proposal
+    from megatron_mux.split.server.session_memory import Memory
 
 SEQUENCES = 2
 LENGTH = 48
@@ -84,7 +84,7 @@ def task(model: Path) -> dict[str, Any]:
 
 def proposal(fingerprint: str, rows: int, longest: int, name: str = "task") -> Proposal:
     """What a client asks for whose requests have so many rows (LoRA r=8 on q and v, cut 1/0)."""
-    from megatron_mux.split.agreement import Proposal
+    from megatron_mux.split.protocol.agreement import Proposal
     from megatron_mux.tasks import TrainingSpec
 
     return Proposal(
@@ -128,8 +128,8 @@ def measure_sizes(model: Path) -> Sizes:
     from megatron_mux import runtime
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.backbone.registry import read_shape
-    from megatron_mux.split.body import Body
-    from megatron_mux.split.session_compute import Bodies
+    from megatron_mux.split.server.body import Body
+    from megatron_mux.split.server.session_compute import Bodies
 
     parallel, layers = runtime.initialize(device="cpu"), read_shape(model).layers
     backbone = Backbone.load(model, parallel, split=(1, layers - 1, 0), stage=1, ends=False)

@@ -42,10 +42,10 @@ def compare(backbone: Path, rows: Sequence[int], cuts: tuple[int, int]) -> list[
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.backbone.registry import read_shape
     from megatron_mux.dry_run.process import prepare
-    from megatron_mux.split.agreement import Proposal
-    from megatron_mux.split.body import Body
-    from megatron_mux.split.session_memory import profile
-    from megatron_mux.split.session_prediction import BodyPlace, predict, prediction_worker
+    from megatron_mux.split.protocol.agreement import Proposal
+    from megatron_mux.split.server.body import Body
+    from megatron_mux.split.server.session_memory import profile
+    from megatron_mux.split.server.session_prediction import BodyPlace, predict, prediction_worker
     from megatron_mux.tasks import TrainingSpec
 
     shape, parallel, (front, back) = read_shape(backbone), runtime.initialize(device="cpu"), cuts

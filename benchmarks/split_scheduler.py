@@ -23,7 +23,7 @@ from script import add_output, command_line, publish, table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 if TYPE_CHECKING:
-    from megatron_mux.split.scheduler import SchedulerOptions
+    from megatron_mux.split.server.scheduler import SchedulerOptions
 
 _EVENTS = 20_000
 _CAPACITY = 10**9
@@ -31,7 +31,7 @@ _CAPACITY = 10**9
 
 def seconds_of_decisions(options: SchedulerOptions, waiting: int) -> dict[str, list[float]]:
     """Seconds of decisions while requests of random sizes end and others come, by whether the first one fits."""
-    from megatron_mux.split.scheduler import Demand, Scheduler
+    from megatron_mux.split.server.scheduler import Demand, Scheduler
 
     scheduler, random_ = Scheduler(_CAPACITY, options), random.Random(0)
     running: list[int] = []
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_output(parser)
     arguments = parser.parse_args(argv)
-    from megatron_mux.split.scheduler import SchedulerOptions
+    from megatron_mux.split.server.scheduler import SchedulerOptions
 
     cases = {
         "Algorithm 2": SchedulerOptions(),

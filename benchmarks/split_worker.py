@@ -24,10 +24,10 @@ from split_network import enter  # noqa: E402
 
 def serve(file: Path, flags: Sequence[str]) -> None:
     """Be a server. SIGUSR1: what is measured begins, and swapping takes time from now on. SIGUSR2: write figures."""
-    from megatron_mux.split import run_server
-    from megatron_mux.split.scheduler import Demand, Scheduler
-    from megatron_mux.split.server import PROGRAM, build_parser
-    from megatron_mux.split.session_compute import Bodies
+    from megatron_mux.split.server import run as run_server
+    from megatron_mux.split.server.__main__ import PROGRAM, build_parser
+    from megatron_mux.split.server.scheduler import Demand, Scheduler
+    from megatron_mux.split.server.session_compute import Bodies
 
     most, has_begun, schedulers = 0, False, []
 
@@ -72,10 +72,10 @@ def train(file: Path, model: Path, tls: Path, name: str, address: str) -> None:
     """Be a client: train, and write for each step when it ended and what its requests took."""
     from split_model import SERVER_NAME, task
 
-    from megatron_mux.split import link
-    from megatron_mux.split.tls import ClientTls
-    from megatron_mux.split.trainer import SplitTrainer
-    from megatron_mux.split.wire import Message
+    from megatron_mux.split.client import link
+    from megatron_mux.split.client.trainer import SplitTrainer
+    from megatron_mux.split.protocol.tls import ClientTls
+    from megatron_mux.split.protocol.wire import Message
 
     waits: list[float] = []
 
@@ -102,7 +102,7 @@ def train(file: Path, model: Path, tls: Path, name: str, address: str) -> None:
             waits.clear()
             lines.write(json.dumps(line) + "\n")
 
-    from megatron_mux.split import client_run
+    from megatron_mux.split.client import run as client_run
 
     client_run.ServerConnection = RecordingLink  # type: ignore[misc]
     with file.open("w", buffering=1) as lines:
@@ -130,10 +130,10 @@ def request(
     from split_model import SERVER_NAME, proposal
 
     from megatron_mux.backbone.registry import read_backbone_info
-    from megatron_mux.split.link import ServerConnection
-    from megatron_mux.split.tls import ClientTls
-    from megatron_mux.split.transport import Transport
-    from megatron_mux.split.wire import Flags, Kind, Limits
+    from megatron_mux.split.client.link import ServerConnection
+    from megatron_mux.split.client.transport import Transport
+    from megatron_mux.split.protocol.tls import ClientTls
+    from megatron_mux.split.protocol.wire import Flags, Kind, Limits
 
     info = read_backbone_info(model)
     files = ClientTls(tls / "ca.pem", tls / f"{name}.pem", tls / f"{name}.key", SERVER_NAME)

@@ -32,8 +32,8 @@ COMMANDS: Mapping[str, Command] = {
     "profile-experts": Command("megatron_mux.cli.profile_experts", "count which experts tasks select"),
     "measure-topology": Command("megatron_mux.cli.measure_topology", "measure links between processes"),
     "place-experts": Command("megatron_mux.cli.place_experts", "place experts on workers by their use"),
-    "split-server": Command("megatron_mux.split.server", "serve a backbone's body to split clients"),
-    "split-client": Command("megatron_mux.split.client", "train a task through a split server"),
+    "split-server": Command("megatron_mux.split.server.__main__", "serve a backbone's body to split clients"),
+    "split-client": Command("megatron_mux.split.client.__main__", "train a task through a split server"),
     "split-certificates": Command("megatron_mux.split.certificates", "make certificates for both"),
     "split-export": Command("megatron_mux.split.export_client", "export the layers a split client needs"),
 }

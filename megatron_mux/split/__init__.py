@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_mux.split.trainer import SplitTrainer as SplitTrainer
+    from megatron_mux.split.client.trainer import SplitTrainer as SplitTrainer
 
 
 def __getattr__(name: str) -> Any:
     """Import `SplitTrainer` when it is first asked for: certificates are made without torch."""
     if name != "SplitTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megatron_mux.split.trainer import SplitTrainer
+    from megatron_mux.split.client.trainer import SplitTrainer
 
     return SplitTrainer

@@ -53,7 +53,7 @@ def export_client(backbone: Path, cut_front: int, cut_back: int, out: Path) -> i
         UserError: The backbone cannot be read or cut so, or `out` cannot be written.
     """
     from megatron_mux.files import new_directory
-    from megatron_mux.split.client_files import read_client_info
+    from megatron_mux.split.client.files import read_client_info
 
     info = read_client_info(backbone, cut_front, cut_back)
     with new_directory("--out", out) as directory:
@@ -65,7 +65,7 @@ def _fill(directory: Path, info: BackboneInfo, cut_front: int, cut_back: int) ->
     from megatron_mux.backbone.checkpoint import Checkpoint
     from megatron_mux.backbone.model_directory import open_checkpoint, read_config
     from megatron_mux.files import write
-    from megatron_mux.split.client_files import EXPORT, ExportedLayers, client_tensors, digest_of
+    from megatron_mux.split.client.files import EXPORT, ExportedLayers, client_tensors, digest_of
     from megatron_mux.tensor_file import write_tensors
 
     tokenizer = info.tokenizer

@@ -17,12 +17,12 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.split import even_split
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.agreement import Proposal
-from megatron_mux.split.body import Body, Rows
-from megatron_mux.split.pieces import Piece, assemble
-from megatron_mux.split.ranks import LeadingBody, StagedBody, follow
-from megatron_mux.split.session_memory import profile
-from megatron_mux.split.session_prediction import BodyPlace, SessionPredictor
+from megatron_mux.split.protocol.agreement import Proposal
+from megatron_mux.split.protocol.pieces import Piece, assemble
+from megatron_mux.split.server.body import Body, Rows
+from megatron_mux.split.server.ranks import LeadingBody, StagedBody, follow
+from megatron_mux.split.server.session_memory import profile
+from megatron_mux.split.server.session_prediction import BodyPlace, SessionPredictor
 from megatron_mux.tasks import TrainingSpec
 from tests import tiny_models
 

@@ -128,7 +128,7 @@ def test_memory_of_shared_parameters_and_copies(tmp_path: Path) -> None:
 def test_limit_lies_between_one_task_and_two() -> None:
     from split_model import Sizes, memory_limit
 
-    from megatron_mux.split.session_memory import Memory
+    from megatron_mux.split.server.session_memory import Memory
 
     sizes = Sizes(1000, Memory(rows=8, forward=20, graph=80, backward=100, hidden=5, lasting=10))
     limit, reason = memory_limit(sizes, 4)

@@ -15,11 +15,11 @@ import torch
 from megatron_mux import runtime
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.agreement import Proposal
-from megatron_mux.split.dispatcher import Work
-from megatron_mux.split.pieces import Piece, from_wire
-from megatron_mux.split.transport import Transport
-from megatron_mux.split.wire import Dtype, Flags, Kind, Limits, Message
+from megatron_mux.split.client.transport import Transport
+from megatron_mux.split.protocol.agreement import Proposal
+from megatron_mux.split.protocol.pieces import Piece, from_wire
+from megatron_mux.split.protocol.wire import Dtype, Flags, Kind, Limits, Message
+from megatron_mux.split.server.dispatcher import Work
 from tests import tiny_models
 from tests.unit.split.running_server import RunningServer, running_server
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.split.body import Body
+from megatron_mux.split.server.body import Body
 from tests import tiny_models
 from tests.end_to_end.workplace import write_tokenizer
 from tests.unit.split.splitting import write_data

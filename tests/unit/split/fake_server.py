@@ -14,10 +14,10 @@ from torch import Tensor
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.agreement import Proposal, Terms
-from megatron_mux.split.body import Body, Kept, Rows
-from megatron_mux.split.pieces import Piece, from_wire, to_wire
-from megatron_mux.split.wire import REPLIES, Dtype, Flags, Kind, Limits, Message, RefusedError
+from megatron_mux.split.protocol.agreement import Proposal, Terms
+from megatron_mux.split.protocol.pieces import Piece, from_wire, to_wire
+from megatron_mux.split.protocol.wire import REPLIES, Dtype, Flags, Kind, Limits, Message, RefusedError
+from megatron_mux.split.server.body import Body, Kept, Rows
 
 
 @dataclass

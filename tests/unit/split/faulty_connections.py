@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from random import Random
 
-from megatron_mux.split.client_stream import ClientStream
+from megatron_mux.split.client.stream import ClientStream
 
 _RECEIVED_AT_ONCE = 4096
 

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from megatron_mux.split.certificates import make_ca, make_client, make_server
-from megatron_mux.split.pieces import from_wire
-from megatron_mux.split.service import Incoming, Send, ServerTls, Service
-from megatron_mux.split.serving import SplitServer
-from megatron_mux.split.transport import Transport
-from megatron_mux.split.wire import Dtype, Flags, Kind, Limits, Message
+from megatron_mux.split.client.transport import Transport
+from megatron_mux.split.protocol.pieces import from_wire
+from megatron_mux.split.protocol.wire import Dtype, Flags, Kind, Limits, Message
+from megatron_mux.split.server.service import Incoming, Send, ServerTls, Service
+from megatron_mux.split.server.serving import SplitServer
 from tests.end_to_end.harness import relative
 from tests.unit.split.hostile_cases import CASES, act, raw_connection
 from tests.unit.split.hostile_stream import HIDDEN, LARGE_ROWS, ROWS, TRAINING, Stream, hello

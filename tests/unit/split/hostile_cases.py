@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from megatron_mux.split.chunks import frames
-from megatron_mux.split.pieces import from_wire, to_wire
-from megatron_mux.split.wire import Dtype, Flags, Kind
+from megatron_mux.split.protocol.chunks import frames
+from megatron_mux.split.protocol.pieces import from_wire, to_wire
+from megatron_mux.split.protocol.wire import Dtype, Flags, Kind
 from tests.unit.split.hostile_stream import (
     HIDDEN,
     LARGE_ROWS,

@@ -12,8 +12,8 @@ import grpc
 import torch
 from torch import Tensor
 
-from megatron_mux.split.chunks import FRAME_BYTES, Assembly, frames
-from megatron_mux.split.wire import METHOD, Dtype, Flags, Header, Kind, Limits, Message
+from megatron_mux.split.protocol.chunks import FRAME_BYTES, Assembly, frames
+from megatron_mux.split.protocol.wire import METHOD, Dtype, Flags, Header, Kind, Limits, Message
 
 HIDDEN = 32
 ROWS = 12

@@ -13,15 +13,15 @@ from typing import Any
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.dry_run.process import prepare
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.body import Body
-from megatron_mux.split.dispatcher import Dispatcher
-from megatron_mux.split.metrics import Metrics
-from megatron_mux.split.scheduler import Scheduler, SchedulerOptions
-from megatron_mux.split.service import Service
-from megatron_mux.split.serving import ServingOptions, SplitServer
-from megatron_mux.split.session_compute import Bodies
-from megatron_mux.split.session_prediction import SessionPredictor, prediction_worker
-from megatron_mux.split.store import SessionStore
+from megatron_mux.split.server.body import Body
+from megatron_mux.split.server.dispatcher import Dispatcher
+from megatron_mux.split.server.metrics import Metrics
+from megatron_mux.split.server.scheduler import Scheduler, SchedulerOptions
+from megatron_mux.split.server.service import Service
+from megatron_mux.split.server.serving import ServingOptions, SplitServer
+from megatron_mux.split.server.session_compute import Bodies
+from megatron_mux.split.server.session_prediction import SessionPredictor, prediction_worker
+from megatron_mux.split.server.store import SessionStore
 
 _PREDICTORS: dict[object, SessionPredictor] = {}
 

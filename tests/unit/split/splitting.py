@@ -11,12 +11,12 @@ import torch
 
 from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.agreement import Proposal, WireDtype
-from megatron_mux.split.backbone import SplitBackbone, load_ends
-from megatron_mux.split.engine import SplitEngine
-from megatron_mux.split.link import ServerConnection
-from megatron_mux.split.remote import Privacy, RemoteBody
-from megatron_mux.split.trainer import SplitTrainer
+from megatron_mux.split.client.backbone import SplitBackbone, load_ends
+from megatron_mux.split.client.engine import SplitEngine
+from megatron_mux.split.client.link import ServerConnection
+from megatron_mux.split.client.remote import Privacy, RemoteBody
+from megatron_mux.split.client.trainer import SplitTrainer
+from megatron_mux.split.protocol.agreement import Proposal, WireDtype
 from megatron_mux.tasks import TaskSpec
 from tests.end_to_end.harness import Case, random_records
 from tests.unit.split.fake_server import FakeServer

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mux.split.admission import AdmissionController
-from megatron_mux.split.scheduler import Demand, Scheduler
-from megatron_mux.split.session_memory import Memory
-from megatron_mux.split.wire import RefusedError
+from megatron_mux.split.protocol.wire import RefusedError
+from megatron_mux.split.server.admission import AdmissionController
+from megatron_mux.split.server.scheduler import Demand, Scheduler
+from megatron_mux.split.server.session_memory import Memory
 
 CAPACITY = 100
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_mux.errors import UserError
-from megatron_mux.split.affinity import choose_server
+from megatron_mux.split.client.affinity import choose_server
 
 SERVERS = [f"server-{i}:7070" for i in range(5)]
 SESSIONS = [f"client-{i}/task" for i in range(1000)]

@@ -23,7 +23,7 @@ from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.body import Body, Rows, unique_bytes
+from megatron_mux.split.server.body import Body, Rows, unique_bytes
 from megatron_mux.tasks import TrainingSpec
 from tests import tiny_models
 

@@ -14,8 +14,8 @@ from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.body import Body, Rows
-from megatron_mux.split.pieces import Piece, from_wire, to_wire
+from megatron_mux.split.protocol.pieces import Piece, from_wire, to_wire
+from megatron_mux.split.server.body import Body, Rows
 from megatron_mux.tasks import TrainingSpec
 from tests import tiny_models
 from tests.unit.split.test_body import SECTIONS

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mux.split import chunks
-from megatron_mux.split.chunks import FRAME_BYTES, Assembly, frames
-from megatron_mux.split.wire import Dtype, Flags, Header, Kind, Limits, Message, WireError
+from megatron_mux.split.protocol import chunks
+from megatron_mux.split.protocol.chunks import FRAME_BYTES, Assembly, frames
+from megatron_mux.split.protocol.wire import Dtype, Flags, Header, Kind, Limits, Message, WireError
 
 LIMITS = Limits(kinds=frozenset(Kind), rows=64, width=16, dtype=Dtype.F32, named_bytes=1 << 16)
 

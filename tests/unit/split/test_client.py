@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mux.split import client
 from megatron_mux.split.certificates import write_certificates
+from megatron_mux.split.client import __main__ as client
 from tests.unit.split.splitting import task_of
 
 

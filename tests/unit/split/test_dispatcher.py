@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_mux.split.dispatcher import Dispatcher, Outcome, Work
-from megatron_mux.split.scheduler import Scheduler
+from megatron_mux.split.server.dispatcher import Dispatcher, Outcome, Work
+from megatron_mux.split.server.scheduler import Scheduler
 
 
 class Bench:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.errors import UserError
 from megatron_mux.split import export_client
-from megatron_mux.split.backbone import load_ends
-from megatron_mux.split.client_files import read_client_info
+from megatron_mux.split.client.backbone import load_ends
+from megatron_mux.split.client.files import read_client_info
 from tests import tiny_models
 from tests.end_to_end.workplace import write_tokenizer
 from tests.unit.split.splitting import ALONE

@@ -13,8 +13,10 @@ from torch import Tensor
 from megatron_mux import runtime
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_backbone_info
-from megatron_mux.split import chunks, client_stream, transport
-from megatron_mux.split.trainer import SplitTrainer
+from megatron_mux.split.client import stream as client_stream
+from megatron_mux.split.client import transport
+from megatron_mux.split.client.trainer import SplitTrainer
+from megatron_mux.split.protocol import chunks
 from tests.unit.split.faulty_connections import CuttingProxy, faulty_stream
 from tests.unit.split.running_server import RunningServer, running_server
 from tests.unit.split.splitting import task_of

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_mux.split.transport import DeadlineError
-from megatron_mux.split.wire import Kind, RefusedError
+from megatron_mux.split.client.transport import DeadlineError
+from megatron_mux.split.protocol.wire import Kind, RefusedError
 from tests.unit.split.caller import RUN, Caller, backbone, busy, equal, parallel, path, server
 from tests.unit.split.running_server import RunningServer
 

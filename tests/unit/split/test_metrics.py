@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_mux.split.metrics import make_logger
+from megatron_mux.split.server.metrics import make_logger
 
 
 @pytest.fixture

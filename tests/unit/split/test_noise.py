@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from scipy.stats import norm
 
 from megatron_mux.errors import UserError
-from megatron_mux.split.accountant import Releases, epsilon_of, multiplier_for
-from megatron_mux.split.noise import Noise, Privacy, clip_records, read_secret
+from megatron_mux.split.privacy.accountant import Releases, epsilon_of, multiplier_for
+from megatron_mux.split.privacy.noise import Noise, Privacy, clip_records, read_secret
 
 SECRET = bytes(range(32))
 ONCE = Releases(1, 0)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megatron_mux.engine import StepResult
 from megatron_mux.errors import UserError
-from megatron_mux.split.engine import SplitEngine
-from megatron_mux.split.link import LOST
-from megatron_mux.split.wire import Dtype, Flags, Kind, Message, RefusedError
+from megatron_mux.split.client.engine import SplitEngine
+from megatron_mux.split.client.link import LOST
+from megatron_mux.split.protocol.wire import Dtype, Flags, Kind, Message, RefusedError
 from tests import tiny_models
 from tests.end_to_end.harness import adapter
 from tests.unit.split.fake_server import FakeServer

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_mux.errors import UserError
-from megatron_mux.split.run_server import _scheduler_options
-from megatron_mux.split.server import _check_files, build_parser
+from megatron_mux.split.server.__main__ import _check_files, build_parser
+from megatron_mux.split.server.run import _scheduler_options
 
 
 def test_requests_are_in_the_order_of_arrival_unless_clients_have_shares(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mux.split.scheduler import Demand, Scheduler, SchedulerOptions
+from megatron_mux.split.server.scheduler import Demand, Scheduler, SchedulerOptions
 
 CAPACITY = 100
 OPTIONS = {

@@ -21,12 +21,12 @@ import pytest
 import torch
 
 from megatron_mux.errors import UserError
-from megatron_mux.split import server_stream
-from megatron_mux.split.bytes_in_flight import BytesInFlight
 from megatron_mux.split.certificates import revoke_certificates
-from megatron_mux.split.chunks import FRAME_BYTES, Assembly, frames
-from megatron_mux.split.service import ServerTls, Service
-from megatron_mux.split.wire import METHOD, Dtype, Header, Kind, Message, RefusedError
+from megatron_mux.split.protocol.chunks import FRAME_BYTES, Assembly, frames
+from megatron_mux.split.protocol.wire import METHOD, Dtype, Header, Kind, Message, RefusedError
+from megatron_mux.split.server import stream as server_stream
+from megatron_mux.split.server.bytes_in_flight import BytesInFlight
+from megatron_mux.split.server.service import ServerTls, Service
 from tests.unit.split.toy_server import REPLIED, Files, Loop, ToyHandler, forward, transport
 
 Served = tuple[int, ToyHandler]
@@ -230,7 +230,7 @@ def test_a_name_is_listened_on_at_all_its_addresses_or_not_at_all(
     def resolve(host: str, port: int, type: int) -> list[tuple[int, int, int, str, tuple[str, int]]]:
         return [(socket.AF_INET, type, 6, "", (ip, port)) for ip in addresses]
 
-    monkeypatch.setattr("megatron_mux.split.service.socket.getaddrinfo", resolve)
+    monkeypatch.setattr("megatron_mux.split.server.service.socket.getaddrinfo", resolve)
     with socket.create_server(("127.0.0.2", 0)) as other:
         with pytest.raises(UserError, match="the port is taken"):
             loop.run(Service(ToyHandler(), f"localhost:{other.getsockname()[1]}", files.server()).start())

@@ -17,11 +17,11 @@ import torch
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.agreement import Proposal, Terms
-from megatron_mux.split.pieces import Piece, from_wire, to_wire
-from megatron_mux.split.session_memory import Memory
-from megatron_mux.split.transport import DeadlineError
-from megatron_mux.split.wire import Dtype, Flags, Kind, Message, RefusedError
+from megatron_mux.split.client.transport import DeadlineError
+from megatron_mux.split.protocol.agreement import Proposal, Terms
+from megatron_mux.split.protocol.pieces import Piece, from_wire, to_wire
+from megatron_mux.split.protocol.wire import Dtype, Flags, Kind, Message, RefusedError
+from megatron_mux.split.server.session_memory import Memory
 from tests.unit.split.caller import (
     HIDDEN,
     ROWS,

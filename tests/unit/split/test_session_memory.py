@@ -11,18 +11,18 @@ import torch
 
 from megatron_mux import runtime
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.split.agreement import Proposal
-from megatron_mux.split.body import Body, Rows
-from megatron_mux.split.co_batching import measure_co_batching
-from megatron_mux.split.meter import measure
-from megatron_mux.split.policies import POLICIES, Circumstances, Offer, plan_forward
-from megatron_mux.split.session_memory import (
+from megatron_mux.split.protocol.agreement import Proposal
+from megatron_mux.split.server.body import Body, Rows
+from megatron_mux.split.server.co_batching import measure_co_batching
+from megatron_mux.split.server.meter import measure
+from megatron_mux.split.server.policies import POLICIES, Circumstances, Offer, plan_forward
+from megatron_mux.split.server.session_memory import (
     Memory,
     profile,
     sequences_behind_prefixes,
     worst_case_lengths,
 )
-from megatron_mux.split.session_prediction import BodyPlace, SessionPredictor
+from megatron_mux.split.server.session_prediction import BodyPlace, SessionPredictor
 from tests import tiny_models
 from tests.unit.split.caller import proposal
 

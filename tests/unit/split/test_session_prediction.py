@@ -16,13 +16,13 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.errors import UserError
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.worker import LostProcess, WorkerError
-from megatron_mux.split import session_prediction
-from megatron_mux.split.admission import examine
-from megatron_mux.split.agreement import Proposal
-from megatron_mux.split.body import Body
-from megatron_mux.split.session_memory import Memory, profile
-from megatron_mux.split.session_prediction import BodyPlace, SessionPredictor
-from megatron_mux.split.wire import RefusedError
+from megatron_mux.split.protocol.agreement import Proposal
+from megatron_mux.split.protocol.wire import RefusedError
+from megatron_mux.split.server import session_prediction
+from megatron_mux.split.server.admission import examine
+from megatron_mux.split.server.body import Body
+from megatron_mux.split.server.session_memory import Memory, profile
+from megatron_mux.split.server.session_prediction import BodyPlace, SessionPredictor
 from tests import tiny_models
 from tests.unit.fusion.backbone import info
 from tests.unit.split.caller import proposal

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_mux.split.policies import POLICIES, PolicyName
-from megatron_mux.split.scheduler import SchedulerOptions
-from megatron_mux.split.simulated_fleet import Costs, Figures, Fleet, Part, ServerOptions
-from megatron_mux.split.simulation import Simulation
+from megatron_mux.split.server.policies import POLICIES, PolicyName
+from megatron_mux.split.server.scheduler import SchedulerOptions
+from megatron_mux.split.simulation.fleet import Costs, Figures, Fleet, Part, ServerOptions
+from megatron_mux.split.simulation.simulate import Simulation
 
 COSTS = Costs(
     forward_call_s=0.01,

@@ -14,10 +14,10 @@ import torch
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.link import ServerConnection
-from megatron_mux.split.pieces import Piece, to_wire
-from megatron_mux.split.scheduler import Demand
-from megatron_mux.split.wire import Kind, RefusedError
+from megatron_mux.split.client.link import ServerConnection
+from megatron_mux.split.protocol.pieces import Piece, to_wire
+from megatron_mux.split.protocol.wire import Kind, RefusedError
+from megatron_mux.split.server.scheduler import Demand
 from tests.unit.split.caller import ROWS, RUN, Caller, backbone, equal, parallel, path, server
 from tests.unit.split.running_server import RunningServer, running_server
 

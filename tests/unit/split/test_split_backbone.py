@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.engine import Engine
-from megatron_mux.split.backbone import load_ends
+from megatron_mux.split.client.backbone import load_ends
 from tests import tiny_models
 from tests.end_to_end.harness import Case, adapter, assert_close
 from tests.unit.split.fake_server import FakeServer

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_mux.errors import UserError
-from megatron_mux.split.pieces import Piece, assemble, from_wire, runs_of, to_wire
-from megatron_mux.split.store import SessionStore
-from megatron_mux.split.wire import RefusedError
+from megatron_mux.split.protocol.pieces import Piece, assemble, from_wire, runs_of, to_wire
+from megatron_mux.split.protocol.wire import RefusedError
+from megatron_mux.split.server.store import SessionStore
 
 
 def some_pieces(seed: int = 0) -> list[Piece]:

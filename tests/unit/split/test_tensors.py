@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_mux.split.tensors import decode, decode_named, encode, encode_named
-from megatron_mux.split.wire import Dtype, Limits, WireError
+from megatron_mux.split.protocol.tensors import decode, decode_named, encode, encode_named
+from megatron_mux.split.protocol.wire import Dtype, Limits, WireError
 
 EXACT = {
     Dtype.F32: torch.float32,

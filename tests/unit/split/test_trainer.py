@@ -20,7 +20,7 @@ from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine
 from megatron_mux.errors import UserError
-from megatron_mux.split.wire import Kind, Message, RefusedError
+from megatron_mux.split.protocol.wire import Kind, Message, RefusedError
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.training.task_setup import open_tasks
 from tests.end_to_end.harness import adapter, assert_close
@@ -116,7 +116,7 @@ def test_a_run_that_nobody_told_how_often_to_save_can_be_continued(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("megatron_mux.split.client_run._SAVE_INTERVALS", (1, 50))
+    monkeypatch.setattr("megatron_mux.split.client.run._SAVE_INTERVALS", (1, 50))
     task, server = task_of(data), FakeServer(whole_backbone)
     trainer(server, task, tmp_path, save_interval=None).train()
     assert f"saving to {tmp_path} every 1 steps; --load {tmp_path} goes on" in capsys.readouterr().out
@@ -238,7 +238,7 @@ def test_an_error_that_ends_a_run_says_what_is_saved(
 def test_a_server_that_loses_everything_again_and_again_ends_the_run(
     whole_backbone: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_mux.split.trainer._MOST_LOSSES", 2)
+    monkeypatch.setattr("megatron_mux.split.client.trainer._MOST_LOSSES", 2)
     server = FakeServer(
         whole_backbone, dies=lambda message: message.kind is Kind.BACKWARD and message.step == 2
     )
@@ -357,7 +357,7 @@ from pathlib import Path
 import torch.distributed as dist
 from tests.unit.split.fake_server import FakeServer
 from tests.unit.split.splitting import task_of, trainer
-from megatron_mux.split.transport import Transport
+from megatron_mux.split.client.transport import Transport
 backbone, data, save = map(Path, sys.argv[1:])
 assert trainer(FakeServer(backbone), task_of(data), save).train().status == "finished"
 assert not dist.is_initialized() and "megatron.core" not in sys.modules

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from megatron_mux.errors import UserError
-from megatron_mux.split import client_stream, server_stream
-from megatron_mux.split import transport as transport_module
-from megatron_mux.split.transport import DeadlineError, Exchange
-from megatron_mux.split.wire import Dtype, Kind, Message, RefusedError, WireError
+from megatron_mux.split.client import stream as client_stream
+from megatron_mux.split.client import transport as transport_module
+from megatron_mux.split.client.transport import DeadlineError, Exchange
+from megatron_mux.split.protocol.wire import Dtype, Kind, Message, RefusedError, WireError
+from megatron_mux.split.server import stream as server_stream
 from tests.unit.split.toy_server import REPLIED, Files, Loop, Relay, ToyHandler, forward, transport
 
 Served = tuple[int, ToyHandler]

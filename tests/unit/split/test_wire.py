@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mux.split.wire import HEADER_BYTES, Dtype, Flags, Header, Kind, Limits, WireError
+from megatron_mux.split.protocol.wire import HEADER_BYTES, Dtype, Flags, Header, Kind, Limits, WireError
 
 FORWARD = Header(Kind.FORWARD, Dtype.BF16, Flags.TRAINING, 7, 3, 1, 40, 10 * 2 * 64, 10, 64)
 LIMITS = Limits(

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from megatron_mux.split.certificates import make_ca, make_client, make_server
-from megatron_mux.split.service import Incoming, Send, ServerTls, Service
-from megatron_mux.split.transport import ClientTls, Transport
-from megatron_mux.split.wire import REPLIES, Dtype, Kind, Limits, Message, RefusedError
+from megatron_mux.split.client.transport import ClientTls, Transport
+from megatron_mux.split.protocol.wire import REPLIES, Dtype, Kind, Limits, Message, RefusedError
+from megatron_mux.split.server.service import Incoming, Send, ServerTls, Service
 
 LIMITS = Limits(kinds=frozenset(REPLIES), rows=4096, width=1024, dtype=Dtype.F32, named_bytes=1 << 20)
 REPLIED = replace(LIMITS, kinds=frozenset(REPLIES.values()))

@@ -1,0 +1,1 @@
+"""A client of split fine-tuning: data, labels and the ends of the model stay with it."""

@@ -1,0 +1,49 @@
+"""The server's table in a terminal."""
+
+from __future__ import annotations
+
+import time
+
+from rich.table import Table
+
+from megatron_mux.split.server.metrics import Metrics
+from megatron_mux.split.server.scheduler import Scheduler
+
+_MIB = 1 << 20
+
+
+def sessions_table(metrics: Metrics, scheduler: Scheduler, queued: int) -> Table:
+    """The sessions, a row each, under the server's memory and queue."""
+    reserved = (scheduler.capacity - scheduler.free) / _MIB
+    memory = f"{reserved:.0f} of {scheduler.capacity / _MIB:.0f} MiB reserved"
+    title = f"{len(metrics.sessions)} sessions, {queued} requests wait, {memory}"
+    table = Table(title=title, title_justify="left")
+    for heading in (
+        "session",
+        "step",
+        "state",
+        "requests",
+        "rows/s",
+        "waited",
+        "computed",
+        "MB in",
+        "MB out",
+    ):
+        table.add_column(
+            heading, justify="left" if heading in ("session", "state") else "right", no_wrap=True
+        )
+    now = time.monotonic()
+    for name, own in metrics.sessions.items():
+        seconds = max(now - own.since, 1e-9)
+        table.add_row(
+            name,
+            f"{own.step}/{own.total_steps}",
+            own.state,
+            str(own.requests),
+            f"{own.rows / seconds:.0f}",
+            f"{own.waited_s:.1f} s",
+            f"{own.computed_s:.1f} s",
+            f"{own.received / 1e6:.1f}",
+            f"{own.sent / 1e6:.1f}",
+        )
+    return table

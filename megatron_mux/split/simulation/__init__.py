@@ -1,0 +1,1 @@
+"""Simulates a split server with thousands of clients."""
