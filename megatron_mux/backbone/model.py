@@ -21,7 +21,7 @@ from megatron_mux.backbone.experts.at_start import check_experts, placement_or_d
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.moving import move_experts
 from megatron_mux.backbone.experts.traffic import Traffic
-from megatron_mux.backbone.layer import compute_layer
+from megatron_mux.backbone.layer import Layers, compute_layer
 from megatron_mux.backbone.layer_pieces import LayerPieces, TensorMessages, yields_of
 from megatron_mux.backbone.model_directory import open_checkpoint
 from megatron_mux.backbone.module_weights import ModuleWeights
@@ -191,10 +191,14 @@ class Backbone:
         labelled_only = labelled_only and self._selects_labelled(batch)
         if not self.layers:
             return self._final_norm(batch, hidden, labelled_only) if self.last else hidden
-        layers = self.residence.layers(hidden, lowest := self._trained_from)
+        layers = self.begin_layers(hidden, lowest := self._trained_from)
         for i in range(len(self.layers)) if part is None else [self.layers.index(layer) for layer in part]:
             layers.through(i, partial(self._layer, i, batch, angles[i], labelled_only, lowest))
         return layers.hidden
+
+    def begin_layers(self, hidden: Tensor, trained_from: int) -> Layers:
+        """Begin a pass through this stage's layers: see `Residence.layers`."""
+        return self.residence.layers(hidden, trained_from) if self.residence.units else Layers(hidden)
 
     def begin(self, batch: MicroBatch, needed: bool, labelled_only: bool = False) -> StagePass:
         """Begin to compute this stage on a micro-batch with its messages left to the caller.

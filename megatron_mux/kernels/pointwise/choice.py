@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Literal, Protocol
 
 import torch
@@ -68,11 +69,14 @@ def pointwise_name(device: torch.device, dtype: torch.dtype) -> PointwiseName:
     return "triton" if suits_triton(device, dtype) and has_triton() else "torch"
 
 
-def pointwise_kernels(x: Tensor) -> PointwiseKernels | None:
-    """The kernels for a tensor; None: torch's operators."""
-    if not suits_triton(x.device, x.dtype):
+@cache
+def pointwise_kernels(
+    kind: type[Tensor], device: torch.device, dtype: torch.dtype
+) -> PointwiseKernels | None:
+    """The kernels for tensors of a class, a device and a dtype; None: torch's operators."""
+    if not suits_triton(device, dtype):
         return None
-    if isinstance(x, FakeTensor):
+    if issubclass(kind, FakeTensor):
         return DryPointwise()
     if not has_triton():
         return None
