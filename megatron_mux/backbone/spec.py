@@ -110,7 +110,7 @@ def build(
         drop_biases(model, shape)
         if placement is not None:
             add_experts(model, shape, parallel, layers, placement)
-        if parallel.experts.is_manager:
+        if not parallel.experts.holds_rows:
             keep_experts(model)
     if parallel.tp_size == 1:
         use_whole_linear(model)
@@ -184,12 +184,16 @@ def _convert(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def keep_experts(model: GPTModel) -> None:
-    """Leave an expert manager the layers' routed experts: `mlp`, in a layer that has them, and nothing else."""
+    """Leave a rank without rows the layers' routed experts: `mlp`, in a layer that has them, and nothing else."""
+    for layer in model.decoder.layers:
+        if isinstance(layer.mlp, MoELayer):
+            layer.mlp.router = layer.mlp.shared_experts = None
     kept = [{"mlp": layer.mlp} if isinstance(layer.mlp, MoELayer) else {} for layer in model.decoder.layers]
     for name, _ in list(model.named_children()):
         delattr(model, name)
     model.decoder = nn.Module()
     model.decoder.layers = nn.ModuleList(map(nn.ModuleDict, kept))
+    model.decoder.final_layernorm = nn.Identity()
 
 
 def drop_biases(model: nn.Module, shape: BackboneShape) -> None:

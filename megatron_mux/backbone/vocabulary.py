@@ -31,7 +31,6 @@ class Vocabulary:
         parallel: Ranks, groups and device of this process.
         dtype: Of hidden states.
         residence: Where the weights live.
-        first, last: Whether the stage embeds tokens; whether it has the output layer.
 
     Attributes:
         parts: This rank's part of each matrix that the stage has; empty on expert managers.
@@ -45,8 +44,6 @@ class Vocabulary:
         parallel: Parallel,
         dtype: torch.dtype,
         residence: Residence,
-        first: bool,
-        last: bool,
     ) -> None:
         self._model, self._shape, self._parallel = model, shape, parallel
         self._dtype, self._residence = dtype, residence
@@ -62,11 +59,11 @@ class Vocabulary:
         stop = min(start + size, shape.vocab)
         self.noise: dict[str, EmbeddingNoise] = {}
         self.parts: dict[Place, VocabularyPart] = {}
-        if first and not parallel.experts.is_manager:
+        if hasattr(model, "embedding"):
             self.parts["embedding"] = VocabularyPart(
                 start, stop, lambda: self._weight("embedding", stop - start), shape.padding_token
             )
-        if last and not parallel.experts.is_manager:
+        if hasattr(model, "output_layer"):
             self.parts["head"] = VocabularyPart(start, stop, lambda: self._weight("head", stop - start))
 
     def _weight(self, key: Key, rows: int) -> Tensor:

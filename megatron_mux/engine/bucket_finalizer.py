@@ -173,7 +173,7 @@ class BucketFinalizer:
                 dist.all_reduce(own, group=self.parallel.dp_group)
             parts = [torch.stack([own, squares, *sums], dim=1), self._tied.send(names, device)]
             table = torch.cat(parts if figures is None else [parts[0], figures, parts[1]], dim=1)
-            if self.parallel.experts.broker is not None:
+            if self.parallel.experts.divides_adapters:
                 # Each of them owns a part of the adapters, and the master has the losses.
                 dist.all_reduce(table, group=self.parallel.experts.group)
         else:

@@ -85,7 +85,7 @@ class Engine:
         )
         self._forward = ForwardPasses(self.stages, parallel, self.communicator, self._trials)
         self._tasks: dict[str, TaskState] = {}
-        if parallel.experts.is_manager:
+        if not parallel.experts.holds_rows:
             for stage in own:
                 stage.lowest_adapter = self._lowest_adapter
 
@@ -182,7 +182,7 @@ class Engine:
         Raises:
             UserError: Weights are not resident, or some rank has no memory for an adapter: then the run cannot go on.
         """
-        before, divided = self.backbone.placement, self.parallel.experts.broker is not None
+        before, divided = self.backbone.placement, self.parallel.experts.divides_adapters
         states: dict[str, LocalState] = {}
         if divided:
             self._runner.read_ahead.forget()  # it knows slots
@@ -208,7 +208,7 @@ class Engine:
     @property
     def bytes_beside_expert(self) -> float:
         """Bytes of tasks' adapters and optimizer states that move with an expert's weights, mean of all experts."""
-        if self.parallel.experts.broker is None:
+        if not self.parallel.experts.divides_adapters:
             return 0.0
         itemsize = self.adapters.host.parameter_dtype.itemsize
         return bytes_beside_expert(self._tasks.values(), self.backbone.shape, itemsize)

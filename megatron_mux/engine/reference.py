@@ -35,9 +35,9 @@ def attach_reference(adapters: AdapterSet, task: Task, total_steps: int) -> Task
         torch.OutOfMemoryError: There is no memory for it.
     """
     spec = task.spec
+    if spec.training.is_preference:
+        adapters.host.parallel.experts.refuse("preferences", spec.name, spec.training.loss)
     problem = problem_of_preference(spec, adapters.host.shape)
-    if spec.training.is_preference and adapters.host.parallel.experts.broker is not None:
-        problem = f"training.loss: {spec.training.loss} does not run with expert managers: use expert-parallel ranks"
     if problem:
         raise UserError(f"task {spec.name!r}: {problem}")
     if task.initial is None or not spec.training.needs_reference:

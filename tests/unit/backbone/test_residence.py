@@ -105,7 +105,12 @@ def test_a_step_of_a_resident_backbone_asks_nobody_for_weights(
 
     def noting(name: str) -> Callable[..., Any]:
         own = getattr(Residence, name)
-        return lambda *arguments: (asked.add(name), own(*arguments))[1]
+
+        def note(*arguments: Any) -> Any:
+            asked.add(name)
+            return own(*arguments)
+
+        return note
 
     for name in ("using", "layers"):
         monkeypatch.setattr(Residence, name, noting(name))
