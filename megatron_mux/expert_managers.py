@@ -53,37 +53,6 @@ class Outbox:
         return self._leaving[-1]
 
 
-@dataclass(frozen=True)
-class Broker:
-    """A master and its expert managers (VELA, section IV.A): what they exchange, and over which connections.
-
-    Expert rank 0 is the master, with all of the backbone but its routed experts; the others are managers 1, 2 and so
-    on, with nothing but routed experts. Each kind of message has a group of its own, so that none waits for another.
-
-    Attributes:
-        headers: From the master to managers, between hosts' memories.
-        forth: From the master to managers.
-        back: From managers to the master.
-        outbox: Of this process.
-    """
-
-    headers: dist.ProcessGroup
-    forth: dist.ProcessGroup
-    back: dist.ProcessGroup
-    outbox: Outbox
-
-    def connect(self, device: torch.device) -> None:
-        """Send something both ways: NCCL connects at the first message, for which the host waits."""
-        rank, size = self.forth.rank(), self.forth.size()
-        flag = torch.zeros(1, device=device)
-        for manager in range(1, size):
-            for group, sender, receiver in ((self.forth, 0, manager), (self.back, manager, 0)):
-                if rank == sender:
-                    dist.send(flag, group=group, group_dst=receiver)
-                elif rank == receiver:
-                    dist.recv(flag, group=group, group_src=sender)
-
-
 _REFUSED: dict[Feature, str] = {
     "backbone without experts": "--mux-expert-managers: a {} has no experts: remove it",
     "weights elsewhere": (
@@ -107,31 +76,24 @@ _REFUSED: dict[Feature, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ManagedExperts(ExpertRanks):
-    """The master, expert rank 0, or one of its expert managers, whose weights nobody else has.
+    """A master, expert rank 0, with all but the routed experts, and its managers 1, 2 and so on (VELA, section IV.A).
+
+    Each kind of message has a group of its own, so that none waits for another.
 
     Attributes:
-        broker: Connects them.
+        headers: From the master to managers, between hosts' memories.
+        forth: From the master to managers.
+        back: From managers to the master.
+        outbox: Of this process.
     """
 
-    broker: Broker
+    headers: dist.ProcessGroup
+    forth: dist.ProcessGroup
+    back: dist.ProcessGroup
+    outbox: Outbox
 
     first_worker: ClassVar[int] = 1
     divides_adapters: ClassVar[bool] = True
-
-    @property
-    def holds_rows(self) -> bool:
-        """Only the master's."""
-        return self.rank == 0
-
-    @property
-    def exchange(self) -> str:
-        """See `ExpertRanks.exchange`."""
-        return "manager" if self.rank else "master"
-
-    @property
-    def role(self) -> str:
-        """See `ExpertRanks.role`."""
-        return f"expert manager {self.rank}" if self.rank else "the master"
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -143,8 +105,14 @@ class ManagedExperts(ExpertRanks):
         return Placement.among_managers(experts, self.size - 1, layers)
 
     def connect(self, device: torch.device) -> None:
-        """See `ExpertRanks.connect`."""
-        self.broker.connect(device)
+        """Send something both ways: NCCL connects at the first message, for which the host waits."""
+        flag = torch.zeros(1, device=device)
+        for manager in range(1, self.size):
+            for group, sender, receiver in ((self.forth, 0, manager), (self.back, manager, 0)):
+                if self.rank == sender:
+                    dist.send(flag, group=group, group_dst=receiver)
+                elif self.rank == receiver:
+                    dist.recv(flag, group=group, group_src=sender)
 
     def refuse(self, feature: Feature, *names: str) -> None:
         """See `ExpertRanks.refuse`."""
@@ -152,8 +120,21 @@ class ManagedExperts(ExpertRanks):
 
     def leave(self) -> None:
         """Destroy the groups that `managed_experts` made."""
-        for group in (self.group, self.broker.headers, self.broker.forth, self.broker.back):
+        for group in (self.group, self.headers, self.forth, self.back):
             dist.destroy_process_group(group)
+
+
+class Master(ManagedExperts):
+    """As the master sees them."""
+
+    exchange: ClassVar[str] = "master"
+
+
+class ExpertManager(ManagedExperts):
+    """As a manager sees them: it holds routed experts and nothing else."""
+
+    holds_rows: ClassVar[bool] = False
+    exchange: ClassVar[str] = "manager"
 
 
 def manager_problems(world_size: int, managers: int) -> list[str]:
@@ -179,15 +160,18 @@ def managed_experts(alone: dist.ProcessGroup, device: torch.device, timeout_minu
     both, headers, forth, back = (
         dist.new_group(backend=name, timeout=timeout) for name in (None, "gloo", backend, backend)
     )
-    size = dist.get_world_size()
-    peers = size - 1 if dist.get_rank() == 0 else 1
-    return ManagedExperts(
-        rank=dist.get_rank(),
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return (ExpertManager if rank else Master)(
+        rank=rank,
         size=size,
         tensor_rank=0,
         tensor_size=1,
         group=both,
         data_group=alone,
         over_data=True,
-        broker=Broker(headers, forth, back, Outbox(_AT_ONCE * peers)),
+        role=f"expert manager {rank}" if rank else "the master",
+        headers=headers,
+        forth=forth,
+        back=back,
+        outbox=Outbox(_AT_ONCE * (1 if rank else size - 1)),
     )

@@ -35,8 +35,11 @@ class ExpertRanks:
         group: All of them.
         data_group: The processes that hold the same experts.
         over_data: Whether a rank without rows computes those of others: then all of them make equal passes.
+        role: What messages call this process beside its rank; empty: its pipeline stage.
         first_worker: The first expert rank that holds experts.
         divides_adapters: Whether a rank has the adapters of its own experts alone; else it has those of all experts.
+        holds_rows: Whether sequences of tasks are computed here; else there are routed experts and nothing else.
+        exchange: How rows reach their experts: see `backbone.experts.layer.EXCHANGES`.
     """
 
     rank: int
@@ -46,24 +49,12 @@ class ExpertRanks:
     group: dist.ProcessGroup
     data_group: dist.ProcessGroup
     over_data: bool
+    role: str = ""
 
     first_worker: ClassVar[int] = 0
     divides_adapters: ClassVar[bool] = False
-
-    @property
-    def holds_rows(self) -> bool:
-        """Whether sequences of tasks are computed here; else this process has routed experts and nothing else."""
-        return True
-
-    @property
-    def exchange(self) -> str:
-        """How rows reach their experts: see `backbone.experts.layer.EXCHANGES`."""
-        return "all to all"
-
-    @property
-    def role(self) -> str:
-        """What messages call this process beside its rank; empty: its pipeline stage."""
-        return ""
+    holds_rows: ClassVar[bool] = True
+    exchange: ClassVar[str] = "all to all"
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -78,12 +69,7 @@ class ExpertRanks:
         """Have NCCL connect these ranks, as far as the world's groups do not."""
 
     def refuse(self, feature: Feature, *names: str) -> None:
-        """Raise a `UserError` if these ranks do not go with a feature.
-
-        Args:
-            feature: What.
-            names: What the error calls it, and whom it concerns.
-        """
+        """Raise a `UserError` with these names if these ranks do not go with a feature."""
 
     def leave(self) -> None:
         """Destroy the groups that Megatron-Core did not make."""

@@ -9,7 +9,7 @@ import pytest
 from megatron_mux.backbone.experts.layer import EXCHANGES
 from megatron_mux.backbone.experts.master_exchange import ManagerExchange, MasterExchange
 from megatron_mux.errors import UserError
-from megatron_mux.expert_managers import ManagedExperts
+from megatron_mux.expert_managers import ExpertManager, ManagedExperts, Master
 from megatron_mux.expert_ranks import ExpertRanks, Feature
 
 NOTHING: Any = None
@@ -20,13 +20,13 @@ def even(rank: int) -> ExpertRanks:
 
 
 def managed(rank: int) -> ManagedExperts:
-    return ManagedExperts(rank, 3, 0, 1, NOTHING, NOTHING, over_data=True, broker=NOTHING)
+    connected = dict.fromkeys(("headers", "forth", "back", "outbox"), NOTHING)
+    return (ExpertManager if rank else Master)(rank, 3, 0, 1, NOTHING, NOTHING, over_data=True, **connected)
 
 
 def test_a_master_has_the_rows_and_its_managers_the_experts() -> None:
     master, manager = managed(0), managed(2)
     assert (master.holds_rows, manager.holds_rows, even(1).holds_rows) == (True, False, True)
-    assert (master.role, manager.role, even(1).role) == ("the master", "expert manager 2", "")
     assert (EXCHANGES[master.exchange], EXCHANGES[manager.exchange]) == (MasterExchange, ManagerExchange)
     assert (master.sizes, even(0).sizes) == ((1, 1, 2), (2, 2, 0))
     held = [[own.placement(4, [0]).held(0, rank) for rank in range(own.size)] for own in (master, even(0))]

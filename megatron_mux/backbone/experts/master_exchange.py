@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_mux.backbone.experts.exchange import Arriving, Choice, Exchange, Sent
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.experts.traffic import Traffic
-from megatron_mux.expert_managers import Broker, Leaving, ManagedExperts
+from megatron_mux.expert_managers import Leaving, ManagedExperts
 
 HEADER_BYTES = 24
 """Rows, their pairs and layer, int64 each."""
@@ -37,10 +37,10 @@ class MasterExchange(Exchange):
     def begin(self, routes: Routes) -> tuple[Choice, Arriving]:
         """See `Exchange.begin`: headers are sent, and the master knows its own."""
         choice = Choice.of(routes, self.serving, self._ranks)
-        broker, counts = self._ranks.broker, choice.counts.cpu()
+        counts = choice.counts.cpu()
         for manager, sizes in enumerate(counts.tolist()[1:], start=1):
             header = torch.tensor([*sizes, self._layer], device="cpu")
-            broker.outbox.send(header, manager, broker.headers)
+            self._ranks.outbox.send(header, manager, self._ranks.headers)
         size = self._ranks.size
         self.traffic.add("sizes", HEADER_BYTES, (0, *(1,) * (size - 1)), (0,) * size)
         return choice, Arriving(counts, [])
@@ -48,7 +48,7 @@ class MasterExchange(Exchange):
     def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
         """See `Exchange.agreed`."""
         outgoing, none = tuple(sizes[:, 0].tolist()), (0,) * self._ranks.size
-        return _SentFromMaster(self._ranks.broker, choice, outgoing, none, 0, self.traffic)
+        return _SentFromMaster(self._ranks, choice, outgoing, none, 0, self.traffic)
 
 
 class ManagerExchange(MasterExchange):
@@ -58,7 +58,7 @@ class ManagerExchange(MasterExchange):
         """See `Exchange.begin`: a header is received."""
         choice = Choice.of(routes, self.serving, self._ranks)
         header = torch.tensor([0, 0, self._layer], device="cpu")
-        work = dist.irecv(header, group=self._ranks.broker.headers, group_src=0)
+        work = dist.irecv(header, group=self._ranks.headers, group_src=0)
         assert work is not None
         return choice, Arriving(header, [work])
 
@@ -76,25 +76,25 @@ class ManagerExchange(MasterExchange):
         none = (0,) * self._ranks.size
         self.traffic.add("sizes", HEADER_BYTES, none, (1, *none[1:]))
         incoming = (rows, *none[1:])
-        return _SentFromMaster(self._ranks.broker, choice, none, incoming, pairs, self.traffic)
+        return _SentFromMaster(self._ranks, choice, none, incoming, pairs, self.traffic)
 
 
 class _SentFromMaster(Sent):
-    def __init__(self, broker: Broker, *sent: Any) -> None:
+    def __init__(self, ranks: ManagedExperts, *sent: Any) -> None:
         super().__init__(*sent)
-        self._broker = broker
+        self._ranks = ranks
         self._leaving: list[Leaving] = []
 
     def _forth(self, x: Tensor) -> Arriving:
-        return self._exchange(x, self.outgoing, self.incoming, self._broker.forth)
+        return self._exchange(x, self.outgoing, self.incoming, self._ranks.forth)
 
     def _back(self, y: Tensor) -> Arriving:
-        return self._exchange(y, self.incoming, self.outgoing, self._broker.back)
+        return self._exchange(y, self.incoming, self.outgoing, self._ranks.back)
 
     def _exchange(
         self, given: Tensor, outgoing: tuple[int, ...], incoming: tuple[int, ...], group: dist.ProcessGroup
     ) -> Arriving:
-        answered, outbox = self._leaving, self._broker.outbox
+        answered, outbox = self._leaving, self._ranks.outbox
         self._leaving = [
             outbox.send(part, rank, group) for rank, part in enumerate(given.split(outgoing)) if len(part)
         ]

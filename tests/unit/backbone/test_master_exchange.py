@@ -13,7 +13,7 @@ from megatron_mux.backbone.experts.master_exchange import ManagerExchange
 
 @pytest.mark.parametrize("rows", [0, 3])
 def test_a_header_of_another_layer_is_refused(rows: int) -> None:
-    exchange = ManagerExchange(cast(Any, SimpleNamespace(rank=2, size=3, broker=None)), layer=4)
+    exchange = ManagerExchange(cast(Any, SimpleNamespace(rank=2, size=3)), layer=4)
     nothing = (torch.empty(0), torch.empty(0))
     choice = cast(Any, SimpleNamespace(taken=lambda total: nothing, returning=lambda total: nothing))
     sent = exchange.agreed(choice, torch.tensor([rows, 2 * rows, 4]))
