@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_mux.backbone.norms import FrozenNorm, OutputNorm
 from megatron_mux.backbone.rotary import Angles
+from megatron_mux.backbone.sublayers import FrozenNorm, OutputNorm
 from megatron_mux.batch.micro_batch import activate, active
 from megatron_mux.kernels.pointwise.functions import fork, join
 

@@ -13,12 +13,10 @@ import torch
 from torch import nn
 
 from megatron_mux import megatron_core
-from megatron_mux.backbone.attention import SegmentAttention
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.frozen_linear import use_whole_linear
 from megatron_mux.backbone.latent_attention import LatentAttention
-from megatron_mux.backbone.norms import FrozenNorm, OutputNorm
-from megatron_mux.backbone.sublayers import Attention, Mlp
+from megatron_mux.backbone.sublayers import Attention, FrozenNorm, Mlp, OutputNorm, SegmentAttention
 from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.expert_shape import Placement
 from megatron_mux.kernels.pointwise.reference import ACTIVATIONS
