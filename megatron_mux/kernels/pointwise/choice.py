@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_mux.kernels.triton_choice import has_triton, suits_triton
+from megatron_mux.kernels.triton_choice import computes_nothing, has_triton, suits_triton
 
 PointwiseName = Literal["triton", "torch"]
 
@@ -39,29 +39,8 @@ class PointwiseKernels(Protocol):
 class DryPointwise:
     """On a fake GPU: `pointwise.functions` has allocated what Triton kernels write to, and nothing is computed."""
 
-    @staticmethod
-    def activate(*args: Any) -> None:
-        """See `pointwise.triton`."""
-
-    @staticmethod
-    def activate_backward(*args: Any) -> None:
-        """See `pointwise.triton`."""
-
-    @staticmethod
-    def join(*args: Any) -> None:
-        """See `pointwise.triton`."""
-
-    @staticmethod
-    def join_backward(*args: Any) -> None:
-        """See `pointwise.triton`."""
-
-    @staticmethod
-    def turn(*args: Any) -> None:
-        """See `pointwise.triton_rotary`."""
-
-    @staticmethod
-    def turn_backward(*args: Any) -> None:
-        """See `pointwise.triton_rotary`."""
+    activate = activate_backward = staticmethod(computes_nothing)
+    join = join_backward = turn = turn_backward = staticmethod(computes_nothing)
 
 
 def pointwise_name(device: torch.device, dtype: torch.dtype) -> PointwiseName:
