@@ -117,7 +117,7 @@ class Worker:
 
     def _placement(self, workers: Sequence[Sequence[Sequence[int]]]) -> Placement:
         """With a master, worker n is expert rank n + 1."""
-        first = 0 if self.parallel.experts.broker is None else 1
+        first = self.parallel.experts.first_worker
         ranks = tuple(tuple(tuple(first + n for n in own) for own in row) for row in workers)
         return Placement(self.parallel.world_size, dict(enumerate(ranks)), tuple(self.nodes))
 

@@ -198,7 +198,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron_mux.kernels.pointwise import triton as triton_pointwise
 
     if not is_gpu:
-        fused_pointwise.pointwise_kernels = lambda x: None if x.dtype == torch.float64 else triton_pointwise
+        fused_pointwise.pointwise_kernels = lambda kind, device, dtype: (
+            None if dtype == torch.float64 else triton_pointwise
+        )
     shape = {"hidden": 4096, "ffn": 14336, "size": 128, "queries": 4, "groups": 8}
     if not is_gpu:
         shape = {"hidden": 64, "ffn": 96, "size": 16, "queries": 2, "groups": 2}

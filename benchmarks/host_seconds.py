@@ -159,6 +159,9 @@ def idle_gpu() -> Iterator[None]:
             (attention, "has_one_call", lambda device, dtype: True),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
+        for known in (pointwise_choice.pointwise_kernels, cross_entropy.is_fused):
+            known.cache_clear()
+            stack.callback(known.cache_clear)
         yield
 
 

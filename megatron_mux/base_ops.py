@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # memory is estimated without torch, which takes seconds to import
@@ -100,7 +101,7 @@ class BaseOpInfo:
         held: tuple[int, ...] = getattr(self.module, "held", ())
         return held
 
-    @property
+    @cached_property
     def column_parallel(self) -> bool:
         """Whether tensor ranks divide its output; else they divide its input."""
         return self.name in COLUMN_PARALLEL

@@ -2,81 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-_AT_ONCE = 8
-"""Messages to a rank that may be on their way: as many hybrid tasks may wait for it at once."""
+from megatron_mux.expert_shape import Placement
 
-
-@dataclass(eq=False)
-class Leaving:
-    """A message on its way, which must not change meanwhile."""
-
-    work: dist.Work | None
-    message: Tensor | None
-
-    def wait(self) -> None:
-        """Return once it has left: at once if there is an answer to it."""
-        if self.work is not None:
-            self.work.wait()
-        self.work = self.message = None
-
-
-@dataclass
-class Outbox:
-    """Sends messages without waiting; each is kept until it has left.
-
-    Attributes:
-        most: Messages that may be on their way; one more waits until the first of them has left.
-    """
-
-    most: int
-    _leaving: deque[Leaving] = field(default_factory=deque)
-
-    def send(self, message: Tensor, to: int, group: dist.ProcessGroup) -> Leaving:
-        """Send a contiguous tensor to a rank of a group."""
-        if len(self._leaving) >= self.most:
-            self._leaving.popleft().wait()
-        self._leaving.append(Leaving(dist.isend(message, group=group, group_dst=to), message))
-        return self._leaving[-1]
-
-
-@dataclass(frozen=True)
-class Broker:
-    """A master and its expert managers (VELA, section IV.A): what they exchange, and over which connections.
-
-    Expert rank 0 is the master, with all of the backbone but its routed experts; the others are managers 1, 2 and so
-    on, with nothing but routed experts. Each kind of message has a group of its own, so that none waits for another.
-
-    Attributes:
-        headers: From the master to managers, between hosts' memories.
-        forth: From the master to managers.
-        back: From managers to the master.
-        outbox: Of this process.
-    """
-
-    headers: dist.ProcessGroup
-    forth: dist.ProcessGroup
-    back: dist.ProcessGroup
-    outbox: Outbox
-
-    def connect(self, device: torch.device) -> None:
-        """Send something both ways: NCCL connects at the first message, for which the host waits."""
-        rank, size = self.forth.rank(), self.forth.size()
-        flag = torch.zeros(1, device=device)
-        for manager in range(1, size):
-            for group, sender, receiver in ((self.forth, 0, manager), (self.back, manager, 0)):
-                if rank == sender:
-                    dist.send(flag, group=group, group_dst=receiver)
-                elif rank == receiver:
-                    dist.recv(flag, group=group, group_src=sender)
+Feature = Literal[
+    "backbone without experts",
+    "weights elsewhere",
+    "quantised weights",
+    "own rows",
+    "preferences",
+    "optimizer",
+]
+"""What some ranks of experts do not go with."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +35,11 @@ class ExpertRanks:
         group: All of them.
         data_group: The processes that hold the same experts.
         over_data: Whether a rank without rows computes those of others: then all of them make equal passes.
-        broker: Connects a master and its expert managers; None: every rank has rows of its own.
+        role: What messages call this process beside its rank; empty: its pipeline stage.
+        first_worker: The first expert rank that holds experts.
+        divides_adapters: Whether a rank has the adapters of its own experts alone; else it has those of all experts.
+        holds_rows: Whether sequences of tasks are computed here; else there are routed experts and nothing else.
+        exchange: How rows reach their experts: see `backbone.experts.layer.EXCHANGES`.
     """
 
     rank: int
@@ -102,12 +49,30 @@ class ExpertRanks:
     group: dist.ProcessGroup
     data_group: dist.ProcessGroup
     over_data: bool
-    broker: Broker | None = None
+    role: str = ""
+
+    first_worker: ClassVar[int] = 0
+    divides_adapters: ClassVar[bool] = False
+    holds_rows: ClassVar[bool] = True
+    exchange: ClassVar[str] = "all to all"
 
     @property
-    def is_manager(self) -> bool:
-        """Whether this process holds routed experts and nothing else."""
-        return self.broker is not None and self.rank > 0
+    def sizes(self) -> tuple[int, int, int]:
+        """Expert parallel and expert tensor parallel size and number of managers, as `initialize` takes them."""
+        return self.size, self.tensor_size, 0
+
+    def placement(self, experts: int, layers: Sequence[int]) -> Placement:
+        """Which ranks hold which experts, unless somebody says otherwise."""
+        return Placement.contiguous(experts, self.size, layers)
+
+    def connect(self, device: torch.device) -> None:
+        """Have NCCL connect these ranks, as far as the world's groups do not."""
+
+    def refuse(self, feature: Feature, *names: str) -> None:
+        """Raise a `UserError` with these names if these ranks do not go with a feature."""
+
+    def leave(self) -> None:
+        """Destroy the groups that Megatron-Core did not make."""
 
 
 def size_problems(world_size: int, tensor: int, pipeline: int, expert: int, expert_tensor: int) -> list[str]:
@@ -131,16 +96,6 @@ def size_problems(world_size: int, tensor: int, pipeline: int, expert: int, expe
     return []
 
 
-def manager_problems(world_size: int, managers: int) -> list[str]:
-    """What keeps so many processes from being a master and its managers; empty where nothing does."""
-    if world_size == managers + 1:
-        return []
-    are = "process was" if world_size == 1 else "processes were"
-    needed = f"{managers} expert manager{'s' * (managers > 1)} and their master are {managers + 1} processes"
-    how = f"use torchrun --nproc-per-node {managers + 1}, or on several hosts as many in total"
-    return [f"--mux-expert-managers: {needed}, but {world_size} {are} started: {how}."]
-
-
 def expert_ranks(mpu: Any, tensor: int) -> ExpertRanks:
     """This process in Megatron-Core's expert groups.
 
@@ -159,37 +114,3 @@ def expert_ranks(mpu: Any, tensor: int) -> ExpertRanks:
         data_group=mpu.get_expert_data_parallel_group(),
         over_data=group.size() > tensor,
     )
-
-
-def broker_ranks(alone: dist.ProcessGroup, device: torch.device, timeout_minutes: float) -> ExpertRanks:
-    """This process as the master (rank 0) or an expert manager. Every rank of the world calls it.
-
-    Args:
-        alone: A group of this process only.
-        device: That it computes on.
-        timeout_minutes: How long an exchange waits for the other process.
-    """
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(minutes=timeout_minutes)
-    both, headers, forth, back = (
-        dist.new_group(backend=name, timeout=timeout) for name in (None, "gloo", backend, backend)
-    )
-    size = dist.get_world_size()
-    peers = size - 1 if dist.get_rank() == 0 else 1
-    return ExpertRanks(
-        rank=dist.get_rank(),
-        size=size,
-        tensor_rank=0,
-        tensor_size=1,
-        group=both,
-        data_group=alone,
-        over_data=True,
-        broker=Broker(headers, forth, back, Outbox(_AT_ONCE * peers)),
-    )
-
-
-def leave(ranks: ExpertRanks) -> None:
-    """Destroy the groups that `broker_ranks` made."""
-    broker = ranks.broker
-    for group in () if broker is None else (ranks.group, broker.headers, broker.forth, broker.back):
-        dist.destroy_process_group(group)

@@ -97,8 +97,7 @@ def connect(parallel: Parallel) -> None:
     for group, size in sizes.items():  # None: all ranks
         if size > 1:
             dist.all_reduce(torch.zeros(1, device=parallel.device), group=group)
-    if parallel.experts.broker is not None:
-        parallel.experts.broker.connect(parallel.device)
+    parallel.experts.connect(parallel.device)
     torch.cuda.synchronize(parallel.device)
 
 

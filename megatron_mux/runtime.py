@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from megatron_mux import megatron_core, world
 from megatron_mux.errors import UserError
-from megatron_mux.expert_ranks import ExpertRanks, broker_ranks, expert_ranks, leave
+from megatron_mux.expert_managers import managed_experts
+from megatron_mux.expert_ranks import ExpertRanks, expert_ranks
 from megatron_mux.liveness import Heartbeat
 
 GRADIENTS_AT_ONCE = 1 << 22
@@ -124,9 +125,7 @@ class Parallel:
     @property
     def sizes(self) -> tuple[object, ...]:
         """Everything that `initialize` divides the world by, in the order of its arguments; and the device."""
-        own = self.experts
-        experts = (1, 1, own.size - 1) if own.broker else (own.size, own.tensor_size, 0)
-        return (self.tp_size, self.pp_size, self.sequence_parallel, self.device, *experts)
+        return (self.tp_size, self.pp_size, self.sequence_parallel, self.device, *self.experts.sizes)
 
     @property
     def is_first_stage(self) -> bool:
@@ -197,14 +196,14 @@ def initialize(
         distributed_timeout_minutes=timeout_minutes,
     )
     placed = _place(mpu, chosen, sequence_parallel)
-    _current = _with_broker(placed, timeout_minutes) if expert_managers else placed
+    _current = _with_managers(placed, timeout_minutes) if expert_managers else placed
     return _current
 
 
-def _with_broker(alone: Parallel, timeout_minutes: float) -> Parallel:
+def _with_managers(alone: Parallel, timeout_minutes: float) -> Parallel:
     """The place of the master or of an expert manager, whose other groups have this process only."""
     own = alone.tp_group
-    experts = broker_ranks(own, alone.device, timeout_minutes)
+    experts = managed_experts(own, alone.device, timeout_minutes)
     return replace(alone, dp_rank=0, dp_size=1, dp_group=own, model_group=experts.group, experts=experts)
 
 
@@ -266,7 +265,7 @@ def shutdown() -> None:
 def _leave_groups(mpu: Any) -> None:
     """Destroy Megatron-Core's groups: it only forgets them, and each would keep its threads and sockets."""
     if _current is not None:
-        leave(_current.experts)
+        _current.experts.leave()
     for group in getattr(mpu, "_global_process_group_list", None) or []:
         if group is not None:
             dist.destroy_process_group(group)

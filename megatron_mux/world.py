@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_mux.errors import UserError
-from megatron_mux.expert_ranks import manager_problems, size_problems
+from megatron_mux.expert_managers import manager_problems
+from megatron_mux.expert_ranks import size_problems
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

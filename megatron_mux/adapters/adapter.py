@@ -180,14 +180,14 @@ class TaskAdapter(ABC):
         """Restore `state()` from full tensors, of which this rank takes its part."""
 
     def _tensors_of(self, site: Site) -> list[AdapterParameter]:
-        """Make a module's tensors, divided over tensor ranks as the section says, or over expert managers."""
+        """Make a module's tensors, divided over tensor ranks as the section says, or over ranks of experts."""
         made = []
         for name in self.spec.module_tensors(site.module, self.host.shape):
             key = tensor_key(self.spec.key_path(site.module), name)
             tensor = self.tensors[key]
             held = site.part.features if site.info.column_parallel else site.inputs
             dim, index = tensor.dim, None if tensor.dim is None else held
-            if tensor.expert_dim is not None and self.host.parallel.experts.broker is not None:
+            if tensor.expert_dim is not None and self.host.parallel.experts.divides_adapters:
                 dim, index = tensor.expert_dim, self.places_of_experts(tensor, site.info.experts)
             made.append(self.make(key, dim, index))
         return made

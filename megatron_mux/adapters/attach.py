@@ -42,6 +42,7 @@ class AdapterSet:
             for info in host.base_ops
         ]
         self._tasks: dict[str, TaskAdapter] = {}
+        self._prepared = True
 
     def add(
         self,
@@ -72,6 +73,7 @@ class AdapterSet:
             if problems:
                 raise UserError(*(f"task {spec.name!r}: the adapter to start from {p}" for p in problems))
         host = self.host if layers is None else self.host.within(layers)
+        self._prepared = False
         adapter: TaskAdapter = spec.adapter.attach(host, spec, total_steps, initial)
         taken = {other.slot for other in self._tasks.values()}
         adapter.slot = next(slot for slot in count() if slot not in taken)
@@ -89,6 +91,7 @@ class AdapterSet:
             KeyError: No task of that name has an adapter.
         """
         adapter = self._tasks.pop(name)
+        self._prepared = False
         adapter.rows.leave()
         for op in adapter.at:
             self.ops[op].remove(name)
@@ -96,6 +99,7 @@ class AdapterSet:
 
     def renew_experts(self) -> None:
         """Compute with the experts that this rank holds by now, after some have moved."""
+        self._prepared = False
         for op in self.ops:
             if isinstance(op, AttachedExperts):
                 op.renew()
@@ -108,9 +112,12 @@ class AdapterSet:
 
     def prepare(self) -> None:
         """Bring to a GPU what its kernels need of tasks that have come or gone, before any message is outstanding."""
+        if self._prepared:
+            return
         if self.host.device.type == "cuda":
             for op in self.ops:
                 op.prepare()
+        self._prepared = True
 
     @property
     def tasks(self) -> Mapping[str, TaskAdapter]:

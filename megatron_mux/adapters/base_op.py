@@ -26,6 +26,7 @@ from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.kernels.low_rank.choice import KernelName, kernels_for
 from megatron_mux.kernels.low_rank.grouped_rows import GroupedKernels, RowTables, adapt_rows
 from megatron_mux.kernels.low_rank.product import low_rank_linear
+from megatron_mux.kernels.low_rank.reference import LoopKernels
 from megatron_mux.kernels.low_rank.terms import Term, TermTable
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class AttachedBaseOp:
         host: The stage that it belongs to.
 
     Attributes:
-        kernels: Compute low-rank terms; None: the default ones.
+        kernels: Which compute low-rank terms; None: the default ones.
     """
 
     def __init__(self, info: BaseOpInfo, host: Host) -> None:
@@ -58,7 +59,16 @@ class AttachedBaseOp:
         self._terms: dict[str, Mapping[str, Sequence[Term]]] = {}
         self._tables: Tables | None = None
         self._others: dict[frozenset[str], dict[str, tuple[Adapter, frozenset[str]]]] = {}
-        self.kernels: KernelName | None = None
+        self._kernels: KernelName | None = None
+
+    @property
+    def kernels(self) -> KernelName | None:  # noqa: D102 (see the class)
+        return self._kernels
+
+    @kernels.setter
+    def kernels(self, name: KernelName | None) -> None:
+        self._kernels = name
+        self._change()
 
     def attach(self) -> None:
         """Replace the module's `forward`. A row-parallel one gets `finish`, too."""
@@ -95,7 +105,9 @@ class AttachedBaseOp:
     def tables(self) -> Tables:
         """The terms of all tasks."""
         if self._tables is None:
-            self._tables = Tables(self._terms.values())
+            # Which rows of a micro-batch are a task's: behind a row-parallel BaseOp, tensor ranks divide them.
+            divided = self.parallel.sequence_parallel and not self.info.column_parallel
+            self._tables = Tables(self._terms.values(), self._kernels, divided)
         return self._tables
 
     def prepare(self) -> None:
@@ -115,7 +127,7 @@ class AttachedBaseOp:
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Compute what Megatron's linear modules do, with adapters: `[T, 1, K]` to `[T, 1, N]`, and a skipped bias."""
         batch = active()
-        grouped = self._grouped(input_)
+        grouped = self.tables.grouped
         present = self._present(batch, grouped)
         alone = bool(present) and any(stages - {"extend"} for _, stages in present.values())
         if not alone and not self.tables.any_of(batch.groups, grouped):
@@ -129,14 +141,6 @@ class AttachedBaseOp:
         if self.info.column_parallel:
             return self._column(input_, present, batch, grouped)
         return self._row(input_, present, batch, grouped)
-
-    def _grouped(self, x: Tensor) -> frozenset[Grouped]:
-        """The stages that kernels compute for all tasks at once, whichever kernels are chosen for low-rank terms."""
-        if not self.tables.act_on_rows or not issubclass(kernels_for(x), GroupedKernels):
-            return frozenset()
-        # Tables say which rows of the micro-batch are a task's: behind a row-parallel BaseOp, tensor ranks divide them.
-        divided = self.parallel.sequence_parallel and not self.info.column_parallel
-        return frozenset({"before"} if divided else {"before", "after"})
 
     def _present(self, batch: MicroBatch, grouped: frozenset[Grouped]) -> Present:
         """Adapters with stages that are computed task by task; those that extend the batch have done so."""
@@ -186,7 +190,7 @@ class AttachedBaseOp:
         Returns:
             Likewise, and the bias if the module skips it.
         """
-        batch, grouped = active(), self._grouped(summed)
+        batch, grouped = active(), self.tables.grouped
         return self._behind(summed, self._present(batch, grouped), batch, grouped)
 
     def _behind(
@@ -208,9 +212,9 @@ class AttachedBaseOp:
     def _product(self, x: Tensor, bias: Tensor | None, present: Present, batch: MicroBatch) -> Tensor:
         """Compute the frozen product with the terms of all adapters: fused low-rank ones, then the others."""
         weight: Tensor = self.info.module.weight  # type: ignore[assignment]
-        if self.tables.low_rank.any_of(batch.groups):
-            kernels = kernels_for(x, self.kernels)
-            y = low_rank_linear(x, weight, bias, self._anchor, self.tables.low_rank, batch.groups, kernels)
+        tables = self.tables
+        if tables.low_rank.any_of(batch.groups):
+            y = low_rank_linear(x, weight, bias, self._anchor, tables.low_rank, batch.groups, tables.kernels)
         else:
             y = F.linear(x, weight, bias)
         others = dict(_of_stage(present, "product")) if present else {}
@@ -247,8 +251,8 @@ class AttachedBaseOp:
 
     def _adapted(self, values: Tensor, tables: RowTables, batch: MicroBatch) -> Tensor:
         """The rows with the terms of all tasks."""
-        kernels = kernels_for(values)
-        if not issubclass(kernels, GroupedKernels) or not tables.any_of(batch.groups):
+        kernels = self.tables.row_kernels
+        if kernels is None or not tables.any_of(batch.groups):
             return values
         return adapt_rows(values, self._anchor, tables, batch.groups, kernels)
 
@@ -284,25 +288,37 @@ class AttachedBaseOp:
 
 
 class Tables:
-    """The terms of all tasks at a BaseOp.
+    """The terms of all tasks at a BaseOp, and the kernels that compute them.
 
     Args:
         terms: Those of each task, by stage.
+        chosen: Which kernels compute those of the product; None: the default ones.
+        divided: Whether tensor ranks divide the rows of the output.
 
     Attributes:
         low_rank: Terms of the product.
         before: Terms of the input.
         after: Terms of the output.
-        act_on_rows: Whether there are terms of the input or output.
+        kernels: Compute those of the product.
+        row_kernels: Compute the others, for all tasks at once; None: nothing does.
+        grouped: The stages that `row_kernels` compute, whichever kernels are chosen for the product.
     """
 
-    def __init__(self, terms: Collection[Mapping[str, Sequence[Term]]]) -> None:
+    def __init__(
+        self, terms: Collection[Mapping[str, Sequence[Term]]], chosen: KernelName | None, divided: bool
+    ) -> None:
         def of(stage: str) -> list[Term]:
             return [term for own in terms for term in own.get(stage, ())]
 
-        self.low_rank = TermTable(of("low_rank"))
-        self.before, self.after = RowTables.of(of("before")), RowTables.of(of("after"))
-        self.act_on_rows = any(table.of_slot for table in (*self.before, *self.after))
+        low_rank, before, after = of("low_rank"), of("before"), of("after")
+        self.low_rank = TermTable(low_rank)
+        self.before, self.after = RowTables.of(before), RowTables.of(after)
+        # Terms are where rows are, and kernels take or leave both of their dtypes alike.
+        self.kernels = kernels_for(low_rank[0].down, chosen) if low_rank else LoopKernels
+        of_rows = kernels_for((before or after)[0].down) if before or after else LoopKernels
+        self.row_kernels = of_rows if issubclass(of_rows, GroupedKernels) else None
+        stages: tuple[Grouped, ...] = ("before",) if divided else ("before", "after")
+        self.grouped: frozenset[Grouped] = frozenset(stages if self.row_kernels else ())
 
     def any_of(self, groups: RowGroups, grouped: frozenset[Grouped]) -> bool:
         """Whether some task with rows in a micro-batch has terms: low-rank ones, or of the stages in `grouped`."""

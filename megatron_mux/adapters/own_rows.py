@@ -49,12 +49,13 @@ class TaskRows:
         self._made: list[tuple[OwnMatrix, AdapterParameter]] = []
         self.tied: list[tuple[OwnMatrix, AdapterParameter | None]] = []
         self.found: dict[Place, OwnRows] = {}
-        if matrices and (host.vocabulary is None or host.parallel.experts.broker is not None):
-            where = "split fine-tuning" if host.vocabulary is None else "--mux-expert-managers"
+        if matrices and host.vocabulary is None:
             raise UserError(
-                f"task {name!r}: modules_to_save and trainable_token_indices are not supported with {where}: "
+                f"task {name!r}: modules_to_save and trainable_token_indices are not supported with split fine-tuning: "
                 "leave them out"
             )
+        if matrices:
+            host.parallel.experts.refuse("own rows", name)
         for matrix in matrices:
             made = self._made_of(matrix, make, fresh)
             if made is not None:

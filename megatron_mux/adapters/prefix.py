@@ -8,6 +8,7 @@ gradient is partial. Keys are put before the sequence unrotated, as peft's cache
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -122,7 +123,7 @@ class PrefixTuningSpec(AdapterSpec):
         ),
     }
 
-    @property
+    @cached_property
     def virtual_tokens(self) -> int:
         """See `AdapterSpec.virtual_tokens`."""
         return self.num_virtual_tokens

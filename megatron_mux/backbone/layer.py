@@ -5,16 +5,35 @@ Shapes: T tokens in the micro-batch, N labelled ones, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_mux.backbone.norms import FrozenNorm, OutputNorm
 from megatron_mux.backbone.rotary import Angles
+from megatron_mux.backbone.sublayers import FrozenNorm, OutputNorm
 from megatron_mux.batch.micro_batch import activate, active
 from megatron_mux.kernels.pointwise.functions import fork, join
+
+
+class Layers:
+    """A pass through the layers of a stage whose weights are in place.
+
+    Args:
+        hidden: Input of the first layer.
+
+    Attributes:
+        hidden: Output of the layers so far.
+    """
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+    def through(self, key: int, compute: Callable[[Tensor], Tensor]) -> None:
+        """Run the stage's layer `key` by calling `compute`."""
+        self.hidden = compute(self.hidden)
 
 
 def compute_layer(

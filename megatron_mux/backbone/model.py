@@ -21,7 +21,7 @@ from megatron_mux.backbone.experts.at_start import check_experts, placement_or_d
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.moving import move_experts
 from megatron_mux.backbone.experts.traffic import Traffic
-from megatron_mux.backbone.layer import compute_layer
+from megatron_mux.backbone.layer import Layers, compute_layer
 from megatron_mux.backbone.layer_pieces import LayerPieces, TensorMessages, yields_of
 from megatron_mux.backbone.model_directory import open_checkpoint
 from megatron_mux.backbone.module_weights import ModuleWeights
@@ -60,7 +60,7 @@ class Backbone:
         vocabulary: Its embedding and output layer, and the rows of them that tasks train themselves.
         module_weight: Reads the whole weight of a linear module from its file.
         residence: Where its parameters live; unless resident, they can be read while their unit is in use only.
-        lowest_adapter: On an expert manager, returns the lowest layer in which some task has an adapter.
+        lowest_adapter: Returns the lowest layer in which some task has an adapter; None: the adapters are all here.
     """
 
     def __init__(
@@ -91,11 +91,9 @@ class Backbone:
         self.module_weight = ModuleWeights(info, source, dtype, self.device.type == "cuda")
         part = dataclasses.replace(weights.Part.of(parallel, self.placement), ends=ends)
         weights.load(self.model, shape, layers, source, info.stored, self.residence, part, dtype, embedding)
-        self.lowest_adapter: Callable[[], int] = lambda: shape.layers
+        self.lowest_adapter: Callable[[], int] | None = None
         self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
-        self.vocabulary = Vocabulary(
-            self.model, shape, parallel, dtype, self.residence, self.first, self.last
-        )
+        self.vocabulary = Vocabulary(self.model, shape, parallel, dtype, self.residence)
         self._rotary = StageRotary(shape, layers, dtype, self.device)
 
     def _build(self, recompute_attention: bool) -> Any:
@@ -150,9 +148,7 @@ class Backbone:
             UserError: The directory, its config or its tensors are invalid or unsupported, or cannot be divided so.
         """
         info = (info_without_weights if config_only else read_backbone_info)(path, quantise)
-        # A manager may be without experts.
-        ranks = 1 if parallel.experts.broker else parallel.experts.size
-        info.check_parallel(parallel.tp_size, parallel.pp_size, ranks, parallel.experts.tensor_size)
+        info.check_parallel(parallel.tp_size, parallel.pp_size, *parallel.experts.sizes[:2])
         check_experts(info.shape, parallel, residence)
         number = parallel.pp_rank if stage is None else stage
         layers = stage_layers(split or even_split(info.shape.layers, parallel.pp_size))[number]
@@ -191,10 +187,14 @@ class Backbone:
         labelled_only = labelled_only and self._selects_labelled(batch)
         if not self.layers:
             return self._final_norm(batch, hidden, labelled_only) if self.last else hidden
-        layers = self.residence.layers(hidden, lowest := self._trained_from)
+        layers = self.begin_layers(hidden, lowest := self._trained_from)
         for i in range(len(self.layers)) if part is None else [self.layers.index(layer) for layer in part]:
             layers.through(i, partial(self._layer, i, batch, angles[i], labelled_only, lowest))
         return layers.hidden
+
+    def begin_layers(self, hidden: Tensor, trained_from: int) -> Layers:
+        """Begin a pass through this stage's layers: see `Residence.layers`."""
+        return self.residence.layers(hidden, trained_from) if self.residence.units else Layers(hidden)
 
     def begin(self, batch: MicroBatch, needed: bool, labelled_only: bool = False) -> StagePass:
         """Begin to compute this stage on a micro-batch with its messages left to the caller.
@@ -335,7 +335,7 @@ class Backbone:
         """Index within the stage of the first layer that some task needs gradients of."""
         if self.vocabulary.embeds_own:
             return 0
-        if self.parallel.experts.is_manager:  # most adapters are on its master
+        if self.lowest_adapter is not None:  # most adapters are on another rank
             return max(0, self.lowest_adapter() - self.layers.start)
         decoder = self.model.decoder
         for i, layer in enumerate(decoder.layers):
@@ -367,7 +367,7 @@ class Backbone:
         trained = torch.is_grad_enabled() and (i >= lowest or hidden.requires_grad)
         with torch.set_grad_enabled(trained):
             hidden = compute_layer(decoder.layers[i], hidden, angles, trimmed, self.recompute == "full")
-        if is_last and not self.parallel.experts.is_manager:
+        if is_last:
             with activate(batch.labelled if trimmed else batch):
                 hidden = decoder.final_layernorm(hidden)
         return hidden

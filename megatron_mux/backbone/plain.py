@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_mux.backbone.attention import SegmentAttention
-from megatron_mux.backbone.norms import FrozenNorm, OutputNorm
-from megatron_mux.backbone.sublayers import Attention, Mlp
+from megatron_mux.backbone.sublayers import Attention, FrozenNorm, Mlp, OutputNorm, SegmentAttention
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
 from megatron_mux.shape import BackboneShape

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from megatron_mux.backbone.layer import Layers
 from megatron_mux.backbone.weight_unit import SideStream, WeightUnit
 from megatron_mux.quantised.matrix import QuantisedMatrix
 from megatron_mux.runtime import Parallel
@@ -54,21 +55,18 @@ class Residence:
 
     Attributes:
         shares: Number of ranks that keep a share each; 1: each rank keeps everything.
+        in_step: Whether data-parallel ranks must make the same passes, because each needs the shares of the others.
         units: The units that are fetched or dequantised, and dropped; empty if everything stays in place.
     """
 
     def __init__(self, kind: Kind, parallel: Parallel) -> None:
         self.parallel = parallel
         self.shares = parallel.dp_size if kind.startswith("sharded") else 1
+        self.in_step = self.shares > 1
         self._offloaded = kind.endswith("offloaded")
         self._side = SideStream(parallel.device)
         self._anchor = torch.zeros(0, device=parallel.device, requires_grad=True)
         self.units: dict[Key, WeightUnit] = {}
-
-    @property
-    def in_step(self) -> bool:
-        """Whether data-parallel ranks must make the same passes, because each needs the shares of the others."""
-        return self.shares > 1
 
     def store(
         self,
@@ -122,13 +120,13 @@ class Residence:
             unit.abandon()
 
     def layers(self, hidden: Tensor, trained_from: int) -> Layers:
-        """Begin a pass through the layers of the stage.
+        """Begin a pass through the layers of the stage, whose weights are fetched for it.
 
         Args:
             hidden: Input of the first layer.
             trained_from: The first layer of the stage with an adapter of any task: equal on all data-parallel ranks.
         """
-        return Layers(self, hidden, trained_from)
+        return _FetchedLayers(self, hidden, trained_from)
 
     def joined(self, hidden: Tensor, layer: _Layer) -> Tensor:
         """The layer's output, with a backward that fetches its weights even if no row needs a gradient."""
@@ -136,15 +134,11 @@ class Residence:
         return joined
 
 
-class Layers:
-    """See `Residence.layers`.
-
-    Attributes:
-        hidden: Output of the layers so far.
-    """
+class _FetchedLayers(Layers):
+    """See `Residence.layers`."""
 
     def __init__(self, residence: Residence, hidden: Tensor, trained_from: int) -> None:
-        self.hidden = hidden
+        super().__init__(hidden)
         self._residence = residence
         self._trained_from = trained_from
         self._needed = hidden.requires_grad  # for its value, not only because ranks keep in step
@@ -152,9 +146,6 @@ class Layers:
     def through(self, key: int, compute: Callable[[Tensor], Tensor]) -> None:
         """Run the stage's layer `key` by calling `compute` with its weights in place."""
         residence = self._residence
-        if not residence.units:
-            self.hidden = compute(self.hidden)
-            return
         following: Key = key + 1 if key + 1 in residence.units else "head"
         trained = torch.is_grad_enabled() and (key >= self._trained_from or self.hidden.requires_grad)
         if not trained:

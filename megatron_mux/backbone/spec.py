@@ -13,12 +13,10 @@ import torch
 from torch import nn
 
 from megatron_mux import megatron_core
-from megatron_mux.backbone.attention import SegmentAttention
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.frozen_linear import use_whole_linear
 from megatron_mux.backbone.latent_attention import LatentAttention
-from megatron_mux.backbone.norms import FrozenNorm, OutputNorm
-from megatron_mux.backbone.sublayers import Attention, Mlp
+from megatron_mux.backbone.sublayers import Attention, FrozenNorm, Mlp, OutputNorm, SegmentAttention
 from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.expert_shape import Placement
 from megatron_mux.kernels.pointwise.reference import ACTIVATIONS
@@ -110,7 +108,7 @@ def build(
         drop_biases(model, shape)
         if placement is not None:
             add_experts(model, shape, parallel, layers, placement)
-        if parallel.experts.is_manager:
+        if not parallel.experts.holds_rows:
             keep_experts(model)
     if parallel.tp_size == 1:
         use_whole_linear(model)
@@ -184,12 +182,16 @@ def _convert(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def keep_experts(model: GPTModel) -> None:
-    """Leave an expert manager the layers' routed experts: `mlp`, in a layer that has them, and nothing else."""
+    """Leave a rank without rows the layers' routed experts: `mlp`, in a layer that has them, and nothing else."""
+    for layer in model.decoder.layers:
+        if isinstance(layer.mlp, MoELayer):
+            layer.mlp.router = layer.mlp.shared_experts = None
     kept = [{"mlp": layer.mlp} if isinstance(layer.mlp, MoELayer) else {} for layer in model.decoder.layers]
     for name, _ in list(model.named_children()):
         delattr(model, name)
     model.decoder = nn.Module()
     model.decoder.layers = nn.ModuleList(map(nn.ModuleDict, kept))
+    model.decoder.final_layernorm = nn.Identity()
 
 
 def drop_biases(model: nn.Module, shape: BackboneShape) -> None:

@@ -1,4 +1,4 @@
-"""Attention and MLP of a layer around linear modules, Megatron's or plain ones.
+"""Norms of a frozen layer, and its attention and MLP around linear modules, Megatron's or plain ones.
 
 Not Megatron's own: those launch several kernels between their products where one does.
 Shapes: T rows, H hidden, h query heads and g key-value heads on this rank, D features of a head.
@@ -6,16 +6,118 @@ Shapes: T rows, H hidden, h query heads and g key-value heads on this rank, D fe
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from megatron_mux.backbone.attention import SegmentAttention
-from megatron_mux.backbone.norms import FrozenNorm
 from megatron_mux.backbone.rotary import Angles
-from megatron_mux.kernels.pointwise.arguments import Heads
-from megatron_mux.kernels.pointwise.functions import activation, turn
+from megatron_mux.batch.micro_batch import active
+from megatron_mux.kernels.attention.segments import segment_attention
+from megatron_mux.kernels.pointwise.arguments import Heads, Norm
+from megatron_mux.kernels.pointwise.functions import activation, normalise, turn
 from megatron_mux.shape import BackboneShape
+
+NormKind = Literal["RMSNorm", "LayerNorm"]
+
+
+class FrozenNorm(nn.Module):
+    """A norm over the last dimension, without gradients of its weights.
+
+    Args:
+        kind: An RMS norm, or a LayerNorm, which has a bias.
+        hidden_size: Features.
+        eps: Added to the mean square.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, kind: NormKind, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps, self.centred = eps, kind == "LayerNorm"
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.register_parameter("bias", nn.Parameter(torch.empty(hidden_size)) if self.centred else None)
+
+    @property
+    def frozen(self) -> Norm:
+        """What kernels need of it."""
+        return Norm(self.weight, self.bias, self.eps, self.centred)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return normalise(x, self.frozen)
+
+
+class OutputNorm(nn.Module):
+    """Holds the norm of a sublayer's output, in place of Megatron's bias-dropout-add: see `layer.add`.
+
+    Args:
+        norm: The norm.
+    """
+
+    def __init__(self, norm: FrozenNorm) -> None:
+        super().__init__()
+        self.norm = norm
+
+
+class SegmentAttention(nn.Module):
+    """Core attention over the segments of the active micro-batch.
+
+    Args:
+        shape: The backbone's shape: window and scale of the layer.
+        layer: Global index of the layer. (Megatron's own `layer_number` counts as if all stages were alike.)
+        recompute: Compute attention again in the backward instead of keeping what it needs.
+    """
+
+    def __init__(self, shape: BackboneShape, layer: int, recompute: bool, **_: Any) -> None:
+        super().__init__()
+        self.layer = layer
+        self.window = shape.windows[self.layer]
+        self.scale = shape.scales[self.layer]
+        self.recompute = recompute
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: `[T, 1, heads on this rank, D]`, rotated by its positions.
+            key: `[T, 1, kv heads on this rank, D]`, likewise.
+            value: `[T, 1, kv heads on this rank, D]`, or wider or narrower heads.
+
+        Returns:
+            `[T, 1, heads on this rank x D]`.
+        """
+        batch = active()
+
+        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if batch.carry is not None:
+                key, value = batch.carry.extend(self.layer, key, value, batch.segments)
+            attend = segment_attention if batch.cache is None else partial(batch.cache.attend, self.layer)
+            return attend(
+                query,
+                key,
+                value,
+                batch.segments,
+                scale=self.scale,
+                window=self.window,
+                prefix=batch.prefix.get(self.layer),
+                bounds=batch.bounds,
+            )
+
+        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        out: Tensor
+        if self.recompute and torch.is_grad_enabled():
+            out = checkpoint(run, query, key, value, use_reentrant=False, preserve_rng_state=False)
+        else:
+            out = run(query, key, value)
+        return out.flatten(1).unsqueeze(1)
 
 
 class Attention(nn.Module):

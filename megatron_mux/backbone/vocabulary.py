@@ -6,6 +6,7 @@ Shapes: T tokens in the micro-batch, N labelled ones, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ class Vocabulary:
         parallel: Ranks, groups and device of this process.
         dtype: Of hidden states.
         residence: Where the weights live.
-        first, last: Whether the stage embeds tokens; whether it has the output layer.
 
     Attributes:
         parts: This rank's part of each matrix that the stage has; empty on expert managers.
@@ -44,8 +44,6 @@ class Vocabulary:
         parallel: Parallel,
         dtype: torch.dtype,
         residence: Residence,
-        first: bool,
-        last: bool,
     ) -> None:
         self._model, self._shape, self._parallel = model, shape, parallel
         self._dtype, self._residence = dtype, residence
@@ -61,19 +59,23 @@ class Vocabulary:
         stop = min(start + size, shape.vocab)
         self.noise: dict[str, EmbeddingNoise] = {}
         self.parts: dict[Place, VocabularyPart] = {}
-        if first and not parallel.experts.is_manager:
+        if hasattr(model, "embedding"):
             self.parts["embedding"] = VocabularyPart(
                 start, stop, lambda: self._weight("embedding", stop - start), shape.padding_token
             )
-        if last and not parallel.experts.is_manager:
+        if hasattr(model, "output_layer"):
             self.parts["head"] = VocabularyPart(start, stop, lambda: self._weight("head", stop - start))
 
     def _weight(self, key: Key, rows: int) -> Tensor:
         """A copy of this rank's part of a matrix in host memory, without padding."""
-        with self._residence.using(key):
+        with self._in_place(key):
             module = self._model.output_layer if key == "head" else self._model.embedding.word_embeddings
             weight: Tensor = module.weight.detach()[:rows]
             return weight.to("cpu", copy=True)
+
+    def _in_place(self, key: Key, following: Key | None = None) -> AbstractContextManager[None]:
+        """Context in which an end's weights are in place; those of a resident backbone always are."""
+        return self._residence.using(key, following) if self._residence.units else nullcontext()
 
     @property
     def embeds_own(self) -> bool:
@@ -90,7 +92,7 @@ class Vocabulary:
         Returns:
             Hidden states that require a gradient if a task of the batch trains rows of the embedding.
         """
-        with self._residence.using("embedding", 0):
+        with self._in_place("embedding", 0):
             if not batch.rows:
                 return torch.empty(shape, dtype=self._dtype, device=self._parallel.device)
             embedding = self._model.embedding
@@ -115,8 +117,7 @@ class Vocabulary:
             return hidden.contiguous()
 
     def _with_own_rows(self, words: Tensor, batch: MicroBatch, divided: bool) -> Tensor:
-        own = self.parts["embedding"].of(batch.task_rows)
-        if not own:
+        if not self.embeds_own or not (own := self.parts["embedding"].of(batch.task_rows)):
             return words
         flat = words.view(-1, words.shape[-1])
         first = self._parallel.tp_rank * flat.shape[0] if divided else 0
@@ -150,7 +151,7 @@ class Vocabulary:
             The scalar sum over labels of weight x negative log-likelihood, differentiable with respect to `hidden`;
             and the `[N]` negative log-likelihoods, fp32, detached.
         """
-        with self._residence.using("head"):
+        with self._in_place("head"):
             if not batch.rows:
                 return hidden.sum(dtype=torch.promote_types(self._dtype, torch.float32)), batch.label_weights
             rows = self._rows(hidden, batch)
@@ -170,7 +171,7 @@ class Vocabulary:
         Returns:
             `[N]` fp32, and `[N]` int64.
         """
-        with torch.no_grad(), self._residence.using("head"):
+        with torch.no_grad(), self._in_place("head"):
             if not batch.rows:
                 return batch.label_weights, batch.labels
             layer = self.output_layer(batch.labelled.task_rows, share=False)
@@ -206,5 +207,5 @@ class Vocabulary:
             vocab=self._shape.vocab,
             group=self._group,
             reduce_gradient=share and not self._parallel.sequence_parallel,
-            own=self.parts["head"].of(labelled),
+            own=part.of(labelled) if (part := self.parts["head"]).own else (),
         )

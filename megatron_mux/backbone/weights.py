@@ -61,7 +61,7 @@ class Part:
             ranks.tensor_rank,
             ranks.tensor_size,
             placement,
-            ranks.is_manager,
+            not ranks.holds_rows,
         )
 
     def ops(self, shape: BackboneShape, layer: int) -> tuple[BaseOpName, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import numpy as np
@@ -9,7 +10,8 @@ import numpy as np
 from megatron_mux.data.bad_record import BadRecordError
 from megatron_mux.data.records import Record
 from megatron_mux.data.section import DataSource
-from megatron_mux.data.sources.selection import Selection
+from megatron_mux.data.sources.selection import FILE_BITS, Selection
+from megatron_mux.data.sources.source import stamp_of
 from megatron_mux.data.tokenise import Example, Tokeniser, kept_part
 from megatron_mux.data.tokenised_file import TokenisedFile, check_tokens, opened_entry
 from megatron_mux.errors import UserError
@@ -39,6 +41,7 @@ class RecordFile:
         if self._selection.stamps != tokenised.stamps:
             self.close()
             raise self.changed()
+        self._opened = [(file.file.fileno(), file.stamp) for file in self._selection.files]
         self._lock = threading.Lock()
 
     def example(self, row: int) -> Example:
@@ -50,7 +53,8 @@ class RecordFile:
         limit, side = self._tokeniser.max_length, self._tokeniser.truncation_side
         assert limit is not None
         tokens, labelled = self.entry.read(row, limit, side)
-        if not self._selection.is_unchanged(self.entry.place(row)):
+        descriptor, stamp = self._opened[self.entry.place(row) >> FILE_BITS]
+        if stamp_of(os.fstat(descriptor)) != stamp:
             again = self.encode(self.record(row))
             if not np.array_equal(again.tokens, tokens):
                 raise self.changed()

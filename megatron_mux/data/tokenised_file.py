@@ -223,7 +223,7 @@ def _tokenise(
                 raise UserError(f"{selection.label}: is empty: it must hold at least one record")
             if unusable.count == records:
                 unusable.raise_if_any()
-            if not selection.is_unchanged():
+            if not selection.is_unchanged:
                 raise UserError(f"{selection.label}: was changed while it was read: begin again")
             notes = [*unusable.notes(records), *reader.notes]
             return writer.finish(name, fingerprint, selection.size, notes)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.adapters.host import Site
+from megatron_mux.backbone.layer import Layers
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.backbone.residence import Layers, Residence
 from megatron_mux.backbone.weights import Reading
 from megatron_mux.dry_run.run_spec import Mark
 from megatron_mux.engine import Engine
@@ -62,14 +62,13 @@ class StepTracker(Heartbeat):
     def follow(self, stages: Sequence[Backbone]) -> None:
         """Track the layers of loaded stages."""
         for stage in stages:
-            residence, first = stage.residence, stage.layers.start
+            setattr(stage, "begin_layers", self._followed(stage))  # noqa: B010 (on the instance)
 
-            def layers(
-                hidden: Tensor, trained_from: int, residence: Residence = residence, first: int = first
-            ) -> Layers:
-                return _Followed(self._place, first, residence, hidden, trained_from)
-
-            setattr(residence, "layers", layers)  # noqa: B010 (on the instance)
+    def _followed(self, stage: Backbone) -> Callable[[Tensor, int], Layers]:
+        begin = stage.begin_layers
+        return lambda hidden, trained_from: _Followed(
+            self._place, stage.layers.start, begin(hidden, trained_from)
+        )
 
     def follow_adapters(self, adapters: AdapterSet) -> None:
         """Track the layer on which each adapter is created, and tables of adapters are made."""
@@ -148,15 +147,13 @@ class StepTracker(Heartbeat):
 class _Followed(Layers):
     """A pass through layers that reports the current layer."""
 
-    def __init__(
-        self, place: StepPosition, first: int, residence: Residence, hidden: Tensor, trained_from: int
-    ) -> None:
-        super().__init__(residence, hidden, trained_from)
-        self._place = place
-        self._first = first
+    def __init__(self, place: StepPosition, first: int, layers: Layers) -> None:
+        super().__init__(layers.hidden)
+        self._place, self._first, self._layers = place, first, layers
 
     def through(self, key: int, compute: Callable[[Tensor], Tensor]) -> None:
         """See `Layers.through`."""
         self._place.arrive(self._first + key, self.hidden, lowest=key == 0)
-        super().through(key, compute)
+        self._layers.through(key, compute)
+        self.hidden = self._layers.hidden
         self._place.leave(self._first + key, self.hidden)

@@ -83,7 +83,7 @@ class Engine:
         )
         self._forward = ForwardPasses(self.stages, parallel, self.communicator, self._trials)
         self._tasks: dict[str, TaskState] = {}
-        if parallel.experts.is_manager:
+        if not parallel.experts.holds_rows:
             for stage in own:
                 stage.lowest_adapter = self._lowest_adapter
 

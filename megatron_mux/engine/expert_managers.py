@@ -15,8 +15,8 @@ class ManagerSums(StepPart):
 
     @classmethod
     def wanted_by(cls, task: TaskState, parallel: Parallel) -> bool:
-        """Whether the run has expert managers."""
-        return parallel.experts.broker is not None
+        """Whether ranks have the adapters of their own experts alone."""
+        return parallel.experts.divides_adapters
 
     def complete(self, table: Tensor) -> None:
         """Sum the table over all of them."""

@@ -39,7 +39,7 @@ def place_experts(engine: Engine, placement: Placement) -> int:
         UserError: Weights are not resident, or some rank has no memory for an adapter: then the run cannot go on.
     """
     parallel, before = engine.parallel, engine.backbone.placement
-    divided = parallel.experts.broker is not None
+    divided = parallel.experts.divides_adapters
     states: dict[str, LocalState] = {}
     if divided:
         engine.quiesce()
@@ -196,7 +196,7 @@ class HandOver:
 def bytes_beside_expert(engine: Engine) -> float:
     """Bytes of tasks' adapters and optimizer states that move with an expert's weights, mean of all experts."""
     shape = engine.backbone.shape
-    if engine.parallel.experts.broker is None or shape.experts is None:
+    if not engine.parallel.experts.divides_adapters or shape.experts is None:
         return 0.0
     values = sum(
         math.prod(tensor.shape) * (1 + (task.optimizer.kind.states_per_value or 0))

@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.arena import Arena
 from megatron_mux.adapters.parameter import AdapterParameter
-from megatron_mux.errors import UserError
 from megatron_mux.optimizers.adamw import AdamW
 from megatron_mux.optimizers.optimizer import Options, ParamGroup, ParamLayout, ParamSlice, Stored
 from megatron_mux.optimizers.registry import OPTIMIZERS
@@ -54,11 +53,8 @@ class TaskOptimizer:
         self.spec = spec
         self._factor = spec.rate_curve(total_steps, lengths)
         kind, parallel = OPTIMIZERS[spec.optim], adapter.host.parallel
-        if not kind.splits and parallel.experts.broker is not None:
-            raise UserError(
-                f"training.optim: {spec.optim} steps whole tensors, of which expert managers have parts that move: use "
-                "adamw_torch_fused, lion_32bit or sgd"
-            )
+        if not kind.splits:
+            parallel.experts.refuse("optimizer", spec.optim)
         self._tensors, self._ranks = adapter.tensors, parallel.tp_size
         self._runs = self.arena.runs(self._alike)
         runs = [ParamGroup(first, last, decay, rate) for first, last, (decay, rate, _) in self._runs]

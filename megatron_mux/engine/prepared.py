@@ -75,7 +75,7 @@ def prepare_step(
     else:
         grid = step_grid(plan, lengths, rank)
     sequences, beside, problems = {}, {}, {}
-    holds_rows = not parallel.experts.is_manager  # which makes the same passes without any
+    holds_rows = parallel.experts.holds_rows  # others make the same passes without any
     for name, task in tasks.items() if holds_rows else ():
         try:
             sequences[name] = task.sequences(steps[name], pad_to.get(name, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -17,6 +18,10 @@ def suits_triton(device: torch.device, dtype: torch.dtype) -> bool:
 def has_triton() -> bool:
     """Whether Triton is installed. On a fake GPU nothing depends on it: a dry run predicts a machine that has it."""
     return importlib.util.find_spec("triton") is not None
+
+
+def computes_nothing(*_: Any, **__: Any) -> None:
+    """What stands for a kernel on a fake GPU, where its caller has allocated what it writes to."""
 
 
 def notice_of_loops(device: torch.device) -> str | None:

@@ -80,7 +80,7 @@ class ExpertPlacer:
         itemsize = engine.backbone.dtype.itemsize
         self._weight_bytes, self._row_bytes = values * itemsize, float(shape.hidden * itemsize)
         self._experts = shape.experts.count
-        self._first_worker = int(parallel.experts.broker is not None)
+        self._first_worker = parallel.experts.first_worker
         own = [layer for stage in engine.stages.values() for layer in stage.layers]
         stages: dict[int, list[int]] = {}
         for rank, layers in everyones((parallel.pp_rank, own), parallel):

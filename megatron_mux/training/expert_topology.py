@@ -88,7 +88,7 @@ def topology_of_hosts(parallel: Parallel, room: Sequence[int], measured: bool) -
     """
     ranks, hosts = parallel.experts, everyones(socket.gethostname(), parallel)
     group = from_first(dist.get_process_group_ranks(ranks.group), parallel)[:: ranks.tensor_size]
-    first = int(ranks.broker is not None)
+    first = ranks.first_worker
     workers = tuple(
         Worker(node=hosts[rank], capacity=count) for rank, count in zip(group[first:], room, strict=True)
     )

@@ -308,7 +308,7 @@ def watch_experts(
 
 def _room(arguments: MuxArguments, engine: Engine, placement: Placement) -> list[int]:
     """Experts that each worker may hold: what flags say, else equally many; at least those it has."""
-    first = int(engine.parallel.experts.broker is not None)
+    first = engine.parallel.experts.first_worker
     held = [placement.held_by(rank) for rank in range(first, placement.size)]
     experts = sum(len(row) for row in placement.ranks.values())
     given = arguments.mux_expert_capacity or (-(-experts // len(held)),)

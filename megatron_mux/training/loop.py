@@ -345,7 +345,7 @@ class Loop:
     def _draw(self) -> None:
         """Draw the steps that were timed last, on the pipeline of the first data-parallel replica."""
         speaks = self.parallel.tp_rank == 0 and self.parallel.dp_rank == 0
-        speaks = speaks and not self.parallel.experts.is_manager
+        speaks = speaks and self.parallel.experts.holds_rows
         stages = everyones(self._step_loop.timed if speaks else [], self.parallel)
         everything = [action for stage in stages for action in stage]
         first, last = self._step_loop.timed_steps

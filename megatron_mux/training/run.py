@@ -325,7 +325,6 @@ def _monitored(
 def _name(parallel: Parallel) -> str:
     """What messages call this process."""
     rank, host = parallel.rank, socket.gethostname()
-    if parallel.experts.broker is None:
+    if not parallel.experts.role:
         return f"rank {rank} (pipeline stage {parallel.pp_rank}, {host})"
-    manager = f"expert manager {parallel.experts.rank}"
-    return f"{manager if parallel.experts.is_manager else 'the master'} (rank {rank}, {host})"
+    return f"{parallel.experts.role} (rank {rank}, {host})"

@@ -70,7 +70,7 @@ def test_agrees_with_transformers_and_counts_its_bytes(
     backbone = Backbone.load(path, parallel, torch.float64, recompute, placement=placement)
     backbone.lowest_adapter = lambda: 0
     none = pack([], ("first", "second"), {"first": 0, "second": 0}).to()
-    batch = none if parallel.experts.is_manager else batch_of(shape, parallel, 0)
+    batch = batch_of(shape, parallel, 0) if parallel.experts.holds_rows else none
     passes_ = stages(backbone, batch)
     embedded = backbone.embed(batch).clone().requires_grad_(True)
     hidden = passes_.forward(embedded)
@@ -102,7 +102,7 @@ def check_traffic(backbone: Backbone, placement: Placement, twice: bool) -> None
         for sender in range(ranks.size):
             for receiver in range(ranks.size):
                 assert (everyones[sender][0][:, receiver] == everyones[receiver][1][:, sender]).all()
-        if ranks.is_manager:
+        if not ranks.holds_rows:
             assert (traffic.sent[:, 1:] == 0).all() and (traffic.received[:, 1:] == 0).all()
             continue
         passes = 1 + twice
@@ -134,7 +134,7 @@ def test_each_part_is_on_one_process(
     monkeypatch.setattr(Checkpoint, "read_chunks", note)
     backbone = Backbone.load(path, parallel, placement=uneven(read_shape(path)))
     experts = {name for name in read if ".experts." in name}
-    assert experts == (read if parallel.experts.is_manager else set())
+    assert experts == (set() if parallel.experts.holds_rows else read)
     engine = Engine(backbone, parallel)
     engine.register_tasks([case.task for case in cases_of(96)])
     adapters = engine.adapters.tasks
@@ -145,7 +145,7 @@ def test_each_part_is_on_one_process(
     for name, own in adapters.items():
         trained = sum(math.prod(tensor.shape) for tensor in own.tensors.values() if tensor.trained)
         assert sum(sizes[name] for sizes, _ in everyones) == trained
-        assert "experts" in name or not parallel.experts.is_manager or not held[name]
+        assert "experts" in name or parallel.experts.holds_rows or not held[name]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])

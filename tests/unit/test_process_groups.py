@@ -101,7 +101,6 @@ def test_groups_of_several_ranks_are_connected_on_gpus(monkeypatch: pytest.Monke
     joined: list[object] = []
     monkeypatch.setattr(dist, "all_reduce", lambda flag, group: joined.append(group))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: joined.append("synchronize"))
-    broker = SimpleNamespace(connect=lambda device: joined.append("managers"))
     places: Any = SimpleNamespace(
         tp_group="tensor",
         tp_size=2,
@@ -109,7 +108,7 @@ def test_groups_of_several_ranks_are_connected_on_gpus(monkeypatch: pytest.Monke
         dp_size=1,
         world_size=4,
         device=CPU,
-        experts=SimpleNamespace(broker=broker),
+        experts=SimpleNamespace(connect=lambda device: joined.append("managers")),
     )
     process_groups.connect(places)
     assert joined == []

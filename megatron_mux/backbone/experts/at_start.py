@@ -19,10 +19,7 @@ def placement_or_default(
     """Which expert ranks hold which experts: what is wanted, or the default; None without experts."""
     if shape.experts is None or wanted is not None:
         return wanted
-    layers, size = shape.experts.layers(shape.layers), parallel.experts.size
-    if parallel.experts.broker is not None:
-        return Placement.among_managers(shape.experts.count, size - 1, layers)
-    return Placement.contiguous(shape.experts.count, size, layers)
+    return parallel.experts.placement(shape.experts.count, shape.experts.layers(shape.layers))
 
 
 def check_experts(shape: BackboneShape, parallel: Parallel, residence: Kind) -> None:
@@ -32,22 +29,17 @@ def check_experts(shape: BackboneShape, parallel: Parallel, residence: Kind) -> 
         UserError: Says what to change.
     """
     if shape.experts is None:
-        if parallel.experts.broker is not None:
-            raise UserError(f"--mux-expert-managers: a {shape.family} has no experts: remove it")
+        parallel.experts.refuse("backbone without experts", shape.family)
         return
     if parallel.tp_size > 1 and not parallel.sequence_parallel:
         raise UserError(
             "With tensor parallelism, a backbone with experts needs --sequence-parallel: each tensor rank then routes "
             "its own rows."
         )
-    if residence != "resident" and parallel.experts.broker is not None:
-        raise UserError(
-            f"--mux-backbone-weights {residence}: not with --mux-expert-managers yet: remove it, or start more managers"
-        )
-    if shape.quantisation is not None and parallel.experts.broker is not None:
-        raise UserError(
-            f"The backbone is held in {shape.quantisation}: not with --mux-expert-managers yet: leave them out"
-        )
+    if residence != "resident":
+        parallel.experts.refuse("weights elsewhere", residence)
+    if shape.quantisation is not None:
+        parallel.experts.refuse("quantised weights", str(shape.quantisation))
     if residence.startswith("sharded") and parallel.experts.over_data:
         raise UserError(
             f"--mux-backbone-weights {residence} divides weights over data-parallel ranks, but their experts differ: "

@@ -22,7 +22,8 @@ from torch import Tensor
 from megatron_mux.backbone.experts.permutation import sum_of_places
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.experts.traffic import Message, Traffic
-from megatron_mux.expert_ranks import ExpertRanks, Leaving
+from megatron_mux.expert_managers import Leaving
+from megatron_mux.expert_ranks import ExpertRanks
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Shapes: T rows of the micro-batch on this rank, N rows that it receives, H hidde
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,19 +19,25 @@ from megatron_mux.backbone.experts.all_to_all import AllToAll
 from megatron_mux.backbone.experts.balance import Balance
 from megatron_mux.backbone.experts.exchange import Exchange, Received, collect, dispatch
 from megatron_mux.backbone.experts.grouped_linear import GroupedLinear
-from megatron_mux.backbone.experts.master_exchange import MasterExchange
+from megatron_mux.backbone.experts.master_exchange import ManagerExchange, MasterExchange
 from megatron_mux.backbone.experts.permutation import ExpertPermutation
 from megatron_mux.backbone.experts.router import Router, Routes, no_routes
 from megatron_mux.backbone.weight_unit import SelectExperts, before_backward
 from megatron_mux.batch.micro_batch import active
-from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 
+EXCHANGES: Mapping[str, Callable[[Any, int], Exchange]] = {
+    "all to all": lambda ranks, layer: AllToAll(ranks),
+    "master": MasterExchange,
+    "manager": ManagerExchange,
+}
+"""How rows reach their experts, by `ExpertRanks.exchange`: made of the ranks and the layer's global index."""
+
 
 class MoELayer(nn.Module):
-    """Router, routed experts and shared experts of a layer; of an expert manager, routed experts alone.
+    """Router, routed experts and shared experts of a layer; on a rank without rows, routed experts alone.
 
     Args:
         shape: The backbone's.
@@ -64,18 +70,17 @@ class MoELayer(nn.Module):
         self.sequence_parallel = parallel.sequence_parallel
         self.tp_rank, self.tp_group = parallel.tp_rank, parallel.tp_group
         self.activation = activation
-        self.exchange = _exchange(ranks, layer)
+        # None where this process has all experts.
+        self.exchange = None if ranks.group.size() == 1 else EXCHANGES[ranks.exchange](ranks, layer)
         self.place(placement)
         self.observe: Callable[[Routes, Tensor], None] | None = None
         self.dequantise: SelectExperts | None = None
         self.anchor = torch.zeros(0, device=parallel.device, requires_grad=True)
-        self.router = None
-        if not ranks.is_manager:
-            self.router = Router(self.routing, shape.experts.count, shape.hidden)
+        self.router: Router | None = Router(self.routing, shape.experts.count, shape.hidden)
         inner, parts = shape.out_features("experts_fc1"), ranks.tensor_size
         self.experts_fc1 = GroupedLinear(self.held, shape.hidden, inner // parts)
         self.experts_fc2 = GroupedLinear(self.held, shape.experts.ffn // parts, shape.hidden)
-        self.shared_experts = None if ranks.is_manager else shared_experts
+        self.shared_experts = shared_experts
 
     def place(self, placement: Placement) -> None:
         """Route rows by a placement from now on; the weights follow it (`move_experts`)."""
@@ -164,10 +169,3 @@ class MoELayer(nn.Module):
         """`[rows]` int64: the slot of the task that each of this rank's rows belongs to; `NO_SLOT` for no task."""
         first = self._first(rows)
         return active().groups.slot_of_row[first : first + rows]
-
-
-def _exchange(ranks: ExpertRanks, layer: int) -> Exchange | None:
-    """How rows reach their experts; None where this process has all of them."""
-    if ranks.group.size() == 1:
-        return None
-    return AllToAll(ranks) if ranks.broker is None else MasterExchange(ranks, layer)

@@ -16,77 +16,85 @@ from torch import Tensor
 from megatron_mux.backbone.experts.exchange import Arriving, Choice, Exchange, Sent
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.experts.traffic import Traffic
-from megatron_mux.expert_ranks import Broker, ExpertRanks, Leaving
+from megatron_mux.expert_managers import Leaving, ManagedExperts
 
 HEADER_BYTES = 24
 """Rows, their pairs and layer, int64 each."""
 
 
 class MasterExchange(Exchange):
-    """The exchange of a master and its managers.
+    """The master's side.
 
     Args:
         ranks: The expert ranks, the master first.
         layer: Global index of the layer, to notice where managers and master are not in step.
     """
 
-    def __init__(self, ranks: ExpertRanks, layer: int) -> None:
+    def __init__(self, ranks: ManagedExperts, layer: int) -> None:
         self._ranks, self._layer = ranks, layer
         self.traffic = Traffic(ranks.size)
 
     def begin(self, routes: Routes) -> tuple[Choice, Arriving]:
-        """See `Exchange.begin`: the master sends headers, and knows its own; a manager receives one."""
-        broker, size = self._ranks.broker, self._ranks.size
-        assert broker is not None
+        """See `Exchange.begin`: headers are sent, and the master knows its own."""
         choice = Choice.of(routes, self.serving, self._ranks)
-        if self._ranks.is_manager:
-            header = torch.tensor([0, 0, self._layer], device="cpu")
-            work = dist.irecv(header, group=broker.headers, group_src=0)
-            assert work is not None
-            return choice, Arriving(header, [work])
         counts = choice.counts.cpu()
         for manager, sizes in enumerate(counts.tolist()[1:], start=1):
             header = torch.tensor([*sizes, self._layer], device="cpu")
-            broker.outbox.send(header, manager, broker.headers)
+            self._ranks.outbox.send(header, manager, self._ranks.headers)
+        size = self._ranks.size
         self.traffic.add("sizes", HEADER_BYTES, (0, *(1,) * (size - 1)), (0,) * size)
         return choice, Arriving(counts, [])
 
     def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
         """See `Exchange.agreed`."""
-        broker, none = self._ranks.broker, (0,) * self._ranks.size
-        assert broker is not None
-        if not self._ranks.is_manager:
-            return _SentFromMaster(broker, choice, tuple(sizes[:, 0].tolist()), none, 0, self.traffic)
-        rows, pairs = self._checked(sizes)
-        self.traffic.add("sizes", HEADER_BYTES, none, (1, *none[1:]))
-        return _SentFromMaster(broker, choice, none, (rows, *none[1:]), pairs, self.traffic)
+        outgoing, none = tuple(sizes[:, 0].tolist()), (0,) * self._ranks.size
+        return _SentFromMaster(self._ranks, choice, outgoing, none, 0, self.traffic)
 
-    def _checked(self, header: Tensor) -> tuple[int, int]:
-        """How many rows will come, and pairs, by a header."""
-        rows, pairs, layer = header.tolist()
+
+class ManagerExchange(MasterExchange):
+    """A manager's side; see `MasterExchange`."""
+
+    def begin(self, routes: Routes) -> tuple[Choice, Arriving]:
+        """See `Exchange.begin`: a header is received."""
+        choice = Choice.of(routes, self.serving, self._ranks)
+        header = torch.tensor([0, 0, self._layer], device="cpu")
+        work = dist.irecv(header, group=self._ranks.headers, group_src=0)
+        assert work is not None
+        return choice, Arriving(header, [work])
+
+    def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
+        """See `Exchange.agreed`; `sizes` is a header.
+
+        Raises:
+            RuntimeError: The master is at another layer.
+        """
+        rows, pairs, layer = sizes.tolist()
         if layer != self._layer:
             raise RuntimeError(
                 f"expert manager {self._ranks.rank} is at layer {self._layer}, the master at {layer}"
             )
-        return rows, pairs
+        none = (0,) * self._ranks.size
+        self.traffic.add("sizes", HEADER_BYTES, none, (1, *none[1:]))
+        incoming = (rows, *none[1:])
+        return _SentFromMaster(self._ranks, choice, none, incoming, pairs, self.traffic)
 
 
 class _SentFromMaster(Sent):
-    def __init__(self, broker: Broker, *sent: Any) -> None:
+    def __init__(self, ranks: ManagedExperts, *sent: Any) -> None:
         super().__init__(*sent)
-        self._broker = broker
+        self._ranks = ranks
         self._leaving: list[Leaving] = []
 
     def _forth(self, x: Tensor) -> Arriving:
-        return self._exchange(x, self.outgoing, self.incoming, self._broker.forth)
+        return self._exchange(x, self.outgoing, self.incoming, self._ranks.forth)
 
     def _back(self, y: Tensor) -> Arriving:
-        return self._exchange(y, self.incoming, self.outgoing, self._broker.back)
+        return self._exchange(y, self.incoming, self.outgoing, self._ranks.back)
 
     def _exchange(
         self, given: Tensor, outgoing: tuple[int, ...], incoming: tuple[int, ...], group: dist.ProcessGroup
     ) -> Arriving:
-        answered, outbox = self._leaving, self._broker.outbox
+        answered, outbox = self._leaving, self._ranks.outbox
         self._leaving = [
             outbox.send(part, rank, group) for rank, part in enumerate(given.split(outgoing)) if len(part)
         ]

@@ -89,7 +89,7 @@ def trial_seconds(ranks: ExpertRanks, device: torch.device, size: int) -> float:
     A master has no experts: it takes part, and sends nothing. Timed the second time: the first one connects.
     """
     here, count = ranks.group.rank(), ranks.group.size()
-    first = int(ranks.broker is not None)
+    first = ranks.first_worker
     outgoing, incoming = [0] * count, [0] * count
     if here >= first:
         place, places, step = here - first, count - first, ranks.tensor_size

@@ -20,8 +20,8 @@ from megatron_mux.errors import UserError
 
 T = TypeVar("T")
 
-# A place is that in its file, with the file's number above these bits.
-_BITS = 47
+FILE_BITS = 47
+"""A place is that in its file, with the file's number above these bits."""
 
 
 class Selection:
@@ -32,6 +32,7 @@ class Selection:
 
     Attributes:
         label: Names it in messages.
+        files: Its files.
         stamps: Of its files, when they were opened.
         size: Bytes of its files.
 
@@ -44,25 +45,25 @@ class Selection:
         self.label = source.label
         self._layout = _Layout(source)
         located, self._asked = locate(source)
-        self._files: list[Source] = []
+        self.files: list[Source] = []
         try:
             for path, _ in located:
-                self._files.append(open_file(path, self._layout.columns))
+                self.files.append(open_file(path, self._layout.columns))
         except BaseException:
             self.close()
             raise
         self._splits = [split for _, split in located]
-        self.stamps: tuple[Stamp, ...] = tuple(file.stamp for file in self._files)
-        self.size = sum(file.size for file in self._files)
+        self.stamps: tuple[Stamp, ...] = tuple(file.stamp for file in self.files)
+        self.size = sum(file.size for file in self.files)
 
     def rows(self) -> Iterator[Row]:
         """All rows; `Row.where` begins with the file, and `Row.value` is a mapping of a record's keys."""
         for number, start, stop, before in self._parts():
-            file = self._files[number]
+            file = self.files[number]
             for row in islice(file.rows(), start, stop):
                 yield replace(
                     row,
-                    place=(number << _BITS) + row.place,
+                    place=(number << FILE_BITS) + row.place,
                     where=f"{file.path}: {row.where}",
                     value=self._mapped(row.value),
                     done=before + row.done,
@@ -75,7 +76,7 @@ class Selection:
             BadRecordError: It is no record, or no longer.
             OSError: The file cannot be read.
         """
-        value = self._mapped(self._files[place >> _BITS].row(place & ((1 << _BITS) - 1)))
+        value = self._mapped(self.files[place >> FILE_BITS].row(place & ((1 << FILE_BITS) - 1)))
         return self.read(value, record_of)
 
     def read(self, value: Any, parse: Callable[[Any], T]) -> T:
@@ -95,23 +96,23 @@ class Selection:
         except BadRecordError as error:
             raise BadRecordError(f"{error}{self._layout.origin(str(error))}") from None
 
-    def is_unchanged(self, place: int | None = None) -> bool:
-        """Whether the file of a row, or all of them, have not been written to since they were opened."""
-        files = self._files if place is None else [self._files[place >> _BITS]]
-        return all(file.is_unchanged for file in files)
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the files have not been written to since they were opened."""
+        return all(file.is_unchanged for file in self.files)
 
     def fingerprint(self) -> str:
         """Identify the rows and what becomes of them: SHA-256 of the files and of the section's other fields."""
-        digests = [file.digest() for file in self._files]
+        digests = [file.digest() for file in self.files]
         options = {
             "columns": self._source.columns,
             "templates": self._source.templates,
             "chat_template_kwargs": self._source.chat_template_kwargs,
             "slices": self._asked if is_sliced(self._asked) else None,
             "splits": self._splits if is_sliced(self._asked) else None,
-            "kinds": [type(file).__name__ for file in self._files],
+            "kinds": [type(file).__name__ for file in self.files],
         }
-        plain = len(digests) == 1 and isinstance(self._files[0], JsonLines)
+        plain = len(digests) == 1 and isinstance(self.files[0], JsonLines)
         if plain and not any(options[key] for key in options if key != "kinds"):
             return digests[0]  # as it was before there were other sources
         about = {"files": digests, **{key: value for key, value in options.items() if value}}
@@ -119,7 +120,7 @@ class Selection:
 
     def close(self) -> None:
         """Close the files."""
-        for file in self._files:
+        for file in self.files:
             with suppress(OSError):
                 file.close()
 
@@ -127,11 +128,11 @@ class Selection:
         """The parts of files: number of the file, first row, the row after the last, bytes of the files before."""
         if not is_sliced(self._asked):
             before = 0
-            for number, file in enumerate(self._files):
+            for number, file in enumerate(self.files):
                 yield number, 0, None, before
                 before += file.size
             return
-        counts = [file.count() for file in self._files]
+        counts = [file.count() for file in self.files]
         totals = dict.fromkeys(self._splits, 0)
         for split, count in zip(self._splits, counts, strict=True):
             totals[split] += count
@@ -148,7 +149,7 @@ class Selection:
                     if start < first + count and stop > first:
                         yield number, max(0, start - first), min(count, stop - first), before
                     first += count
-                before += self._files[number].size
+                before += self.files[number].size
 
     def _mapped(self, value: Any) -> Any:
         if not isinstance(value, dict):

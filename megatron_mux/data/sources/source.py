@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BufferedReader
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_mux.errors import UserError
 
 Stamp = tuple[int, int]
 """Size of a file and when it was modified, in nanoseconds: another one after it has been written to."""
+stamp_of: Callable[[os.stat_result], Stamp] = attrgetter("st_size", "st_mtime_ns")
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Source(ABC):
             raise UserError(f"{path}: no such file") from error
         except OSError as error:
             raise unreadable(path, error) from error
-        self.stamp = self._stamp()
+        self.stamp = stamp_of(os.fstat(self.file.fileno()))
 
     @property
     def size(self) -> int:
@@ -68,11 +70,7 @@ class Source(ABC):
     @property
     def is_unchanged(self) -> bool:
         """Whether the file has not been written to since it was opened."""
-        return self._stamp() == self.stamp
-
-    def _stamp(self) -> Stamp:
-        status = os.fstat(self.file.fileno())
-        return status.st_size, status.st_mtime_ns
+        return stamp_of(os.fstat(self.file.fileno())) == self.stamp
 
     def digest(self) -> str:
         """SHA-256 of the file."""

@@ -193,7 +193,7 @@ class RecordGroups:
 
     def _mine(self) -> Iterator[tuple[int | None, HeldOutRecord]]:
         """This rank's records, each with the batch size of its task."""
-        if self.parallel.experts.is_manager:
+        if not self.parallel.experts.holds_rows:
             return
         before = 0
         for one in self.tasks:

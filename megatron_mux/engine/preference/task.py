@@ -55,12 +55,8 @@ class PreferenceTask(TaskState):
         """
         spec = self.task.spec
         training = spec.training
-        problem = problem_of_preference(spec, adapters.host.shape)
-        if adapters.host.parallel.experts.broker is not None:
-            problem = (
-                f"training.loss: {training.loss} does not run with expert managers: use expert-parallel ranks"
-            )
-        if problem:
+        adapters.host.parallel.experts.refuse("preferences", spec.name, training.loss)
+        if problem := problem_of_preference(spec, adapters.host.shape):
             raise UserError(f"task {spec.name!r}: {problem}")
         if self.task.initial is not None and training.needs_reference:
             copy = spec.model_copy(update={"name": self.reference_rows.name})

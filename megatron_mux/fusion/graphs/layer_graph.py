@@ -27,7 +27,7 @@ from megatron_mux import megatron_core
 from megatron_mux.adapters import base_op
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.attributes import replaced
-from megatron_mux.backbone import attention
+from megatron_mux.backbone import sublayers
 from megatron_mux.backbone.layer import compute_layer
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.batch.micro_batch import MicroBatch, activate
@@ -120,7 +120,7 @@ def _plain_formulas(backbone: Backbone, layer: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (base_op, "low_rank_linear", _low_rank_linear),
-            (attention, "segment_attention", _attention),
+            (sublayers, "segment_attention", _attention),
             (fused_pointwise, "rotate", _rotate),
             (fused_pointwise, "gated", _no_function),
             (warnings, "warn", _say_nothing),  # Megatron warns while it computes

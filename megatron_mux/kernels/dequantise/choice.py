@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_mux.kernels.dequantise.interface import DequantiseKernels, EightBitCodes, Nf4Codes
-from megatron_mux.kernels.triton_choice import has_triton
+from megatron_mux.kernels.dequantise.interface import DequantiseKernels
+from megatron_mux.kernels.triton_choice import computes_nothing, has_triton
 
 
 class DryDequantise(DequantiseKernels):
     """Allocates on a fake GPU what `TritonDequantise` allocates on a real one: nothing."""
 
-    @staticmethod
-    def nf4(place: Tensor, codes: Nf4Codes, rounded_to: torch.dtype | None, counts: Tensor | None) -> None:
-        """See `DequantiseKernels.nf4`."""
-
-    @staticmethod
-    def eight_bit(place: Tensor, codes: EightBitCodes, counts: Tensor | None) -> None:
-        """See `DequantiseKernels.eight_bit`."""
+    nf4 = eight_bit = staticmethod(computes_nothing)
 
 
 def kernels_for(place: Tensor) -> type[DequantiseKernels] | None:

@@ -10,11 +10,13 @@ from megatron_mux.kernels.experts.interface import TILE_ROWS, ExpertKernels
 from megatron_mux.kernels.experts.reference import LoopExpertKernels
 from megatron_mux.kernels.experts.terms import ExpertTable
 from megatron_mux.kernels.low_rank.choice import KernelName
-from megatron_mux.kernels.triton_choice import has_triton, suits_triton
+from megatron_mux.kernels.triton_choice import computes_nothing, has_triton, suits_triton
 
 
 class DryExpertKernels(ExpertKernels):
     """Allocates on a fake GPU what `TritonExpertKernels` allocate on a real one; nothing is computed."""
+
+    up_ = input_gradient_ = weight_gradients = staticmethod(computes_nothing)
 
     @staticmethod
     def down(x: Tensor, table: ExpertTable, groups: ExpertGroups) -> Tensor:
@@ -23,23 +25,9 @@ class DryExpertKernels(ExpertKernels):
         return x.new_empty(x.shape[0], table.width)
 
     @staticmethod
-    def up_(y: Tensor, latent: Tensor, table: ExpertTable, groups: ExpertGroups) -> None:
-        """See `ExpertKernels.up_`."""
-
-    @staticmethod
     def latent_gradient(dy: Tensor, table: ExpertTable, groups: ExpertGroups) -> Tensor:
         """See `ExpertKernels.latent_gradient`."""
         return dy.new_empty(dy.shape[0], table.width)
-
-    @staticmethod
-    def input_gradient_(dx: Tensor, d_latent: Tensor, table: ExpertTable, groups: ExpertGroups) -> None:
-        """See `ExpertKernels.input_gradient_`."""
-
-    @staticmethod
-    def weight_gradients(
-        x: Tensor, latent: Tensor, dy: Tensor, d_latent: Tensor, table: ExpertTable, groups: ExpertGroups
-    ) -> None:
-        """See `ExpertKernels.weight_gradients`."""
 
 
 def expert_kernels_for(x: Tensor, chosen: KernelName | None = None) -> type[ExpertKernels]:

@@ -7,6 +7,7 @@ Shapes: n rows, V vocabulary (this rank's part of it).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -45,9 +46,10 @@ class Statistics(NamedTuple):
     nll: Tensor
 
 
-def is_fused(logits: Tensor) -> bool:
-    """Whether Triton kernels compute these logits; on a fake GPU, whether they would."""
-    return suits_triton(logits.device, logits.dtype) and (isinstance(logits, FakeTensor) or has_triton())
+@cache
+def is_fused(kind: type[Tensor], device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton kernels compute logits of a class, a device and a dtype; on a fake GPU, whether they would."""
+    return suits_triton(device, dtype) and (issubclass(kind, FakeTensor) or has_triton())
 
 
 def statistics(

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megatron_mux.kernels.loss.cross_entropy import Vocabulary, gradient_, is_fused, statistics
 from megatron_mux.kernels.loss.own_output import back_propagate, write_logits
-from megatron_mux.kernels.loss.preference import scaled_rows
 from megatron_mux.kernels.own_rows import OwnRows
 
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
@@ -164,7 +163,7 @@ class _WeightedLoss(torch.autograd.Function):
         wanted = ctx.needs_input_grad[0]
         gradient = torch.empty_like(hidden) if wanted else None
         nlls = []
-        compute = _fused if is_fused(hidden) else _by_operators
+        compute = _fused if is_fused(type(hidden), hidden.device, hidden.dtype) else _by_operators
         for part, used, logits in layer.chunks(hidden.detach()):
             soft = None if smoothing is None else smoothing[part].to(_statistics_dtype(hidden))
             rows = hidden.detach()[part] if wanted else None
@@ -184,6 +183,12 @@ class _WeightedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return scaled_rows(gradient, grad.view(1, 1)), None, None, None, None
+
+
+def scaled_rows(rows: Tensor, factors: Tensor) -> Tensor:
+    """Multiply `[N, H]` by factors that are not rounded to its dtype: that would scale a task's gradient."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return torch.mul(rows, factors.to(wide), out=torch.empty_like(rows))
 
 
 def _statistics_dtype(hidden: Tensor) -> torch.dtype:

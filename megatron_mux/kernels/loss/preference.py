@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_mux.kernels.loss.head import scaled_rows
+
 FIGURES = 8
 """Sums that `PreferenceLoss.figures` gives."""
 
@@ -212,12 +214,6 @@ class RowScale:
     """
 
     factors: Tensor | None = None
-
-
-def scaled_rows(rows: Tensor, factors: Tensor) -> Tensor:
-    """Multiply `[N, H]` by factors that are not rounded to its dtype: that would scale a task's gradient."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    return torch.mul(rows, factors.to(wide), out=torch.empty_like(rows))
 
 
 class _ScaledGradient(torch.autograd.Function):

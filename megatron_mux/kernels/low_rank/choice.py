@@ -15,7 +15,7 @@ from megatron_mux.kernels.low_rank.grouped_rows import GroupedKernels
 from megatron_mux.kernels.low_rank.product import LowRankKernels, partials_of
 from megatron_mux.kernels.low_rank.reference import LoopKernels
 from megatron_mux.kernels.low_rank.terms import TermTable
-from megatron_mux.kernels.triton_choice import has_triton, suits_triton
+from megatron_mux.kernels.triton_choice import computes_nothing, has_triton, suits_triton
 
 KernelName = Literal["loop", "triton"]
 KernelChoice = tuple[tuple[BaseOpName, KernelName], ...]
@@ -25,23 +25,17 @@ KernelChoice = tuple[tuple[BaseOpName, KernelName], ...]
 class DryKernels(GroupedKernels):
     """Allocates on a fake GPU what `TritonKernels` allocate on a real one; nothing is computed."""
 
+    up_ = input_gradient_ = scale_ = factor_gradients = staticmethod(computes_nothing)
+
     @staticmethod
     def down(x: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
         """See `LowRankKernels.down`."""
         return x.new_empty(x.shape[0], table.width(groups))
 
     @staticmethod
-    def up_(y: Tensor, latent: Tensor, table: TermTable, groups: RowGroups) -> None:
-        """See `LowRankKernels.up_`."""
-
-    @staticmethod
     def latent_gradient(dy: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
         """See `LowRankKernels.latent_gradient`."""
         return dy.new_empty(dy.shape[0], table.width(groups))
-
-    @staticmethod
-    def input_gradient_(dx: Tensor, d_latent: Tensor, table: TermTable, groups: RowGroups) -> None:
-        """See `LowRankKernels.input_gradient_`."""
 
     @staticmethod
     def weight_gradients(
@@ -65,14 +59,6 @@ class DryKernels(GroupedKernels):
     def activation_gradient_(d_latent: Tensor, latent: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
         """See `GroupedKernels.activation_gradient_`."""
         return torch.empty_like(latent)
-
-    @staticmethod
-    def scale_(values: Tensor, table: TermTable, groups: RowGroups) -> None:
-        """See `GroupedKernels.scale_`."""
-
-    @staticmethod
-    def factor_gradients(values: Tensor, gradient: Tensor, table: TermTable, groups: RowGroups) -> None:
-        """See `GroupedKernels.factor_gradients`."""
 
 
 def kernels_for(x: Tensor, chosen: KernelName | None = None) -> type[LowRankKernels]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_mux.kernels.triton_choice import has_triton, suits_triton
+from megatron_mux.kernels.triton_choice import computes_nothing, has_triton, suits_triton
 
 PointwiseName = Literal["triton", "torch"]
 
@@ -38,29 +39,8 @@ class PointwiseKernels(Protocol):
 class DryPointwise:
     """On a fake GPU: `pointwise.functions` has allocated what Triton kernels write to, and nothing is computed."""
 
-    @staticmethod
-    def activate(*args: Any) -> None:
-        """See `pointwise.triton`."""
-
-    @staticmethod
-    def activate_backward(*args: Any) -> None:
-        """See `pointwise.triton`."""
-
-    @staticmethod
-    def join(*args: Any) -> None:
-        """See `pointwise.triton`."""
-
-    @staticmethod
-    def join_backward(*args: Any) -> None:
-        """See `pointwise.triton`."""
-
-    @staticmethod
-    def turn(*args: Any) -> None:
-        """See `pointwise.triton_rotary`."""
-
-    @staticmethod
-    def turn_backward(*args: Any) -> None:
-        """See `pointwise.triton_rotary`."""
+    activate = activate_backward = staticmethod(computes_nothing)
+    join = join_backward = turn = turn_backward = staticmethod(computes_nothing)
 
 
 def pointwise_name(device: torch.device, dtype: torch.dtype) -> PointwiseName:
@@ -68,11 +48,14 @@ def pointwise_name(device: torch.device, dtype: torch.dtype) -> PointwiseName:
     return "triton" if suits_triton(device, dtype) and has_triton() else "torch"
 
 
-def pointwise_kernels(x: Tensor) -> PointwiseKernels | None:
-    """The kernels for a tensor; None: torch's operators."""
-    if not suits_triton(x.device, x.dtype):
+@cache
+def pointwise_kernels(
+    kind: type[Tensor], device: torch.device, dtype: torch.dtype
+) -> PointwiseKernels | None:
+    """The kernels for tensors of a class, a device and a dtype; None: torch's operators."""
+    if not suits_triton(device, dtype):
         return None
-    if isinstance(x, FakeTensor):
+    if issubclass(kind, FakeTensor):
         return DryPointwise()
     if not has_triton():
         return None

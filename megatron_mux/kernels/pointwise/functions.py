@@ -40,7 +40,7 @@ def activate(x: Tensor, bias: Tensor | None = None, *, name: str, gate: bool) ->
         name: Hugging Face's name of the activation function.
         gate: Whether the MLP is gated.
     """
-    kernels = pointwise_kernels(x)
+    kernels = pointwise_kernels(type(x), x.device, x.dtype)
     if kernels is not None:
         out: Tensor = _Activate.apply(x, bias, name, gate, kernels)  # type: ignore[no-untyped-call]
         return out
@@ -89,7 +89,7 @@ def normalise(x: Tensor, norm: Norm) -> Tensor:
 
 def fork(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """`x` for the residual sum, and its norm: the gradients of both are added in the norm's backward pass."""
-    kernels = pointwise_kernels(x)
+    kernels = pointwise_kernels(type(x), x.device, x.dtype)
     if kernels is None:
         return x, _plain_norm(x, norm)
     same, normed = _join(x, None, None, (None, norm), kernels)
@@ -116,7 +116,7 @@ def join(
     Returns:
         The sum, and its norm.
     """
-    kernels = pointwise_kernels(output)
+    kernels = pointwise_kernels(type(output), output.device, output.dtype)
     if kernels is not None and any(one is not None for one in (bias, inner, outer)):
         return _join(output, bias, residual, (inner, outer), kernels)
     if bias is not None:
@@ -197,7 +197,7 @@ def turn(mixed: Tensor, angles: tuple[Tensor, Tensor] | None, heads: Heads) -> t
     Returns:
         `[T, h, D]`, `[T, g, D]` and `[T, g, D]`.
     """
-    kernels = pointwise_kernels(mixed)
+    kernels = pointwise_kernels(type(mixed), mixed.device, mixed.dtype)
     if kernels is not None and angles is not None:
         by_head = mixed.reshape(len(mixed), -1, heads.size)
         turned: tuple[Tensor, Tensor, Tensor] = _Turn.apply(by_head, *angles, heads, kernels)  # type: ignore[no-untyped-call]
@@ -229,7 +229,7 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, first: int = 0, interleave
         first: Of W features.
         interleaved: Whether the features of a rotated pair are neighbours; they come out in halves.
     """
-    kernels = pointwise_kernels(x)
+    kernels = pointwise_kernels(type(x), x.device, x.dtype)
     if kernels is not None:
         heads = Heads(x.shape[2], x.shape[1], keyed=False, first=first, interleaved=interleaved)
         rotated: Tensor = _Turn.apply(x, cos, sin, heads, kernels)[0]  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from megatron_mux.adapters.costs import Curve
@@ -118,7 +119,7 @@ class TaskAdapters:
             spec.training.sequences_per_record,
         )
 
-    @property
+    @cached_property
     def lowest_layer(self) -> int:
         """The layer in which gradients begin; beyond the last layer if nowhere, -1 if in the embedding."""
         return -1 if self.embeds else min((op.layer for op in self.ops), default=self.layers)

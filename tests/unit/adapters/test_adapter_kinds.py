@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron_mux import runtime
+from megatron_mux.adapters import base_op
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.adapters.host import Host
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.kernels.low_rank import terms
 from megatron_mux.kernels.low_rank.columns import Columns
+from megatron_mux.kernels.low_rank.reference import LoopKernels
 from megatron_mux.runtime import Parallel
 from tests.unit.adapters.toy import (
     Reference,
@@ -250,6 +252,55 @@ def test_only_the_first_adapter_needs_a_gradient_below_it(parallel: Parallel) ->
     rows, weights = inputs(batch, shape.hidden)
     run(toy, adapters, batch, rows, weights)
     assert rows.grad is None and adapters.tasks["one"].parameters[0].value.grad is not None
+
+
+def test_tables_are_prepared_when_tasks_have_come_or_gone_and_not_again(
+    parallel: Parallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = sizes()
+    adapters = AdapterSet(Host(Toy(shape, parallel).infos, parallel, torch.float64, shape))
+    prepared: list[int] = []
+    monkeypatch.setattr(base_op.AttachedBaseOp, "prepare", lambda op: prepared.append(op.info.layer))
+
+    def times() -> int:
+        monkeypatch.setattr(adapters.host, "device", torch.device("cuda"))
+        adapters.prepare()
+        adapters.prepare()
+        monkeypatch.setattr(adapters.host, "device", torch.device("cpu"))
+        found = len(prepared) // len(adapters.ops)
+        prepared.clear()
+        return found
+
+    assert times() == 0
+    adapters.add(lora("a"), 10)
+    assert times() == 1
+    adapters.remove("a")
+    assert times() == 1
+
+
+def test_kernels_are_chosen_when_tasks_have_come_or_gone(
+    parallel: Parallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = sizes()
+    toy = Toy(shape, parallel)
+    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
+    asked: list[object] = []
+
+    def choose(term: Tensor, chosen: object = None) -> object:
+        asked.append(chosen)
+        return LoopKernels
+
+    monkeypatch.setattr(base_op, "kernels_for", choose)
+    spec = lora("one", target_modules=["q_proj"])
+    adapters.add(spec, 10)
+    batch = make_batch([spec])
+    for passes in (shape.layers, 0):
+        asked.clear()
+        run(toy, adapters, batch, *inputs(batch, shape.hidden))
+        assert asked == [None] * passes
+    adapters.use((("linear_qkv", "loop"),))
+    run(toy, adapters, batch, *inputs(batch, shape.hidden))
+    assert asked == ["loop"] * shape.layers, "a choice is asked for at once"
 
 
 def test_nothing_is_left_to_the_first_launch(parallel: Parallel, monkeypatch: pytest.MonkeyPatch) -> None:

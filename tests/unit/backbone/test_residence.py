@@ -98,6 +98,29 @@ def test_one_data_parallel_rank_has_nobody_to_share_with(
     assert Backbone.load(path, parallel, residence="sharded-offloaded").residence.units
 
 
+def test_a_step_of_a_resident_backbone_asks_nobody_for_weights(
+    checkpoints: Callable[..., Path], parallel: Parallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: set[str] = set()
+
+    def noting(name: str) -> Callable[..., Any]:
+        own = getattr(Residence, name)
+
+        def note(*arguments: Any) -> Any:
+            asked.add(name)
+            return own(*arguments)
+
+        return note
+
+    for name in ("using", "layers"):
+        monkeypatch.setattr(Residence, name, noting(name))
+    path, cases = checkpoints("llama"), cases_of("llama", 96)[:1]
+    nothing: set[str] = set()
+    for kind, wanted in (("resident", nothing), ("offloaded", {"using", "layers"})):
+        _trained(path, parallel, kind, cases, "whole")
+        assert asked == wanted
+
+
 # ---- memory, names and the weights themselves
 
 

@@ -32,8 +32,8 @@ Function = Callable[..., Any]
 def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's kernels compute all but fp64, on a CPU too."""
 
-    def kernels(x: Tensor) -> Any:
-        return None if x.dtype == torch.float64 else triton_pointwise
+    def kernels(kind: type[Tensor], device: torch.device, dtype: torch.dtype) -> Any:
+        return None if dtype == torch.float64 else triton_pointwise
 
     monkeypatch.setattr(fused_pointwise, "pointwise_kernels", kernels)
 
