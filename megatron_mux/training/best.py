@@ -63,10 +63,10 @@ class BestCheckpointTracker:
         best = self.entries[name].best
         return best.value is not None and best.step == step
 
-    def tell_best(self, name: str, directory: Path | None) -> None:
+    def tell_best(self, name: str, directory: Path) -> None:
         """Say where the best adapter of a task that is done is."""
         best = self.entries[name].best
-        if directory is not None and best.checkpoint:
+        if best.checkpoint:
             self.say(f"{name}: its best adapter is that of step {best.step}: {directory / name / BEST}")
 
 
