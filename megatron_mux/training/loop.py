@@ -10,10 +10,8 @@ from functools import partial
 
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.checkpoint import Manifest
-from megatron_mux.engine import Engine, StepResult
+from megatron_mux.engine import StepResult
 from megatron_mux.engine.agreement import raise_on_every_rank
-from megatron_mux.report import Reporter
-from megatron_mux.runtime import Parallel
 from megatron_mux.training.callback import Callback, overrides, save_run
 from megatron_mux.training.commands import CommandSource
 from megatron_mux.training.step_loop import Due, StepLoop
@@ -28,13 +26,9 @@ class Loop:
 
     Attributes:
         arguments: The command line.
-        engine: Trains the tasks.
-        parallel: This rank's place.
-        reporter: Told every step.
-        registry: The tasks of the run.
+        registry: The tasks of the run, and the callbacks, called in their order.
         step_loop: Runs bursts of steps.
         commands: Tells which tasks are to join and leave.
-        callbacks: Called in this order.
         check: Raises a `UserError` if another run took the directory over; called before lines are added to its files.
         manifest: The save to continue from, if any.
         began: When the run began, by `time.monotonic`.
@@ -42,13 +36,9 @@ class Loop:
     """
 
     arguments: MuxArguments
-    engine: Engine
-    parallel: Parallel
-    reporter: Reporter
     registry: TaskRegistry
     step_loop: StepLoop
     commands: CommandSource
-    callbacks: Sequence[Callback]
     check: Callable[[], None]
     manifest: Manifest | None = None
     began: float = field(default_factory=time.monotonic)
@@ -56,6 +46,8 @@ class Loop:
     _preparing: bool = False
 
     def __post_init__(self) -> None:
+        self.engine, self.reporter = self.registry.engine, self.registry.reporter
+        self.parallel, self.callbacks = self.registry.parallel, self.registry.callbacks
         # What is called burst by burst.
         self._reasons_to_exit = overrides(self.callbacks, Callback.reason_to_exit)
         self._before_steps = overrides(self.callbacks, Callback.before_steps)
@@ -174,15 +166,10 @@ class Loop:
         problems = [self.reporter.problem, *(callback.problem for callback in self.callbacks)]
         raise_on_every_rank(next(filter(None, problems), ""), self.parallel)
         # Every rank runs equally many steps, as long as they take on the slowest rank.
-        notes = [
-            self.stopping,
-            self.registry.preparing,
-            self.step_loop.seconds,
-            time.monotonic() - self.began,
-        ]
-        stopping, preparing, self.step_loop.seconds, elapsed = self.parallel.most(
-            [float(note) for note in notes]
-        )
+        preparing, seconds = float(self.registry.preparing), self.step_loop.seconds
+        elapsed = time.monotonic() - self.began
+        agreed = self.parallel.most([float(self.stopping), preparing, seconds, elapsed])
+        stopping, preparing, self.step_loop.seconds, elapsed = agreed
         self._preparing = preparing > 0
         if stopping:
             return "by a signal"

@@ -8,11 +8,10 @@ from functools import partial
 
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.backbone.registry import BackboneInfo
-from megatron_mux.checkpoint import Manifest, SavedTask
+from megatron_mux.checkpoint import Manifest
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.directory_lock import DirectoryLock
 from megatron_mux.engine import Engine, Planning
-from megatron_mux.hub_cache import model_id
 from megatron_mux.report import Reporter
 from megatron_mux.training.best import BestCheckpointTracker
 from megatron_mux.training.callback import Callback
@@ -53,66 +52,61 @@ def make_loop(
         lock: On the directory of `--save`; None on ranks that do not write there.
         began: When the run began, by `time.monotonic`; None: now.
     """
-    directory, save, parallel = arguments.load, arguments.save, engine.parallel
-    entries: dict[str, SavedTask] = {}
-    step_loop = StepLoop(arguments.mux_rolling, arguments.mux_watch is not None)
-    check: Callable[[], None] = _nothing if lock is None else lock.check
-    tracker = BestCheckpointTracker(entries, reporter.say)
+    parallel, save, watched = engine.parallel, arguments.save, arguments.mux_watch
+    continued = arguments.load if manifest is not None else None
+    registry = TaskRegistry(engine, parallel, reporter, info, files, [], continued, saves=save is not None)
+    if save is not None and parallel.rank == 0 and (arguments.load == save or manifest is None):
+        # A run that died before its first save leaves lines, too. Not before the tasks are accepted: a refused run
+        # leaves everything as it is.
+        registry.accepted = partial(reporter.continue_metrics, save, manifest)
+    step_loop = StepLoop(arguments.mux_rolling, watching=watched is not None)
     steps_before = manifest.steps if manifest is not None else 0
-    callbacks: list[Callback] = []
+    registry.callbacks += [] if watch is None else [watch]
+    registry.callbacks += _callbacks(arguments, registry, step_loop, steps_before, lock)
+    if manifest is not None and continued is not None:
+        registry.continue_from(manifest, continued, save)
+        reporter.say(f"continuing from {continued} (save {manifest.number})")
+        for change in changes_since(manifest, engine.planning, arguments.precision):
+            reporter.say(change)
+    commands = OnlyDrain() if watched is None else WatchedDirectory(watched, parallel)
+    began = time.monotonic() if began is None else began
+    return Loop(arguments, registry, step_loop, commands, _check_of(lock), manifest, began)
+
+
+def _callbacks(
+    arguments: MuxArguments,
+    registry: TaskRegistry,
+    step_loop: StepLoop,
+    steps_before: int,
+    lock: DirectoryLock | None,
+) -> Iterator[Callback]:
+    """Yield the callbacks that a run asks for, in the order in which they are called."""
+    engine, reporter, check = registry.engine, registry.reporter, _check_of(lock)
     if arguments.exit_interval is not None or arguments.exit_duration_in_mins is not None:
-        callbacks.append(Exits(arguments.exit_interval, arguments.exit_duration_in_mins, steps_before))
-    if watch is not None:
-        callbacks.append(watch)
-    callbacks.append(Evaluations(engine, entries, tracker, reporter, check))
-    callbacks.append(SaveTimes(engine, tracker, arguments.save_interval))
-    if save is not None:
+        yield Exits(arguments.exit_interval, arguments.exit_duration_in_mins, steps_before)
+    yield Evaluations(registry, BestCheckpointTracker(registry.entries, reporter.say), check)
+    yield SaveTimes(registry, arguments.save_interval)
+    if arguments.save is not None:
         saver = Saver(
-            save,
+            arguments.save,
             engine.backbone.info.fingerprint,
             arguments.mux_keep_checkpoints,
             arguments.mux_save_rate,
-            parallel,
+            registry.parallel,
             arguments.precision,
             reporter.owner,
             engine.backbone.info.shape.quantisation,
             lock,
         )
-        name = model_id(arguments.backbone)
-        callbacks += [saver, Saves(engine, entries, tracker, reporter, saver, name, step_loop, steps_before)]
-    callbacks += [Pictures(engine, step_loop, reporter, check), FrozenObjects()]
-    continued = directory if manifest is not None else None
-    registry = TaskRegistry(
-        engine, parallel, reporter, info, files, callbacks, continued, entries, saves=save is not None
-    )
-    if save is not None and parallel.rank == 0 and (directory == save or manifest is None):
-        # A run that died before its first save leaves lines, too. Not before the tasks are accepted: a refused run
-        # leaves everything as it is.
-        registry.accepted = partial(reporter.continue_metrics, save, manifest)
-    if manifest is not None and directory is not None:
-        registry.continue_from(manifest, directory, save)
-        reporter.say(f"continuing from {directory} (save {manifest.number})")
-        for change in changes_since(manifest, engine.planning, arguments.precision):
-            reporter.say(change)
-    watched = arguments.mux_watch
-    commands = OnlyDrain() if watched is None else WatchedDirectory(watched, parallel)
-    return Loop(
-        arguments,
-        engine,
-        parallel,
-        reporter,
-        registry,
-        step_loop,
-        commands,
-        callbacks,
-        check,
-        manifest,
-        time.monotonic() if began is None else began,
-    )
+        yield saver
+        yield Saves(registry, saver, arguments.backbone, step_loop, steps_before)
+    yield Pictures(registry, step_loop, check)
+    yield FrozenObjects()
 
 
-def _nothing() -> None:
-    """The check of a rank that writes nothing that others could write."""
+def _check_of(lock: DirectoryLock | None) -> Callable[[], None]:
+    """The check of a directory; nothing on a rank that writes to none."""
+    return (lambda: None) if lock is None else lock.check
 
 
 def changes_since(manifest: Manifest, planning: Planning, precision: str) -> Iterator[str]:

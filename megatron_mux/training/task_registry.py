@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,7 +51,7 @@ class TaskRegistry:
     reporter: Reporter
     info: BackboneInfo
     files: DataFiles
-    callbacks: Sequence[Callback]
+    callbacks: list[Callback]
     continued: Path | None = None
     entries: dict[str, SavedTask] = field(default_factory=dict)
     accepted: Callable[[], None] | None = None
@@ -137,9 +138,8 @@ class TaskRegistry:
             self.reporter.add(task.spec, status, step, total)
             if status == "running":
                 self.reporter.track(task.spec, step)
-            self.intervals[name] = tuple(
-                interval for callback in self.callbacks for interval in callback.intervals(name)
-            )
+            found = (callback.intervals(name) for callback in self.callbacks)
+            self.intervals[name] = tuple(itertools.chain.from_iterable(found))
             if alone and step == 0 and task.resume is None:
                 fresh_tasks.append(name)
         for callback in self.callbacks if fresh_tasks else ():

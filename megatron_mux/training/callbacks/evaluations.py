@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_mux.checkpoint import SavedTask
-from megatron_mux.engine import Engine, StepResult
+from megatron_mux.engine import StepResult
 from megatron_mux.errors import UserError
-from megatron_mux.report import Reporter
 from megatron_mux.training.best import BestCheckpointTracker
 from megatron_mux.training.callback import Callback
 from megatron_mux.training.eval_setup import accuracy_measured
+from megatron_mux.training.task_registry import TaskRegistry
 
 
 @dataclass(eq=False)
@@ -19,22 +18,18 @@ class Evaluations(Callback):
     """Evaluates tasks before their first step, every so many steps, and after the last.
 
     Attributes:
-        engine: Evaluates.
-        entries: Every task of the run.
+        registry: The tasks of the run.
         tracker: Compares the evaluations of each task.
-        reporter: Told the figures.
         check: Raises a `UserError` if another run took the directory over.
     """
 
-    engine: Engine
-    entries: Mapping[str, SavedTask]
+    registry: TaskRegistry
     tracker: BestCheckpointTracker
-    reporter: Reporter
     check: Callable[[], None]
 
     def intervals(self, name: str) -> Iterable[int]:
         """Yield after how many steps each a task is evaluated."""
-        spec = self.engine.task(name).spec.eval
+        spec = self.registry.engine.task(name).spec.eval
         if spec is not None:
             yield spec.eval_steps
 
@@ -46,9 +41,9 @@ class Evaluations(Callback):
         """Evaluate every task whose turn it is, whatever else is due; finish those whose patience is over."""
         self._evaluate([name for name, result in last.items() if self._is_due(name, result)])
         for name in self.tracker.stopped():
-            self.engine.finish_early(name)
+            self.registry.engine.finish_early(name)
             last[name] = replace(last[name], status="finished")
-            self.entries[name].status = self.reporter.history[name].status = "finished"
+            self.registry.entries[name].status = self.registry.reporter.history[name].status = "finished"
 
     def _is_due(self, name: str, result: StepResult) -> bool:
         """Whether a task is to be evaluated."""
@@ -60,16 +55,17 @@ class Evaluations(Callback):
         """Evaluate tasks together, those that have evaluation data."""
         if not names:
             return
-        self.engine.parallel.heartbeat.at(f"evaluating {', '.join(names)}")
-        results = self.engine.evaluate_together(names)
+        engine, reporter = self.registry.engine, self.registry.reporter
+        engine.parallel.heartbeat.at(f"evaluating {', '.join(names)}")
+        results = engine.evaluate_together(names)
         self.check()
         for name, result in results.items():
             if isinstance(result, UserError):  # on every rank
-                self.reporter.say(f"{name} could not be evaluated: {result}")
+                reporter.say(f"{name} could not be evaluated: {result}")
                 continue
-            step, task = self.engine.progress(name)[0], self.engine.task(name)
-            if self.reporter.history[name].before is None:
+            step, task = engine.progress(name)[0], engine.task(name)
+            if reporter.history[name].before is None:
                 for line in accuracy_measured(task):
-                    self.reporter.say(line)
-            self.reporter.evaluation(name, step, result)
+                    reporter.say(line)
+            reporter.evaluation(name, step, result)
             self.tracker.note(name, task.spec.training, step, result)
