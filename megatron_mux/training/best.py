@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from megatron_mux.checkpoint import SavedTask
 from megatron_mux.engine import BestEvaluation, EvalResult
 from megatron_mux.errors import UserError
-from megatron_mux.saved_files import BEST
 from megatron_mux.tasks import TaskSpec, TrainingSpec
 
 
@@ -19,7 +17,7 @@ class BestCheckpointTracker:
 
     Attributes:
         entries: Every task of the run, with its best evaluation so far.
-        say: Told who stops early, and which adapter was the best.
+        say: Told who stops early.
     """
 
     entries: Mapping[str, SavedTask]
@@ -58,16 +56,10 @@ class BestCheckpointTracker:
         names, self._stopped = self._stopped, []
         return names
 
-    def is_best(self, name: str, step: int) -> bool:
-        """Whether the last evaluation of a task, after `step`, was its best."""
-        best = self.entries[name].best
-        return best.value is not None and best.step == step
 
-    def tell_best(self, name: str, directory: Path | None) -> None:
-        """Say where the best adapter of a task that is done is."""
-        best = self.entries[name].best
-        if directory is not None and best.checkpoint:
-            self.say(f"{name}: its best adapter is that of step {best.step}: {directory / name / BEST}")
+def is_best(entry: SavedTask, step: int) -> bool:
+    """Whether the last evaluation of a task, after `step`, was its best."""
+    return entry.best.value is not None and entry.best.step == step
 
 
 def check_best_is_saved(specs: Sequence[TaskSpec], saves: bool) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_mux.training.callback import Callback
 from megatron_mux.training.step_loop import Due
 
 
 @dataclass
-class Exits:
+class Exits(Callback):
     """Follows `--exit-interval` and `--exit-duration-in-mins`.
 
     Ranks agree on `elapsed` and count the same steps, so that they decide alike without a further message.
@@ -19,46 +19,32 @@ class Exits:
     Attributes:
         interval: Exit when the run has done a multiple of so many steps; None: never.
         minutes: Exit after so many minutes; None: never.
-        began: When the run began, by `time.monotonic`.
         steps: Steps of the run, those before it was resumed included.
-        elapsed: Seconds since the beginning, on the rank that began first, when ranks last agreed.
+        elapsed: Seconds since the run began, when ranks last agreed on them.
     """
 
     interval: int | None
     minutes: float | None
-    began: float
     steps: int = 0
     elapsed: float = 0.0
     _at_interval: bool = False
 
-    @property
-    def clock(self) -> float:
-        """Seconds since this rank began."""
-        return time.monotonic() - self.began
-
-    def after(self, steps: int) -> None:
+    def after_steps(self, steps: int) -> None:
         """Count the steps of a burst."""
         self.steps += steps
         self._at_interval = self.interval is not None and self.steps % self.interval == 0
 
     def due(self, seconds: float) -> Iterator[Due]:
-        """Yield in how many steps the run exits.
-
-        Args:
-            seconds: How long a step takes; 0: not known.
-        """
+        """Yield in how many steps the run exits."""
         if self.interval is not None:
             yield self.interval - self.steps % self.interval, self.interval
         if self.minutes is not None and seconds:
             left = max(1, math.ceil((60 * self.minutes - self.elapsed) / seconds))
             yield left, left
 
-    def reason(self, is_training: bool) -> str:
-        """Why the run exits now; empty: it goes on.
-
-        Args:
-            is_training: Whether a task is not done.
-        """
+    def reason_to_exit(self, elapsed: float, is_training: bool) -> str:
+        """Why the run exits now; empty: it goes on."""
+        self.elapsed = elapsed
         if self.minutes is not None and self.elapsed >= 60 * self.minutes:
             return f"after {self.minutes:g} minutes (--exit-duration-in-mins)"
         if self._at_interval and is_training:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -23,9 +23,11 @@ from megatron_mux.moe.placement import write_placement
 from megatron_mux.moe.topology import Topology
 from megatron_mux.report import EXPERT_ACCESS, Reporter
 from megatron_mux.runtime import Parallel
+from megatron_mux.training.callback import Callback
 from megatron_mux.training.expert_placement import PLACEMENT_FILE
 from megatron_mux.training.expert_placer import Decision, ExpertPlacer, moved
 from megatron_mux.training.expert_topology import topology_of_hosts
+from megatron_mux.training.step_loop import Due
 
 _START_TOKENS = 8192
 """Tokens of each task's data by which experts are placed at the start."""
@@ -58,8 +60,8 @@ class _Sample:
         return self.data.end_of_sequence
 
 
-class ExpertWatch:
-    """Watches the experts of a run. Every rank makes one, and calls the same methods at the same times.
+class ExpertWatch(Callback):
+    """Watches the experts of a run. Every rank makes one.
 
     Args:
         engine: Runs the steps.
@@ -95,7 +97,7 @@ class ExpertWatch:
         self._keeps_placement = kept
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
+    def around_steps(self) -> Iterator[None]:
         """Context in which steps are counted."""
         began, before = time.thread_time(), self._counts.cpu_s
         with self._counts.counting():
@@ -105,10 +107,10 @@ class ExpertWatch:
 
     # -- at the start
 
-    def start(self) -> None:
+    def before_steps(self) -> None:
         """Place experts by what the tasks' data select with their adapters as they are, if that was asked for.
 
-        Called before each burst of steps: it acts before the first one, once there are tasks.
+        It acts before the first burst, once there are tasks.
         """
         names = self.engine.active
         if not self._places or self._placer is None or not names:
@@ -140,7 +142,7 @@ class ExpertWatch:
             f"{seconds:.2f} s, {left} step(s) to come"
         )
         self._keeps_placement = True
-        self.save()
+        self.save(())
 
     def _steps_left(self) -> int:
         """Steps to come of the task that has most of them."""
@@ -162,20 +164,20 @@ class ExpertWatch:
 
     # -- while steps run
 
-    def due(self) -> Iterator[tuple[int, int]]:
+    def due(self, seconds: float) -> Iterator[Due]:
         """In how many steps experts may move, and after how many more again; nothing if they stay."""
         if self._replaces:
             yield max(1, self._interval - self._steps), self._interval
 
-    def after(self, steps: int) -> None:
+    def after_steps(self, steps: int) -> None:
         """Note that steps were taken; write a line, and move experts, if it is time to."""
         self._steps += steps
         if self._steps >= self._interval:
-            self.flush()
+            self.before_save()
             self._consider()
 
-    def flush(self) -> None:
-        """Write what was counted since the last line."""
+    def before_save(self) -> None:
+        """Write what was counted since the last line: slots of tasks that leave may be taken by others."""
         if not self._steps:
             return
         access = self._counts.take(self.parallel, self.engine.slots, pairs=self._replaces)
@@ -254,7 +256,7 @@ class ExpertWatch:
 
     # -- when the run is saved
 
-    def save(self) -> None:
+    def save(self, leaving: Sequence[str]) -> None:
         """Write where experts are, once that is not where they were asked to be."""
         if not self._keeps_placement or self._directory is None or self._placer is None or self.parallel.rank:
             return

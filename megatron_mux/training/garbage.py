@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 
+from megatron_mux.training.callback import Callback
+
 
 def freeze_objects() -> None:
     """Exempt all objects made so far from collections.
@@ -19,3 +21,19 @@ def freeze_objects() -> None:
 def unfreeze_objects() -> None:
     """Undo `freeze_objects`."""
     gc.unfreeze()
+
+
+class FrozenObjects(Callback):
+    """Freezes the objects that the first steps have left, until the run ends."""
+
+    _is_frozen = False
+
+    def after_first_steps(self, is_last: bool) -> None:
+        """Freeze them, once."""
+        if not self._is_frozen:
+            freeze_objects()
+            self._is_frozen = True
+
+    def close(self) -> None:
+        """Have them collected again."""
+        unfreeze_objects()

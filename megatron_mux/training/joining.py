@@ -18,6 +18,7 @@ from megatron_mux.engine.agreement import everyones, from_first
 from megatron_mux.launcher import is_local_leader
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
+from megatron_mux.training.commands import Cancel, Command, Drain, Submit
 
 STOP = "STOP"
 _SUFFIXES = (".yaml", ".yml")
@@ -59,33 +60,31 @@ class JoiningFiles:
         files: Opens data.
         parallel: Where this rank stands.
         predict: Begins to predict the memory of tasks; every rank calls it.
+        queue: The files.
     """
 
     files: DataFiles
     parallel: Parallel
     predict: Callable[[Sequence[TaskSpec]], Future[None] | None] = lambda specs: None
-    _queue: deque[JoiningFile] = field(default_factory=deque)
-
-    def __len__(self) -> int:
-        return len(self._queue)
+    queue: deque[JoiningFile] = field(default_factory=deque)
 
     @property
     def names(self) -> list[str]:
         """The tasks of all files."""
-        return [spec.name for file in self._queue for spec in file.specs]
+        return [spec.name for file in self.queue for spec in file.specs]
 
     @property
     def preparing(self) -> bool:
         """Whether this rank is still at work for the first file."""
-        if not self._queue:
+        if not self.queue:
             return False
-        process, predicting = self._queue[0].process, self._queue[0].predicting
+        process, predicting = self.queue[0].process, self.queue[0].predicting
         tokenised = process is None or process.poll()
         return not tokenised or (predicting is not None and not predicting.done())
 
     def news(self) -> list[str]:
         """Lines for people that have not been shown yet."""
-        process = self._queue[0].process if self._queue else None
+        process = self.queue[0].process if self.queue else None
         if process is None:
             return []
         found, process.news = process.news, []
@@ -93,7 +92,7 @@ class JoiningFiles:
 
     def add(self, path: Path, specs: list[TaskSpec]) -> None:
         """Have a task file prepared."""
-        self._queue.append(JoiningFile(path, specs))
+        self.queue.append(JoiningFile(path, specs))
         self._begin()
 
     def take(self) -> tuple[JoiningFile, DataFiles]:
@@ -102,7 +101,7 @@ class JoiningFiles:
         Returns:
             The file, and what opens its data.
         """
-        file = self._queue.popleft()
+        file = self.queue.popleft()
         self._begin()
         results = everyones(None if file.process is None else file.process.results, self.parallel)
         # A host's ranks are neighbours, its leader the first of them.
@@ -111,51 +110,39 @@ class JoiningFiles:
 
     def cancel(self, path: Path) -> Sequence[TaskSpec]:
         """Forget a task file; returns its tasks, none if it is not there."""
-        for file in self._queue:
+        for file in self.queue:
             if file.path == path:
                 if file.process is not None:
                     file.process.cancel()
-                self._queue.remove(file)
+                self.queue.remove(file)
                 self._begin()
                 return file.specs
         return ()
 
     def close(self) -> None:
         """Forget all of them."""
-        for file in self._queue:
+        for file in self.queue:
             if file.process is not None:
                 file.process.cancel()
-        self._queue.clear()
+        self.queue.clear()
 
     def _begin(self) -> None:
         """Begin to prepare the first file."""
-        if not self._queue or self._queue[0].begun:
+        if not self.queue or self.queue[0].begun:
             return
-        first = self._queue[0]
+        first = self.queue[0]
         first.begun, first.predicting = True, self.predict(first.specs)
         if is_local_leader():
             directory = Path(self.files.tokenizer.name_or_path)
             first.process = BackgroundTokenising(directory, first.data, self.files.cache)
 
 
-@dataclass(frozen=True)
-class Changes:
-    """What happened in the directory since the last look.
-
-    Attributes:
-        added: Task files that are new, or changed since they were refused.
-        removed: Task files that are gone.
-        stop: Whether a file named `STOP` is there: end the run once its tasks are done.
-    """
-
-    added: tuple[Path, ...]
-    removed: tuple[Path, ...]
-    stop: bool
-
-
 @dataclass
 class WatchedDirectory:
-    """Compares a directory with what it held before; rank 0 reads it, and every rank gets the same changes.
+    """Commands by files that come and go in a directory; rank 0 reads it.
+
+    A task file that is new, or changed since it was refused, is submitted; one that is gone is cancelled. As long as a
+    file named `STOP` is there, the run is to end once its tasks are done.
 
     Attributes:
         directory: Where task files appear; files whose name starts with a dot are left alone, so that a writer can
@@ -167,13 +154,18 @@ class WatchedDirectory:
     parallel: Parallel
     _seen: dict[Path, tuple[int, int]] = field(default_factory=dict)
 
-    def look(self) -> Changes:
-        """Compare the directory with the last look. Every rank calls it."""
+    @property
+    def awaited(self) -> str:
+        """See `CommandSource`."""
+        return f"task files in {self.directory} (a file {STOP} ends the run)"
+
+    def poll(self) -> Sequence[Command]:
+        """Compare the directory with what it held the last time. Every rank calls it."""
         now, stop = from_first(self._read() if self.parallel.rank == 0 else ({}, False), self.parallel)
-        added = tuple(sorted(path for path, stamp in now.items() if self._seen.get(path) != stamp))
-        removed = tuple(sorted(path for path in self._seen if path not in now))
+        added = sorted(path for path, stamp in now.items() if self._seen.get(path) != stamp)
+        removed = sorted(path for path in self._seen if path not in now)
         self._seen = now
-        return Changes(added, removed, stop)
+        return [*map(Cancel, removed), *map(Submit, added), *[Drain()] * stop]
 
     def _read(self) -> tuple[dict[Path, tuple[int, int]], bool]:
         found: dict[Path, tuple[int, int]] = {}

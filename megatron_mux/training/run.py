@@ -45,7 +45,7 @@ from megatron_mux.training.best import check_best_is_saved
 from megatron_mux.training.expert_placement import expert_placement, kept_placement, placement_on_managers
 from megatron_mux.training.expert_topology import check_topology
 from megatron_mux.training.expert_watch import watch_experts
-from megatron_mux.training.loop import Loop
+from megatron_mux.training.loop_setup import make_loop
 from megatron_mux.training.plan_setup import make_planning
 from megatron_mux.training.signals import stop_on_signals
 from megatron_mux.training.task_setup import merge_saved, open_tasks
@@ -124,7 +124,7 @@ def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = Non
             backbone = _load_backbone(arguments, parallel, planning, experts.placement, reporter)
             engine = Engine(backbone, parallel, planning, exchange=exchange)
             watch = watch_experts(arguments, engine, reporter, experts.topology, experts.kept)
-            loop = Loop(arguments, engine, parallel, reporter, info, files, manifest, watch, lock, began)
+            loop = make_loop(arguments, engine, reporter, info, files, manifest, watch, lock, began)
             with closing(loop):
                 loop.registry.register(tasks)
                 signals.enter_context(stop_on_signals(loop))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,11 +23,12 @@ from megatron_mux.merging.provenance import Provenance
 from megatron_mux.process_groups import new_group
 from megatron_mux.quantised.scheme import Quantisation
 from megatron_mux.runtime import Parallel
+from megatron_mux.training.callback import Callback
 from megatron_mux.training.cards import CardWriter
 
 
 @dataclass(eq=False)
-class Saver:
+class Saver(Callback):
     """Writes the saves of a run, one at a time. Every rank makes one.
 
     Args:
@@ -42,6 +44,7 @@ class Saver:
 
     Attributes:
         memory: Host memory of the save that is being written.
+        problem: Why the last save could not be written, as far as this rank knows by now; else empty.
     """
 
     directory: Path
@@ -91,7 +94,16 @@ class Saver:
         """
         own = [copy.deepcopy(state) for state in states]
         self._pace = Pace(self.rate)
-        self._running = self._thread.submit(self._write, own, dict(copies), plan, steps, self._pace)
+        self._running = self._thread.submit(self._try, own, dict(copies), plan, steps, self._pace)
+
+    def _try(self, *what: Any) -> None:
+        """Write a save, in the thread; keeps what goes wrong, for the main thread to raise."""
+        try:
+            self._write(*what)
+        except UserError as error:
+            self.problem = str(error)
+        except Exception as error:  # on this rank alone: the others must not wait for it
+            self.problem = f"the save failed: {type(error).__name__}: {error}"
 
     def _write(
         self,
@@ -128,10 +140,13 @@ class Saver:
         """Whether nothing is being written on this rank."""
         return self._running is None or self._running.done()
 
-    @property
-    def problem(self) -> str:
-        """Why the last save could not be written, as far as this rank knows by now; else empty."""
-        return self._problem() if self.is_done else ""
+    def before_save(self) -> None:
+        """Wait for the save before: one is written at a time."""
+        self.wait()
+
+    def finish(self) -> None:
+        """Wait for the last save."""
+        self.wait()
 
     def wait(self) -> None:
         """Wait until the last save is written, at full speed. Every rank calls it.
@@ -140,19 +155,11 @@ class Saver:
             SharedError: It could not be written.
         """
         self.parallel.heartbeat.at("saving")
-        raise_on_every_rank(self._problem(), self.parallel)
-        self._running = None
-
-    def _problem(self) -> str:
         self._pace.lift()
-        try:
-            if self._running is not None:
-                self._running.result()
-        except UserError as error:
-            return str(error)
-        except Exception as error:  # on this rank alone: the others must not wait for it
-            return f"the save failed: {type(error).__name__}: {error}"
-        return ""
+        if self._running is not None:
+            self._running.result()
+        raise_on_every_rank(self.problem, self.parallel)
+        self._running = None
 
     def close(self) -> None:
         """Let the save that is being written be finished, and end the thread."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.dry_run.process import end_worker
-from megatron_mux.engine import Engine, Task
+from megatron_mux.engine import Engine, StepResult, Task
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.errors import UserError
 from megatron_mux.report import Reporter
@@ -20,7 +21,9 @@ from megatron_mux.task_table import JOINING
 from megatron_mux.tasks import load_task_file
 from megatron_mux.training.admission import Admission
 from megatron_mux.training.best import check_best_is_saved
-from megatron_mux.training.joining import JoiningFile, JoiningFiles, WatchedDirectory
+from megatron_mux.training.callback import Callback, save_run
+from megatron_mux.training.commands import Cancel, Command, Drain, Submit
+from megatron_mux.training.joining import JoiningFile, JoiningFiles
 from megatron_mux.training.resumed import is_over
 from megatron_mux.training.task_setup import check_joining, open_tasks
 
@@ -35,12 +38,12 @@ class TaskRegistry:
         reporter: Told who joins, waits and leaves.
         info: The backbone, for tasks that join.
         files: Opens the data of tasks that join.
-        evaluate: Evaluates tasks, given their names, together.
-        save: Saves the run; called with the names of tasks that are about to leave.
+        callbacks: Told who joins and leaves; they save the run before tasks leave.
         continued: Directory of the run that this one continues, if any.
         entries: Every task the run has had, as a save names it.
         accepted: Called once, when the first tasks are known to be those that the continued run had.
         saves: Whether the run saves anything.
+        intervals: The `Callback.intervals` of each task that was registered with the engine.
     """
 
     engine: Engine
@@ -48,12 +51,12 @@ class TaskRegistry:
     reporter: Reporter
     info: BackboneInfo
     files: DataFiles
-    evaluate: Callable[[Sequence[str]], None]
-    save: Callable[[Sequence[str]], None]
+    callbacks: list[Callback]
     continued: Path | None = None
     entries: dict[str, SavedTask] = field(default_factory=dict)
     accepted: Callable[[], None] | None = None
     saves: bool = True
+    intervals: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _admission: Admission = field(init=False)
     _joining: JoiningFiles = field(init=False)
     _names: dict[Path, list[str]] = field(default_factory=dict)
@@ -135,10 +138,12 @@ class TaskRegistry:
             self.reporter.add(task.spec, status, step, total)
             if status == "running":
                 self.reporter.track(task.spec, step)
+            found = (callback.intervals(name) for callback in self.callbacks)
+            self.intervals[name] = tuple(itertools.chain.from_iterable(found))
             if alone and step == 0 and task.resume is None:
                 fresh_tasks.append(name)
-        if fresh_tasks:
-            self.evaluate(fresh_tasks)
+        for callback in self.callbacks if fresh_tasks else ():
+            callback.before_first_step(fresh_tasks)
 
     def _admit_waiting(self, task: Task) -> None:
         """Register a task that has waited; a mistake in it stops only that task."""
@@ -160,40 +165,54 @@ class TaskRegistry:
     @property
     def preparing(self) -> bool:
         """Whether this process prepares tasks that join: their data, or a prediction of their memory."""
-        return self._joining.preparing
+        return bool(self._joining.queue) and self._joining.preparing
 
     def admit(self) -> None:
         """Admit waiting tasks that fit by now."""
-        for task in self._admission.next():
+        for task in self._admission.next() if self.waiting else ():
             self._admit_waiting(task)
 
-    def follow(self, watched: WatchedDirectory, preparing: bool) -> bool:
-        """Let tasks of a watched directory join and leave.
+    def follow(self, commands: Iterable[Command], preparing: bool) -> bool:
+        """Let tasks join and leave as commanded. Every rank calls it with the same commands.
 
         Args:
-            watched: The directory.
+            commands: Since the last call.
             preparing: Whether any rank was still `preparing` when all of them last compared notes.
 
         Returns:
             Whether the run may end once its tasks are done.
         """
-        for line in self._joining.news():
-            self.reporter.say(line)
-        if self._joining and not preparing:
-            self._join(*self._joining.take())
-        changes = watched.look()
-        for path in changes.removed:
-            self._remove(path, watched.directory)
-        for path in changes.added:
-            self._prepare(path)
-        return changes.stop and not self._joining
+        if self._joining.queue:
+            for line in self._joining.news():
+                self.reporter.say(line)
+            if not preparing:
+                self._join(*self._joining.take())
+        drains = False
+        for command in commands:
+            match command:
+                case Submit(file):
+                    self._prepare(file)
+                case Cancel(file):
+                    self._remove(file)
+                case Drain():
+                    drains = True
+        return drains and not self._joining.queue
+
+    def note(self, name: str, result: StepResult) -> None:
+        """Keep what a step of a task says of its adapter."""
+        entry = self.entries[name]
+        entry.status, entry.reason = result.status, result.reason
+        if result.diverged:
+            entry.health.good = False
+        elif result.status != "failed":
+            entry.note(result.step, result.loss)
 
     def close(self) -> None:
         """Cancel what is being prepared."""
         self._joining.close()
         end_worker()
 
-    def _remove(self, path: Path, directory: Path) -> None:
+    def _remove(self, path: Path) -> None:
         """Let the tasks of a file leave."""
         if self._cancel(path):
             self.reporter.say(f"{path.name} left before its data were tokenised")
@@ -204,12 +223,12 @@ class TaskRegistry:
                 self.reporter.history[name].status = "removed"
                 self.reporter.say(f"{name} left before there was room for it")
         if names:
-            self.save(names)
+            save_run(self.callbacks, names)
         for name in names:
             self.entries[name].status = "removed"
             self.engine.remove_task(name)
             self.reporter.history[name].status = "removed"
-            self.reporter.say(f"{name} left: {path.name} was taken out of {directory}")
+            self.reporter.say(f"{name} left: {path.name} was taken out of {path.parent}")
 
     def _cancel(self, path: Path) -> bool:
         """Forget a file that is being prepared; returns whether there was one."""

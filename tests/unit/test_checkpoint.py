@@ -17,7 +17,7 @@ from megatron_mux.checkpoint import SavedTask, TaskToSave
 from megatron_mux.engine import Planning, Snapshot
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import plan_for
-from megatron_mux.training.loop import changes_since
+from megatron_mux.training.loop_setup import changes_since
 
 PLAN = plan_for("spatial", {"a": 1}, 1)
 

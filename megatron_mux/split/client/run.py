@@ -48,7 +48,7 @@ from megatron_mux.split.client.run_record import name_run, note_run
 from megatron_mux.split.protocol.agreement import NAMING_MODULES, NARROWING, Proposal, problem_of_training
 from megatron_mux.split.protocol.wire import Limits, RefusedError
 from megatron_mux.tasks import TaskSpec
-from megatron_mux.training.loop import Loop
+from megatron_mux.training.loop_setup import make_loop
 from megatron_mux.training.signals import stop_on_signals
 from megatron_mux.training.task_setup import merge_saved, open_tasks
 
@@ -261,9 +261,7 @@ class ClientRun:
             mux_rolling=False,  # a step takes so long that there is nothing to gain
             bf16=options.dtype == torch.bfloat16,
         )
-        loop = Loop(
-            arguments, engine, engine.parallel, reporter, self.info, self.files, manifest, lock=options.lock
-        )
+        loop = make_loop(arguments, engine, reporter, self.info, self.files, manifest, lock=options.lock)
         link.give_up_if(lambda: loop.stopping)
         with closing(loop):
             try:

@@ -65,7 +65,7 @@ def test_one_rank_tokenises_and_both_admit_at_the_same_step(
     engine, info = Engine(stages, parallel, Planning("spatial", pipeline)), stages[0].info
     reporter: Any = Reporter()
     files = DataFiles(load_tokenizer(workplace.backbone), reporter.say)
-    registry = TaskRegistry(engine, parallel, reporter, info, files, lambda _: None, lambda _: None)
+    registry = TaskRegistry(engine, parallel, reporter, info, files, callbacks=[])
     watched = WatchedDirectory(workplace.root / "watched", parallel)
     specs = load_task_file(workplace.root / "first.yaml")
     registry.register(open_tasks(specs, info, files, reporter.say))
@@ -75,7 +75,7 @@ def test_one_rank_tokenises_and_both_admit_at_the_same_step(
         if len(ran) == 2 and parallel.rank == 0:
             task_file(workplace, "second").rename(watched.directory / "second.yaml")
         # As the loop does: nobody takes the data in before all ranks are done with them.
-        registry.follow(watched, parallel.most([float(registry.preparing)])[0] > 0)
+        registry.follow(watched.poll(), parallel.most([float(registry.preparing)])[0] > 0)
         ran.append(sorted(engine.step()))
     registry.close()
     everyone: list[Any] = [None, None]

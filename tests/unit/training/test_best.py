@@ -18,7 +18,7 @@ from megatron_mux.checkpoint import SavedTask
 from megatron_mux.engine import BestEvaluation, EvalResult
 from megatron_mux.saved_files import limit_checkpoints, prune, write_best
 from megatron_mux.tasks import TaskSpec, TrainingSpec
-from megatron_mux.training.best import BestCheckpointTracker
+from megatron_mux.training.best import BestCheckpointTracker, is_best
 
 VALUES = [random.Random(7).choice((1.0, 0.9, 0.85, 0.8, 0.795)) for _ in range(40)]
 
@@ -51,7 +51,7 @@ def test_a_task_stops_once_its_patience_is_over() -> None:
     training = TrainingSpec(metric_for_best_model="eval_rouge1", early_stopping_patience=2)
     for step, value in ((0, 9.0), (5, 0.5), (10, 0.4), (15, 0.5)):
         judge.note("a", training, step, EvalResult({"loss": 1.0, "rouge1": value}, 3))
-        assert judge.is_best("a", step) == (step == 5)
+        assert is_best(entry, step) == (step == 5)
     assert list(judge.stopped()) == ["a"] and not judge.stopped()
     assert "stops early at step 15" in said[-1] and "eval_rouge1 0.5000 of step 5" in said[-1]
     judge.note("a", training, 20, EvalResult({"loss": 1.0}, 3))
@@ -61,7 +61,7 @@ def test_a_task_stops_once_its_patience_is_over() -> None:
 def test_another_metric_begins_anew() -> None:
     entry = SavedTask("a", 0, "running", "", "", {}, "")
     judge = BestCheckpointTracker({"a": entry}, print)
-    assert not judge.is_best("a", 0), "nothing was evaluated"
+    assert not is_best(entry, 0), "nothing was evaluated"
     for metric, values in (("loss", (0.5, 0.4, 0.6)), ("accuracy", (0.3, 0.2))):
         training = TrainingSpec(metric_for_best_model=metric, load_best_model_at_end=True)
         for step, value in enumerate(values, entry.best.step + 1):

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import time
-
 from megatron_mux.training.exits import Exits
 
 
 def test_at_multiples_of_the_interval_counted_from_the_runs_beginning() -> None:
-    exits = Exits(10, None, time.monotonic(), steps=7)
+    exits = Exits(10, None, steps=7)
     assert list(exits.due(0.0)) == [(3, 10)]
-    assert exits.reason(is_training=True) == ""
-    exits.after(3)
-    assert exits.reason(is_training=True) == "after 10 steps (--exit-interval 10)"
-    assert exits.reason(is_training=False) == ""
-    exits.after(4)
-    assert exits.reason(is_training=True) == "" and list(exits.due(0.0)) == [(6, 10)]
+    assert exits.reason_to_exit(0.0, is_training=True) == ""
+    exits.after_steps(3)
+    assert exits.reason_to_exit(0.0, is_training=True) == "after 10 steps (--exit-interval 10)"
+    assert exits.reason_to_exit(0.0, is_training=False) == ""
+    exits.after_steps(4)
+    assert exits.reason_to_exit(0.0, is_training=True) == "" and list(exits.due(0.0)) == [(6, 10)]
 
 
 def test_a_resumed_run_does_not_exit_where_it_left() -> None:
-    exits = Exits(10, None, time.monotonic(), steps=10)
-    assert exits.reason(is_training=True) == "" and list(exits.due(1.0)) == [(10, 10)]
+    exits = Exits(10, None, steps=10)
+    assert exits.reason_to_exit(0.0, is_training=True) == "" and list(exits.due(1.0)) == [(10, 10)]
 
 
 def test_at_the_first_step_that_ends_after_the_minutes() -> None:
-    exits = Exits(None, 2, time.monotonic(), elapsed=90.0)
+    exits = Exits(None, 2)
+    assert exits.reason_to_exit(90.0, is_training=True) == ""
     assert list(exits.due(0.0)) == []  # nothing is known before the first step
     assert [left for left, _ in exits.due(8.0)] == [4]
-    assert exits.reason(is_training=True) == ""
-    exits.elapsed = 120.0
+    assert exits.reason_to_exit(120.0, is_training=False) == "after 2 minutes (--exit-duration-in-mins)"
     assert [left for left, _ in exits.due(8.0)] == [1]
-    assert exits.reason(is_training=False) == "after 2 minutes (--exit-duration-in-mins)"

@@ -13,6 +13,7 @@ from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.tokenised_file import Reading, as_source
 from megatron_mux.errors import UserError
 from megatron_mux.training import joining
+from megatron_mux.training.commands import Cancel, Drain, Submit
 from megatron_mux.training.joining import STOP, JoiningFiles, WatchedDirectory
 
 
@@ -60,7 +61,7 @@ def files(monkeypatch: pytest.MonkeyPatch) -> JoiningFiles:
 
 
 def test_one_file_at_a_time(files: JoiningFiles) -> None:
-    assert not files and not files.preparing and files.news() == []
+    assert not files.queue and not files.preparing and files.news() == []
     files.add(Path("a.yaml"), specs("a", "x", "y"))
     files.add(Path("b.yaml"), specs("b", "z", loss="dpo"))
     assert [process.paths for process in Process.made] == [["x", "y", "held-out", "held-out"]]
@@ -104,7 +105,7 @@ def test_a_file_that_leaves_ends_its_process(files: JoiningFiles) -> None:
     first, second = Process.made
     assert first.cancelled and second.paths == ["c", "held-out"]
     files.close()
-    assert second.cancelled and not files
+    assert second.cancelled and not files.queue
 
 
 def test_other_ranks_of_a_host_leave_it_to_the_first(
@@ -132,25 +133,24 @@ ALONE: Any = SimpleNamespace(world_size=1, rank=0)
 
 def test_files_come_and_go_once(tmp_path: Path) -> None:
     watched = WatchedDirectory(tmp_path, ALONE)
-    assert watched.look().added == ()
+    assert watched.poll() == []
     first = tmp_path / "first.yaml"
     first.write_text("name: a")
     (tmp_path / ".hidden.yaml").write_text("being written")
     (tmp_path / "notes.txt").write_text("not a task")
-    assert watched.look().added == (first,)
-    assert watched.look().added == ()
+    assert watched.poll() == [Submit(first)]
+    assert watched.poll() == []
     first.write_text("name: another")
-    assert watched.look().added == (first,), "a corrected file is looked at again"
+    assert watched.poll() == [Submit(first)], "a corrected file is looked at again"
     first.rename(tmp_path / "elsewhere.txt")
-    changes = watched.look()
-    assert changes.removed == (first,) and changes.added == ()
-    assert not changes.stop
+    assert watched.poll() == [Cancel(first)]
 
 
 def test_stop_file(tmp_path: Path) -> None:
     watched = WatchedDirectory(tmp_path, ALONE)
     (tmp_path / STOP).touch()
-    assert watched.look().stop
+    assert watched.poll() == [Drain()]
+    assert watched.poll() == [Drain()], "it holds as long as the file is there"
 
 
 def test_a_directory_that_vanishes_changes_nothing(tmp_path: Path) -> None:
@@ -158,6 +158,6 @@ def test_a_directory_that_vanishes_changes_nothing(tmp_path: Path) -> None:
     folder.mkdir()
     watched = WatchedDirectory(folder, ALONE)
     (folder / "a.yaml").write_text("name: a")
-    watched.look()
+    watched.poll()
     folder.rename(tmp_path / "away")
-    assert watched.look().removed == ()
+    assert watched.poll() == []

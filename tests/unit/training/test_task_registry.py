@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.errors import UserError
 from megatron_mux.training import task_registry as module
+from megatron_mux.training.callback import Callback
 from megatron_mux.training.joining import JoiningFile
 from megatron_mux.training.task_registry import TaskRegistry
 
@@ -62,6 +64,25 @@ class Reporter:
         self.said.append(text)
 
 
+class Watcher(Callback):
+    """Keeps which tasks were asked about, and which began."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.began: list[str] = []
+        self.saved: list[Sequence[str]] = []
+
+    def intervals(self, name: str) -> Iterable[int]:
+        self.asked.append(name)
+        return 2, 5
+
+    def before_first_step(self, names: Sequence[str]) -> None:
+        self.began += names
+
+    def save(self, leaving: Sequence[str]) -> None:
+        self.saved.append(leaving)
+
+
 class Data(list[int]):
     """A data set of one record."""
 
@@ -87,8 +108,7 @@ def registry() -> TaskRegistry:
         "reporter": Reporter(),
         "info": SimpleNamespace(path=Path("backbone")),
         "files": DataFiles(None, print),
-        "evaluate": [].extend,
-        "save": lambda names: None,
+        "callbacks": [Watcher()],
     }
     return TaskRegistry(**made)
 
@@ -125,20 +145,20 @@ def test_a_task_that_keeps_its_best_adapter_joins_no_run_that_saves_nothing(
     registry._prepare(path)
     said: list[str] = registry.reporter.said  # type: ignore[attr-defined]
     assert said[-1].startswith("best.yaml refused: training.load_best_model_at_end of a")
-    assert not registry._joining
+    assert not registry._joining.queue
 
 
 def test_who_joins_while_others_train_is_not_evaluated_at_once(
     registry: TaskRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluated: Any = registry.evaluate
+    evaluated: Any = registry.callbacks[0]
     engine: Any = registry.engine
     engine.done = 0
     registry.register([task("a")])
     monkeypatch.setattr(module, "open_tasks", lambda *arguments: [task("b")])
     join(registry, "b.yaml")
-    assert engine.tasks == ["a", "b"] and evaluated.__self__ == ["a"]
+    assert engine.tasks == ["a", "b"] and evaluated.began == ["a"]
     engine.tasks.clear()
     monkeypatch.setattr(module, "open_tasks", lambda *arguments: [task("c")])
     join(registry, "c.yaml")
-    assert evaluated.__self__ == ["a", "c"]
+    assert evaluated.began == ["a", "c"]

@@ -1,0 +1,128 @@
+"""What takes part in a run between its steps, behind one interface: the loop knows steps, callbacks do the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Concatenate, ParamSpec, TypeVar
+
+from megatron_mux.engine import StepResult
+from megatron_mux.training.step_loop import Due
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Callback:
+    """Does something at some moments of a run; a subclass overrides those that it needs.
+
+    Every rank has the same callbacks in the same order, and calls each moment of them at the same time: all of them may
+    use collectives. A part of a run that is off has no callback.
+
+    Attributes:
+        problem: What went wrong in the background, on this rank alone; the loop raises it on every rank before the next
+            steps. Empty: nothing.
+    """
+
+    problem: str = ""
+
+    # -- tasks come and go
+
+    def intervals(self, name: str) -> Iterable[int]:
+        """Yield in multiples of which steps of a task `when_due` is called. Asked once, when the task is registered."""
+        return ()
+
+    def before_first_step(self, names: Sequence[str]) -> None:
+        """Called when new tasks are registered, unless others train meanwhile."""
+
+    def task_done(self, name: str, result: StepResult) -> None:
+        """Called when a task is finished or has failed, after the save, before it is removed from the engine."""
+
+    # -- steps
+
+    def reason_to_exit(self, elapsed: float, is_training: bool) -> str:
+        """Say why the run ends now; empty: it goes on. Called before each burst of steps, and while none can run.
+
+        Args:
+            elapsed: Seconds since the run began, on the rank that began first.
+            is_training: Whether a task is not done.
+        """
+        return ""
+
+    def before_steps(self) -> None:
+        """Called before each burst of steps."""
+
+    def due(self, seconds: float) -> Iterable[Due]:
+        """Yield in how many steps the burst is to end, beside the `intervals` of tasks. Called after `before_steps`.
+
+        Args:
+            seconds: How long a step takes, the same on every rank; 0: not known.
+        """
+        return ()
+
+    def around_steps(self) -> AbstractContextManager[None]:
+        """The context in which the steps of a burst run."""
+        return nullcontext()
+
+    def after_first_steps(self, is_last: bool) -> None:
+        """Called after each of the first bursts, whose actions are timed; `is_last`: after the last of them."""
+
+    def after_steps(self, steps: int) -> None:
+        """Called after each burst of so many steps, once they are reported."""
+
+    def when_due(self, last: dict[str, StepResult]) -> None:
+        """Called after `after_steps`, if a task has reached one of its `intervals` or is done.
+
+        Args:
+            last: The last result of each task of the burst. A callback may put another one there: one whose status is
+                not `running` makes the task leave.
+        """
+
+    # -- saves
+
+    def asks_to_save(self, last: dict[str, StepResult]) -> bool:
+        """Whether the run is to be saved now. Called after `when_due`."""
+        return False
+
+    def before_save(self) -> None:
+        """Called when the run is to be saved, before any callback does."""
+
+    def save(self, leaving: Sequence[str]) -> None:
+        """Save what a resume needs; `leaving`: tasks that are removed before they are done."""
+
+    # -- the end
+
+    def after_last_steps(self) -> None:
+        """Called when a run that has trained has been saved for the last time."""
+
+    def finish(self) -> None:
+        """Wait for what goes on in the background; raises a `UserError` on every rank if it failed."""
+
+    def close(self) -> None:
+        """Called when the run ends, also by an error: on this rank alone, so without collectives."""
+
+
+def save_run(callbacks: Sequence[Callback], leaving: Sequence[str] = ()) -> None:
+    """Have callbacks save the run. Every rank calls it.
+
+    Args:
+        callbacks: All of them.
+        leaving: Tasks that are removed before they are done.
+    """
+    for callback in callbacks:
+        callback.before_save()
+    for callback in callbacks:
+        callback.save(leaving)
+
+
+def overrides(
+    callbacks: Sequence[Callback], moment: Callable[Concatenate[Callback, P], R]
+) -> Sequence[Callable[P, R]]:
+    """What callbacks do at a moment, in their order, without those that do nothing.
+
+    Args:
+        callbacks: All of them.
+        moment: A method of `Callback`.
+    """
+    name = moment.__name__
+    return [getattr(one, name) for one in callbacks if getattr(type(one), name) is not moment]

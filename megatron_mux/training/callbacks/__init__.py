@@ -1,0 +1,1 @@
+"""Parts of a run that its arguments and tasks ask for, each a `Callback`."""

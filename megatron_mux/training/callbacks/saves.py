@@ -1,0 +1,118 @@
+"""When a run is saved, and what: one manifest for all tasks, so that a resume continues them from the same moment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_mux.checkpoint import TaskToSave, checkpoint_of
+from megatron_mux.engine import StepResult
+from megatron_mux.hub_cache import model_id
+from megatron_mux.saved_files import BEST
+from megatron_mux.training.best import is_best
+from megatron_mux.training.callback import Callback
+from megatron_mux.training.saving import Saver
+from megatron_mux.training.step_loop import StepLoop
+from megatron_mux.training.task_registry import TaskRegistry
+
+
+@dataclass(eq=False)
+class SaveTimes(Callback):
+    """Asks for saves: at intervals, when a task has improved, and when one is done.
+
+    Attributes:
+        registry: The tasks of the run.
+        interval: Steps of a task between saves; None: as tasks ask for.
+    """
+
+    registry: TaskRegistry
+    interval: int | None
+
+    def intervals(self, name: str) -> Iterable[int]:
+        """Yield after how many steps each of a task the run is saved."""
+        task = self.registry.engine.task(name)
+        epoch = math.ceil(len(task.data) / task.spec.sequences_per_step)
+        own = task.spec.training.save_interval(self.registry.engine.progress(name)[1], epoch)
+        return filter(None, (self.interval, own))
+
+    def asks_to_save(self, last: dict[str, StepResult]) -> bool:
+        """Whether a save is due."""
+        return any(self._is_due(name, result) for name, result in last.items())
+
+    def _is_due(self, name: str, result: StepResult) -> bool:
+        training = self.registry.engine.task(name).spec.training
+        improved = training.keeps_best and is_best(self.registry.entries[name], result.step)
+        at_interval = any(result.step % interval == 0 for interval in self.intervals(name))
+        return result.status != "running" or improved or at_interval
+
+
+@dataclass(eq=False)
+class Saves(Callback):
+    """Has the states of all tasks copied and written, and tells what is kept of those that are done.
+
+    Attributes:
+        registry: The tasks of the run.
+        saver: Writes while steps run.
+        backbone: Directory of the backbone, which an adapter's configuration names.
+        step_loop: Counts the steps of this run.
+        steps_before: Steps of the run that this one continues.
+    """
+
+    registry: TaskRegistry
+    saver: Saver
+    backbone: Path
+    step_loop: StepLoop
+    steps_before: int
+
+    def save(self, leaving: Sequence[str]) -> None:
+        """Copy the states of the tasks; writing them goes on while steps run."""
+        engine = self.registry.engine
+        states = [TaskToSave(entry) for entry in self.registry.entries.values()]
+        moved = [state.entry.name for state in states if self._note(state, leaving)]
+        copies = engine.copy_states(moved, self.saver.memory)
+        plan = None
+        if engine.parallel.rank == 0:
+            # The plan a resume starts with; once no task is left, the last one.
+            plan = engine.plan if engine.active else engine.last_plan or engine.plan
+        self.saver.begin(states, copies, plan, self.steps_before + self.step_loop.steps)
+
+    def _note(self, state: TaskToSave, leaving: Sequence[str]) -> bool:
+        """Bring a task's entry up to date; whether its state has to be written."""
+        engine, entry, name = self.registry.engine, state.entry, state.entry.name
+        if name not in engine.tasks:
+            return False
+        task, (step, _, status) = engine.task(name), engine.progress(name)
+        entry.status = "removed" if name in leaving else status
+        is_moved = False
+        if status == "failed" and not entry.health.good and entry.good:
+            entry.fall_back()  # the updates since then made its loss diverge
+        elif not (entry.checkpoint and entry.step == step):
+            is_moved = True
+            entry.step, entry.checkpoint = step, checkpoint_of(name, step)
+            state.config = engine.adapter_config(name)
+            state.records = len(task.data)
+            if task.evaluation is not None:
+                state.held_out = len(task.evaluation), task.evaluation.fingerprint
+            state.config["base_model_name_or_path"] = model_id(self.backbone)
+        state.limit = task.spec.training.save_total_limit
+        if task.spec.training.keeps_best and is_best(entry, entry.step):
+            entry.best.checkpoint = entry.checkpoint
+        return is_moved
+
+    def task_done(self, name: str, result: StepResult) -> None:
+        """Say which adapter is kept of a task that failed, and where the best one is."""
+        entry, say = self.registry.entries[name], self.registry.reporter.say
+        if result.status == "failed":
+            self.saver.wait()  # only what is complete is named
+            if entry.checkpoint == entry.good:
+                what = "its last good adapter is kept"
+            elif entry.health.good:  # its data could not be read, which says nothing against its adapter
+                what = "its last adapter is kept"
+            else:
+                what = "its adapter before the failing step is kept (no earlier save is known to be good)"
+            say(f"{name}: {what}: {self.saver.directory / entry.checkpoint}")
+        if entry.best.checkpoint:
+            path = self.saver.directory / name / BEST
+            say(f"{name}: its best adapter is that of step {entry.best.step}: {path}")

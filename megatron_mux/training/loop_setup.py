@@ -1,0 +1,132 @@
+"""Makes the loop of a run: its callbacks, its tasks, and what it continues."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from megatron_mux.arguments import MuxArguments
+from megatron_mux.backbone.registry import BackboneInfo
+from megatron_mux.checkpoint import Manifest
+from megatron_mux.data.dataset import DataFiles
+from megatron_mux.directory_lock import DirectoryLock
+from megatron_mux.engine import Engine, Planning
+from megatron_mux.report import Reporter
+from megatron_mux.training.best import BestCheckpointTracker
+from megatron_mux.training.callback import Callback
+from megatron_mux.training.callbacks.evaluations import Evaluations
+from megatron_mux.training.callbacks.pictures import Pictures
+from megatron_mux.training.callbacks.saves import Saves, SaveTimes
+from megatron_mux.training.commands import OnlyDrain
+from megatron_mux.training.exits import Exits
+from megatron_mux.training.garbage import FrozenObjects
+from megatron_mux.training.joining import WatchedDirectory
+from megatron_mux.training.loop import Loop
+from megatron_mux.training.saving import Saver
+from megatron_mux.training.step_loop import StepLoop
+from megatron_mux.training.task_registry import TaskRegistry
+
+
+def make_loop(
+    arguments: MuxArguments,
+    engine: Engine,
+    reporter: Reporter,
+    info: BackboneInfo,
+    files: DataFiles,
+    manifest: Manifest | None = None,
+    watch: Callback | None = None,
+    lock: DirectoryLock | None = None,
+    began: float | None = None,
+) -> Loop:
+    """Make the loop of a run. Every rank calls it.
+
+    Args:
+        arguments: The command line.
+        engine: Trains the tasks.
+        reporter: Told every step.
+        info: The backbone, for tasks that join.
+        files: Opens the data of tasks that join.
+        manifest: The save to continue from, if any.
+        watch: Counts which experts steps select; None: nobody asked.
+        lock: On the directory of `--save`; None on ranks that do not write there.
+        began: When the run began, by `time.monotonic`; None: now.
+    """
+    parallel, save, watched = engine.parallel, arguments.save, arguments.mux_watch
+    continued = arguments.load if manifest is not None else None
+    registry = TaskRegistry(engine, parallel, reporter, info, files, [], continued, saves=save is not None)
+    if save is not None and parallel.rank == 0 and (arguments.load == save or manifest is None):
+        # A run that died before its first save leaves lines, too. Not before the tasks are accepted: a refused run
+        # leaves everything as it is.
+        registry.accepted = partial(reporter.continue_metrics, save, manifest)
+    step_loop = StepLoop(arguments.mux_rolling, watching=watched is not None)
+    steps_before = manifest.steps if manifest is not None else 0
+    registry.callbacks += [] if watch is None else [watch]
+    registry.callbacks += _callbacks(arguments, registry, step_loop, steps_before, lock)
+    if manifest is not None and continued is not None:
+        registry.continue_from(manifest, continued, save)
+        reporter.say(f"continuing from {continued} (save {manifest.number})")
+        for change in changes_since(manifest, engine.planning, arguments.precision):
+            reporter.say(change)
+    commands = OnlyDrain() if watched is None else WatchedDirectory(watched, parallel)
+    began = time.monotonic() if began is None else began
+    return Loop(arguments, registry, step_loop, commands, _check_of(lock), manifest, began)
+
+
+def _callbacks(
+    arguments: MuxArguments,
+    registry: TaskRegistry,
+    step_loop: StepLoop,
+    steps_before: int,
+    lock: DirectoryLock | None,
+) -> Iterator[Callback]:
+    """Yield the callbacks that a run asks for, in the order in which they are called."""
+    engine, reporter, check = registry.engine, registry.reporter, _check_of(lock)
+    if arguments.exit_interval is not None or arguments.exit_duration_in_mins is not None:
+        yield Exits(arguments.exit_interval, arguments.exit_duration_in_mins, steps_before)
+    yield Evaluations(registry, BestCheckpointTracker(registry.entries, reporter.say), check)
+    yield SaveTimes(registry, arguments.save_interval)
+    if arguments.save is not None:
+        saver = Saver(
+            arguments.save,
+            engine.backbone.info.fingerprint,
+            arguments.mux_keep_checkpoints,
+            arguments.mux_save_rate,
+            registry.parallel,
+            arguments.precision,
+            reporter.owner,
+            engine.backbone.info.shape.quantisation,
+            lock,
+        )
+        yield saver
+        yield Saves(registry, saver, arguments.backbone, step_loop, steps_before)
+    yield Pictures(registry, step_loop, check)
+    yield FrozenObjects()
+
+
+def _check_of(lock: DirectoryLock | None) -> Callable[[], None]:
+    """The check of a directory; nothing on a rank that writes to none."""
+    return (lambda: None) if lock is None else lock.check
+
+
+def changes_since(manifest: Manifest, planning: Planning, precision: str) -> Iterator[str]:
+    """Yield what a run does otherwise than the one whose save it continues, so that results differ.
+
+    Args:
+        manifest: The save.
+        planning: Of the run that continues it.
+        precision: In what that run computes, see `MuxArguments.precision`.
+    """
+    before = manifest.plan
+    split = tuple(before.get("split", ()))
+    same = (before["policy"], before["stages"]) == (planning.policy, planning.stages)
+    if not same or (split and split != tuple(planning.split)):
+        yield (
+            f"it was saved with policy {before['policy']} on {before['stages']} stage(s): going on with "
+            f"{planning.policy} on {planning.stages} rounds differently"
+        )
+    if manifest.precision and manifest.precision != precision:
+        yield (
+            f"it was saved by a run in {manifest.precision}: going on in {precision} rounds differently "
+            "(--mux-fp32, --mux-tf32 and --bf16 choose)"
+        )
