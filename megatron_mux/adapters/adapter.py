@@ -148,6 +148,8 @@ class TaskAdapter(ABC):
     def penalty(self, step: int) -> Tensor | float:
         """Add the gradients of a regulariser, once per optimizer step, before gradients are summed over ranks.
 
+        This and the next two are called if `AdapterSpec.acts_in_steps`.
+
         Args:
             step: Optimizer steps done so far.
 
@@ -157,7 +159,7 @@ class TaskAdapter(ABC):
         return 0.0
 
     def after_step(self, step: int, skip: Tensor | None = None) -> None:
-        """Called after each optimizer step, on every rank, if `AdapterSpec.acts_after_steps`.
+        """Called after each optimizer step, on every rank.
 
         Args:
             step: Optimizer steps done, this one included.

@@ -249,7 +249,7 @@ class DiffPruningSpec(AdapterSpec):
 
     run_time = DiffPruning
     in_peft = False
-    acts_after_steps = True
+    acts_in_steps = True
     free_with_weights = frozenset({"l0_weight", "sparsity"})
     refused = OUR_FIELDS
 

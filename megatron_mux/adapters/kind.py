@@ -51,8 +51,8 @@ class AdapterSpec(Section, ABC):
     in_peft: ClassVar[bool] = True
     """Whether peft has this kind."""
 
-    acts_after_steps: ClassVar[bool] = False
-    """Whether it changes its parameters between optimizer steps: see `TaskAdapter.after_step`."""
+    acts_in_steps: ClassVar[bool] = False
+    """Whether it acts in steps beside its gradients: `penalty`, `after_step` and `rollback_after` of its adapters."""
 
     free_with_weights: ClassVar[frozenset[str]] = frozenset()
     """Fields that may differ from those of the adapter that training starts from; in all others they must agree."""

@@ -102,6 +102,6 @@ def _split(run: RunSpec, info: BackboneInfo) -> tuple[int, ...]:
 def _is_everywhere(one: TaskRecords, shape: BackboneShape) -> bool:
     """Whether a task's adapter treats all layers alike and independently."""
     adapter = TaskSpec.model_validate(one.task).adapter
-    if adapter.virtual_tokens or adapter.acts_after_steps or adapter.own_rows(shape):
+    if adapter.virtual_tokens or adapter.acts_in_steps or adapter.own_rows(shape):
         return False
     return adapter.is_alike(shape, range(shape.layers))

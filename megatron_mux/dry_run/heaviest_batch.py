@@ -140,7 +140,7 @@ def heaviest(spec: TaskSpec, data: RecordLengths) -> Batch:
 
 def steps_of(specs: Sequence[TaskSpec]) -> int:
     """Number of steps a dry run of these tasks takes."""
-    prune = any(spec.adapter.acts_after_steps for spec in specs)
+    prune = any(spec.adapter.acts_in_steps for spec in specs)
     return STEPS_THAT_PRUNE if prune else STEPS
 
 

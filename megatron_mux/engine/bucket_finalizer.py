@@ -107,10 +107,6 @@ class BucketFinalizer:
         arenas = [task.adapter.arena for task in tasks.values()]
         self._buffer = buffer[: gradient_buffer_size(arenas, parallel)]
         self._columns = [_Columns.of(parts, bucket.tasks) for bucket in buckets]
-        self._acting = [
-            [(i, name) for i, name in enumerate(bucket.tasks) if tasks[name].adapter.spec.acts_after_steps]
-            for bucket in buckets
-        ]
 
     def table_shape(self, entry: int) -> tuple[int, int]:
         """Rows and columns of the table of a bucket, counted on over steps."""
@@ -139,7 +135,7 @@ class BucketFinalizer:
             for part, _ in columns.parts:
                 part.after_passes(entry, losses)
         # It may allocate, so it comes before the sum over pipelines, which tells all of them who ran out of memory.
-        self.failed.attempt(action, lambda: self._penalise(names, self.burst.step(entry)))
+        self.failed.attempt(action, lambda: self._before_sums(entry))
         sums = self._local_sums(entry)
         if self._reduces:
             arenas = [self.burst.tasks[name].adapter.arena for name in names]
@@ -186,12 +182,9 @@ class BucketFinalizer:
             part.complete(table)
         return table
 
-    def _penalise(self, names: Sequence[str], step: int) -> None:
-        """Add the gradients of regularisers: on the first pipeline alone, since pipelines are summed."""
-        if self.burst.parallel.dp_rank == 0:
-            for name in names:
-                task = self.burst.tasks[name]
-                task.adapter.penalty(task.step + step)
+    def _before_sums(self, entry: int) -> None:
+        for part in self.parts:
+            part.before_sums(entry)
 
     def update(self, entry: int, whole: Tensor | None) -> Tensor:
         """Step the optimizers of a bucket's tasks here, unless a task failed or ran out of memory, now or before.
@@ -219,10 +212,8 @@ class BucketFinalizer:
         skip = self._skip[rows] | ~is_finite | (whole[:, _FAILED] > 0)
         self._skip[rows] = skip
         self._updates[index].update(self._starts[index], later, whole[:, _SQUARE].sqrt(), skip)
-        for i, name in self._acting[index] if self._counts else ():
-            adapter = self.burst.tasks[name].adapter
-            adapter.after_step(self._starts[index][i] + later + 1, skip[i])
-            adapter.arena.refresh()
+        for part in self.parts if self._counts else ():
+            part.after_update(entry, skip)
         self._tables.append((entry, whole[:, : columns.read]))
         return whole
 
@@ -241,8 +232,8 @@ class BucketFinalizer:
                 if index in self.out_of_memory or self.burst.tasks[name].status == "failed":
                     continue
                 results[step][name] = self._result(step, name, row, self._columns[index])
-        for task in self.burst.tasks.values():
-            task.adapter.rollback_after(task.step)
+        for part in self.parts:
+            part.after_steps()
         return results
 
     def _result(self, step: int, name: str, row: Sequence[float], columns: _Columns) -> StepResult:

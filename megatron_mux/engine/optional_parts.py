@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_mux.engine.acting_adapters import ActingAdapters
 from megatron_mux.engine.balancing_loss import BalancingLosses
 from megatron_mux.engine.expert_managers import ManagerSums
 from megatron_mux.engine.preference.losses import PreferenceLosses
@@ -12,7 +13,9 @@ from megatron_mux.engine.tied_rows import TiedRows
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 
-KINDS: tuple[type[StepPart], ...] = (BalancingLosses, PreferenceLosses, TiedRows, ManagerSums)
+KINDS: tuple[type[StepPart], ...] = (
+    BalancingLosses, PreferenceLosses, TiedRows, ManagerSums, ActingAdapters,
+)  # fmt: skip
 """In the order in which a step calls them."""
 
 

@@ -79,6 +79,9 @@ class StepPart:
             losses: `[tasks]` fp64 of this pipeline; may be changed.
         """
 
+    def before_sums(self, entry: int) -> None:
+        """After all passes of a bucket, before gradients are summed over ranks; may run out of memory."""
+
     def local_sums(self, entry: int, rows: Tensor) -> Tensor:
         """`[columns, K]` fp64, this rank's share of columns that are summed; `rows` are its tasks' numbers."""
         raise NotImplementedError
@@ -95,6 +98,12 @@ class StepPart:
 
     def complete(self, table: Tensor) -> None:
         """On the last stage, once the table has this stage's share in it."""
+
+    def after_update(self, entry: int, skip: Tensor) -> None:
+        """After a bucket's optimizers have stepped, but for tasks with `skip`, `[K]` bool; not in a trial."""
+
+    def after_steps(self) -> None:
+        """Called once the host knows how many steps tasks have done."""
 
     def problem(self, values: Sequence[float]) -> str:
         """Why a task fails with these values of its columns; empty: it does not."""

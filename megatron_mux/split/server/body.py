@@ -301,7 +301,7 @@ class Body:
         no_skip = torch.zeros(1, dtype=torch.bool, device=device)
         member.update.prepare([step], 1)
         member.update.update([step], 0, torch.tensor([norm], dtype=torch.float64, device=device), no_skip)
-        if member.spec.acts_after_steps:
+        if member.spec.acts_in_steps:
             member.adapter.after_step(step + 1, no_skip[0])
             member.adapter.arena.refresh()
         member.adapter.rollback_after(step + 1)

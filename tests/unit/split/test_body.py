@@ -123,7 +123,7 @@ def wholes(path: Path, parallel: Parallel) -> dict[str, Trained]:
 
 def take_step(adapter: TaskAdapter, optimizer: TaskOptimizer, step: int) -> None:
     optimizer.step(step, torch.zeros(()))
-    if adapter.spec.acts_after_steps:
+    if adapter.spec.acts_in_steps:
         adapter.after_step(step + 1)
         adapter.arena.refresh()
 
