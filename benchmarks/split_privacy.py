@@ -27,7 +27,7 @@ from sitting import Kept
 if TYPE_CHECKING:
     from split_privacy_task import Record, SplitModel
 
-    from megatron_mux.split.privacy.reconstruction import TokenAttack
+    from benchmarks.token_attack import TokenAttack
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run by file path, from a checkout
@@ -92,7 +92,7 @@ class Study:
 
     def run(self) -> None:
         """Do what is left, cut by cut."""
-        from megatron_mux.split.privacy.reconstruction import TokenAttack
+        from benchmarks.token_attack import TokenAttack
 
         found, front = self.kept.found, None
         if not found["clip"]:
@@ -171,7 +171,7 @@ class Study:
         """The shares of tokens, of labels, and of labels among the two words that are recovered."""
         from split_privacy_task import BATCH
 
-        from megatron_mux.split.privacy.reconstruction import recover_labels
+        from benchmarks.token_attack import recover_labels
 
         reviews = self.reviews[: self.arguments.labelled]
         tokens: list[bool] = []

@@ -22,7 +22,7 @@ from script import add_output, command_line, publish, table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 if TYPE_CHECKING:
-    from megatron_mux.split.simulation.fleet import Costs, Figures
+    from benchmarks.simulated_split.fleet import Costs, Figures
 
 ROOT = Path(__file__).resolve().parents[1]
 COSTS = ROOT / "benchmarks/results/split-costs-cpu-2-cores.json"
@@ -99,9 +99,9 @@ def simulate(costs: Costs, clients: Sequence[int], scale: float, seed: int) -> l
         scale: How many times as fast as the measured machine the server is.
         seed: Of the fleet.
     """
+    from benchmarks.simulated_split.fleet import Fleet, ServerOptions
+    from benchmarks.simulated_split.simulate import Simulation
     from megatron_mux.split.server.policies import POLICIES
-    from megatron_mux.split.simulation.fleet import Fleet, ServerOptions
-    from megatron_mux.split.simulation.simulate import Simulation
 
     timed = {name: getattr(costs, name) / scale for name in asdict(costs) if name.endswith("_s")}
     costs = replace(costs, **timed)
@@ -126,7 +126,7 @@ def summary(figures: Figures) -> dict[str, Any]:
     """What is published of a run; seconds of a step are those while its client was connected."""
     import numpy as np
 
-    from megatron_mux.split.simulation.fleet import Part
+    from benchmarks.simulated_split.fleet import Part
 
     parts = {part.name.lower(): figures.steps[:, part] for part in Part}
     parts["step"] = figures.steps.sum(axis=1) - parts.pop("away")
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.costs.is_file():
         print(f"--costs {arguments.costs}: no such file: measure it first, with --measure", file=sys.stderr)
         return 2
-    from megatron_mux.split.simulation.fleet import Costs
+    from benchmarks.simulated_split.fleet import Costs
 
     read = json.loads(arguments.costs.read_text())
     hardware = read.pop("hardware")

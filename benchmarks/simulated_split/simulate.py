@@ -16,9 +16,7 @@ from itertools import count
 
 import numpy as np
 
-from megatron_mux.split.server.policies import Circumstances, ForwardPlan, plan_forward
-from megatron_mux.split.server.scheduler import Demand, Scheduler
-from megatron_mux.split.simulation.fleet import (
+from benchmarks.simulated_split.fleet import (
     Client,
     Costs,
     Figures,
@@ -27,6 +25,8 @@ from megatron_mux.split.simulation.fleet import (
     ServerOptions,
     make_clients,
 )
+from megatron_mux.split.server.policies import Circumstances, ForwardPlan, plan_forward
+from megatron_mux.split.server.scheduler import Demand, Scheduler
 
 
 @dataclass(eq=False)

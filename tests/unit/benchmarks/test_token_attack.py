@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.token_attack import Front, TokenAttack, recover_labels
 from megatron_mux.split.privacy.noise import clip_records
-from megatron_mux.split.privacy.reconstruction import Front, TokenAttack, recover_labels
 
 VOCABULARY = 96
 

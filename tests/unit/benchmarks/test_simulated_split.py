@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.simulated_split.fleet import Costs, Figures, Fleet, Part, ServerOptions
+from benchmarks.simulated_split.simulate import Simulation
 from megatron_mux.split.server.policies import POLICIES, PolicyName
 from megatron_mux.split.server.scheduler import SchedulerOptions
-from megatron_mux.split.simulation.fleet import Costs, Figures, Fleet, Part, ServerOptions
-from megatron_mux.split.simulation.simulate import Simulation
 
 COSTS = Costs(
     forward_call_s=0.01,
