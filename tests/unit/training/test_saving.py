@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,10 +129,22 @@ def test_a_save_that_fails_is_a_problem_until_somebody_hears_of_it(
     monkeypatch.setattr(checkpoint, "write", full)
     engine.step()
     save(engine, saver)
+    while not saver.is_done:
+        time.sleep(0.01)
+    assert "No space left on device" in saver.problem, "before anybody waits for it"
     with pytest.raises(UserError, match=r"could not save: No space left on device \(somewhere\).*--load"):
         saver.wait()
     assert "No space left on device" in saver.problem
     assert checkpoint.load(saver.directory, "backbone") is None
+
+
+def test_a_defect_in_the_background_is_a_problem_too(
+    engine: Engine, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments: 1 / 0)
+    save(engine, saver)
+    with pytest.raises(UserError, match="the save failed: ZeroDivisionError: division by zero"):
+        saver.before_save()
 
 
 def test_whoever_waits_lifts_the_limit(engine: Engine, tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import pytest
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.errors import UserError
 from megatron_mux.training import task_registry as module
+from megatron_mux.training.admission import Admission
 from megatron_mux.training.callback import Callback
+from megatron_mux.training.commands import Cancel, Drain, OnlyDrain, Submit
 from megatron_mux.training.joining import JoiningFile
 from megatron_mux.training.task_registry import TaskRegistry
 
@@ -162,3 +164,48 @@ def test_who_joins_while_others_train_is_not_evaluated_at_once(
     monkeypatch.setattr(module, "open_tasks", lambda *arguments: [task("c")])
     join(registry, "c.yaml")
     assert evaluated.began == ["a", "c"]
+
+
+def test_intervals_are_asked_for_once_when_a_task_joins(registry: TaskRegistry) -> None:
+    watcher: Any = registry.callbacks[0]
+    registry.callbacks.append(Watcher())
+    registry.register([task(name) for name in ("a", "b", "waits")])
+    assert registry.intervals == dict.fromkeys("ab", (2, 5, 2, 5)) and watcher.asked == ["a", "b"]
+    registry.admit()
+    assert watcher.asked == ["a", "b"]
+    registry.engine.tasks.remove("a")  # type: ignore[attr-defined]
+    registry.admit()
+    assert watcher.asked == ["a", "b", "waits"]
+
+
+def test_nobody_asks_for_room_while_nobody_waits(
+    registry: TaskRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry.register([task("a")])
+    monkeypatch.delattr(Admission, "next")
+    registry.admit()
+
+
+def test_a_run_ends_at_a_command_once_nothing_is_prepared(
+    registry: TaskRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[Path] = []
+    monkeypatch.setattr(registry, "_prepare", prepared.append)
+    assert registry.follow(OnlyDrain().poll(), preparing=False)
+    assert not registry.follow([], preparing=False), "the command holds no longer"
+    assert not registry.follow([Submit(Path("a.yaml"))], preparing=False) and prepared == [Path("a.yaml")]
+    registry._joining.queue.append(JoiningFile(Path("a.yaml"), []))
+    assert not registry.follow([Drain()], preparing=True)
+
+
+def test_the_run_is_saved_before_tasks_that_are_cancelled_leave(
+    registry: TaskRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, watcher, file = registry.engine, registry.callbacks[0], Path("watched/a.yaml")
+    removed: list[Any] = []
+    engine.remove_task = lambda name: removed.append((name, watcher.saved[:]))  # type: ignore
+    monkeypatch.setattr(module, "open_tasks", lambda *arguments: [task("a")])
+    registry._join(JoiningFile(file, []), registry.files)
+    registry.follow([Cancel(file)], preparing=False)
+    assert removed == [("a", [["a"]])] and registry.entries["a"].status == "removed"
+    assert registry.reporter.said[-1] == "a left: a.yaml was taken out of watched"  # type: ignore[attr-defined]
