@@ -6,7 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from megatron_mux.kernels.loss import cross_entropy
+from megatron_mux.kernels.loss.cross_entropy import is_fused
+from megatron_mux.kernels.pointwise import choice
+from megatron_mux.kernels.pointwise.arguments import Norm
+from megatron_mux.kernels.pointwise.choice import DryPointwise, pointwise_kernels
+from megatron_mux.kernels.pointwise.functions import normalise
 from megatron_mux.kernels.pointwise.reference import gated, rms_norm, rotate
 
 
@@ -57,3 +64,27 @@ def test_rows_do_not_touch() -> None:
             function(x).sum().backward()
         assert clean.grad is not None and bad.grad is not None
         assert torch.equal(clean.grad[[0, 1, 3]], bad.grad[[0, 1, 3]])
+
+
+def test_kernels_are_chosen_once_for_all_tensors_alike(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    asked: list[torch.dtype] = []
+
+    def suits_triton(device: torch.device, dtype: torch.dtype) -> bool:
+        asked.append(dtype)
+        return device.type == "cuda"
+
+    for module, choose in ((choice, pointwise_kernels), (cross_entropy, is_fused)):
+        monkeypatch.setattr(module, "suits_triton", suits_triton)
+        choose.cache_clear()
+        request.addfinalizer(choose.cache_clear)
+    for dtype in (torch.float32, torch.float64):
+        for _ in range(2):
+            normalise(random(3, 8, dtype=dtype), Norm(torch.ones(8, dtype=dtype), None, 1e-5, centred=False))
+    assert asked == [torch.float32, torch.float64]
+    gpu = torch.device("cuda", 0)
+    assert isinstance(pointwise_kernels(FakeTensor, gpu, torch.bfloat16), DryPointwise)
+    assert is_fused(FakeTensor, gpu, torch.bfloat16) and not is_fused(
+        Tensor, torch.device("cpu"), torch.float32
+    )
