@@ -23,8 +23,9 @@ from megatron_mux.library_log import set_display
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.draw import to_svg
 from megatron_mux.pipeline.trace import to_trace
-from megatron_mux.task_table import LOADING, UNDER_WAY, TaskTable
+from megatron_mux.task_table import TaskTable
 from megatron_mux.tasks import TaskSpec
+from megatron_mux.tasks.life import TaskLife
 from megatron_mux.trackers.registry import Trackers
 from megatron_mux.trackers.tensorboard import EventFile
 from megatron_mux.trackers.tracker import TrackedRun
@@ -98,9 +99,9 @@ class Reporter:
         if evaluations and task.before is None:
             task.before, task.after = evaluations[0], evaluations[-1]
 
-    def add(self, spec: TaskSpec, status: str, step: int = 0, total_steps: int | None = None) -> None:
+    def add(self, spec: TaskSpec, life: TaskLife, step: int = 0, total_steps: int | None = None) -> None:
         """Add a task's row to the table, or bring it up to date."""
-        self._table.add(spec, status, step, total_steps)
+        self._table.add(spec, life, step, total_steps)
         if spec.name in self._earlier:
             self._recall(spec.name)
 
@@ -137,7 +138,7 @@ class Reporter:
     def untrack(self, name: str) -> None:
         """End a task's runs in its trackers."""
         if name in self._trackers:
-            self._trackers.pop(name).close(self.history[name].status == "finished")
+            self._trackers.pop(name).close(self.history[name].life.state == "finished")
 
     def step(self, name: str, result: StepResult, seconds: float) -> None:
         """Report a task's step.
@@ -149,7 +150,7 @@ class Reporter:
                 Their results are known together; `wall_s` says when.
         """
         task = self.history[name]
-        task.step, task.status, task.reason = result.step, result.status, result.reason
+        task.step = result.step
         if result.status != "failed":
             task.first_loss = result.loss if task.first_loss is None else task.first_loss
             task.loss, task.learning_rate = result.loss, result.learning_rate
@@ -194,11 +195,8 @@ class Reporter:
         self.console.print(text, markup=False, style=style)
 
     def stopped(self, why: str, advice: str) -> None:
-        """Report why the run stops, and so every task that is not done; `advice` is how to continue."""
+        """Report why the run stops; `advice` is how to continue."""
         self.say(f"stopped {why}: {advice}")
-        for task in self.history.values():
-            if task.status in UNDER_WAY:
-                task.status = "stopped"
 
     def schedule(
         self, actions: Sequence[TimedAction], title: str, ranks: int, plan: Mapping[str, Any] | None = None
@@ -299,7 +297,7 @@ class Reporter:
         self._table.is_final = True
         if self._live is not None:
             # Of a run that is refused at the start, only the reason stays on the terminal.
-            self._live.transient = all(task.status == LOADING for task in self.history.values())
+            self._live.transient = all(task.life.state == "loading" for task in self.history.values())
             self._live.stop()
             self._live = None
 

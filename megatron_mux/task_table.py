@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -13,11 +13,10 @@ from rich.text import Text
 
 from megatron_mux.engine import EvalResult
 from megatron_mux.tasks import TaskSpec
+from megatron_mux.tasks.life import State, TaskLife
 
-LOADING = "loading"
-JOINING = "joining (tokenising)"
-UNDER_WAY = ("running", "waiting", LOADING, JOINING)
-"""Statuses of tasks that are not done yet."""
+_SHOWN: Mapping[State, str] = {"joining": "joining (tokenising)", "parked": "running"}
+"""Words for states, unless they are the state's name."""
 
 _GAP = 2
 """Blanks between columns."""
@@ -42,12 +41,14 @@ class TaskHistory:
 
     Attributes:
         kind: Of its adapter.
+        life: Its state.
         total_steps: None while its data are not known.
         settings: Fields of its adapter and its training that hold one value.
         steps, tokens, seconds: Of its steps in this run; seconds of the engine's steps, as `Reporter.step` gets them.
     """
 
     kind: str
+    life: TaskLife
     total_steps: int | None = None
     step: int = 0
     first_loss: float | None = None
@@ -58,9 +59,17 @@ class TaskHistory:
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    status: str = "running"
-    reason: str = ""
     settings: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def status(self) -> str:
+        """Its state as the table shows it."""
+        return _SHOWN.get(self.life.state, self.life.state)
+
+    @property
+    def reason(self) -> str:
+        """Why it failed; else empty."""
+        return self.life.reason
 
 
 @dataclass(frozen=True)
@@ -104,18 +113,21 @@ class TaskTable:
         self._moments: deque[tuple[float, int]] = deque(maxlen=_MOMENTS)
         self._latest = (self._began, 0)
         self._differing: list[str] | None = None
+        self._training: set[str] = set()
 
-    def add(self, spec: TaskSpec, status: str, step: int = 0, total_steps: int | None = None) -> None:
+    def add(self, spec: TaskSpec, life: TaskLife, step: int = 0, total_steps: int | None = None) -> None:
         """Add a task's row, or bring it up to date."""
-        if status == "running" and not any(task.status == "running" for task in self.tasks.values()):
-            self._latest = (self._clock(), self._tokens)  # nobody was trained until now
-            self._moments.clear()
-            self._moments.append(self._latest)
+        if life.trains:
+            if not any(self.tasks[name].life.trains for name in self._training):
+                self._latest = (self._clock(), self._tokens)  # nobody was trained until now
+                self._moments.clear()
+                self._moments.append(self._latest)
+            self._training.add(spec.name)
         if spec.name not in self.tasks:
-            self.tasks[spec.name] = TaskHistory(spec.adapter.peft_type, settings=_settings(spec))
+            self.tasks[spec.name] = TaskHistory(spec.adapter.peft_type, life, settings=_settings(spec))
             self._differing = None
         task = self.tasks[spec.name]
-        task.status, task.step = status, step
+        task.life, task.step = life, step
         task.total_steps = task.total_steps if total_steps is None else total_steps
 
     def count(self, name: str, tokens: int, seconds: float) -> None:
@@ -148,7 +160,7 @@ class TaskTable:
         """The first tasks that there is room for, those that are under way before those that are done."""
         if len(names) <= room:
             return names
-        chosen = set(sorted(names, key=lambda name: self.tasks[name].status not in UNDER_WAY)[:room])
+        chosen = set(sorted(names, key=lambda name: self.tasks[name].life.is_over)[:room])
         return [name for name in names if name in chosen]
 
     def _summary(self) -> str:
@@ -168,7 +180,7 @@ class TaskTable:
         mean = self._tokens / max(1, sum(task.steps for task in tasks))
         left = 0.0
         for task in tasks:
-            if task.status in ("running", "waiting") and task.total_steps is not None:
+            if (task.life.trains or task.life.state == "waiting") and task.total_steps is not None:
                 of_step = task.tokens / task.steps if task.steps else mean
                 left += (task.total_steps - task.step) * of_step
         return left

@@ -229,7 +229,7 @@ class BucketFinalizer:
                 row = list(islice(values, table.shape[1]))
                 if row[_FAILED]:
                     self.out_of_memory.add(index)
-                if index in self.out_of_memory or self.burst.tasks[name].status == "failed":
+                if index in self.out_of_memory or self.burst.tasks[name].life.state == "failed":
                     continue
                 results[step][name] = self._result(step, name, row, self._columns[index])
         for part in self.parts:
@@ -252,11 +252,11 @@ class BucketFinalizer:
                 fields |= part.fields(step, name, row[own])
         reason = f"{problem} at step {task.step + 1}" if problem else ""
         if problem:
-            task.status = "failed"
+            task.life.to("failed", reason)
         else:
             task.step += 1
             if task.step >= task.total_steps:
-                task.status = "finished"
+                task.life.to("finished")
         return StepResult(
             step=task.step,
             total_steps=task.total_steps,
@@ -264,7 +264,7 @@ class BucketFinalizer:
             grad_norm=norm,
             learning_rate=rate,
             tokens=self.burst.steps[step].tokens[name],
-            status=task.status,
+            status=task.life.status,
             reason=reason,
             diverged=bool(reason),
             **fields,

@@ -28,7 +28,7 @@ from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.registration import attach, detach
 from megatron_mux.engine.snapshot import HostMemory, LocalState, Snapshot, copy_states
 from megatron_mux.engine.step_runner import Results, StepRunner
-from megatron_mux.engine.task_state import Status, StepResult, Task, TaskState
+from megatron_mux.engine.task_state import StepResult, Task, TaskState
 from megatron_mux.engine.trial import Trials
 from megatron_mux.engine.updates import MakeUpdate
 from megatron_mux.errors import UserError, failed_allocation
@@ -39,6 +39,7 @@ from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import Timer
 from megatron_mux.process_groups import connect
 from megatron_mux.runtime import Parallel
+from megatron_mux.tasks.life import Status
 
 
 class Engine:
@@ -115,6 +116,8 @@ class Engine:
             for name in done:
                 self.remove_task(name)
             raise
+        for name in done:
+            self._tasks[name].begin()
 
     def _register(self, task: Task) -> str:
         """Returns what is wrong on this rank alone, if anything: then the task is not registered."""
@@ -145,12 +148,13 @@ class Engine:
             self.stages[0].vocabulary.noise.pop(name, None)
         self.reserve_gradient_buffer()
         for task in self._tasks.values():
-            task.parked = False
+            if task.life.state == "parked":
+                task.life.to("running")
 
     def finish_early(self, name: str) -> None:
         """Let a task have done its last step, though steps are left. Every rank calls it, between steps."""
         self._runner.read_ahead.forget()  # it has prepared more steps
-        self._tasks[name].status = "finished"
+        self._tasks[name].life.to("finished")
 
     def reserve_gradient_buffer(self) -> Tensor:
         """Have a buffer to sum the gradients of all tasks in, so that no rank runs out of memory while others wait.
@@ -185,8 +189,8 @@ class Engine:
     @property
     def active(self) -> tuple[str, ...]:
         """Tasks that still have steps to do and take part; parked ones one by one, once nobody else is left."""
-        going = [name for name, task in self._tasks.items() if task.status == "running"]
-        return tuple(name for name in going if not self._tasks[name].parked) or tuple(going[:1])
+        going = [name for name, task in self._tasks.items() if task.life.trains]
+        return tuple(name for name in going if self._tasks[name].life.state == "running") or tuple(going[:1])
 
     @property
     def slots(self) -> dict[str, int]:
@@ -209,7 +213,7 @@ class Engine:
     def progress(self, name: str) -> tuple[int, int, Status]:
         """Steps done, steps in total, status."""
         task = self._tasks[name]
-        return task.step, task.total_steps, task.status
+        return task.step, task.total_steps, task.life.status
 
     @property
     def plan(self) -> Plan:
@@ -231,7 +235,7 @@ class Engine:
 
     def has_room(self, tasks: Sequence[Task]) -> bool:
         """Whether the memory limit has room for these tasks beside those that train or are parked."""
-        loads = {name: task.load for name, task in self._tasks.items() if task.status == "running"}
+        loads = {name: task.load for name, task in self._tasks.items() if task.life.trains}
         loads |= {task.spec.name: self._load_of(task) for task in tasks}
         try:
             if self.planning.planner is not None:

@@ -206,7 +206,8 @@ class StepRunner:
                 then = f"in {smaller.buckets[index].micro_batches} micro-batch(es)"
             elif len(plan.tasks) > 1:
                 then = "once another task has left"
-                tasks[names].parked = True
+                if tasks[names].life.state == "running":  # one that is parked trains while nobody else does
+                    tasks[names].life.to("parked")
             else:
                 reason = f"one sequence of it alone ran out of memory ({reasons[index]})"
                 failures[names] = tasks[names].fail(reason)

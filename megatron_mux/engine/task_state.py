@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,8 @@ from megatron_mux.fusion.step import Lengths
 from megatron_mux.kernels.dropout import key_of
 from megatron_mux.kernels.embedding_noise import EmbeddingNoise
 from megatron_mux.tasks import TaskSpec
+from megatron_mux.tasks.life import Status, TaskLife
 from megatron_mux.tensor_file import bytes_of
-
-Status = Literal["running", "finished", "failed"]
 
 
 @dataclass
@@ -42,6 +41,7 @@ class Task:
         initial: Full adapter tensors to start from, by key; None starts a fresh adapter.
         resume: State to continue from; takes precedence over `initial`.
         lengths: Steps done and steps planned at each change of its length, see `optimizers.schedules.continued`.
+        life: Its state in the run that it is a task of; None: its life begins when it is registered.
     """
 
     spec: TaskSpec
@@ -50,6 +50,7 @@ class Task:
     initial: dict[str, Tensor] | None = None
     resume: Snapshot | None = None
     lengths: tuple[tuple[int, int], ...] = ()
+    life: TaskLife | None = None
 
     def reference_fingerprint(self) -> str:
         """SHA-256 of the adapter whose frozen copy is the reference of a preference loss; empty: there is none."""
@@ -120,8 +121,7 @@ class TaskState:
         load: What the planner knows of the task.
         total_steps: Optimizer steps it runs for.
         step: Optimizer steps done.
-        status: Whether it goes on.
-        parked: It does not fit beside the others, and waits until one of them leaves.
+        life: Whether it goes on.
         parts: Kinds of `StepPart` that it asks for.
         forward_rows: Rows that each of its steps computes besides, forward only; None: there are none.
         most_steps_at_once: Most steps before the host reads what they gave.
@@ -135,12 +135,18 @@ class TaskState:
     load: TaskLoad
     total_steps: int
     step: int = 0
-    status: Status = "running"
-    parked: bool = False
+    life: TaskLife = field(init=False)
     parts: tuple[type[Any], ...] = ()
     forward_rows: ForwardRows | None = None
     most_steps_at_once: int = 1 << 30
     ready: bool = True
+
+    def __post_init__(self) -> None:
+        self.life = self.task.life or TaskLife()
+
+    def begin(self) -> None:
+        """Take part in steps from now on, if some are left."""
+        self.life.to("running" if self.step < self.total_steps else "finished")
 
     def resume(self, snapshot: Snapshot) -> None:
         """Continue from a snapshot, whose adapter is in place already.
@@ -156,8 +162,6 @@ class TaskState:
                 f"task {self.task.spec.name!r}: its training state does not fit: {error}"
             ) from error
         self.step = snapshot.step
-        if self.step >= self.total_steps:
-            self.status = "finished"
 
     def attach(self, adapters: AdapterSet, known: Mapping[str, Tensor]) -> None:
         """Make adapter and optimizer anew, for what this rank has to hold by now.
@@ -174,7 +178,8 @@ class TaskState:
 
     def fail(self, reason: str) -> StepResult:
         """Stop the task, its adapter as it was before the step."""
-        self.status = "failed"
+        if self.life.state != "failed":
+            self.life.to("failed", reason)
         nothing = float("nan")
         return StepResult(self.step, self.total_steps, nothing, nothing, 0.0, 0, "failed", reason)
 

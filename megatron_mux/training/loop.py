@@ -87,6 +87,7 @@ class Loop:
             if directory is not None:
                 advice = f"every task is saved: continue with --load {directory} --save {directory}"
             self.reporter.stopped(stopped, advice)
+            self.registry.stop()
         raise_on_every_rank(self.reporter.problem, self.parallel)
 
     def close(self) -> None:

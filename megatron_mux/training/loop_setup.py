@@ -13,6 +13,7 @@ from megatron_mux.data.dataset import DataFiles
 from megatron_mux.directory_lock import DirectoryLock
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.report import Reporter
+from megatron_mux.tasks.life import TaskLives
 from megatron_mux.training.best import BestCheckpointTracker
 from megatron_mux.training.callback import Callback
 from megatron_mux.training.callbacks.evaluations import Evaluations
@@ -38,6 +39,7 @@ def make_loop(
     watch: Callback | None = None,
     lock: DirectoryLock | None = None,
     began: float | None = None,
+    lives: TaskLives | None = None,
 ) -> Loop:
     """Make the loop of a run. Every rank calls it.
 
@@ -51,10 +53,12 @@ def make_loop(
         watch: Counts which experts steps select; None: nobody asked.
         lock: On the directory of `--save`; None on ranks that do not write there.
         began: When the run began, by `time.monotonic`; None: now.
+        lives: Those of the tasks that the run begins with, as far as they are known.
     """
     parallel, save, watched = engine.parallel, arguments.save, arguments.mux_watch
     continued = arguments.load if manifest is not None else None
     registry = TaskRegistry(engine, parallel, reporter, info, files, [], continued, saves=save is not None)
+    registry.lives.update(lives or {})
     if save is not None and parallel.rank == 0 and (arguments.load == save or manifest is None):
         # A run that died before its first save leaves lines, too. Not before the tasks are accepted: a refused run
         # leaves everything as it is.

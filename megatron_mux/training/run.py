@@ -39,8 +39,8 @@ from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel, has_bf16, initialize, use_tf32
 from megatron_mux.saved_files import refuse_used
 from megatron_mux.shape import BackboneShape
-from megatron_mux.task_table import LOADING
 from megatron_mux.tasks import TaskSpec, load_task_file
+from megatron_mux.tasks.life import TaskLives
 from megatron_mux.training.best import check_best_is_saved
 from megatron_mux.training.expert_placement import expert_placement, kept_placement, placement_on_managers
 from megatron_mux.training.expert_topology import check_topology
@@ -99,8 +99,9 @@ def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = Non
         if arguments.without_effect:
             reporter.say(f"accepted without effect here: {', '.join(arguments.without_effect)}")
         experts = _place_experts(arguments, info, manifest is not None, reporter)
+        lives = TaskLives()
         for spec in specs:
-            reporter.add(spec, LOADING)
+            reporter.add(spec, lives.begin(spec.name, "loading"))
         specs = merge_saved(specs, manifest)
         check_best_is_saved(specs, save is not None)
         entries = {entry.name: entry for entry in manifest.tasks} if manifest is not None else {}
@@ -124,7 +125,7 @@ def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = Non
             backbone = _load_backbone(arguments, parallel, planning, experts.placement, reporter)
             engine = Engine(backbone, parallel, planning, exchange=exchange)
             watch = watch_experts(arguments, engine, reporter, experts.topology, experts.kept)
-            loop = make_loop(arguments, engine, reporter, info, files, manifest, watch, lock, began)
+            loop = make_loop(arguments, engine, reporter, info, files, manifest, watch, lock, began, lives)
             with closing(loop):
                 loop.registry.register(tasks)
                 signals.enter_context(stop_on_signals(loop))

@@ -17,8 +17,8 @@ from megatron_mux.engine.agreement import first_problem
 from megatron_mux.errors import UserError
 from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel
-from megatron_mux.task_table import JOINING
 from megatron_mux.tasks import load_task_file
+from megatron_mux.tasks.life import TaskLives
 from megatron_mux.training.admission import Admission
 from megatron_mux.training.best import check_best_is_saved
 from megatron_mux.training.callback import Callback, save_run
@@ -44,6 +44,7 @@ class TaskRegistry:
         accepted: Called once, when the first tasks are known to be those that the continued run had.
         saves: Whether the run saves anything.
         intervals: The `Callback.intervals` of each task that was registered with the engine.
+        lives: The state of every task of this run.
     """
 
     engine: Engine
@@ -57,6 +58,7 @@ class TaskRegistry:
     accepted: Callable[[], None] | None = None
     saves: bool = True
     intervals: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    lives: TaskLives = field(default_factory=TaskLives)
     _admission: Admission = field(init=False)
     _joining: JoiningFiles = field(init=False)
     _names: dict[Path, list[str]] = field(default_factory=dict)
@@ -95,8 +97,10 @@ class TaskRegistry:
         for task in tasks:
             name = task.spec.name
             entry = self.entries.get(name)
+            task.life = self.lives.get(name) or self.lives.begin(name, "loading")
             if entry is not None and is_over(task, entry):
-                self.reporter.add(task.spec, entry.status, entry.step, entry.step)
+                task.life.to("failed" if entry.status == "failed" else "finished", entry.reason)
+                self.reporter.add(task.spec, task.life, entry.step, entry.step)
                 self.reporter.say(f"{name} is {entry.status} already in the run that is continued")
                 continue
             if entry is not None and entry.checkpoint:
@@ -114,8 +118,10 @@ class TaskRegistry:
         self._admit([task for task in admitted if task.spec.name not in waited])
         for task in self._admission.waiting:
             name = task.spec.name
-            if not self._waits(name):
-                self.reporter.add(task.spec, "waiting", 0, task.spec.total_steps(len(task.data)))
+            life = self.lives[name]
+            if life.state != "waiting":
+                life.to("waiting")
+                self.reporter.add(task.spec, life, 0, task.spec.total_steps(len(task.data)))
                 self.reporter.say(f"{name} waits until there is room for it in memory")
 
     def _admit(self, tasks: Sequence[Task]) -> None:
@@ -124,6 +130,7 @@ class TaskRegistry:
         New ones are evaluated before their first step unless others train, whom that would hold up.
         """
         alone = not self.engine.active
+        waited = {name for name, life in self.lives.items() if life.state == "waiting"}
         self.engine.register_tasks(tasks)
         fresh_tasks: list[str] = []
         for task in tasks:
@@ -133,9 +140,9 @@ class TaskRegistry:
             fresh.reference = task.reference_fingerprint()
             entry = self.entries.setdefault(name, fresh)
             entry.status, entry.spec, entry.lengths = status, fresh.spec, task.lengths
-            if self._waits(name):
+            if name in waited:
                 self.reporter.say(f"{name} trains from here on")
-            self.reporter.add(task.spec, status, step, total)
+            self.reporter.add(task.spec, self.lives[name], step, total)
             if status == "running":
                 self.reporter.track(task.spec, step)
             found = (callback.intervals(name) for callback in self.callbacks)
@@ -150,12 +157,8 @@ class TaskRegistry:
         try:
             self._admit([task])
         except UserError as error:  # the same on every rank: it depends on the task and the backbone alone
-            self.reporter.history[task.spec.name].status = "refused"
+            self.lives[task.spec.name].to("refused")
             self.reporter.say(f"{task.spec.name} refused: {error}")
-
-    def _waits(self, name: str) -> bool:
-        """Whether people have been told that a task waits for memory."""
-        return name in self.reporter.history and self.reporter.history[name].status == "waiting"
 
     @property
     def waiting(self) -> bool:
@@ -201,11 +204,17 @@ class TaskRegistry:
     def note(self, name: str, result: StepResult) -> None:
         """Keep what a step of a task says of its adapter."""
         entry = self.entries[name]
-        entry.status, entry.reason = result.status, result.reason
+        entry.reason = result.reason
         if result.diverged:
             entry.health.good = False
         elif result.status != "failed":
             entry.note(result.step, result.loss)
+
+    def stop(self) -> None:
+        """End the lives of tasks that are not done: the run stops."""
+        for life in self.lives.values():
+            if not life.is_over:
+                life.to("stopped")
 
     def close(self) -> None:
         """Cancel what is being prepared."""
@@ -220,21 +229,21 @@ class TaskRegistry:
         names = [name for name in named if name in self.engine.tasks]
         for name in named:
             if self._admission.withdraw(name):
-                self.reporter.history[name].status = "removed"
+                self.lives[name].to("removed")
                 self.reporter.say(f"{name} left before there was room for it")
         if names:
             save_run(self.callbacks, names)
         for name in names:
             self.entries[name].status = "removed"
             self.engine.remove_task(name)
-            self.reporter.history[name].status = "removed"
+            self.lives[name].to("removed")
             self.reporter.say(f"{name} left: {path.name} was taken out of {path.parent}")
 
     def _cancel(self, path: Path) -> bool:
         """Forget a file that is being prepared; returns whether there was one."""
         specs = self._joining.cancel(path)
         for spec in specs:
-            self.reporter.history[spec.name].status = "removed"
+            self.lives[spec.name].to("removed")
         return bool(specs)
 
     def _prepare(self, path: Path) -> None:
@@ -262,7 +271,7 @@ class TaskRegistry:
             return
         self._joining.add(path, specs)
         for spec in specs:
-            self.reporter.add(spec, JOINING)
+            self.reporter.add(spec, self.lives.begin(spec.name, "joining"))
 
     def _join(self, file: JoiningFile, files: DataFiles) -> None:
         """Admit the tasks of a file that is prepared; a mistake in it is reported and stops nobody."""
@@ -289,7 +298,7 @@ class TaskRegistry:
         if problem:
             self.reporter.say(f"{file.path.name} refused: {problem}")
             for spec in file.specs:
-                self.reporter.history[spec.name].status = "refused"
+                self.lives[spec.name].to("refused")
             return
         self._names[file.path] = [task.spec.name for task in tasks]
         for task in tasks:

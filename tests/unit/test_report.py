@@ -21,6 +21,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.report import Reporter
 from megatron_mux.task_table import TaskTable
 from megatron_mux.tasks import TaskSpec
+from megatron_mux.tasks.life import TaskLife
 from megatron_mux.trackers.tensorboard import EventFile
 
 
@@ -39,7 +40,7 @@ def spec_of(name: str, **training: Any) -> TaskSpec:
 
 def reporter_of(directory: Path | None, tensorboard: Path | None = None) -> Reporter:
     reporter = Reporter(directory, tensorboard, 1, live=False, silent=False)
-    reporter.add(spec_of("a"), "running", 0, 3)
+    reporter.add(spec_of("a"), TaskLife("running"), 0, 3)
     return reporter
 
 
@@ -78,7 +79,7 @@ def test_tensorboard_reads_the_numbers(tmp_path: Path) -> None:
 def test_tasks_that_share_a_logging_dir_have_files_of_their_own(tmp_path: Path) -> None:
     reporter = reporter_of(None)
     specs = [spec_of(name, report_to="csv", logging_dir=str(tmp_path)) for name in ("a", "b")]
-    reporter.add(specs[1], "running", 0, 3)
+    reporter.add(specs[1], TaskLife("running"), 0, 3)
     assert not reporter.prepare_tracking(specs)
     for spec in specs:
         reporter.track(spec, 0)
@@ -173,7 +174,7 @@ def test_a_step_of_many_tasks_does_not_draw_the_live_table(monkeypatch: pytest.M
     reporter = Reporter(None, None, 1, live=True, silent=False)
     names = [f"task-{number}" for number in range(500)]
     for name in names:
-        reporter.add(spec_of(name), "running", 0, 3)
+        reporter.add(spec_of(name), TaskLife("running"), 0, 3)
     began = time.monotonic()
     for step in range(1, 4):
         for name in names:

@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from megatron_mux.engine import EvalResult
-from megatron_mux.task_table import JOINING, LOADING, TaskTable
+from megatron_mux.task_table import TaskTable
 from megatron_mux.tasks import TaskSpec
+from megatron_mux.tasks.life import TaskLife
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = {
@@ -46,12 +47,12 @@ class Run:
 
     def load(self, count: int = 5) -> None:
         for spec in SPECS[:count]:
-            self.table.add(spec, LOADING)
+            self.table.add(spec, TaskLife("loading"))
         self.now += 21
 
     def train(self, steps: int, first: int = 0, count: int = 5) -> None:
         for spec in SPECS[:count]:
-            self.table.add(spec, "running", first, 40)
+            self.table.add(spec, TaskLife("running"), first, 40)
         for _ in range(steps):
             self.now += 2
             for number, spec in enumerate(SPECS[:count]):
@@ -65,7 +66,7 @@ class Run:
                 task.before = task.before or EvalResult({"loss": 3.1, "accuracy": 0.5}, 100)
 
     def join(self) -> None:
-        self.table.add(SPECS[5], JOINING)
+        self.table.add(SPECS[5], TaskLife("joining"))
 
     def drawn(self, width: int) -> list[str]:
         console = Console(width=width, record=True, file=io.StringIO(), soft_wrap=True)
@@ -87,11 +88,11 @@ def states() -> dict[str, Run]:
         if name == "joined":
             run.train(3, first=12, count=6)
         if name == "resumed":
-            run.table.add(SPECS[5], LOADING)
+            run.table.add(SPECS[5], TaskLife("loading"))
             run.train(2, first=15, count=6)
         if name == "finished before":  # in the run that is continued; the file's order stays
-            run.table.add(SPECS[3], "finished", 40, 40)
-            run.table.add(SPECS[1], "finished", 40, 40)
+            run.table.add(SPECS[3], TaskLife("finished"), 40, 40)
+            run.table.add(SPECS[1], TaskLife("finished"), 40, 40)
     return runs
 
 
@@ -118,7 +119,7 @@ def test_names_and_settings_are_whole_at_any_width(width: int, state: str) -> No
 
 def test_columns_give_way_in_an_order() -> None:
     run = states()["joining"]
-    run.table.add(spec_of("with-decay", weight_decay=0.1, gradient_accumulation_steps=4), "waiting")
+    run.table.add(spec_of("with-decay", weight_decay=0.1, gradient_accumulation_steps=4), TaskLife("waiting"))
 
     def headings(width: int) -> list[str]:
         return re.split(" {2,}", run.drawn(width)[1].strip())
@@ -142,9 +143,9 @@ def test_time_left_and_tokens_per_second_are_of_the_last_minutes() -> None:
     # 5 tasks, 320 tokens in 2 seconds each, with 30 steps left.
     assert run.drawn(80)[0] == "elapsed 0:00:41, remaining 0:01:00, 800 tokens/s; 5 running"
     for spec in SPECS[:5]:
-        run.table.tasks[spec.name].status = "finished"
+        run.table.tasks[spec.name].life.to("finished")
     run.now += 3600  # waiting for somebody to join
-    run.table.add(SPECS[5], "running", 0, 40)
+    run.table.add(SPECS[5], TaskLife("running"), 0, 40)
     run.now += 2
     run.table.count("summaries", 320, 2.0)
     run.table.tasks["summaries"].step += 1
@@ -154,7 +155,7 @@ def test_time_left_and_tokens_per_second_are_of_the_last_minutes() -> None:
 def test_a_terminal_shows_no_more_rows_than_it_has_lines() -> None:
     table = TaskTable()
     for number in range(500):
-        table.add(spec_of(f"task-{number}"), "finished" if number < 3 else "running", 0, 40)
+        table.add(spec_of(f"task-{number}"), TaskLife("finished" if number < 3 else "running"), 0, 40)
     console = Console(width=80, height=20, force_terminal=True, record=True, file=io.StringIO())
     console.print(table)
     lines = console.export_text().splitlines()

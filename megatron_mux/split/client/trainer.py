@@ -14,8 +14,9 @@ from megatron_mux.split.client.options import ClientOptions
 from megatron_mux.split.client.run import ClientRun
 from megatron_mux.split.client.run_record import refuse_other_clients
 from megatron_mux.split.protocol.wire import RefusedError
-from megatron_mux.task_table import LOADING, TaskHistory
+from megatron_mux.task_table import TaskHistory
 from megatron_mux.tasks import TaskSpec, read_task
+from megatron_mux.tasks.life import TaskLife
 
 _MOST_LOSSES = 8
 """How often the server may lose steps before the client has saved once more."""
@@ -56,7 +57,7 @@ class SplitTrainer(ClientOptions):
     def _train(self, spec: TaskSpec) -> TaskHistory:
         """`train`, while nobody else writes into the task's directory."""
         reporter = self._reporter(spec.name)
-        reporter.add(spec, LOADING)
+        reporter.add(spec, TaskLife("loading"))
         try:
             run = ClientRun.open(self, spec, reporter.say)
             losses, saved = 0, -1

@@ -124,6 +124,7 @@ def made(total: int) -> tuple[Loop, Recorder]:
         follow=lambda commands, preparing: bool(commands),
         admit=lambda: None,
         note=lambda name, result: noted.append(f"note {result.step}"),
+        stop=lambda: None,
         close=lambda: noted.append("close the registry"),
     )
     arguments = MuxArguments.with_defaults()

@@ -41,6 +41,8 @@ class Engine:
         if "bad" in names:
             raise UserError("task 'bad': there is no memory for its adapter")
         self.tasks += names
+        for task in tasks:
+            task.life.to("running")
 
     def progress(self, name: str) -> tuple[int, int, str]:
         return self.done, 10, "running"
@@ -53,8 +55,8 @@ class Reporter:
         self.said: list[str] = []
         self.history: dict[str, Any] = {}
 
-    def add(self, spec: Any, status: str, step: int = 0, total_steps: int | None = None) -> None:
-        self.history[spec.name] = SimpleNamespace(status=status)
+    def add(self, spec: Any, life: Any, step: int = 0, total_steps: int | None = None) -> None:
+        self.history[spec.name] = SimpleNamespace(life=life)
 
     def track(self, spec: Any, step: int) -> None:
         """No tracker is asked for."""

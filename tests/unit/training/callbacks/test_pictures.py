@@ -15,7 +15,7 @@ def test_drawn_with_the_plan_of_the_steps_that_were_timed() -> None:
         planning=SimpleNamespace(policy="auto", stages=2),
         last_plan=SimpleNamespace(to_json=lambda: {"plan": 1}),
     )
-    experts = SimpleNamespace(is_manager=False)
+    experts = SimpleNamespace(holds_rows=True)
     parallel = SimpleNamespace(world_size=1, tp_rank=0, dp_rank=0, pp_size=2, experts=experts)
     reporter = SimpleNamespace(schedule=lambda *what: drawn.append(what))
     registry: Any = SimpleNamespace(engine=engine, parallel=parallel, reporter=reporter)
