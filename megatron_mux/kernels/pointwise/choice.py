@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Literal, Protocol
+from types import ModuleType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,28 +20,15 @@ LAUNCHES = dict.fromkeys(
 """Device launches of each operation by Triton kernels."""
 
 
-class PointwiseKernels(Protocol):
-    """What `pointwise.functions` launches: operations that write to given tensors. See the Triton modules."""
-
-    @property
-    def activate(self) -> Any: ...  # noqa: D102
-    @property
-    def activate_backward(self) -> Any: ...  # noqa: D102
-    @property
-    def join(self) -> Any: ...  # noqa: D102
-    @property
-    def join_backward(self) -> Any: ...  # noqa: D102
-    @property
-    def turn(self) -> Any: ...  # noqa: D102
-    @property
-    def turn_backward(self) -> Any: ...  # noqa: D102
-
-
 class DryPointwise:
     """On a fake GPU: `pointwise.functions` has allocated what Triton kernels write to, and nothing is computed."""
 
     activate = activate_backward = staticmethod(computes_nothing)
     join = join_backward = turn = turn_backward = staticmethod(computes_nothing)
+
+
+PointwiseKernels = ModuleType | type[DryPointwise]
+"""What `pointwise.functions` launches: operations that write to given tensors. See the Triton modules."""
 
 
 def pointwise_name(device: torch.device, dtype: torch.dtype) -> PointwiseName:
@@ -56,7 +44,7 @@ def pointwise_kernels(
     if not suits_triton(device, dtype):
         return None
     if issubclass(kind, FakeTensor):
-        return DryPointwise()
+        return DryPointwise
     if not has_triton():
         return None
     from megatron_mux.kernels.pointwise import triton as triton_pointwise
