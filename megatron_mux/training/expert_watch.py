@@ -108,9 +108,9 @@ class ExpertWatch(Callback):
     # -- at the start
 
     def before_steps(self) -> None:
-        """Place experts by what the tasks' data select with their adapters as they are, if that was asked for.
+        """Place experts before the first burst, if that was asked for.
 
-        It acts before the first burst, once there are tasks.
+        They are placed by what the tasks' data select with their adapters as they are.
         """
         names = self.engine.active
         if not self._places or self._placer is None or not names:
@@ -165,19 +165,19 @@ class ExpertWatch(Callback):
     # -- while steps run
 
     def due(self, seconds: float) -> Iterator[Due]:
-        """In how many steps experts may move, and after how many more again; nothing if they stay."""
+        """Yield in how many steps experts may move. Nothing if they stay."""
         if self._replaces:
             yield max(1, self._interval - self._steps), self._interval
 
     def after_steps(self, steps: int) -> None:
-        """Note that steps were taken; write a line, and move experts, if it is time to."""
+        """Count steps. A line is written, and experts may move, if it is time to."""
         self._steps += steps
         if self._steps >= self._interval:
             self.before_save()
             self._consider()
 
     def before_save(self) -> None:
-        """Write what was counted since the last line: slots of tasks that leave may be taken by others."""
+        """Write what was counted since the last line. Slots of tasks that leave may be taken by others."""
         if not self._steps:
             return
         access = self._counts.take(self.parallel, self.engine.slots, pairs=self._replaces)
