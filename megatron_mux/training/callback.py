@@ -1,4 +1,4 @@
-"""What takes part in a run between its steps, behind one interface: the loop knows steps, callbacks do the rest."""
+"""The one interface of what takes part in a run. The loop knows steps, callbacks do the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class Callback:
-    """Does something at some moments of a run; a subclass overrides those that it needs.
+    """Does something at some moments of a run. A subclass overrides those that it needs.
 
     Every rank has the same callbacks in the same order, and calls each moment of them at the same time: all of them may
     use collectives. A part of a run that is off has no callback.
@@ -36,7 +36,7 @@ class Callback:
         """Called when new tasks are registered, unless others train meanwhile."""
 
     def task_done(self, name: str, result: StepResult) -> None:
-        """Called when a task is finished or has failed, after the save, before it is removed from the engine."""
+        """Called when a task is finished or has failed. It has been saved and is still registered."""
 
     # -- steps
 
@@ -53,7 +53,7 @@ class Callback:
         """Called before each burst of steps."""
 
     def due(self, seconds: float) -> Iterable[Due]:
-        """Yield in how many steps the burst is to end, beside the `intervals` of tasks. Called after `before_steps`.
+        """Yield in how many steps the burst is to end. Called after `before_steps`; tasks have `intervals`.
 
         Args:
             seconds: How long a step takes, the same on every rank; 0: not known.
@@ -65,13 +65,13 @@ class Callback:
         return nullcontext()
 
     def after_first_steps(self, is_last: bool) -> None:
-        """Called after each of the first bursts, whose actions are timed; `is_last`: after the last of them."""
+        """Called after each of the first bursts, whose actions are timed. `is_last`: after the last of them."""
 
     def after_steps(self, steps: int) -> None:
         """Called after each burst of so many steps, once they are reported."""
 
     def when_due(self, last: dict[str, StepResult]) -> None:
-        """Called after `after_steps`, if a task has reached one of its `intervals` or is done.
+        """Called when a task has reached one of its `intervals` or is done. It follows `after_steps`.
 
         Args:
             last: The last result of each task of the burst. A callback may put another one there: one whose status is
@@ -96,10 +96,10 @@ class Callback:
         """Called when a run that has trained has been saved for the last time."""
 
     def finish(self) -> None:
-        """Wait for what goes on in the background; raises a `UserError` on every rank if it failed."""
+        """Wait for what goes on in the background. Raises a `UserError` on every rank if it failed."""
 
     def close(self) -> None:
-        """Called when the run ends, also by an error: on this rank alone, so without collectives."""
+        """Called when the run ends, also by an error. Other ranks may not call it: no collectives."""
 
 
 def save_run(callbacks: Sequence[Callback], leaving: Sequence[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""What a run can be told while it trains, and where it learns of it."""
+"""What a run can be told while it trains, and where commands come from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Drain:
-    """The run is to end once its tasks are done; holds until commands are polled again."""
+    """The run is to end once its tasks are done. It holds until commands are polled again."""
 
 
 Command = Submit | Cancel | Drain
@@ -42,7 +42,7 @@ class CommandSource(Protocol):
 
 
 class OnlyDrain:
-    """The source of a run that nobody commands: it ends once the tasks that it began with are done."""
+    """The source of a run that nobody commands. It ends once its first tasks are done."""
 
     awaited = ""
 

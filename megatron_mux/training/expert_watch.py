@@ -22,7 +22,6 @@ from megatron_mux.moe.entries import Floats
 from megatron_mux.moe.placement import write_placement
 from megatron_mux.moe.topology import Topology
 from megatron_mux.report import EXPERT_ACCESS, Reporter
-from megatron_mux.runtime import Parallel
 from megatron_mux.training.callback import Callback
 from megatron_mux.training.expert_placement import PLACEMENT_FILE
 from megatron_mux.training.expert_placer import Decision, ExpertPlacer, moved
@@ -65,7 +64,6 @@ class ExpertWatch(Callback):
 
     Args:
         engine: Runs the steps.
-        parallel: Where this rank stands.
         reporter: Writes the log.
         directory: Where the run is saved; None: it is not.
         interval: Steps between lines of the log, at least: it is written between bursts of steps.
@@ -77,7 +75,6 @@ class ExpertWatch(Callback):
     def __init__(
         self,
         engine: Engine,
-        parallel: Parallel,
         reporter: Reporter,
         directory: Path | None,
         interval: int,
@@ -86,7 +83,7 @@ class ExpertWatch(Callback):
         replaces: bool,
         kept: bool,
     ) -> None:
-        self.engine, self.parallel, self.reporter = engine, parallel, reporter
+        self.engine, self.parallel, self.reporter = engine, engine.parallel, reporter
         self._directory, self._interval = directory, interval
         self._placer, self._places, self._replaces = placer, places, replaces
         self._counts = AccessCounts(engine.stages.values())
@@ -108,9 +105,9 @@ class ExpertWatch(Callback):
     # -- at the start
 
     def before_steps(self) -> None:
-        """Place experts by what the tasks' data select with their adapters as they are, if that was asked for.
+        """Place experts before the first burst, if that was asked for.
 
-        It acts before the first burst, once there are tasks.
+        They are placed by what the tasks' data select with their adapters as they are.
         """
         names = self.engine.active
         if not self._places or self._placer is None or not names:
@@ -165,19 +162,19 @@ class ExpertWatch(Callback):
     # -- while steps run
 
     def due(self, seconds: float) -> Iterator[Due]:
-        """In how many steps experts may move, and after how many more again; nothing if they stay."""
+        """Yield in how many steps experts may move. Nothing if they stay."""
         if self._replaces:
             yield max(1, self._interval - self._steps), self._interval
 
     def after_steps(self, steps: int) -> None:
-        """Note that steps were taken; write a line, and move experts, if it is time to."""
+        """Count steps. A line is written, and experts may move, if it is time to."""
         self._steps += steps
         if self._steps >= self._interval:
             self.before_save()
             self._consider()
 
     def before_save(self) -> None:
-        """Write what was counted since the last line: slots of tasks that leave may be taken by others."""
+        """Write what was counted since the last line. Slots of tasks that leave may be taken by others."""
         if not self._steps:
             return
         access = self._counts.take(self.parallel, self.engine.slots, pairs=self._replaces)
@@ -295,17 +292,8 @@ def watch_experts(
             if said:
                 reporter.say(said)
         placer = ExpertPlacer(engine, parallel, topology, assumed)
-    return ExpertWatch(
-        engine,
-        engine.parallel,
-        reporter,
-        arguments.save,
-        arguments.log_interval,
-        placer,
-        places,
-        replaces,
-        kept,
-    )
+    interval = arguments.log_interval
+    return ExpertWatch(engine, reporter, arguments.save, interval, placer, places, replaces, kept)
 
 
 def _room(arguments: MuxArguments, engine: Engine, placement: Placement) -> list[int]:

@@ -139,7 +139,7 @@ class JoiningFiles:
 
 @dataclass
 class WatchedDirectory:
-    """Commands by files that come and go in a directory; rank 0 reads it.
+    """A source of commands: files that come and go in a directory, which rank 0 reads.
 
     A task file that is new, or changed since it was refused, is submitted; one that is gone is cancelled. As long as a
     file named `STOP` is there, the run is to end once its tasks are done.

@@ -1,4 +1,4 @@
-"""The loop: step the engine, report, have callbacks do what is due; until every task is done."""
+"""The loop: step the engine, report, have callbacks do what is due."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Loop:
         self._after_steps = overrides(self.callbacks, Callback.after_steps)
 
     def run(self) -> None:
-        """Train until every task is done and, where tasks may join, until a command says that no more will."""
+        """Train until every task is done. Where tasks may join, a command says that no more will."""
         idle = False
         while not (stopped := self._agreed_to_stop()):
             self.parallel.heartbeat.at("beginning the next steps")
@@ -139,7 +139,7 @@ class Loop:
         return last
 
     def _is_due(self, name: str, result: StepResult) -> bool:
-        """Whether a task is done, or has reached a step that a callback waits for."""
+        """Whether a task is done, or has reached one of its intervals."""
         intervals = self.registry.intervals[name]
         return result.status != "running" or any(result.step % interval == 0 for interval in intervals)
 

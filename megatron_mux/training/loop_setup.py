@@ -84,7 +84,7 @@ def _callbacks(
     steps_before: int,
     lock: DirectoryLock | None,
 ) -> Iterator[Callback]:
-    """Yield the callbacks that a run asks for, in the order in which they are called."""
+    """Yield the callbacks that a run asks for, in their order."""
     engine, reporter, check = registry.engine, registry.reporter, _check_of(lock)
     if arguments.exit_interval is not None or arguments.exit_duration_in_mins is not None:
         yield Exits(arguments.exit_interval, arguments.exit_duration_in_mins, steps_before)

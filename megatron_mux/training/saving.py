@@ -97,7 +97,7 @@ class Saver(Callback):
         self._running = self._thread.submit(self._try, own, dict(copies), plan, steps, self._pace)
 
     def _try(self, *what: Any) -> None:
-        """Write a save, in the thread; keeps what goes wrong, for the main thread to raise."""
+        """Write a save, in the thread. What goes wrong is kept for the main thread to raise."""
         try:
             self._write(*what)
         except UserError as error:

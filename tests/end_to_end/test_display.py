@@ -43,9 +43,8 @@ def step(self, *arguments, **more):
     steps += 1
     if steps == 1:
         logging.getLogger("a_library").warning("noise of a logger")
-        with warnings.catch_warnings():  # later ones, of files that an error leaves open, are not shown to users
-            warnings.simplefilter("always")
-            warnings.warn("noise of Python")
+        warnings.simplefilter("always")
+        warnings.warn("noise of Python")
         os.write(2, b"noise of C++\\n")
         os.write(1, b"noise of C++ on standard output\\n")
         os.system("echo noise of a child process >&2")

@@ -1,4 +1,4 @@
-"""Evaluates tasks when it is their turn, compares the results, and stops those that no longer improve."""
+"""Evaluates tasks in their turn, and stops those that no longer improve."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Evaluations(Callback):
         self._evaluate(names)
 
     def when_due(self, last: dict[str, StepResult]) -> None:
-        """Evaluate every task whose turn it is, whatever else is due; finish those whose patience is over."""
+        """Evaluate every task whose turn it is. Those whose patience is over are finished."""
         self._evaluate([name for name, result in last.items() if self._is_due(name, result)])
         for name in self.tracker.stopped():
             self.registry.engine.finish_early(name)

@@ -34,7 +34,7 @@ class Pictures(Callback):
             self.after_last_steps()
 
     def after_last_steps(self) -> None:
-        """Draw the steps that were timed last, on the pipeline of the first data-parallel replica."""
+        """Draw the steps that were timed last. Those of the first data-parallel replica are shown."""
         parallel, planning = self.registry.parallel, self.registry.engine.planning
         speaks = parallel.tp_rank == 0 and parallel.dp_rank == 0 and parallel.experts.holds_rows
         stages = everyones(self.step_loop.timed if speaks else [], parallel)

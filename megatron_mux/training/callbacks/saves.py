@@ -1,4 +1,4 @@
-"""When a run is saved, and what: one manifest for all tasks, so that a resume continues them from the same moment."""
+"""When a run is saved, and what. One manifest names all tasks: a resume continues them from the same moment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_mux.training.task_registry import TaskRegistry
 
 @dataclass(eq=False)
 class SaveTimes(Callback):
-    """Asks for saves: at intervals, when a task has improved, and when one is done.
+    """Asks for saves at intervals, after an improvement, and when a task is done.
 
     Attributes:
         registry: The tasks of the run.
@@ -50,7 +50,7 @@ class SaveTimes(Callback):
 
 @dataclass(eq=False)
 class Saves(Callback):
-    """Has the states of all tasks copied and written, and tells what is kept of those that are done.
+    """Has the states of all tasks written, and tells what is kept of them.
 
     Attributes:
         registry: The tasks of the run.
@@ -106,7 +106,7 @@ class Saves(Callback):
         return is_moved
 
     def task_done(self, name: str, result: StepResult) -> None:
-        """Say which adapter is kept of a task that failed, and where the best one is."""
+        """Say which adapter is kept of a failed task, and where the best one is."""
         entry, say = self.registry.entries[name], self.registry.reporter.say
         if result.status == "failed":
             self.saver.wait()  # only what is complete is named
