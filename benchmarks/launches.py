@@ -19,17 +19,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from script import table
 
-from megatron_mux.dry_run.launches import StepLaunches, count_launches
 from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.kernels.dequantise import interface as dequantise
 from megatron_mux.quantised.scheme import METHODS, QuantMethod
 from megatron_mux.tasks import TaskSpec
+
+if TYPE_CHECKING:
+    from benchmarks.step_launches import StepLaunches
+
+ROOT = str(Path(__file__).resolve().parents[1])
+sys.path.insert(0, ROOT)  # run by file path, from a checkout; so does the process that counts
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 2,
@@ -83,6 +92,8 @@ def counted(
         specs.append(TaskSpec.model_validate(spec))
     records = [TaskRecords(spec.plain(), [16 + i] * 6, [8] * 6) for i, spec in enumerate(specs)]
     plan = plan_for("spatial", {spec.name: 2 for spec in specs}, 1)
+    from benchmarks.step_launches import count_launches
+
     first, steady = count_launches(RunSpec(config, records, plan, steps=2, quantise=quantise))
     return first, steady
 

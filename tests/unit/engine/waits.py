@@ -11,9 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.host_waits import host_waits
 from megatron_mux.dry_run.execute import execute_dry_run, import_all
 from megatron_mux.dry_run.process import Part, in_forks
-from megatron_mux.dry_run.waits import host_waits
 from megatron_mux.engine import step_runner
 from megatron_mux.memory.fake_gpu.device import DEVICE
 from megatron_mux.pipeline.execute import execute

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from benchmarks.host_waits import host_waits
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.adapters.base_op import AttachedBaseOp
 from megatron_mux.attributes import replaced
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.dry_run.process import in_forks
 from megatron_mux.dry_run.run_spec import RunSpec
-from megatron_mux.dry_run.waits import host_waits
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.step_runner import StepRunner
 from megatron_mux.engine.updates import DryUpdateKernels, GroupedUpdate
