@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_mux.batch.balancing import BalancedSequences
-from megatron_mux.batch.buffer import Array, Buffer
-from megatron_mux.batch.host_batch import HostBatch, PresentTasks
+from megatron_mux.batch.host_batch import Array, Buffer, HostBatch, PresentTasks
 from megatron_mux.kernels.attention.segments import Segment, bounds_of
 from megatron_mux.kernels.groups import tiles_of
 

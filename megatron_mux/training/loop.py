@@ -165,12 +165,14 @@ class Loop:
             Why all of them stop now; empty: they go on.
         """
         problems = [self.reporter.problem, *(callback.problem for callback in self.callbacks)]
-        raise_on_every_rank(next(filter(None, problems), ""), self.parallel)
+        problem = next(filter(None, problems), "")
         # Every rank runs equally many steps, as long as they take on the slowest rank.
         preparing, seconds = float(self.registry.preparing), self.step_loop.seconds
         elapsed = time.monotonic() - self.began
-        agreed = self.parallel.most([float(self.stopping), preparing, seconds, elapsed])
-        stopping, preparing, self.step_loop.seconds, elapsed = agreed
+        agreed = self.parallel.most([float(bool(problem)), float(self.stopping), preparing, seconds, elapsed])
+        failed, stopping, preparing, self.step_loop.seconds, elapsed = agreed
+        if failed:
+            raise_on_every_rank(problem, self.parallel)
         self._preparing = preparing > 0
         if stopping:
             return "by a signal"
