@@ -74,8 +74,8 @@ def train(file: Path, model: Path, tls: Path, name: str, address: str) -> None:
 
     from megatron_mux.split.client import link
     from megatron_mux.split.client.trainer import SplitTrainer
-    from megatron_mux.split.protocol.tls import ClientTls
     from megatron_mux.split.protocol.wire import Message
+    from megatron_mux.split.tls import ClientTls
 
     waits: list[float] = []
 
@@ -132,8 +132,8 @@ def request(
     from megatron_mux.backbone.registry import read_backbone_info
     from megatron_mux.split.client.link import ServerConnection
     from megatron_mux.split.client.transport import Transport
-    from megatron_mux.split.protocol.tls import ClientTls
     from megatron_mux.split.protocol.wire import Flags, Kind, Limits
+    from megatron_mux.split.tls import ClientTls
 
     info = read_backbone_info(model)
     files = ClientTls(tls / "ca.pem", tls / f"{name}.pem", tls / f"{name}.key", SERVER_NAME)

@@ -35,7 +35,7 @@ from megatron_mux.arguments.values import at_least, path
 from megatron_mux.errors import UserError, exit_status
 from megatron_mux.files import write_atomically
 from megatron_mux.split.protocol.revocations import CRL, read_crl
-from megatron_mux.split.protocol.tls import IDENTITY
+from megatron_mux.split.tls import IDENTITY
 
 _RESERVED = frozenset({"ca", "server"})
 

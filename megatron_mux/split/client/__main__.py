@@ -22,7 +22,7 @@ from megatron_mux.library_log import LibraryLog, quiet_imports
 
 if TYPE_CHECKING:
     from megatron_mux.split.privacy.noise import Privacy
-    from megatron_mux.split.protocol.tls import ClientTls
+    from megatron_mux.split.tls import ClientTls
     from megatron_mux.tasks import TaskSpec
 
 PROGRAM = "megatron_mux.split.client"
@@ -172,7 +172,7 @@ def tls_of(arguments: argparse.Namespace) -> ClientTls:
     Raises:
         UserError: One is not named, or not there.
     """
-    from megatron_mux.split.protocol.tls import ClientTls
+    from megatron_mux.split.tls import ClientTls
 
     ca, certificate, key = arguments.tls_ca, arguments.tls_cert, arguments.tls_key
     if arguments.tls_dir is not None and arguments.client is not None:
@@ -201,7 +201,7 @@ def train(arguments: argparse.Namespace) -> None:
     import torch
 
     from megatron_mux.split.client.trainer import SplitTrainer
-    from megatron_mux.split.protocol.tls import split_address
+    from megatron_mux.split.tls import split_address
 
     for address in arguments.server.split(","):
         split_address(address.strip())  # before the run leaves anything behind

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_mux.errors import UserError
-from megatron_mux.split.protocol.tls import split_address
+from megatron_mux.split.tls import split_address
 
 Resolve = Callable[[str, int], Sequence[str]]
 

@@ -15,7 +15,7 @@ from megatron_mux.split.client.link import ClientTransport, RequestTotals
 from megatron_mux.split.client.remote import Privacy
 from megatron_mux.split.privacy.noise import Privacy as PrivacySection
 from megatron_mux.split.protocol.agreement import WireDtype
-from megatron_mux.split.protocol.tls import ClientTls
+from megatron_mux.split.tls import ClientTls
 from megatron_mux.tasks import TaskSpec
 
 

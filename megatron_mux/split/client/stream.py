@@ -13,8 +13,8 @@ import grpc
 
 from megatron_mux.errors import UserError
 from megatron_mux.split.protocol.chunks import FRAME_BYTES, Assembly, frames
-from megatron_mux.split.protocol.tls import ClientTls, read_files
 from megatron_mux.split.protocol.wire import METHOD, REPLIES, Header, Kind, Limits, Message, RefusedError
+from megatron_mux.split.tls import ClientTls, read_files
 
 _SECONDS_OF_HEARTBEAT = 5.0
 _SECONDS_OF_SILENCE = 30.0

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 from megatron_mux.errors import UserError
 from megatron_mux.split.client.stream import BrokenError, ClientStream
-from megatron_mux.split.protocol.tls import ClientTls as ClientTls
-from megatron_mux.split.protocol.tls import probe
 from megatron_mux.split.protocol.wire import Limits, Message, RefusedError
+from megatron_mux.split.tls import ClientTls as ClientTls
+from megatron_mux.split.tls import probe
 
 Exchange = Callable[[Message], Message]
 """Sends a request on a new stream and returns its reply."""

@@ -18,11 +18,11 @@ from cryptography import x509
 from megatron_mux.errors import UserError
 from megatron_mux.split.protocol.chunks import FRAME_BYTES
 from megatron_mux.split.protocol.revocations import CRL, Revocations
-from megatron_mux.split.protocol.tls import IDENTITY, read_files, split_address
-from megatron_mux.split.protocol.tls import ServerTls as ServerTls
 from megatron_mux.split.protocol.wire import METHOD, Kind, Limits, Message, RefusedError
 from megatron_mux.split.server.bytes_in_flight import BytesInFlight
 from megatron_mux.split.server.stream import ClientStreams, ServerStream
+from megatron_mux.split.tls import IDENTITY, read_files, split_address
+from megatron_mux.split.tls import ServerTls as ServerTls
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOCAL = "local"

@@ -17,7 +17,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.split import certificates
 from megatron_mux.split.certificates import main
 from megatron_mux.split.protocol.revocations import read_crl
-from megatron_mux.split.protocol.tls import ClientTls, ServerTls, read_files, split_address
+from megatron_mux.split.tls import ClientTls, ServerTls, read_files, split_address
 
 
 def run(directory: Path, *words: str) -> int:
