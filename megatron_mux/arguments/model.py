@@ -22,7 +22,7 @@ from megatron_mux.arguments.values import (
     size,
 )
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.schedules import SCHEDULES, Schedule
+from megatron_mux.fusion.schedules import PIPELINE_SCHEDULES, Schedule
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +117,7 @@ class MuxArguments(ExpertFlags):
         "planned: structured multi-bucket 1F1B (default); 1f1b: the fewest micro-batches in flight; gpipe and "
         "interleaved: flush the pipeline after each step (steps without an interleaved order are planned)",
         "planned",
-        choices=tuple(SCHEDULES),
+        choices=tuple(PIPELINE_SCHEDULES),
     )
 
     save: Path | None = flag("results", "write adapters, metrics, plan and schedule to DIR", **DIRECTORY)

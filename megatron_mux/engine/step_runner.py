@@ -22,7 +22,7 @@ from megatron_mux.engine.train_step import TrainStep
 from megatron_mux.engine.trial import Trials
 from megatron_mux.engine.updates import BucketUpdate, MakeUpdate, update_of
 from megatron_mux.fusion.plan import Plan, keep_tasks, shrink_bucket
-from megatron_mux.fusion.schedules import SCHEDULES
+from megatron_mux.fusion.schedules import PIPELINE_SCHEDULES
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import Timer, execute
 from megatron_mux.pipeline.template import Template
@@ -97,7 +97,7 @@ class StepRunner:
         if any(bucket.launch for bucket in plan.buckets):
             # Before anything is exchanged; stages whose pieces fit would wait for those that refuse.
             raise_on_every_rank(launch_problem(plan, self.stages), self.parallel)
-        max_steps = max_steps if SCHEDULES[plan.schedule].rolls else 1
+        max_steps = max_steps if PIPELINE_SCHEDULES[plan.schedule].rolls else 1
         count = min(
             [max_steps, self.planning.steps_left, *(tasks[name].steps_at_once for name in plan.tasks)]
         )
@@ -145,7 +145,7 @@ class StepRunner:
             if reasons:
                 failures = self._make_smaller(plan, tasks, reasons, reasons, "runs")
                 return [failures] if failures else []
-        rolls = SCHEDULES[plan.schedule].rolls
+        rolls = PIPELINE_SCHEDULES[plan.schedule].rolls
         self.read_ahead.prepare_next((next_steps or len(steps)) if rolls else 1)
         failed = FailedBuckets(len(plan.buckets), self.stages.values(), self.parallel)
         work = self._train_step(burst, batches, failed)

@@ -25,7 +25,7 @@ class Traits:
     virtual: bool = True
 
 
-SCHEDULES: Mapping[Schedule, Traits] = MappingProxyType(
+PIPELINE_SCHEDULES: Mapping[Schedule, Traits] = MappingProxyType(
     {
         "planned": Traits(rolls=True),
         "1f1b": Traits(rolls=True, virtual=False),

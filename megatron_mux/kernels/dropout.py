@@ -38,7 +38,7 @@ def keep_mask(
     """Which entries of the rows' features dropout keeps.
 
     Args:
-        key: From `key_of(task seed, module)`.
+        key: From `key_of(task seed, name of the dropout field, module)`.
         step: Optimizer steps that the task has done.
         sequence_ids: `[n]` int64, the sequence of each row.
         token_index: `[n]` int64, the token of each row within its sequence.

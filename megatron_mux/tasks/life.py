@@ -1,7 +1,7 @@
 """A task's life: its states, and which of them may follow which.
 
-One `TaskLife` for each task of a run is the only place that knows the task's state. The engine, admission and commands
-change it; saves, the display and whoever else wants to know ask it.
+One `TaskLife` for each task of a run knows the task's state. The engine, admission and commands change it; saves, the
+display and whoever else wants to know ask it. (A manifest keeps what the state was when the run was saved.)
 
     loading, joining -> waiting -> running <-> parked -> finished | failed
     any of these -> refused | removed | stopped

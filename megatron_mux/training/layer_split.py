@@ -11,7 +11,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner.balance import balanced_split
 from megatron_mux.fusion.planner.planning_context import PlanningContext
-from megatron_mux.fusion.schedules import SCHEDULES, Schedule
+from megatron_mux.fusion.schedules import PIPELINE_SCHEDULES, Schedule
 
 
 def split_layers(
@@ -67,7 +67,7 @@ def _by_flags(arguments: MuxArguments, layers: int, ranks: int) -> Split | None:
 
 def _check_schedule(schedule: Schedule, virtual: int) -> None:
     """Refuse a schedule that has no order for this many stages per rank."""
-    traits = SCHEDULES[schedule]
+    traits = PIPELINE_SCHEDULES[schedule]
     if virtual > 1 and not traits.virtual:
         raise UserError(f"--mux-schedule {schedule}: runs one stage per rank, not {virtual}: remove it")
     if virtual == 1 and not traits.single:

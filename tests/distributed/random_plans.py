@@ -19,7 +19,7 @@ from megatron_mux.fusion.alignment import Mode, padded_lengths
 from megatron_mux.fusion.check import check_plan
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
-from megatron_mux.fusion.schedules import SCHEDULES, Schedule
+from megatron_mux.fusion.schedules import PIPELINE_SCHEDULES, Schedule
 from megatron_mux.fusion.step import (
     Lengths,
     StepGrid,
@@ -94,7 +94,7 @@ def cases(draw: st.DrawFn, ranks: int, data: int) -> Case:
         tokens = tuple(draw(st.lists(st.integers(1, LONGEST), min_size=1, max_size=3)))
         return Lengths(tokens, tuple(n // 2 for n in tokens), pad_to.get(name, 0))
 
-    steps = draw(st.integers(1, 3)) if SCHEDULES[schedule].rolls else 1
+    steps = draw(st.integers(1, 3)) if PIPELINE_SCHEDULES[schedule].rolls else 1
     return Case(plan, tuple({name: lengths(name) for name in plan.tasks} for _ in range(steps)))
 
 

@@ -14,7 +14,7 @@ from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.stage_cost import StageCosts
 from megatron_mux.fusion.planner.step_memory import Allowance, MemorySource, StepMemory, are_short
 from megatron_mux.fusion.profiler.profile import Profile
-from megatron_mux.fusion.schedules import SCHEDULES, Schedule
+from megatron_mux.fusion.schedules import PIPELINE_SCHEDULES, Schedule
 from megatron_mux.gpus import assumed
 from megatron_mux.kernels.pointwise.choice import PointwiseName
 from megatron_mux.memory.forms.method import ParallelConfig, Recompute
@@ -86,7 +86,7 @@ class PlanningContext:
         A KL term is computed with the adapter as it is when the step begins, so a KTO task's steps do not roll.
         """
         waits = any(load.needs_kl for load in self.tasks.values())
-        rolls = self.mesh.pipeline > 1 and SCHEDULES[self.schedule].rolls and not waits
+        rolls = self.mesh.pipeline > 1 and PIPELINE_SCHEDULES[self.schedule].rolls and not waits
         return self.rolling if rolls else 1
 
     @property

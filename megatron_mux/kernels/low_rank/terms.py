@@ -84,7 +84,7 @@ class Term:
         down_factors, up_factors: `[R]` d and `[n]` b; None: ones.
         down_factors_gradient, up_factors_gradient: Like the factors.
         dropout: Probability of dropping an entry of the input while training.
-        key: Of the dropout mask: `dropout.key_of(task seed, module)`.
+        key: Of the dropout mask: see `dropout.keep_mask`.
         first_feature: Global index of the input's first feature on this rank, for the mask.
         activation: Of a bottleneck, with its biases; None: the term is none.
         known_place: What `columns` are; None: they are read for it, for which the host waits if they are on a GPU.

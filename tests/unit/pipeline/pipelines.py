@@ -16,7 +16,7 @@ from megatron_mux.backbone.exchange import Course, interleave
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.fusion.graphs.launch_order import Chain, PieceCost, kahn
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, Policy
-from megatron_mux.fusion.schedules import SCHEDULES, Schedule
+from megatron_mux.fusion.schedules import PIPELINE_SCHEDULES, Schedule
 from megatron_mux.fusion.step import step_template
 from megatron_mux.pipeline.action import Action, TimedAction, Unit
 from megatron_mux.pipeline.bucket import forward_order
@@ -112,7 +112,7 @@ def random_part(random: Random, ranks: int, virtual: int, pipelines: int) -> Par
         return Part(templates, tuple(plain([count]) for count in counts), 1, (stages,))
     plan = random_plan(random, ranks, virtual)
     period = len(plan.buckets)
-    steps = random.randint(1, 3) if SCHEDULES[plan.schedule].rolls else 1
+    steps = random.randint(1, 3) if PIPELINE_SCHEDULES[plan.schedule].rolls else 1
 
     def sizes() -> list[list[int]]:
         most = 3 if random.random() < 0.3 else 1
