@@ -154,7 +154,7 @@ class Engine:
     def finish_early(self, name: str) -> None:
         """Let a task have done its last step, though steps are left. Every rank calls it, between steps."""
         self._runner.read_ahead.forget()  # it has prepared more steps
-        self._tasks[name].life.to("finished")
+        self._tasks[name].life.end("finished")
 
     def reserve_gradient_buffer(self) -> Tensor:
         """Have a buffer to sum the gradients of all tasks in, so that no rank runs out of memory while others wait.

@@ -16,7 +16,7 @@ from megatron_mux.tasks import TaskSpec
 KINDS: tuple[type[StepPart], ...] = (
     BalancingLosses, PreferenceLosses, TiedRows, ManagerSums, ActingAdapters,
 )  # fmt: skip
-"""In the order in which a step calls them."""
+"""In the order in which a step calls those of a task; tasks in the order of the plan."""
 
 
 def state_of(spec: TaskSpec) -> type[TaskState]:

@@ -3,8 +3,8 @@
 One `TaskLife` for each task of a run knows the task's state. The engine, admission and commands change it; saves, the
 display and whoever else wants to know ask it. (A manifest keeps what the state was when the run was saved.)
 
-    loading, joining -> waiting -> running <-> parked -> finished | failed
-    any of these -> refused | removed | stopped
+    loading or joining -> waiting -> running <-> parked       (waiting may be left out)
+    any of these       -> finished | failed | refused | removed | stopped
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ class TaskLife:
         if state not in _NEXT.get(self.state, ()):
             raise ValueError(f"a task that is {self.state} cannot become {state}")
         self.state, self.reason = state, reason
+
+    def end(self, state: State) -> None:
+        """Go to one of the ends, unless an end is reached already: a task may be done when it is told to leave."""
+        if not self.is_over:
+            self.to(state)
 
     @property
     def trains(self) -> bool:

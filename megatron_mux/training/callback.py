@@ -33,7 +33,7 @@ class Callback:
         return ()
 
     def before_first_step(self, names: Sequence[str]) -> None:
-        """Called when new tasks are registered, unless others train meanwhile."""
+        """Called when tasks are registered that have done no step, unless others train meanwhile."""
 
     def task_done(self, name: str, result: StepResult) -> None:
         """Called when a task is finished or has failed. It has been saved and is still registered."""

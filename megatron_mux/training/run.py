@@ -99,9 +99,7 @@ def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = Non
         if arguments.without_effect:
             reporter.say(f"accepted without effect here: {', '.join(arguments.without_effect)}")
         experts = _place_experts(arguments, info, manifest is not None, reporter)
-        lives = TaskLives()
-        for spec in specs:
-            reporter.add(spec, lives.begin(spec.name, "loading"))
+        lives = _begin_lives(specs, reporter)
         specs = merge_saved(specs, manifest)
         check_best_is_saved(specs, save is not None)
         entries = {entry.name: entry for entry in manifest.tasks} if manifest is not None else {}
@@ -133,6 +131,14 @@ def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = Non
         reporter.close()
     finally:
         reporter.release()
+
+
+def _begin_lives(specs: Sequence[TaskSpec], reporter: Reporter) -> TaskLives:
+    """Begin the lives of a run's tasks, and show them."""
+    lives = TaskLives()
+    for spec in specs:
+        reporter.add(spec, lives.begin(spec.name, "loading"))
+    return lives
 
 
 def _prepare_directories(

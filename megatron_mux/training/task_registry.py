@@ -157,7 +157,7 @@ class TaskRegistry:
         try:
             self._admit([task])
         except UserError as error:  # the same on every rank: it depends on the task and the backbone alone
-            self.lives[task.spec.name].to("refused")
+            self.lives[task.spec.name].end("refused")
             self.reporter.say(f"{task.spec.name} refused: {error}")
 
     @property
@@ -204,7 +204,7 @@ class TaskRegistry:
     def note(self, name: str, result: StepResult) -> None:
         """Keep what a step of a task says of its adapter."""
         entry = self.entries[name]
-        entry.reason = result.reason
+        entry.status, entry.reason = result.status, result.reason
         if result.diverged:
             entry.health.good = False
         elif result.status != "failed":
@@ -213,8 +213,7 @@ class TaskRegistry:
     def stop(self) -> None:
         """End the lives of tasks that are not done: the run stops."""
         for life in self.lives.values():
-            if not life.is_over:
-                life.to("stopped")
+            life.end("stopped")
 
     def close(self) -> None:
         """Cancel what is being prepared."""
@@ -229,21 +228,21 @@ class TaskRegistry:
         names = [name for name in named if name in self.engine.tasks]
         for name in named:
             if self._admission.withdraw(name):
-                self.lives[name].to("removed")
+                self.lives[name].end("removed")
                 self.reporter.say(f"{name} left before there was room for it")
         if names:
             save_run(self.callbacks, names)
         for name in names:
             self.entries[name].status = "removed"
             self.engine.remove_task(name)
-            self.lives[name].to("removed")
+            self.lives[name].end("removed")
             self.reporter.say(f"{name} left: {path.name} was taken out of {path.parent}")
 
     def _cancel(self, path: Path) -> bool:
         """Forget a file that is being prepared; returns whether there was one."""
         specs = self._joining.cancel(path)
         for spec in specs:
-            self.lives[spec.name].to("removed")
+            self.lives[spec.name].end("removed")
         return bool(specs)
 
     def _prepare(self, path: Path) -> None:
@@ -298,7 +297,7 @@ class TaskRegistry:
         if problem:
             self.reporter.say(f"{file.path.name} refused: {problem}")
             for spec in file.specs:
-                self.lives[spec.name].to("refused")
+                self.lives[spec.name].end("refused")
             return
         self._names[file.path] = [task.spec.name for task in tasks]
         for task in tasks:

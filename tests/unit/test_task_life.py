@@ -47,3 +47,10 @@ def test_a_name_that_was_refused_begins_anew() -> None:
     lives = TaskLives()
     lives.begin("a", "joining").to("refused")
     assert lives.begin("a", "joining") is lives["a"] and lives["a"].state == "joining"
+
+
+@pytest.mark.parametrize("before", STATES)
+def test_a_life_ends_once(before: State) -> None:
+    life = TaskLife(before)
+    life.end("removed")
+    assert life.state == (before if before in ENDS else "removed")

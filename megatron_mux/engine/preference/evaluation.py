@@ -35,10 +35,9 @@ def evaluate_preferences(log_probs: LogProbs, tasks: Sequence[HeldOut]) -> dict[
 
 def _wanted(one: HeldOut) -> list[Wanted]:
     """What a task's figures need: its completions, and for ORPO whole chosen sequences, for KTO mismatched ones."""
-    spec, data, count = one.task.task.spec.training, one.preferences, len(one.records)
-
-    task = one.task
+    task, data, count = one.task, one.preferences, len(one.records)
     assert isinstance(task, PreferenceTask)
+    spec = task.task.spec.training
 
     def of(example: Callable[[int], Example], numbers: Sequence[int]) -> Wanted:
         return Wanted(task, example, numbers, batch_size=one.batch_size)

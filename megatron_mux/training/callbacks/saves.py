@@ -69,10 +69,6 @@ class Saves(Callback):
     def save(self, leaving: Sequence[str]) -> None:
         """Copy the states of the tasks; writing them goes on while steps run."""
         engine = self.registry.engine
-        for name, entry in self.registry.entries.items():
-            life = self.registry.lives.get(name)
-            if life is not None and (life.trains or life.state in ("finished", "failed")):
-                entry.status = life.status
         states = [TaskToSave(entry) for entry in self.registry.entries.values()]
         moved = [state.entry.name for state in states if self._note(state, leaving)]
         copies = engine.copy_states(moved, self.saver.memory)

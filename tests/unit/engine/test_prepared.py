@@ -198,3 +198,11 @@ def test_closing_ends_the_thread(engine: Engine) -> None:
     threads = set(engine._runner.read_ahead._thread._threads)
     engine.close()
     assert threads and not threads & set(threading.enumerate())
+
+
+def test_a_task_that_has_done_its_last_step_may_be_finished_early(engine: Engine) -> None:
+    """Its patience may be over with the evaluation after that step."""
+    engine.register_tasks([case.task for case in cases_of()])
+    results_of(engine, (STEPS,))
+    engine.finish_early("a")
+    assert engine.progress("a") == (STEPS, STEPS, "finished")

@@ -72,6 +72,14 @@ def test_a_run_leaves_the_whole_adapter_and_its_own_files(
     assert server.left == [{"finished": True}] and sorted(server.saved) == [2, 4, 6]
 
 
+def test_without_a_directory_the_server_is_told_that_the_task_is_done(
+    whole_backbone: Path, data: Path
+) -> None:
+    server = FakeServer(whole_backbone)
+    trainer(server, task_of(data), None).train()
+    assert server.left == [{"finished": True}]
+
+
 def test_tasks_share_a_directory(
     undisturbed: tuple[Path, FakeServer], whole_backbone: Path, data: Path, tmp_path: Path
 ) -> None:

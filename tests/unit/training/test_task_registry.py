@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from megatron_mux.checkpoint import SavedTask
 from megatron_mux.data.dataset import DataFiles
+from megatron_mux.engine import StepResult
 from megatron_mux.errors import UserError
 from megatron_mux.training import task_registry as module
 from megatron_mux.training.admission import Admission
@@ -211,3 +214,25 @@ def test_the_run_is_saved_before_tasks_that_are_cancelled_leave(
     registry.follow([Cancel(file)], preparing=False)
     assert removed == [("a", [["a"]])] and registry.entries["a"].status == "removed"
     assert registry.reporter.said[-1] == "a left: a.yaml was taken out of watched"  # type: ignore[attr-defined]
+
+
+def test_a_file_is_refused_though_one_of_its_tasks_is_done_already(
+    registry: TaskRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry.entries["done"] = SavedTask("done", 10, "finished", "", "", {}, "")
+    monkeypatch.setattr(module, "is_over", lambda one, entry: entry is not None)
+    coming = [task("done"), task("bad")]
+    monkeypatch.setattr(module, "open_tasks", lambda *arguments: coming)
+    for one in coming:
+        registry.lives.begin(one.spec.name, "joining")
+    registry._join(JoiningFile(Path("bad.yaml"), [one.spec for one in coming]), registry.files)
+    assert registry.reporter.said[-1].startswith("bad.yaml refused: task 'bad'")  # type: ignore[attr-defined]
+    assert [registry.lives[name].state for name in ("done", "bad")] == ["finished", "refused"]
+
+
+def test_an_entry_says_what_the_last_step_said(registry: TaskRegistry) -> None:
+    registry.register([task("a")])
+    registry.note("a", StepResult(10, 10, 1.0, 1.0, 1e-3, 10, "finished"))
+    assert registry.entries["a"].status == "finished"
+    registry.note("a", StepResult(10, 10, math.nan, 1.0, 1e-3, 10, "failed", "its loss was nan", True))
+    assert (registry.entries["a"].status, registry.entries["a"].reason) == ("failed", "its loss was nan")

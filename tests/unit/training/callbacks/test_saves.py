@@ -1,16 +1,18 @@
-"""When a run is saved."""
+"""When a run is saved, and what a save says of its tasks."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_mux.checkpoint import SavedTask
-from megatron_mux.engine import BestEvaluation, StepResult
+from megatron_mux.engine import BestEvaluation, LossHealth, StepResult
 from megatron_mux.tasks import TrainingSpec
-from megatron_mux.training.callbacks.saves import SaveTimes
+from megatron_mux.training.callbacks.saves import Saves, SaveTimes
+from megatron_mux.training.step_loop import StepLoop
 
 
 def made(interval: int | None = None, **training: Any) -> SaveTimes:
@@ -53,3 +55,45 @@ def test_intervals_of_the_run_and_of_the_task(times: SaveTimes, expected: list[i
 )
 def test_a_save_is_due(times: SaveTimes, step: int, status: Any, expected: bool) -> None:
     assert times.asks_to_save({"a": StepResult(step, 30, 1.0, 1.0, 1e-3, 10, status)}) is expected
+
+
+def saved(*entries: SavedTask, leaving: tuple[str, ...] = ()) -> list[str]:
+    """What is saved of tasks at step 8, all but `failed` as they go on; returns the names of those whose state is."""
+    copied: list[str] = []
+    training = SimpleNamespace(save_total_limit=None, keeps_best=False)
+    task = SimpleNamespace(spec=SimpleNamespace(training=training), data=[0], evaluation=None)
+    engine: Any = SimpleNamespace(
+        tasks=[entry.name for entry in entries if entry.name != "left"],
+        task=lambda name: task,
+        progress=lambda name: (8, 20, "failed" if name.startswith("failed") else "running"),
+        adapter_config=lambda name: {},
+        copy_states=lambda names, memory: copied.extend(names),
+        parallel=SimpleNamespace(rank=1),
+    )
+    registry: Any = SimpleNamespace(engine=engine, entries={entry.name: entry for entry in entries})
+    saver: Any = SimpleNamespace(memory=None, begin=lambda *arguments: None)
+    Saves(registry, saver, Path("backbone"), StepLoop(False, False), 0).save(leaving)
+    return copied
+
+
+def entry_of(name: str, step: int, good: bool = True) -> SavedTask:
+    checkpoint = f"{name}/checkpoint-{step}"
+    return SavedTask(
+        name, step, "running", "", checkpoint, {}, "", f"{name}/checkpoint-4", LossHealth(good=good)
+    )
+
+
+def test_a_save_says_who_leaves_and_falls_back_to_the_last_good_adapter() -> None:
+    entries = [
+        entry_of("goes-on", 6), entry_of("leaves", 6), entry_of("not-moved", 8), entry_of("failed", 6, good=False),
+        entry_of("failed-by-data", 6), entry_of("left", 6),
+    ]  # fmt: skip
+    assert saved(*entries, leaving=("leaves",)) == ["goes-on", "leaves", "failed-by-data"]
+    assert {entry.name: (entry.status, entry.step) for entry in entries} == {
+        "goes-on": ("running", 8),
+        "leaves": ("removed", 8),
+        "not-moved": ("running", 8),
+        "failed": ("failed", 4),
+        "failed-by-data": ("failed", 8),
+        "left": ("running", 6),
+    }
