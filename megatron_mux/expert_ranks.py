@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_mux.expert_shape import Placement
+
+T = TypeVar("T")
 
 Feature = Literal[
     "backbone without experts",
@@ -64,6 +66,10 @@ class ExpertRanks:
     def placement(self, experts: int, layers: Sequence[int]) -> Placement:
         """Which ranks hold which experts, unless somebody says otherwise."""
         return Placement.contiguous(experts, self.size, layers)
+
+    def share(self, rows: Sequence[T]) -> Sequence[T]:
+        """What this process computes of the tasks' rows, or of what they come from: all of it, or nothing."""
+        return rows if self.holds_rows else ()
 
     def connect(self, device: torch.device) -> None:
         """Have NCCL connect these ranks, as far as the world's groups do not."""

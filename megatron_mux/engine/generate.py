@@ -132,8 +132,7 @@ class Generator(PassRunner):
             SharedError: Some rank has no memory for one of the sequences alone; on every rank.
         """
         sequences = sorted(self._sequences(prompts), key=lambda sequence: -sequence.limit)
-        own = sequences if self.parallel.experts.holds_rows else []
-        own = own[self.parallel.dp_rank :: self.parallel.dp_size]
+        own = self.parallel.experts.share(sequences)[self.parallel.dp_rank :: self.parallel.dp_size]
         groups = self.as_many_everywhere(list(self._groups(own, prompts)))
         done: dict[int, Completion] = {}
         problem = ""

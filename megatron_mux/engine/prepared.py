@@ -75,8 +75,8 @@ def prepare_step(
     else:
         grid = step_grid(plan, lengths, rank)
     sequences, beside, problems = {}, {}, {}
-    holds_rows = parallel.experts.holds_rows  # others make the same passes without any
-    for name, task in tasks.items() if holds_rows else ():
+    share = parallel.experts.share  # ranks without rows make the same passes
+    for name, task in share(list(tasks.items())):
         try:
             sequences[name] = task.sequences(steps[name], pad_to.get(name, 0))
             beside[name] = task.read_beside(steps[name])
@@ -87,7 +87,7 @@ def prepare_step(
     batches: dict[Unit, tuple[HostBatch, ...]] = {}
     for unit, chunks in grid.chunks.items() if not problems else ():
         made: list[HostBatch] = []
-        for chunk in chunks if holds_rows else ((),) * len(chunks):
+        for chunk in (tuple(share(chunk)) for chunk in chunks):
             refers = packer.refers(plan.buckets[unit.bucket].tasks if sharded else (p.task for p in chunk))
             made += [packer.forward_only(chunk)] if refers else []
             made.append(packer.trained(chunk, balanced.get((unit.bucket, unit.micro_batch))))

@@ -27,6 +27,7 @@ def managed(rank: int) -> ManagedExperts:
 def test_a_master_has_the_rows_and_its_managers_the_experts() -> None:
     master, manager = managed(0), managed(2)
     assert (master.holds_rows, manager.holds_rows, even(1).holds_rows) == (True, False, True)
+    assert [list(ranks.share([1, 2])) for ranks in (master, manager, even(1))] == [[1, 2], [], [1, 2]]
     assert (EXCHANGES[master.exchange], EXCHANGES[manager.exchange]) == (MasterExchange, ManagerExchange)
     assert (master.sizes, even(0).sizes) == ((1, 1, 2), (2, 2, 0))
     held = [[own.placement(4, [0]).held(0, rank) for rank in range(own.size)] for own in (master, even(0))]

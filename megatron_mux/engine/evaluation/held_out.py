@@ -193,10 +193,8 @@ class RecordGroups:
 
     def _mine(self) -> Iterator[tuple[int | None, HeldOutRecord]]:
         """This rank's records, each with the batch size of its task."""
-        if not self.parallel.experts.holds_rows:
-            return
         before = 0
-        for one in self.tasks:
+        for one in self.parallel.experts.share(self.tasks):
             count = len(one.records)
             first = (self.parallel.dp_rank - before) % self.parallel.dp_size
             classifies = one.choices is not None
