@@ -57,15 +57,15 @@ class TaskOptimizer:
             parallel.experts.refuse("optimizer", spec.optim)
         self._tensors, self._ranks = adapter.tensors, parallel.tp_size
         self._runs = self.arena.runs(self._alike)
-        runs = [ParamGroup(first, last, decay, rate) for first, last, (decay, rate, _) in self._runs]
+        groups = [ParamGroup(first, last, decay, rate) for first, last, (decay, rate, _) in self._runs]
         group = parallel.tp_group if parallel.tp_size > 1 else None
-        place = ParamLayout(self.arena.values, self.arena.gradients, runs, self._slots(), group)
-        self.kind = kind(place, Options(spec.adam_beta1, spec.adam_beta2, spec.adam_epsilon))
+        layout = ParamLayout(self.arena.values, self.arena.gradients, groups, self._slices(), group)
+        self.kind = kind(layout, Options(spec.adam_beta1, spec.adam_beta2, spec.adam_epsilon))
 
     def _alike(self, p: AdapterParameter) -> _Alike:
         return (*self.spec.decay_and_rate(p.key, p.full_shape, p.decay), p.owner)
 
-    def _slots(self) -> list[ParamSlice]:
+    def _slices(self) -> list[ParamSlice]:
         found = []
         for p in self.parameters:
             first, last = self.arena.place(p)
@@ -141,8 +141,8 @@ class TaskOptimizer:
     def load_state(self, full: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Restore `state()` from full tensors by key and name, cut to this rank's shards."""
         if full:
-            for slot in self.kind.place.slots:
-                self.kind.load(slot, full[slot.parameter.key])
+            for param in self.kind.layout.slices:
+                self.kind.load(param, full[param.parameter.key])
 
 
 def gradient_buffer_size(arenas: Sequence[Arena], parallel: Parallel) -> int:

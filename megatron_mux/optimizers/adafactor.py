@@ -39,13 +39,13 @@ class Adafactor(Optimizer):
     splits, by_shape = False, True
     launches, traffic, at_once = 40, 200, _AT_ONCE
 
-    def __init__(self, place: ParamLayout, options: Options) -> None:
-        super().__init__(place, options)
-        total = sum(math.prod(slot.shape) for slot in place.slots)
-        largest = max((math.prod(slot.shape) for slot in place.slots), default=0)
+    def __init__(self, layout: ParamLayout, options: Options) -> None:
+        super().__init__(layout, options)
+        total = sum(math.prod(param.shape) for param in layout.slices)
+        largest = max((math.prod(param.shape) for param in layout.slices), default=0)
         size = max(largest, min(_AT_ONCE, total))
-        self._first, self._second = (torch.empty_like(place.values[:size]) for _ in range(2))
-        self._stacks = [_Stack(slots, place) for slots in _alike(place.slots)]
+        self._first, self._second = (torch.empty_like(layout.values[:size]) for _ in range(2))
+        self._stacks = [_Stack(slices, layout) for slices in _alike(layout.slices)]
 
     @torch.no_grad()
     def update(self, step: int, rate: float, skip: Tensor) -> None:
@@ -67,7 +67,7 @@ class Adafactor(Optimizer):
             [square for stack, square in zip(self._stacks, squares, strict=True) if stack.divided is not None]
         )
         for stack, new, square in zip(self._stacks, means, squares, strict=True):
-            self._step(stack, new, square, rate * stack.run.rate, skipped)
+            self._step(stack, new, square, rate * stack.group.rate, skipped)
             for name, state in stack.states.items():
                 torch.where(skipped, state, new[name], out=state)
 
@@ -84,7 +84,7 @@ class Adafactor(Optimizer):
         if not tensors:
             return
         together = torch.cat([tensor.flatten() for tensor in tensors])
-        dist.all_reduce(together, group=self.place.group)
+        dist.all_reduce(together, group=self.layout.group)
         for tensor, whole in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(whole.view_as(tensor))
 
@@ -108,7 +108,7 @@ class Adafactor(Optimizer):
         clipped = (squares.sqrt_() / size**0.5).clamp_(min=1.0).view(-1, *(1 for _ in stack.shape))
         update.div_(clipped).mul_(rate)
         new = stack.gather(stack.values, self._second)
-        new.add_(new, alpha=-stack.run.weight_decay * rate).sub_(update)
+        new.add_(new, alpha=-stack.group.weight_decay * rate).sub_(update)
         # Selected, not scaled by zero: what is skipped may be NaN.
         torch.where(skipped, stack.gather(stack.values, self._first), new, out=new)
         torch._foreach_copy_(stack.values, new.unbind())
@@ -123,18 +123,18 @@ class Adafactor(Optimizer):
         """See `Optimizer.state`."""
         found = {}
         for stack in self._stacks:
-            for i, slot in enumerate(stack.slots):
-                p, own = slot.parameter, dict[str, Stored]()
-                for name, dims in _kept_dims(len(slot.shape)).items():
+            for i, param in enumerate(stack.slices):
+                p, own = param.parameter, dict[str, Stored]()
+                for name, dims in _kept_dims(len(param.shape)).items():
                     shape = tuple(p.full_shape[dim] for dim in dims)
                     dim, index = (dims.index(p.dim), p.index) if p.dim in dims else (None, None)
                     own[name] = Stored(stack.states[name][i], shape, dim, index)
                 found[p.key] = own
-        return {slot.parameter.key: found[slot.parameter.key] for slot in self.place.slots}
+        return {param.parameter.key: found[param.parameter.key] for param in self.layout.slices}
 
-    def load(self, slot: ParamSlice, full: Mapping[str, Tensor]) -> None:
+    def load(self, param: ParamSlice, full: Mapping[str, Tensor]) -> None:
         """See `Optimizer.load`."""
-        for name, stored in self.state()[slot.parameter.key].items():
+        for name, stored in self.state()[param.parameter.key].items():
             stored.tensor.copy_(stored.slice_of(full[name]))
 
 
@@ -142,23 +142,23 @@ class _Stack:
     """Parameters of one shape that are stepped alike, by operators that take all of them.
 
     Args:
-        slots: The parameters.
-        place: Where they are.
+        slices: The parameters.
+        layout: Where they are.
 
     Attributes:
         states: By name, `[parameters, ...]`.
         partial: The state whose mean is over a dimension that ranks divide; empty: none.
     """
 
-    def __init__(self, slots: Sequence[ParamSlice], place: ParamLayout) -> None:
-        self.slots, one = tuple(slots), slots[0]
+    def __init__(self, slices: Sequence[ParamSlice], layout: ParamLayout) -> None:
+        self.slices, one = tuple(slices), slices[0]
         self.shape, self.full_shape = one.shape, one.parameter.full_shape
-        self.divided, self.run = one.divided, one.run
-        self.values = [slot.of(place.values) for slot in slots]
-        self.gradients = [slot.of(place.gradients) for slot in slots]
+        self.divided, self.group = one.divided, one.group
+        self.values = [param.of(layout.values) for param in slices]
+        self.gradients = [param.of(layout.gradients) for param in slices]
         kept = _kept_dims(len(self.shape))
         self.states = {
-            name: place.values.new_zeros([len(slots), *(self.shape[i] for i in dims)])
+            name: layout.values.new_zeros([len(slices), *(self.shape[i] for i in dims)])
             for name, dims in kept.items()
         }
         missing = [
@@ -168,22 +168,22 @@ class _Stack:
 
     def like(self, buffer: Tensor) -> Tensor:
         """The beginning of a buffer, `[parameters, *shape]`."""
-        return buffer[: len(self.slots) * math.prod(self.shape)].view(len(self.slots), *self.shape)
+        return buffer[: len(self.slices) * math.prod(self.shape)].view(len(self.slices), *self.shape)
 
     def gather(self, tensors: list[Tensor], buffer: Tensor) -> Tensor:
         """Copy values or gradients of the parameters into a buffer, one behind the other."""
         return torch.stack(tensors, out=self.like(buffer))
 
 
-def _alike(slots: Sequence[ParamSlice]) -> list[list[ParamSlice]]:
+def _alike(slices: Sequence[ParamSlice]) -> list[list[ParamSlice]]:
     """Parameters in groups of at most `_AT_ONCE` values that one operator can step."""
     groups: dict[tuple[object, ...], list[ParamSlice]] = {}
-    for slot in slots:
-        run = slot.run
-        key = slot.shape, slot.parameter.full_shape, slot.divided, run.weight_decay, run.rate
-        groups.setdefault(key, []).append(slot)
+    for param in slices:
+        group = param.group
+        key = param.shape, param.parameter.full_shape, param.divided, group.weight_decay, group.rate
+        groups.setdefault(key, []).append(param)
     found = []
-    for group in groups.values():
-        count = max(1, _AT_ONCE // max(1, math.prod(group[0].shape)))
-        found += [group[i : i + count] for i in range(0, len(group), count)]
+    for alike in groups.values():
+        count = max(1, _AT_ONCE // max(1, math.prod(alike[0].shape)))
+        found += [alike[i : i + count] for i in range(0, len(alike), count)]
     return found

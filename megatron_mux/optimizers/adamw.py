@@ -17,17 +17,17 @@ class AdamW(FlatOptimizer):
     state_names = ("exp_avg", "exp_avg_sq")
     launches, traffic, together = 2, 28, True
 
-    def __init__(self, place: ParamLayout, options: Options) -> None:
-        super().__init__(place, options)
-        self._count = torch.zeros((), device=place.values.device)
+    def __init__(self, layout: ParamLayout, options: Options) -> None:
+        super().__init__(layout, options)
+        self._count = torch.zeros((), device=layout.values.device)
 
     def update(self, step: int, rate: float, skip: Tensor) -> None:
         """See `Optimizer.update`."""
         average, square = self.flats.values()
-        for first, last, decay, factor in self.place.runs:
+        for first, last, decay, factor in self.layout.groups:
             adamw(
-                [self.place.values[first:last]],
-                [self.place.gradients[first:last]],
+                [self.layout.values[first:last]],
+                [self.layout.gradients[first:last]],
                 [average[first:last]],
                 [square[first:last]],
                 [],

@@ -30,11 +30,11 @@ class _Span:
     """Neighbouring values of the arena that one call steps.
 
     Attributes:
-        run: Where they are and how they are stepped.
+        group: Where they are and how they are stepped.
         state: Views of their moments, and of the scales of 8-bit ones, by name.
     """
 
-    run: ParamGroup
+    group: ParamGroup
     state: dict[str, Tensor]
 
 
@@ -47,53 +47,54 @@ class AdamW8bit(Optimizer):
     needs = "bitsandbytes"
     launches, traffic, at_once = 11, 50, _AT_ONCE
 
-    def __init__(self, place: ParamLayout, options: Options) -> None:
-        super().__init__(place, options)
+    def __init__(self, layout: ParamLayout, options: Options) -> None:
+        super().__init__(layout, options)
         from bitsandbytes import functional
 
         self._library: Any = functional
         make = self._library.create_dynamic_map
-        device = place.values.device
+        device = layout.values.device
         self._codes = [make(signed=signed).to(device) for signed in (True, False)]
-        total = sum(math.prod(slot.shape) for slot in place.slots)
+        total = sum(math.prod(param.shape) for param in layout.slices)
         size = min(_AT_ONCE, total)
         # What a step writes to, before it is known on the device whether it counts.
-        self._values = torch.empty_like(place.values[:size])
+        self._values = torch.empty_like(layout.values[:size])
         most = min(_AT_ONCE, 4 * total)  # of fp32 moments of small tensors
         self._next = {name: torch.empty(most, dtype=torch.uint8, device=device) for name in _MOMENTS}
         self._scales = {name: torch.empty(-(-size // BLOCK), device=device) for name in _MOMENTS}
         self._flats: list[Tensor] = []
         self._states: dict[str, dict[str, Tensor]] = {}
-        self._spans = [span for group in _groups(place.slots) for span in self._allocate(group)]
+        self._spans = [span for group in _groups(layout.slices) for span in self._allocate(group)]
 
-    def _allocate(self, slots: Sequence[ParamSlice]) -> Iterator[_Span]:
+    def _allocate(self, slices: Sequence[ParamSlice]) -> Iterator[_Span]:
         """Make the states of neighbouring parameters, and yield the spans that a step takes."""
-        device, first, run = self.place.values.device, slots[0].run.first, slots[0].run
-        count = slots[-1].run.last - first
-        flats = _zeros(count, _is_small(slots[0]), device)
+        device, first, group = self.layout.values.device, slices[0].group.first, slices[0].group
+        count = slices[-1].group.last - first
+        flats = _zeros(count, _is_small(slices[0]), device)
         self._flats += flats.values()
-        for slot in slots:
-            rows = slice(slot.run.first - first, slot.run.last - first)
+        for param in slices:
+            rows = slice(param.group.first - first, param.group.last - first)
             views = {name: _part(name, flat, rows) for name, flat in flats.items()}
-            self._states[slot.parameter.key] = {
-                name: view if name.endswith(_SCALE) else view.view(slot.shape) for name, view in views.items()
+            self._states[param.parameter.key] = {
+                name: view if name.endswith(_SCALE) else view.view(param.shape)
+                for name, view in views.items()
             }
-        step = _AT_ONCE // 4 if _is_small(slots[0]) else _AT_ONCE
+        step = _AT_ONCE // 4 if _is_small(slices[0]) else _AT_ONCE
         for at in range(0, count, step):
             rows = slice(at, min(count, at + step))
             state = {name: _part(name, flat, rows) for name, flat in flats.items()}
-            yield _Span(run._replace(first=first + rows.start, last=first + rows.stop), state)
+            yield _Span(group._replace(first=first + rows.start, last=first + rows.stop), state)
 
     @torch.no_grad()
     def update(self, step: int, rate: float, skip: Tensor) -> None:
         """See `Optimizer.update`."""
         skipped = skip != 0
         for span in self._spans:
-            rows = slice(span.run.first, span.run.last)
-            values, gradient = self.place.values[rows], self.place.gradients[rows]
+            rows = slice(span.group.first, span.group.last)
+            values, gradient = self.layout.values[rows], self.layout.gradients[rows]
             new = self._values[: values.numel()].copy_(values)
             made = {name: self._copy(name, tensor) for name, tensor in span.state.items()}
-            self._step(span.run, new, gradient, made, step + 1, rate * span.run.rate)
+            self._step(span.group, new, gradient, made, step + 1, rate * span.group.rate)
             # Selected, not scaled by zero: what is skipped may be NaN.
             torch.where(skipped, values, new, out=values)
             for name, tensor in span.state.items():
@@ -107,7 +108,7 @@ class AdamW8bit(Optimizer):
 
     def _step(
         self,
-        run: ParamGroup,
+        group: ParamGroup,
         values: Tensor,
         gradient: Tensor,
         state: Mapping[str, Tensor],
@@ -117,7 +118,7 @@ class AdamW8bit(Optimizer):
         """Step values by the library's own operation."""
         beta1, beta2, epsilon = self.options
         first, second = (state[name] for name in _MOMENTS)
-        decay = run.weight_decay
+        decay = group.weight_decay
         if first.dtype != torch.uint8:
             self._library.optimizer_update_32bit(
                 "adam", gradient, values, first, beta1, epsilon, step, rate, second, beta2, weight_decay=decay
@@ -137,21 +138,21 @@ class AdamW8bit(Optimizer):
     def state(self) -> dict[str, dict[str, Stored]]:
         """See `Optimizer.state`; of a divided parameter, scales are saved value by value, as ranks' blocks differ."""
         found: dict[str, dict[str, Stored]] = {}
-        for slot in self.place.slots:
-            p = slot.parameter
+        for param in self.layout.slices:
+            p = param.parameter
             found[p.key] = {}
             for name, tensor in self._states[p.key].items():
                 if not name.endswith(_SCALE):
                     found[p.key][name] = Stored(tensor, p.full_shape, p.dim, p.index)
-                elif slot.divided is None:
+                elif param.divided is None:
                     found[p.key][name] = Stored(tensor, tuple(tensor.shape), None, None)
                 else:
-                    found[p.key][name] = Stored(_each(tensor, slot.shape), p.full_shape, p.dim, p.index)
+                    found[p.key][name] = Stored(_each(tensor, param.shape), p.full_shape, p.dim, p.index)
         return found
 
-    def load(self, slot: ParamSlice, full: Mapping[str, Tensor]) -> None:
+    def load(self, param: ParamSlice, full: Mapping[str, Tensor]) -> None:
         """See `Optimizer.load`; the same to the bit on as many tensor ranks as before, else rounded to other blocks."""
-        p = slot.parameter
+        p = param.parameter
         state = self._states[p.key]
         for name, code in zip(_MOMENTS, self._codes, strict=True):
             own = p.slice_of(full[name])
@@ -173,23 +174,23 @@ class AdamW8bit(Optimizer):
                 state[name + _SCALE].copy_(found.absmax)
 
 
-def _is_small(slot: ParamSlice) -> bool:
+def _is_small(param: ParamSlice) -> bool:
     """Whether the library keeps a parameter's moments in fp32."""
-    return math.prod(slot.parameter.full_shape) < SMALL
+    return math.prod(param.parameter.full_shape) < SMALL
 
 
-def _groups(slots: Sequence[ParamSlice]) -> Iterator[list[ParamSlice]]:
+def _groups(slices: Sequence[ParamSlice]) -> Iterator[list[ParamSlice]]:
     """Parameters that lie side by side and can be stepped as one: no block has values of two of them."""
     group: list[ParamSlice] = []
-    for slot in sorted(slots, key=lambda slot: slot.run.first):
+    for param in sorted(slices, key=lambda param: param.group.first):
         if group:
-            before, own = group[-1], slot.run
-            size = before.run.last - before.run.first
-            joins = before.run.last == own.first and before.run[2:] == own[2:]
-            if not joins or _is_small(before) != _is_small(slot) or (not _is_small(slot) and size % BLOCK):
+            before, own = group[-1], param.group
+            size = before.group.last - before.group.first
+            joins = before.group.last == own.first and before.group[2:] == own[2:]
+            if not joins or _is_small(before) != _is_small(param) or (not _is_small(param) and size % BLOCK):
                 yield group
                 group = []
-        group.append(slot)
+        group.append(param)
     if group:
         yield group
 

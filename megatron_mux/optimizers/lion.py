@@ -19,21 +19,21 @@ class Lion(FlatOptimizer):
     state_names = ("exp_avg",)
     launches, traffic, at_once = 9, 100, _AT_ONCE
 
-    def __init__(self, place: ParamLayout, options: Options) -> None:
-        super().__init__(place, options)
-        size = min(_AT_ONCE, place.values.numel())
-        self._sign, self._next = (torch.empty_like(place.values[:size]) for _ in range(2))
+    def __init__(self, layout: ParamLayout, options: Options) -> None:
+        super().__init__(layout, options)
+        size = min(_AT_ONCE, layout.values.numel())
+        self._sign, self._next = (torch.empty_like(layout.values[:size]) for _ in range(2))
 
     def update(self, step: int, rate: float, skip: Tensor) -> None:
         """See `Optimizer.update`."""
         skipped = skip != 0
-        for first, last, decay, factor in self.place.runs:
+        for first, last, decay, factor in self.layout.groups:
             for start in range(first, last, _AT_ONCE):
                 self._update(slice(start, min(last, start + _AT_ONCE)), rate * factor, decay, skipped)
 
     def _update(self, part: slice, rate: float, decay: float, skipped: Tensor) -> None:
         values, gradients, average = (
-            flat[part] for flat in (self.place.values, self.place.gradients, self.flats["exp_avg"])
+            flat[part] for flat in (self.layout.values, self.layout.gradients, self.flats["exp_avg"])
         )
         beta1, beta2, _ = self.options
         sign, new = self._sign[: values.numel()], self._next[: values.numel()]

@@ -51,18 +51,18 @@ class ParamSlice:
     Attributes:
         parameter: The parameter.
         shape: Of the part that this rank holds.
-        run: Where it is and how it is stepped.
+        group: Where it is and how it is stepped.
         divided: The dimension that tensor ranks divide, not always evenly; None: each of them holds the whole tensor.
     """
 
     parameter: Parameter
     shape: tuple[int, ...]
-    run: ParamGroup
+    group: ParamGroup
     divided: int | None = None
 
     def of(self, flat: Tensor) -> Tensor:
         """This parameter's part of a flat tensor, in its shape."""
-        return flat[self.run.first : self.run.last].view(self.shape)
+        return flat[self.group.first : self.group.last].view(self.shape)
 
 
 class Stored(NamedTuple):
@@ -101,15 +101,15 @@ class ParamLayout:
 
     Attributes:
         values, gradients: `[n]` flat tensors.
-        runs: Runs that cover all parameters, as long as possible.
-        slots: The parameters one by one.
+        groups: Param groups that cover all parameters, as long as possible.
+        slices: The parameters one by one.
         group: Tensor ranks that hold the other parts of divided parameters; None: nothing is divided.
     """
 
     values: Tensor
     gradients: Tensor
-    runs: Sequence[ParamGroup]
-    slots: Sequence[ParamSlice]
+    groups: Sequence[ParamGroup]
+    slices: Sequence[ParamSlice]
     group: dist.ProcessGroup | None = None
 
 
@@ -125,7 +125,7 @@ class Optimizer(ABC):
     """Steps the parameters of one task on this rank.
 
     Args:
-        place: The parameters.
+        layout: The parameters.
         options: Betas and epsilon.
     """
 
@@ -148,8 +148,8 @@ class Optimizer(ABC):
     needs: ClassVar[str] = ""
     """The package that it imports; empty: none beside torch."""
 
-    def __init__(self, place: ParamLayout, options: Options) -> None:
-        self.place = place
+    def __init__(self, layout: ParamLayout, options: Options) -> None:
+        self.layout = layout
         self.options = options
 
     @abstractmethod
@@ -172,11 +172,11 @@ class Optimizer(ABC):
         """What a save holds, by the parameter's key and by name."""
 
     @abstractmethod
-    def load(self, slot: ParamSlice, full: Mapping[str, Tensor]) -> None:
+    def load(self, param: ParamSlice, full: Mapping[str, Tensor]) -> None:
         """Restore a parameter's state.
 
         Args:
-            slot: The parameter.
+            param: The parameter.
             full: The whole tensors that `state` gave on all ranks, by name.
 
         Raises:
@@ -189,10 +189,10 @@ class FlatOptimizer(Optimizer):
 
     state_names: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, place: ParamLayout, options: Options) -> None:
-        super().__init__(place, options)
+    def __init__(self, layout: ParamLayout, options: Options) -> None:
+        super().__init__(layout, options)
         # Now, not in the first step: the task is refused if they do not fit.
-        self.flats = {name: torch.zeros_like(place.values) for name in self.state_names}
+        self.flats = {name: torch.zeros_like(layout.values) for name in self.state_names}
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -202,14 +202,15 @@ class FlatOptimizer(Optimizer):
     def state(self) -> dict[str, dict[str, Stored]]:
         """See `Optimizer.state`."""
         found: dict[str, dict[str, Stored]] = {}
-        for slot in self.place.slots if self.flats else ():
-            p = slot.parameter
+        for param in self.layout.slices if self.flats else ():
+            p = param.parameter
             found[p.key] = {
-                name: Stored(slot.of(flat), p.full_shape, p.dim, p.index) for name, flat in self.flats.items()
+                name: Stored(param.of(flat), p.full_shape, p.dim, p.index)
+                for name, flat in self.flats.items()
             }
         return found
 
-    def load(self, slot: ParamSlice, full: Mapping[str, Tensor]) -> None:
+    def load(self, param: ParamSlice, full: Mapping[str, Tensor]) -> None:
         """See `Optimizer.load`."""
         for name, flat in self.flats.items():
-            slot.of(flat).copy_(slot.parameter.slice_of(full[name]))
+            param.of(flat).copy_(param.parameter.slice_of(full[name]))

@@ -17,10 +17,10 @@ class SGD(FlatOptimizer):
 
     def update(self, step: int, rate: float, skip: Tensor) -> None:
         """See `Optimizer.update`."""
-        for first, last, decay, factor in self.place.runs:
+        for first, last, decay, factor in self.layout.groups:
             sgd(
-                [self.place.values[first:last]],
-                [self.place.gradients[first:last]],
+                [self.layout.values[first:last]],
+                [self.layout.gradients[first:last]],
                 [None],
                 lr=rate * factor,
                 weight_decay=decay,

@@ -121,13 +121,13 @@ def sample_step(
     span, each = len(values) // runs, tensors // runs
     alike = [ParamGroup(i * span, (i + 1) * span, 1e-3 * i) for i in range(runs)]
     shape = (_RANK, size // _RANK)
-    slots = [
+    slices = [
         ParamSlice(
             _Parameter(str(i), shape), shape, alike[i // each]._replace(first=i * size, last=(i + 1) * size)
         )
         for i in range(tensors)
     ]
-    optimizer = kind(ParamLayout(values, gradients, alike, slots), Options())
+    optimizer = kind(ParamLayout(values, gradients, alike, slices), Options())
     skip = torch.zeros(1, device=device)
     if _is_together(kind, device):
         return _step_together(optimizer, copies, skip)
@@ -148,18 +148,24 @@ def _step_together(optimizer: Optimizer, copies: Tensor, skip: Tensor) -> Callab
     """The step of kernels that would step other tasks with it."""
     from megatron_mux.kernels.update import triton as triton_update
 
-    place, device = optimizer.place, skip.device
+    layout, device = optimizer.layout, skip.device
     average, square = optimizer.tensors if isinstance(optimizer, AdamW) else (None, None)
 
-    def piece(run: ParamGroup) -> Piece:
-        tensors = (place.values, place.gradients, average, square, None if copies is place.values else copies)
+    def piece(group: ParamGroup) -> Piece:
+        tensors = (
+            layout.values,
+            layout.gradients,
+            average,
+            square,
+            None if copies is layout.values else copies,
+        )
         value, gradient, first, second, copy = (
-            None if t is None else t[run.first : run.last] for t in tensors
+            None if t is None else t[group.first : group.last] for t in tensors
         )
         assert value is not None and gradient is not None
-        return Piece(0, value, gradient, first, second, copy, run.weight_decay)
+        return Piece(0, value, gradient, first, second, copy, group.weight_decay)
 
-    table = UpdateTable([piece(run) for run in place.runs], 1)
+    table = UpdateTable([piece(group) for group in layout.groups], 1)
     options = torch.tensor([options_of(1e-3, *optimizer.options, 1.0, 1)], dtype=torch.float64, device=device)
     stopped = skip.bool()
 

@@ -64,7 +64,7 @@ class Attachments:
         self._swapping = swapping
         self._background = background
         self._log = log
-        self._room = AdmissionController(
+        self._admission = AdmissionController(
             dispatcher.scheduler.capacity, swapping is None, bodies.own_parameters, share
         )
 
@@ -91,11 +91,11 @@ class Attachments:
         try:
             if not proposal.step:
                 self._store.reserve(saves)
-            self._room.claim(name, need, proposal.rows)
+            self._admission.claim(name, need, proposal.rows)
             outcome = await self._compute(name, identity, proposal, layers, need, saved)
             memory: Memory = outcome.result
             try:
-                self._room.claim(name, memory, proposal.rows)  # now as it was measured
+                self._admission.claim(name, memory, proposal.rows)  # now as it was measured
                 if not proposal.step:
                     self._store.forget(saves)
             except (RefusedError, OSError) as error:
@@ -116,7 +116,7 @@ class Attachments:
         await self._take_off(name, identity, reservation)
 
     def _leave(self, name: str, saves: str) -> None:
-        self._room.leave(name)
+        self._admission.leave(name)
         self._store.tidy(saves)
 
     async def _saved(self, saves: str, step: int) -> Sequence[Piece]:

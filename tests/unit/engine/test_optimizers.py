@@ -44,16 +44,16 @@ def theirs(name: str, groups: Groups) -> torch.optim.Optimizer:
 
 def make(name: str, tensors: Sequence[Tensor], values: Tensor, gradients: Tensor) -> Optimizer:
     """Ours over the same tensors, laid end to end."""
-    slots, at = [], 0
+    slices, at = [], 0
     for i, tensor in enumerate(tensors):
         value = torch.nn.Parameter(torch.empty(0))
         run = ParamGroup(at, at + tensor.numel(), 0.1 if tensor.dim() > 1 else 0.0, 1.0 + i % 2)
-        slots.append(
+        slices.append(
             ParamSlice(AdapterParameter(str(i), value, tuple(tensor.shape)), tuple(tensor.shape), run)
         )
         at += tensor.numel()
-    place = ParamLayout(values, gradients, [slot.run for slot in slots], slots)
-    return OPTIMIZERS[name](place, Options(*BETAS))
+    layout = ParamLayout(values, gradients, [param.group for param in slices], slices)
+    return OPTIMIZERS[name](layout, Options(*BETAS))
 
 
 def state_of(optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
@@ -80,8 +80,8 @@ def test_twenty_steps_are_the_librarys_skipped_ones_change_nothing_and_states_ar
     optimizer = make(name, tensors, values, gradients)
     for step in range(20):
         gradients.normal_(generator=generator)
-        for slot, parameter in zip(optimizer.place.slots, parameters, strict=True):
-            parameter.grad = slot.of(gradients).clone()
+        for param, parameter in zip(optimizer.layout.slices, parameters, strict=True):
+            parameter.grad = param.of(gradients).clone()
         reference.step()
         optimizer.update(step, RATE, torch.zeros(()))
         if step == 10:
@@ -95,10 +95,10 @@ def test_twenty_steps_are_the_librarys_skipped_ones_change_nothing_and_states_ar
                 for n, t in own.items()
             )
             optimizer = make(name, tensors, values, gradients)
-            for slot in optimizer.place.slots if state else ():
-                optimizer.load(slot, state[slot.parameter.key])
-    for slot, parameter in zip(optimizer.place.slots, parameters, strict=True):
-        assert torch.dist(slot.of(values), parameter) <= 1e-6 * parameter.norm()
+            for param in optimizer.layout.slices if state else ():
+                optimizer.load(param, state[param.parameter.key])
+    for param, parameter in zip(optimizer.layout.slices, parameters, strict=True):
+        assert torch.dist(param.of(values), parameter) <= 1e-6 * parameter.norm()
 
 
 class Operators(TorchDispatchMode):
@@ -121,15 +121,15 @@ def test_operators_do_not_grow_with_the_number_of_tensors(name: str) -> None:
     for pairs in (1, 16):
         tensors = [torch.zeros(shape) for _ in range(pairs) for shape in ((8, 512), (1024, 8), (4, 64))]
         flat = torch.zeros(sum(tensor.numel() for tensor in tensors))
-        slots, at = [], 0
+        slices, at = [], 0
         for i, tensor in enumerate(sorted(tensors, key=torch.numel)):  # small ones side by side
             run = ParamGroup(at, at + tensor.numel(), 0.1)
             value = torch.nn.Parameter(torch.empty(0))
-            slots.append(
+            slices.append(
                 ParamSlice(AdapterParameter(str(i), value, tuple(tensor.shape)), tuple(tensor.shape), run)
             )
             at = run.last
-        optimizer = OPTIMIZERS[name](ParamLayout(flat, flat + 1, [], slots), Options())
+        optimizer = OPTIMIZERS[name](ParamLayout(flat, flat + 1, [], slices), Options())
         with Operators() as seen:
             optimizer.update(0, RATE, torch.zeros(()))
         counts.append(seen.count)
@@ -170,17 +170,17 @@ def test_eight_bit_states_of_other_shards_are_rounded_to_their_blocks() -> None:
     halves = [AdapterParameter("w", cast(Any, None), shape, 1, half) for half in torch.arange(96).split(48)]
     own = [ParamSlice(half, (64, 48), ParamGroup(0, 64 * 48), 1) for half in halves]
     kinds, parts = OPTIMIZERS["adamw_8bit"], []
-    for rank, slot in enumerate(own):
+    for rank, param in enumerate(own):
         gradients = torch.randn(64 * 48, generator=torch.Generator().manual_seed(rank)) * (1 + 9 * rank)
-        optimizer = kinds(ParamLayout(torch.zeros(64 * 48), gradients, [slot.run], [slot]), Options())
+        optimizer = kinds(ParamLayout(torch.zeros(64 * 48), gradients, [param.group], [param]), Options())
         optimizer.update(0, RATE, torch.zeros(()))
         parts.append(optimizer.state()["w"])
     full = {name: torch.cat([part[name].tensor for part in parts], dim=1) for name in parts[0]}
-    again = kinds(ParamLayout(torch.zeros(64 * 48), torch.zeros(64 * 48), [own[1].run], own[1:]), Options())
+    again = kinds(ParamLayout(torch.zeros(64 * 48), torch.zeros(64 * 48), [own[1].group], own[1:]), Options())
     again.load(own[1], full)
     assert all(torch.equal(again.state()["w"][name].tensor, parts[1][name].tensor) for name in full), "exact"
     whole = ParamSlice(AdapterParameter("w", cast(Any, None), shape), shape, ParamGroup(0, 64 * 96))
-    alone = kinds(ParamLayout(torch.zeros(64 * 96), torch.zeros(64 * 96), [whole.run], [whole]), Options())
+    alone = kinds(ParamLayout(torch.zeros(64 * 96), torch.zeros(64 * 96), [whole.group], [whole]), Options())
     alone.load(whole, full)
     found = {name: stored.tensor for name, stored in alone.state()["w"].items()}
     codes = cast(Any, alone)._codes
@@ -207,14 +207,14 @@ def test_adafactor_of_a_divided_matrix_is_that_of_the_whole(
         made: list[Optimizer] = []
         for index in torch.arange(shape[dim]).split(half):
             local = [half if i == dim else size for i, size in enumerate(shape)]
-            slot = ParamSlice(
+            param = ParamSlice(
                 AdapterParameter("w", cast(Any, None), shape, dim, index),
                 tuple(local),
                 ParamGroup(0, 60, 0.1),
                 dim,
             )
             value, grad = (t.index_select(dim, index).flatten() for t in (start, gradient))
-            made.append(OPTIMIZERS["adafactor"](ParamLayout(value, grad, [slot.run], [slot]), Options()))
+            made.append(OPTIMIZERS["adafactor"](ParamLayout(value, grad, [param.group], [param]), Options()))
         return made
 
     sums: list[list[Tensor]] = [[], []]
@@ -233,7 +233,7 @@ def test_adafactor_of_a_divided_matrix_is_that_of_the_whole(
             for step in (0, 1):
                 own.update(step, RATE, torch.zeros(()))
             sums[1 - rank] = kept[1 - rank]
-    found = torch.cat([own.place.values.view(own.place.slots[0].shape) for own in both], dim=dim)
+    found = torch.cat([own.layout.values.view(own.layout.slices[0].shape) for own in both], dim=dim)
     assert torch.dist(found, values.view(shape)) <= 1e-6 * values.norm()
 
 

@@ -284,19 +284,19 @@ def test_every_rank_runs_its_own_groups(optim: str) -> None:
         backbone.profile(LAYERS, updates={optim: price}), step_seconds=0.0, sequence_seconds=0.0
     )
     model = costs([load], stages=2, profile=profile, method=ParallelConfig(pipeline=2))
-    slots, at = [], 0
+    slices, at = [], 0
     for one in load.stepped:
         if one.tensor.share(range(LAYERS // 2), LAYERS):
             shape = one.tensor.shape
-            slots.append(
+            slices.append(
                 ParamSlice(
                     _Parameter(str(at), shape), shape, ParamGroup(at, at + math.prod(shape), *one.kind)
                 )
             )
             at += math.prod(shape)
-    place = ParamLayout(torch.zeros(at), torch.zeros(at), [slot.run for slot in slots], slots)
-    kind = OPTIMIZERS[optim](place, Options())
-    groups = len(kind._stacks) if isinstance(kind, Adafactor) else len(place.runs)
+    layout = ParamLayout(torch.zeros(at), torch.zeros(at), [param.group for param in slices], slices)
+    kind = OPTIMIZERS[optim](layout, Options())
+    groups = len(kind._stacks) if isinstance(kind, Adafactor) else len(layout.groups)
     assert model.step_overhead([(0,)]) == groups
 
 
@@ -309,12 +309,12 @@ def test_groups_are_divided_where_an_optimizer_steps_no_more_values_at_once(
     load = TaskLoad.of(spec, np.array([64], np.int32), np.array([8], np.int32), backbone.shape(LAYERS))
     _, groups = load.updates(range(LAYERS), 1)
     count = sum(math.prod(one.tensor.shape) for one in load.stepped)
-    place = ParamLayout(
+    layout = ParamLayout(
         torch.zeros(count), torch.zeros(count), [ParamGroup(0, count, *load.stepped[0].kind)], []
     )
     calls: list[object] = []
     monkeypatch.setattr(lion.Lion, "_update", lambda *arguments: calls.append(arguments))
-    lion.Lion(place, Options()).update(0, 1.0, torch.zeros(()))
+    lion.Lion(layout, Options()).update(0, 1.0, torch.zeros(()))
     assert groups == len(calls) > 10
 
 
