@@ -60,7 +60,7 @@ class Messages:
     """Messages of passes through stages.
 
     Args:
-        frozen: Seconds of layers without them.
+        backbone: Seconds of layers without them.
         shape: The backbone's.
         layout: How ranks divide layers.
 
@@ -68,14 +68,14 @@ class Messages:
         any: Whether passes have messages.
     """
 
-    def __init__(self, frozen: BackboneTimeModel, shape: BackboneShape, layout: LayerParallelism) -> None:
-        self._frozen, self._layout = frozen, layout
-        self._curves = frozen.curves
-        self._with_experts = [float(own) for own in frozen.experts]
-        self._exchanging = layout.exchanges and any(frozen.experts)
+    def __init__(self, backbone: BackboneTimeModel, shape: BackboneShape, layout: LayerParallelism) -> None:
+        self._backbone, self._layout = backbone, layout
+        self._curves = backbone.curves
+        self._with_experts = [float(own) for own in backbone.experts]
+        self._exchanging = layout.exchanges and any(backbone.experts)
         self.any = layout.tensor or self._exchanging
         self._last_has_experts = shape.has_experts(shape.layers - 1)
-        known = [name for experts in frozen.experts for name in mlp_operators(shape, experts)]
+        known = [name for experts in backbone.experts for name in mlp_operators(shape, experts)]
         self._parts = {name.removesuffix("_half"): self._curves[name] for name in ("attention_half", *known)}
 
     def seconds(self, rows: Array, labels: Array, lowest: npt.NDArray[np.int64]) -> Array:
@@ -85,7 +85,7 @@ class Messages:
             rows, labels: `[B]`.
             lowest: See `BackboneTimeModel.seconds`.
         """
-        found = np.zeros((len(rows), 2, self._frozen.layers.shape[1]))
+        found = np.zeros((len(rows), 2, self._backbone.layers.shape[1]))
         if self._layout.tensor:
             one = self._curves["all_reduce"].many(rows)[0]
             found += one[:, None, None] * self._all_reduces(lowest)
@@ -97,14 +97,14 @@ class Messages:
         """`[B, 2, S]` sums of hidden states over tensor ranks: one for each half layer that they divide, in either
         pass, but none of a gradient that nothing needs; and those of layers that are recomputed."""
         layer, op = np.divmod(lowest, len(ORDER))
-        each = np.array([1.0 if experts else 2.0 for experts in self._frozen.experts])
-        above = np.einsum("m,bms->bs", each, self._frozen.from_layer(layer))
+        each = np.array([1.0 if experts else 2.0 for experts in self._backbone.experts])
+        above = np.einsum("m,bms->bs", each, self._backbone.from_layer(layer))
         found = np.empty((len(lowest), 2, above.shape[1]))
-        found[:, 0] = each @ self._frozen.layers
+        found[:, 0] = each @ self._backbone.layers
         found[:, 1] = above * (2 if self._layout.recomputes else 1)
         # What enters the lowest adapter's layer needs no gradient; nor what enters its MLP, if the adapter is there.
         in_mlp = (op == ORDER.index("linear_fc1")) | (op == ORDER.index("linear_fc2"))
-        found[:, 1] -= self._frozen.is_at(layer) * np.where(in_mlp, 2, 1)[:, None]
+        found[:, 1] -= self._backbone.is_at(layer) * np.where(in_mlp, 2, 1)[:, None]
         return found
 
     def _exchanges(self, rows: Array, labels: Array, layer: npt.NDArray[np.int64]) -> Array:
@@ -112,9 +112,9 @@ class Messages:
         sizes = self._curves["exchange_sizes"].many(rows)[0]
         there, back = self._curves["exchange"].many(rows)
         forward, backward = (sizes + 2 * there)[:, None], (2 * back)[:, None]
-        above = np.einsum("m,bms->bs", self._with_experts, self._frozen.from_layer(layer))
+        above = np.einsum("m,bms->bs", self._with_experts, self._backbone.from_layer(layer))
         found = np.empty((len(rows), 2, above.shape[1]))
-        found[:, 0] = forward * (self._with_experts @ self._frozen.layers)
+        found[:, 0] = forward * (self._with_experts @ self._backbone.layers)
         found[:, 1] = (backward + forward * self._layout.recomputes) * above
         if self._last_has_experts and not self._layout.sequence_parallel:  # labelled rows only
             trimmed, less = self._curves["exchange"].many(labels)
@@ -135,10 +135,10 @@ class Messages:
         """
         seconds = {part: curve.many(rows).T for part, curve in self._parts.items()}
         seconds["attention"] = seconds["attention"] + attention
-        count = self._frozen.layers.sum(axis=1)  # [M]
+        count = self._backbone.layers.sum(axis=1)  # [M]
         for part, ops in PARTS.items():
             of_all = part == "attention"
-            kinds = [m for m, own in enumerate(self._frozen.experts) if of_all or (part == "mlp") != own]
+            kinds = [m for m, own in enumerate(self._backbone.experts) if of_all or (part == "mlp") != own]
             if part in seconds and ops and kinds:
                 own = adapters[:, :, [ORDER.index(op) for op in ops]].sum(axis=2)
                 seconds[part] = seconds[part] + own / max(1.0, count[kinds].sum())
@@ -155,7 +155,7 @@ class Messages:
                 {name: (float(own[0, b]), float(own[1, b])) for name, own in messages.items()},
             )
             forward, backward = (
-                tuple(one.cost(experts, way) for experts in self._frozen.experts) for way in (False, True)
+                tuple(one.cost(experts, way) for experts in self._backbone.experts) for way in (False, True)
             )
             found.append((forward, backward))
         return found
