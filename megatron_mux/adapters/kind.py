@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from torch import Tensor
@@ -63,7 +62,7 @@ class AdapterSpec(Section, ABC):
         (name,) = get_args(cls.model_fields["peft_type"].annotation)
         return str(name)
 
-    @cached_property
+    @property
     def virtual_tokens(self) -> int:
         """Learned positions in front of every sequence."""
         return 0

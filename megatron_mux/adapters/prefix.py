@@ -8,7 +8,6 @@ gradient is partial. Keys are put before the sequence unrotated, as peft's cache
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -123,7 +122,7 @@ class PrefixTuningSpec(AdapterSpec):
         ),
     }
 
-    @cached_property
+    @property
     def virtual_tokens(self) -> int:
         """See `AdapterSpec.virtual_tokens`."""
         return self.num_virtual_tokens

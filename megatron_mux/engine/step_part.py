@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from megatron_mux.batch.balancing import RouterLoadAccumulator
@@ -16,7 +18,7 @@ from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.runtime import Parallel
 
 
-class StepPart:
+class StepPart(ABC):
     """What only some tasks ask of a training step. The step calls its parts at these moments, and knows none by name.
 
     A part is made for each burst with tasks that ask for it (`optional_parts.py` lists all kinds); here it does
@@ -37,9 +39,9 @@ class StepPart:
         self.burst = burst
 
     @classmethod
+    @abstractmethod
     def wanted_by(cls, task: TaskState, parallel: Parallel) -> bool:
         """Whether a task asks for it; the same on every rank."""
-        raise NotImplementedError
 
     def width(self, names: Sequence[str]) -> int:
         """Number of columns in the table of a bucket with these tasks."""
@@ -84,11 +86,12 @@ class StepPart:
 
     def local_sums(self, entry: int, rows: Tensor) -> Tensor:
         """`[columns, K]` fp64, this rank's share of columns that are summed; `rows` are its tasks' numbers."""
-        raise NotImplementedError
+        return torch.empty(0, len(rows), dtype=torch.float64, device=rows.device)
 
     def columns_of_last_stage(self, entry: int) -> Tensor:
         """`[K, columns]` fp64 that the last stage begins with, once gradients are summed, if they are not `summed`."""
-        raise NotImplementedError
+        rows = len(self.burst.bucket(entry).tasks)
+        return torch.empty(rows, 0, dtype=torch.float64, device=self.burst.parallel.device)
 
     def on_first_stage(self, entry: int, columns: Tensor) -> None:
         """With several stages, on the first one, before norms are taken: `columns` came from the last stage."""

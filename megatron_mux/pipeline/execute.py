@@ -135,10 +135,11 @@ class _Run:
             if event.after(self.stages, self.ranks) is not None:
                 self.outgoing[event] = made
         self.communicator.finish()
-        if timer is not None and clock is not None:
-            times = iter(clock.seconds([mark for _, *pair in marks for mark in pair]))
-            for action, *_ in marks:
-                timer(TimedAction(action, next(times), next(times), self.compute.label(action)))
+        if timer is None or clock is None:
+            return
+        times = iter(clock.seconds([mark for _, *pair in marks for mark in pair]))
+        for action, *_ in marks:
+            timer(TimedAction(action, next(times), next(times), self.compute.label(action)))
 
     def _transfer(self, transfer: Transfer) -> None:
         """Issue this rank's end of a transfer, both if it is its own neighbour."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from megatron_mux.adapters.costs import Curve
@@ -119,7 +118,7 @@ class TaskAdapters:
             spec.training.sequences_per_record,
         )
 
-    @cached_property
+    @property
     def lowest_layer(self) -> int:
         """The layer in which gradients begin; beyond the last layer if nowhere, -1 if in the embedding."""
         return -1 if self.embeds else min((op.layer for op in self.ops), default=self.layers)
