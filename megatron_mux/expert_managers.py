@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_mux.errors import UserError
 from megatron_mux.expert_ranks import ExpertRanks, Feature
@@ -104,6 +104,12 @@ class ManagedExperts(ExpertRanks):
         """See `ExpertRanks.placement`."""
         return Placement.among_managers(experts, self.size - 1, layers)
 
+    def adapter_part(
+        self, dense: tuple[int | None, Tensor | None], expert_dim: int | None, places: Callable[[], Tensor]
+    ) -> tuple[int | None, Tensor | None]:
+        """See `ExpertRanks.adapter_part`: a process has the adapters of its own experts alone."""
+        return dense if expert_dim is None else (expert_dim, places())
+
     def connect(self, device: torch.device) -> None:
         """Send something both ways: NCCL connects at the first message, for which the host waits."""
         flag = torch.zeros(1, device=device)
@@ -135,6 +141,20 @@ class ExpertManager(ManagedExperts):
 
     holds_rows: ClassVar[bool] = False
     exchange: ClassVar[str] = "manager"
+
+    def strip(self, model: Any) -> None:
+        """See `ExpertRanks.strip`: a layer's routed experts are left as its `mlp`, if it has them."""
+        kept = []
+        for layer in model.decoder.layers:
+            has_experts = hasattr(layer.mlp, "experts_fc1")
+            if has_experts:
+                layer.mlp.router = layer.mlp.shared_experts = None
+            kept.append({"mlp": layer.mlp} if has_experts else {})
+        for name, _ in list(model.named_children()):
+            delattr(model, name)
+        model.decoder = nn.Module()
+        model.decoder.layers = nn.ModuleList(map(nn.ModuleDict, kept))
+        model.decoder.final_layernorm = nn.Identity()
 
 
 def manager_problems(world_size: int, managers: int) -> list[str]:

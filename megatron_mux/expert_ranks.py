@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_mux.expert_shape import Placement
 
@@ -70,6 +71,21 @@ class ExpertRanks:
     def share(self, rows: Sequence[T]) -> Sequence[T]:
         """What this process computes of the tasks' rows, or of what they come from: all of it, or nothing."""
         return rows if self.holds_rows else ()
+
+    def strip(self, model: Any) -> None:
+        """Remove the modules of a stage, Megatron's with our sublayers, that this process does not compute."""
+
+    def adapter_part(
+        self, dense: tuple[int | None, Tensor | None], expert_dim: int | None, places: Callable[[], Tensor]
+    ) -> tuple[int | None, Tensor | None]:
+        """Which part of a tensor of an adapter is on this process: dimension and places along it.
+
+        Args:
+            dense: As tensor ranks divide it.
+            expert_dim: The dimension along which ranks of experts lie; None: it is no expert's.
+            places: Returns those of the experts that this process holds.
+        """
+        return dense
 
     def connect(self, device: torch.device) -> None:
         """Have NCCL connect these ranks, as far as the world's groups do not."""

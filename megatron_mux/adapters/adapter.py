@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -188,9 +189,11 @@ class TaskAdapter(ABC):
             key = tensor_key(self.spec.key_path(site.module), name)
             tensor = self.tensors[key]
             held = site.part.features if site.info.column_parallel else site.inputs
-            dim, index = tensor.dim, None if tensor.dim is None else held
-            if tensor.expert_dim is not None and self.host.parallel.experts.divides_adapters:
-                dim, index = tensor.expert_dim, self.places_of_experts(tensor, site.info.experts)
+            dim, index = self.host.parallel.experts.adapter_part(
+                (tensor.dim, None if tensor.dim is None else held),
+                tensor.expert_dim,
+                partial(self.places_of_experts, tensor, site.info.experts),
+            )
             made.append(self.make(key, dim, index))
         return made
 

@@ -86,36 +86,85 @@ def _all_before_backward(compute: Any, *arguments: Any) -> Tensor:
     return output
 
 
-def _whole(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
-    norm: Any = layer.pre_mlp_layernorm
-    hidden, normed = attend(layer, hidden, angles, norm)
-    assert normed is not None
-    return feed_forward(layer, hidden, normed)
+def _whole(layer: Any, hidden: Tensor, angles: Angles | None) -> Tensor:
+    residual, normed = before_attention(layer, hidden)
+    residual, normed = before_mlp(layer, attend(layer, normed, angles), residual)
+    return after_mlp(layer, layer.mlp(normed), residual)
 
 
-def attend(
-    layer: Any, hidden: Tensor, angles: Angles | None, norm: FrozenNorm | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """The first half of a layer: `[T, 1, H]` to the same with attention added, and its norm if one is given."""
-    hidden, normed = fork(hidden, layer.input_layernorm.frozen)
-    output = layer.self_attention(normed, attention_mask=None, attention_bias=angles)
-    return add(layer.self_attn_bda, output, hidden, norm)
+def _labelled(layer: Any, hidden: Tensor, angles: Angles | None) -> Tensor:
+    """The same, its MLP on labelled rows only: `[T, 1, H]` to `[N, 1, H]`."""
+    batch = active()
+    residual, normed = before_attention(layer, hidden)
+    residual, normed = before_mlp(layer, attend(layer, normed, angles), residual, batch.label_rows)
+    with activate(batch.labelled):
+        return after_mlp(layer, layer.mlp(normed), residual)
 
 
-def feed_forward(layer: Any, hidden: Tensor, normed: Tensor | None = None) -> Tensor:
-    """The second half of a layer: MLP and residual added, row by row.
+def _without_rows(layer: Any, hidden: Tensor, angles: Angles | None) -> Tensor:
+    """Experts alone: they may compute rows of other ranks."""
+    if isinstance(layer, nn.ModuleDict):  # an expert manager has nothing else of it
+        return layer["mlp"](hidden)[0]  # type: ignore[no-any-return]
+    return mlp_half(layer, hidden)
+
+
+def attention_half(layer: Any, hidden: Tensor, angles: Angles | None) -> Tensor:
+    """The first half of a layer by itself: `[T, 1, H]` to the same with attention added."""
+    residual, normed = before_attention(layer, hidden)
+    return _add(layer.self_attn_bda, attend(layer, normed, angles), residual)[0]
+
+
+def mlp_half(layer: Any, hidden: Tensor) -> Tensor:
+    """The second half by itself: `[T, 1, H]` to the same with the MLP added."""
+    residual, normed = fork(hidden, layer.pre_mlp_layernorm.frozen)
+    return after_mlp(layer, layer.mlp(normed), residual)
+
+
+# ---- what lies between a layer's messages: `layer_pieces` has these functions compute it piece by piece ------------
+
+
+def before_attention(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """`[T, 1, H]` to the same, for the residual sum, and its norm."""
+    return fork(hidden, layer.input_layernorm.frozen)
+
+
+def attend(layer: Any, normed: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor | None]:
+    """Attention on `[T, 1, H]`: the same, and a bias `[H]` that is still to be added or None."""
+    output: tuple[Tensor, Tensor | None] = layer.self_attention(
+        normed, attention_mask=None, attention_bias=angles
+    )
+    return output
+
+
+def before_mlp(
+    layer: Any, attended: tuple[Tensor, Tensor | None], residual: Tensor, label_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Add attention's output to the hidden states, and normalise the sum.
 
     Args:
         layer: The layer.
-        hidden: `[T, 1, H]`.
-        normed: Its norm; None: it is computed here.
+        attended: `[T, 1, H]` and a bias `[H]` or None.
+        residual: `[T, 1, H]`.
+        label_rows: `[N]`, the rows that are needed from here on; None: all of them.
+
+    Returns:
+        The sum, for the next residual sum, and its norm: `[T, 1, H]`, or `[N, 1, H]` with `label_rows`.
     """
-    if normed is None:
-        hidden, normed = fork(hidden, layer.pre_mlp_layernorm.frozen)
-    return add(layer.mlp_bda, layer.mlp(normed), hidden)[0]
+    norm = layer.pre_mlp_layernorm
+    if label_rows is not None:
+        total = _add(layer.self_attn_bda, attended, residual)[0].index_select(0, label_rows)
+        return fork(total, norm.frozen)
+    total, normed = _add(layer.self_attn_bda, attended, residual, norm)
+    assert normed is not None
+    return total, normed
 
 
-def add(
+def after_mlp(layer: Any, output: tuple[Tensor, Tensor | None], residual: Tensor) -> Tensor:
+    """Add the MLP's output `[R, 1, H]`, its bias included, to the hidden states `[R, 1, H]`."""
+    return _add(layer.mlp_bda, output, residual)[0]
+
+
+def _add(
     bda: Any, output: tuple[Tensor, Tensor | None], residual: Tensor, norm: FrozenNorm | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Add what a sublayer returns, its bias included, to the hidden states.
@@ -132,18 +181,3 @@ def add(
     """
     inner = bda.norm.frozen if isinstance(bda, OutputNorm) else None
     return join(*output, residual, inner, None if norm is None else norm.frozen)
-
-
-def _without_rows(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
-    """Experts alone: they may compute rows of other ranks."""
-    if isinstance(layer, nn.ModuleDict):  # an expert manager has nothing else of it
-        return layer["mlp"](hidden)[0]  # type: ignore[no-any-return]
-    return feed_forward(layer, hidden)
-
-
-def _labelled(layer: nn.Module, hidden: Tensor, angles: Angles | None) -> Tensor:
-    """The same, its MLP on labelled rows only: `[T, 1, H]` to `[N, 1, H]`."""
-    batch = active()
-    attended = attend(layer, hidden, angles)[0].index_select(0, batch.label_rows)
-    with activate(batch.labelled):
-        return feed_forward(layer, attended)

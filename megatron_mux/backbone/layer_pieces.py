@@ -4,6 +4,8 @@ Tensor ranks: forward, a message follows attention and another one the MLP; back
 
     [norm, attention] message [join, norm, MLP] message [join]
 
+The pieces are made of the functions that compute a whole layer (`layer.py`).
+
 Sequence parallelism adds a message before attention and before the MLP, each way. What acts between a message and the
 residual (biases, adapters after the reduction, norms of a sublayer's output) belongs to the join. Experts in the place
 of the MLP have messages of their own: see `cut_experts`.
@@ -22,7 +24,7 @@ from torch import Tensor
 from megatron_mux.backbone.cut_experts import CutExperts, CutMlp
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.latent_attention import LatentAttention
-from megatron_mux.backbone.layer import add
+from megatron_mux.backbone.layer import after_mlp, attend, before_attention, before_mlp
 from megatron_mux.backbone.pieces import (
     Exchanging,
     Message,
@@ -149,10 +151,8 @@ class LayerPieces:
         d_normed = yield from pieces.mlp.backward(d_sum)
         d_sum, d_residual = pieces.middle.backward(d_residual, d_normed)
         (d_normed,) = pieces.attention.backward((yield from self.messages.sum_backward(d_sum)))
-        (dx_of_norm,) = pieces.begin.backward((yield from self.messages.spread_backward(d_normed)))
-        if d_residual is None or dx_of_norm is None:
-            return d_residual if dx_of_norm is None else dx_of_norm
-        return d_residual + dx_of_norm
+        d_normed = yield from self.messages.spread_backward(d_normed)
+        return pieces.begin.backward(d_residual, d_normed)[0]
 
     def _compute(self, x: Tensor, needed: bool, again: bool = False) -> Exchanging[tuple[Tensor, bool]]:
         layer, pieces = self.layer, _Pieces(self.anchor, self._cut_mlp(again))
@@ -161,8 +161,9 @@ class LayerPieces:
             yield from nothing(self.messages.yields.forward)
             _, trained = yield from pieces.mlp.forward(x, needed)
             return x, trained or needed
-        normed, _ = pieces.begin.output(layer.input_layernorm(pieces.begin.input(x, needed)))
-        normed = yield from self.messages.spread(normed)
+        residual, normed = before_attention(layer, pieces.begin.input(x, needed))
+        x, needed = pieces.begin.output(residual)
+        normed = yield from self.messages.spread(pieces.begin.output(normed)[0])
         partial, trained = self._attend(pieces.attention, normed, needed)
         summed = yield from self.messages.sum(partial)
         x, normed, needed = self._join_and_norm(pieces.middle, (summed, trained), (x, needed))
@@ -179,22 +180,15 @@ class LayerPieces:
         attention = self.layer.self_attention
         spreads = attention if isinstance(attention, LatentAttention) else attention.linear_qkv
         with without_collectives(spreads, attention.linear_proj):
-            normed = piece.input(normed, needed)
-            partial, _ = attention(normed, attention_mask=None, attention_bias=self.angles)
+            partial, _ = attend(self.layer, piece.input(normed, needed), self.angles)
         return piece.output(partial)
 
     def _join_and_norm(
         self, piece: Piece, summed: tuple[Tensor, bool], residual: tuple[Tensor, bool]
     ) -> tuple[Tensor, Tensor, bool]:
-        layer = self.layer
+        layer, label_rows = self.layer, self.batch.label_rows if self.labelled_only else None
         output = finished(layer.self_attention.linear_proj, piece.input(*summed))
-        norm = layer.pre_mlp_layernorm
-        x, normed = add(
-            layer.self_attn_bda, output, piece.input(*residual), None if self.labelled_only else norm
-        )
-        if normed is None:
-            x = x.index_select(0, self.batch.label_rows)
-            normed = norm(x)
+        x, normed = before_mlp(layer, output, piece.input(*residual), label_rows)
         x, needed = piece.output(x)
         return x, piece.output(normed)[0], needed
 
@@ -206,7 +200,7 @@ class LayerPieces:
         if not isinstance(layer.mlp, MoELayer):
             with activate(self._rows):
                 output = finished(layer.mlp.linear_fc2, output[0])
-        x, _ = add(layer.mlp_bda, output, piece.input(*residual))
+        x = after_mlp(layer, output, piece.input(*residual))
         return piece.output(x if self.last_norm is None else self.last_norm(x))
 
     @property

@@ -60,7 +60,8 @@ class Backbone:
         vocabulary: Its embedding and output layer, and the rows of them that tasks train themselves.
         module_weight: Reads the whole weight of a linear module from its file.
         residence: Where its parameters live; unless resident, they can be read while their unit is in use only.
-        lowest_adapter: Returns the lowest layer in which some task has an adapter; None: the adapters are all here.
+        lowest_adapter: Returns the lowest layer in which some task has an adapter: by this stage's modules, unless
+            somebody knows better because most adapters are on another rank.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Backbone:
         self.module_weight = ModuleWeights(info, source, dtype, self.device.type == "cuda")
         part = dataclasses.replace(weights.Part.of(parallel, self.placement), ends=ends)
         weights.load(self.model, shape, layers, source, info.stored, self.residence, part, dtype, embedding)
-        self.lowest_adapter: Callable[[], int] | None = None
+        self.lowest_adapter: Callable[[Backbone], int] = _lowest_attached
         self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
         self.vocabulary = Vocabulary(self.model, shape, parallel, dtype, self.residence)
         self._rotary = StageRotary(shape, layers, dtype, self.device)
@@ -335,18 +336,11 @@ class Backbone:
         """Index within the stage of the first layer that some task needs gradients of."""
         if self.vocabulary.embeds_own:
             return 0
-        if self.lowest_adapter is not None:  # most adapters are on another rank
-            return max(0, self.lowest_adapter() - self.layers.start)
-        decoder = self.model.decoder
-        for i, layer in enumerate(decoder.layers):
-            # Attaching replaces `forward` on the instance, on every rank of the stage alike.
-            if any("forward" in vars(module) for module in layer.modules()):
-                return i
-        return len(self.layers)
+        return max(0, self.lowest_adapter(self) - self.layers.start)
 
     def _selects_labelled(self, batch: MicroBatch) -> bool:
         """Whether the last layer of this stage may compute its MLP on labelled rows only."""
-        return self.last and not self.parallel.sequence_parallel and batch.balanced is None
+        return self.last and not self.parallel.sequence_parallel and not batch.balanced.count
 
     def _computes(self, i: int, batch: MicroBatch) -> bool:
         """Whether this rank computes the stage's layer `i`: without rows its experts may have those of others."""
@@ -379,6 +373,14 @@ class Backbone:
         with activate(batch), self.residence.using("head"):
             normed: Tensor = self.model.decoder.final_layernorm(hidden)
         return normed
+
+
+def _lowest_attached(backbone: Backbone) -> int:
+    for number, layer in zip(backbone.layers, backbone.model.decoder.layers, strict=True):
+        # Attaching replaces `forward` on the instance, on every rank of the stage alike.
+        if any("forward" in vars(module) for module in layer.modules()):
+            return number
+    return backbone.layers.stop
 
 
 def load_stages(

@@ -108,8 +108,7 @@ def build(
         drop_biases(model, shape)
         if placement is not None:
             add_experts(model, shape, parallel, layers, placement)
-        if not parallel.experts.holds_rows:
-            keep_experts(model)
+        parallel.experts.strip(model)
     if parallel.tp_size == 1:
         use_whole_linear(model)
     return model.eval()
@@ -179,19 +178,6 @@ def _convert(module: nn.Module, dtype: torch.dtype) -> None:
         for name, parameter in list(part.named_parameters(recurse=False)):
             if parameter.dtype != dtype:
                 setattr(part, name, nn.Parameter(parameter.to(dtype)))
-
-
-def keep_experts(model: GPTModel) -> None:
-    """Leave a rank without rows the layers' routed experts: `mlp`, in a layer that has them, and nothing else."""
-    for layer in model.decoder.layers:
-        if isinstance(layer.mlp, MoELayer):
-            layer.mlp.router = layer.mlp.shared_experts = None
-    kept = [{"mlp": layer.mlp} if isinstance(layer.mlp, MoELayer) else {} for layer in model.decoder.layers]
-    for name, _ in list(model.named_children()):
-        delattr(model, name)
-    model.decoder = nn.Module()
-    model.decoder.layers = nn.ModuleList(map(nn.ModuleDict, kept))
-    model.decoder.final_layernorm = nn.Identity()
 
 
 def drop_biases(model: nn.Module, shape: BackboneShape) -> None:

@@ -11,15 +11,16 @@ Shapes: T rows of the micro-batch, R of them on this rank, B balanced sequences,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
 
 from megatron_mux.kernels.attention.segments import Segment
 
@@ -53,6 +54,8 @@ class BalancedSequences:
             each number up to B, `balanced_weights`, the bits of its fp64 weight for a pair of a selection and a score
             (0 for B), and `balanced_tasks`, the int64 index of its task.
         """
+        if not self.numbers:
+            return {}
         numbers = np.full(rows, len(self.tokens), np.int64)
         found = False
         for segment in segments:
@@ -70,6 +73,10 @@ class BalancedSequences:
             "balanced_weights": np.append(weights, 0.0).view(np.int64),
             "balanced_tasks": np.append(tasks, 0),
         }
+
+
+NO_SEQUENCES = BalancedSequences({}, (), ())
+"""Of a micro-batch without any."""
 
 
 class RouterLoadAccumulator:
@@ -126,50 +133,143 @@ class RouterLoadAccumulator:
 
 
 @dataclass(frozen=True)
+class Balance:
+    """The balancing loss of a pass's rows in a layer.
+
+    Attributes:
+        layer: Global index of the layer.
+        numbers: `[R]` int64, the number of each row's sequence in the tally.
+        tally: Of the micro-batch.
+        group: Tensor ranks that divide the rows of each sequence; None: this rank has them all.
+        again: Whether the pass is computed again for its backward, and so is counted already.
+    """
+
+    layer: int
+    numbers: Tensor
+    tally: RouterLoadAccumulator
+    group: dist.ProcessGroup | None
+    again: bool
+
+    def attach(self, weights: Tensor, ranked: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
+        """Count the rows, and have the backward pass of `weights` add the loss's gradient to that of the scores.
+
+        Args:
+            weights: `[R, K]`, what the router returns.
+            ranked: Returns the normalised scores `[R, E]`, and the experts with the best of them, `[R, K]` int64.
+
+        Returns:
+            `weights`, unchanged.
+        """
+        scores, chosen = ranked()
+        if not self.again:
+            self.tally.add(self.layer, self.numbers, scores, chosen, self.group)
+        if not weights.requires_grad:
+            return weights
+        attached: Tensor = _Attach.apply(weights, scores, self)  # type: ignore[no-untyped-call]
+        return attached
+
+
+class _Attach(Function):
+    """Identity of the weights; the scores' gradient is read in the backward, when all chunks are counted."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, scores: Tensor, balance: Balance) -> Tensor:
+        ctx.balance = balance
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        balance: Balance = ctx.balance
+        return gradient, balance.tally.gradient(balance.layer, balance.numbers), None
+
+
+@dataclass(frozen=True)
 class BalancedRows:
     """The rows of a chunk that count for the loss, on the device.
 
     Attributes:
-        numbers: `[T]` int64, see `BalancedSequences.arrays`.
         tally: Of its micro-batch.
+        numbers: `[T]` int64, see `BalancedSequences.arrays`.
     """
 
-    numbers: Tensor
     tally: RouterLoadAccumulator
+    numbers: Tensor
 
-    @classmethod
-    def of(cls, arrays: Mapping[str, Tensor], tally: RouterLoadAccumulator | None) -> BalancedRows:
-        """Rows by the arrays of a chunk.
+    count: ClassVar[bool] = True
 
-        Args:
-            arrays: Those of `BalancedSequences.arrays`.
-            tally: That of the micro-batch, if an earlier chunk has made it.
-        """
-        weights = arrays["balanced_weights"].view(torch.float64)
-        return cls(
-            arrays["balanced_numbers"], tally or RouterLoadAccumulator(weights, arrays["balanced_tasks"])
-        )
+    def in_layer(self, layer: int, rows: slice, group: dist.ProcessGroup | None, again: bool) -> Balance:
+        """The loss of some rows in a layer; see `Balance` for the arguments."""
+        return Balance(layer, self.numbers[rows], self.tally, group, again)
+
+
+@dataclass(frozen=True)
+class NoBalancedRows:
+    """A chunk of which no row counts.
+
+    Attributes:
+        tally: Of its micro-batch, if an earlier chunk has made it.
+        count: Whether rows count.
+    """
+
+    tally: RouterLoadAccumulator | None = None
+
+    count: ClassVar[bool] = False
+
+    def in_layer(
+        self, layer: int, rows: slice, group: dist.ProcessGroup | None, again: bool
+    ) -> NoBalancedRows:
+        """See `BalancedRows.in_layer`."""
+        return self
+
+    def attach(self, weights: Tensor, ranked: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
+        """See `Balance.attach`: nothing is counted, nothing attached."""
+        return weights
+
+
+NO_ROWS = NoBalancedRows()
+"""Of a micro-batch of which no row counts."""
+
+
+def balanced_rows(
+    arrays: Mapping[str, Tensor], tally: RouterLoadAccumulator | None
+) -> BalancedRows | NoBalancedRows:
+    """The rows of a chunk that count.
+
+    Args:
+        arrays: Of the chunk; those of `BalancedSequences.arrays` among them if some rows count.
+        tally: That of the micro-batch, if an earlier chunk has made it.
+    """
+    if "balanced_numbers" not in arrays:
+        return NoBalancedRows(tally)
+    weights = arrays["balanced_weights"].view(torch.float64)
+    tally = tally or RouterLoadAccumulator(weights, arrays["balanced_tasks"])
+    return BalancedRows(tally, arrays["balanced_numbers"])
 
 
 def balanced_sequences(
-    pieces: Mapping[Any, Sequence[tuple[str, int]]],
+    pieces: Iterable[tuple[Any, str, int]],
     coefficients: Mapping[str, float],
     lengths: Mapping[str, Sequence[int]],
 ) -> dict[Any, BalancedSequences]:
     """The balanced sequences of each micro-batch that has any.
 
     Args:
-        pieces: For each micro-batch the tasks and sequences that its chunks hold; a sequence may come several times.
-        coefficients: Of each task that asks for the loss.
-        lengths: Tokens of each sequence of those tasks' steps, over all pipelines.
+        pieces: Micro-batch, task and sequence of each piece of a chunk; a sequence may come several times.
+        coefficients: Of each task; 0 for one that does not ask for the loss.
+        lengths: Tokens of each sequence of the tasks' steps, over all pipelines.
     """
-    found = {}
-    for micro_batch, own in pieces.items():
-        keys = dict.fromkeys(key for key in own if key[0] in coefficients)
-        if keys:
-            found[micro_batch] = BalancedSequences(
-                {key: number for number, key in enumerate(keys)},
-                [lengths[task][sequence] for task, sequence in keys],
-                [coefficients[task] / len(lengths[task]) for task, _ in keys],
-            )
-    return found
+    if not any(coefficients.values()):
+        return {}
+    keys: dict[Any, dict[tuple[str, int], int]] = {}
+    for micro_batch, task, sequence in pieces:
+        if coefficients[task]:
+            numbers = keys.setdefault(micro_batch, {})
+            numbers.setdefault((task, sequence), len(numbers))
+    return {
+        micro_batch: BalancedSequences(
+            numbers,
+            [lengths[task][sequence] for task, sequence in numbers],
+            [coefficients[task] / len(lengths[task]) for task, _ in numbers],
+        )
+        for micro_batch, numbers in keys.items()
+    }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux import runtime
-from megatron_mux.batch.balancing import BalancedRows, RouterLoadAccumulator
+from megatron_mux.batch.balancing import RouterLoadAccumulator, balanced_rows
 from megatron_mux.batch.micro_batch import MicroBatch, Ranges
 from megatron_mux.kernels.attention.carry import Carry
 from megatron_mux.kernels.attention.key_value_cache import KeyValueCache
@@ -163,7 +163,6 @@ class HostBatch:
             label_rows=arrays["labelled_label_rows"],
             **common,
         )
-        balanced = BalancedRows.of(arrays, tally) if "balanced_numbers" in arrays else None
         return MicroBatch(
             segments=self.segments,
             bounds=Bounds(arrays["queries"], arrays["keys"], *self.longest, gather if len(gather) else None),
@@ -174,7 +173,7 @@ class HostBatch:
             label_rows=arrays["label_rows"],
             carry=carry,
             label_batch=labelled,
-            balanced=balanced,
+            balanced=balanced_rows(arrays, tally),
             cache=cache,
             **common,
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatron_mux.batch.balancing import BalancedRows
+from megatron_mux.batch.balancing import NO_ROWS, BalancedRows, NoBalancedRows
 from megatron_mux.kernels.attention.carry import Carry
 from megatron_mux.kernels.attention.key_value_cache import KeyValueCache
 from megatron_mux.kernels.attention.segments import Bounds, Segment
@@ -45,7 +45,7 @@ class MicroBatch:
         prefix: Layer to task to key and value, each `[P, kv heads on this rank, D]`; filled while computing.
         carry: Keys and values that chunks of the same packs keep for each other; None: no sequence is cut.
         label_batch: The labelled rows alone; None where this is them.
-        balanced: Rows that count for a balancing loss; None: there are none.
+        balanced: Rows that count for a balancing loss.
         cache: Keys and values of sequences that are generated; None: none are.
         row_scale: Scales the gradients of the labelled rows in the backward pass; None: they are final.
     """
@@ -65,7 +65,7 @@ class MicroBatch:
     prefix: PrefixKV = field(default_factory=dict)
     carry: Carry | None = None
     label_batch: MicroBatch | None = None
-    balanced: BalancedRows | None = None
+    balanced: BalancedRows | NoBalancedRows = NO_ROWS
     cache: KeyValueCache | None = None
     row_scale: RowScale | None = None
 

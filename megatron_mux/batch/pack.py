@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_mux.batch.balancing import BalancedSequences
+from megatron_mux.batch.balancing import NO_SEQUENCES, BalancedSequences
 from megatron_mux.batch.host_batch import Array, Buffer, HostBatch, PresentTasks
 from megatron_mux.kernels.attention.segments import Segment, bounds_of
 from megatron_mux.kernels.groups import tiles_of
@@ -88,7 +88,7 @@ def pack(
     training: bool = True,
     spans: Sequence[Span] | None = None,
     slots: Mapping[str, int] | None = None,
-    balanced: BalancedSequences | None = None,
+    balanced: BalancedSequences = NO_SEQUENCES,
 ) -> HostBatch:
     """Pack sequences, or the parts of them that a chunk holds, end to end in host memory.
 
@@ -101,7 +101,7 @@ def pack(
         training: See `MicroBatch.training`.
         spans: First token and one past the last token to take of each sequence; None takes all of them.
         slots: Task name to its slot (see `RowGroups`), by default its index; rows of names without one have no adapter.
-        balanced: Sequences of the micro-batch that count for a balancing loss; None: there are none.
+        balanced: Sequences of the micro-batch that count for a balancing loss.
     """
     order = {name: i for i, name in enumerate(task_names)}
     slots = order if slots is None else slots
@@ -120,7 +120,7 @@ def pack(
                 **_wide(rows, labelled, labels),
                 "label_tasks": np.array([order[own.sequence.task] for own in parts], np.int64)[labels.part],
                 "gather": gather,
-                **({} if balanced is None else balanced.arrays(segments, len(rows.tokens), order)),
+                **balanced.arrays(segments, len(rows.tokens), order),
             },
             {
                 "label_weights": weights.view(np.int32),

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from megatron_mux.attributes import replaced
 from megatron_mux.backbone.experts import layer as moe_layer
 from megatron_mux.backbone.experts.all_to_all import AllToAll
-from megatron_mux.backbone.experts.balance import Balance
 from megatron_mux.backbone.experts.exchange import Received, Sent, dispatch
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.router import Router, Routes
@@ -182,7 +181,7 @@ def assumed_routes(
         assumed.enter(layer)
         return route(layer, *arguments, **named)
 
-    def chosen(router: Router, x: Tensor, balance: Balance | None = None) -> Routes:
+    def chosen(router: Router, x: Tensor, balance: Any = None) -> Routes:
         routes = choose(router, x, balance)
         with _disable_current_modes():  # what stands for it is not recorded
             values = assumed.selected(len(x), router.weight.shape[0], router.routing)

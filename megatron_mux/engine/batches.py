@@ -104,7 +104,7 @@ class StepBatches:
     staging: Staging
     _laid_out: dict[Unit, tuple[MicroBatch, ...]] = field(default_factory=dict, init=False)
     _carries: dict[tuple[int, int], Carry] = field(default_factory=dict, init=False)
-    _tallies: dict[tuple[int, int], RouterLoadAccumulator] = field(default_factory=dict, init=False)
+    _tallies: dict[tuple[int, int], RouterLoadAccumulator | None] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         together = [
@@ -128,8 +128,7 @@ class StepBatches:
     def _lay_out(self, batch: HostBatch, micro_batch: tuple[int, int], carry: Carry | None) -> MicroBatch:
         tally, place = self._tallies.get(micro_batch), self._places.get(id(batch))
         made = batch.to(self.burst.parallel.device, carry, place, tally)
-        if made.balanced is not None:
-            self._tallies[micro_batch] = made.balanced.tally
+        self._tallies[micro_batch] = made.balanced.tally
         return made
 
     def rows(self, unit: Unit) -> int:

@@ -21,6 +21,7 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.engine.evaluation.evaluator import EvalResult
 from megatron_mux.engine.evaluation.held_out import Records
+from megatron_mux.engine.expert_managers import ask_for_lowest_adapter
 from megatron_mux.engine.forward_passes import ForwardPasses
 from megatron_mux.engine.generate import Completion, Prompt
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size
@@ -84,11 +85,9 @@ class Engine:
         )
         self._forward = ForwardPasses(self.stages, parallel, self.communicator, self._trials)
         self._tasks: dict[str, TaskState] = {}
-        if not parallel.experts.holds_rows:
-            for stage in own:
-                stage.lowest_adapter = self._lowest_adapter
+        ask_for_lowest_adapter(own, parallel, self._lowest_adapter)
 
-    def _lowest_adapter(self) -> int:
+    def _lowest_adapter(self, _: Backbone) -> int:
         """The lowest layer in which some task has an adapter."""
         lowest = (task.lowest_layer for task in self._tasks.values())
         return min(lowest, default=self.backbone.shape.layers)

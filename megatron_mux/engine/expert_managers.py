@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine.step_part import StepPart
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.runtime import Parallel
@@ -21,3 +24,12 @@ class ManagerSums(StepPart):
     def complete(self, table: Tensor) -> None:
         """Sum the table over all of them."""
         dist.all_reduce(table, group=self.burst.parallel.experts.group)
+
+
+def ask_for_lowest_adapter(
+    stages: Iterable[Backbone], parallel: Parallel, lowest: Callable[[Backbone], int]
+) -> None:
+    """Have a manager's stages ask for the lowest layer with an adapter: most adapters are on the master."""
+    if not parallel.experts.holds_rows:
+        for stage in stages:
+            stage.lowest_adapter = lowest

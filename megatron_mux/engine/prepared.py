@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from megatron_mux.batch.balancing import BalancedSequences, balanced_sequences
+from megatron_mux.batch.balancing import NO_SEQUENCES, BalancedSequences, balanced_sequences
 from megatron_mux.batch.host_batch import HostBatch
 from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.data.tokenise import Example
@@ -23,7 +23,7 @@ from megatron_mux.engine.task_state import TaskState
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Chunk, padded_lengths
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.step import Lengths, StepGrid, lockstep, must_keep_step, step_grid, step_template
+from megatron_mux.fusion.step import StepGrid, lockstep, must_keep_step, step_grid, step_template
 from megatron_mux.pipeline.action import Unit
 from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.template import Template
@@ -82,7 +82,11 @@ def prepare_step(
             beside[name] = task.read_beside(steps[name])
         except UserError as error:
             problems[name] = str(error)
-    balanced = _balanced(grid, tasks, lengths)
+    balanced = balanced_sequences(
+        _pieces(grid),
+        {name: task.task.spec.training.router_aux_loss_coef for name, task in tasks.items()},
+        {name: own.tokens for name, own in lengths.items()},
+    )
     packer = _Packer(tasks, steps, sequences, parallel)
     batches: dict[Unit, tuple[HostBatch, ...]] = {}
     for unit, chunks in grid.chunks.items() if not problems else ():
@@ -90,7 +94,7 @@ def prepare_step(
         for chunk in (tuple(share(chunk)) for chunk in chunks):
             refers = packer.refers(plan.buckets[unit.bucket].tasks if sharded else (p.task for p in chunk))
             made += [packer.forward_only(chunk)] if refers else []
-            made.append(packer.trained(chunk, balanced.get((unit.bucket, unit.micro_batch))))
+            made.append(packer.trained(chunk, balanced.get((unit.bucket, unit.micro_batch), NO_SEQUENCES)))
         batches[unit] = tuple(made)
     tokens = {name: sum(own.tokens) for name, own in lengths.items()}
     return PreparedStep(grid, batches, tokens, problems, beside)
@@ -116,7 +120,7 @@ class _Packer:
         """Whether some of these tasks have rows that are computed forward only."""
         return any(self.tasks[name].forward_rows is not None for name in names)
 
-    def trained(self, chunk: Chunk, balanced: BalancedSequences | None) -> HostBatch:
+    def trained(self, chunk: Chunk, balanced: BalancedSequences) -> HostBatch:
         """The rows that tasks learn from."""
         return pack(
             [self.sequences[piece.task][piece.sequence] for piece in chunk],
@@ -151,19 +155,12 @@ class _Packer:
         return self.parallel.tp_size if self.parallel.sequence_parallel else 1
 
 
-def _balanced(
-    grid: StepGrid, tasks: Mapping[str, TaskState], lengths: Mapping[str, Lengths]
-) -> dict[tuple[int, int], BalancedSequences]:
-    """Sequences that count for a balancing loss, by bucket and micro-batch."""
-    coefficients = {name: task.task.spec.training.router_aux_loss_coef for name, task in tasks.items()}
-    coefficients = {name: own for name, own in coefficients.items() if own}
-    if not coefficients:
-        return {}
-    pieces: dict[tuple[int, int], list[tuple[str, int]]] = {}
+def _pieces(grid: StepGrid) -> Iterator[tuple[tuple[int, int], str, int]]:
+    """Bucket with micro-batch, task and sequence of each piece of a chunk."""
     for unit, chunks in grid.chunks.items():
-        own = pieces.setdefault((unit.bucket, unit.micro_batch), [])
-        own += [(piece.task, piece.sequence) for chunk in chunks for piece in chunk]
-    return balanced_sequences(pieces, coefficients, {name: lengths[name].tokens for name in coefficients})
+        for chunk in chunks:
+            for piece in chunk:
+                yield (unit.bucket, unit.micro_batch), piece.task, piece.sequence
 
 
 def checked_template(plan: Plan, sizes: tuple[tuple[int, ...], ...]) -> Template:

@@ -68,7 +68,7 @@ def test_agrees_with_transformers_and_counts_its_bytes(
     assert shape.experts is not None
     placement = uneven(shape)
     backbone = Backbone.load(path, parallel, torch.float64, recompute, placement=placement)
-    backbone.lowest_adapter = lambda: 0
+    backbone.lowest_adapter = lambda _: 0
     none = pack([], ("first", "second"), {"first": 0, "second": 0}).to()
     batch = batch_of(shape, parallel, 0) if parallel.experts.holds_rows else none
     passes_ = stages(backbone, batch)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_mux.backbone.experts.all_to_all import AllToAll
-from megatron_mux.backbone.experts.balance import Balance
 from megatron_mux.backbone.experts.exchange import Exchange, Received, collect, dispatch
 from megatron_mux.backbone.experts.grouped_linear import GroupedLinear
 from megatron_mux.backbone.experts.master_exchange import ManagerExchange, MasterExchange
@@ -49,7 +48,7 @@ class MoELayer(nn.Module):
 
     Attributes:
         held: The experts of this rank.
-        observe: Called with the routes and slots of each pass's rows; None: nobody looks.
+        observe: Called with the routes and slots of each pass's rows.
         dequantise: Called before experts are used, forward and backward; None: they are not quantised.
     """
 
@@ -73,7 +72,7 @@ class MoELayer(nn.Module):
         # None where this process has all experts.
         self.exchange = None if ranks.group.size() == 1 else EXCHANGES[ranks.exchange](ranks, layer)
         self.place(placement)
-        self.observe: Callable[[Routes, Tensor], None] | None = None
+        self.observe: Callable[[Routes, Tensor], object] = lambda routes, slots: None
         self.dequantise: SelectExperts | None = None
         self.anchor = torch.zeros(0, device=parallel.device, requires_grad=True)
         self.router: Router | None = Router(self.routing, shape.experts.count, shape.hidden)
@@ -120,9 +119,11 @@ class MoELayer(nn.Module):
         if self.router is None:
             routes = no_routes(self.routing, x)
         else:
-            routes = self.router(x, self._balance(len(x), again))
+            first, group = self._first(len(x)), self.tp_group if self.sequence_parallel else None
+            rows = slice(first, first + len(x))
+            routes = self.router(x, active().balanced.in_layer(self.layer, rows, group, again))
         slots = self.slots(len(x))
-        if self.observe is not None and not again:
+        if not again:
             self.observe(routes, slots)
         return routes, slots
 
@@ -151,15 +152,6 @@ class MoELayer(nn.Module):
         counts = pairs.groups.sizes
         self.dequantise(counts)
         return counts
-
-    def _balance(self, rows: int, again: bool) -> Balance | None:
-        """The balancing loss of this rank's rows; None: no task of the micro-batch asks for it."""
-        balanced = active().balanced
-        if balanced is None:
-            return None
-        first = self._first(rows)
-        group = self.tp_group if self.sequence_parallel else None
-        return Balance(self.layer, balanced.numbers[first : first + rows], balanced.tally, group, again)
 
     def _first(self, rows: int) -> int:
         """Which row of the micro-batch this rank's begin with, if it has so many."""

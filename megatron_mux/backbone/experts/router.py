@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_mux.backbone.experts.balance import Balance
+from megatron_mux.batch.balancing import NO_ROWS, Balance, NoBalancedRows
 from megatron_mux.expert_shape import Routing
 
 
@@ -55,12 +55,12 @@ class Router(nn.Module):
         logits = self.logits(x)
         return logits.sigmoid() if self.routing.score == "sigmoid" else logits.softmax(dim=-1)
 
-    def forward(self, x: Tensor, balance: Balance | None = None) -> Routes:
+    def forward(self, x: Tensor, balance: Balance | NoBalancedRows = NO_ROWS) -> Routes:
         """Choose experts for the rows of `x` `[R, H]`; the weights are differentiable with respect to it.
 
         Args:
             x: The rows.
-            balance: The balancing loss of some of them; None: no task asks for it.
+            balance: The balancing loss of some of them.
         """
         routing, scores = self.routing, self.scores(x)
         with torch.no_grad():
@@ -75,11 +75,10 @@ class Router(nn.Module):
             weights = weights / (total + 1e-20 if routing.score == "sigmoid" else total)
         if routing.scale != 1.0:
             weights = weights * routing.scale
-        if balance is not None:
-            weights = balance.attach(weights, *self._balanced(scores, experts))
+        weights = balance.attach(weights, lambda: self._ranked(scores, experts))
         return Routes(experts, weights.to(x.dtype) if routing.cast else weights)
 
-    def _balanced(self, scores: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+    def _ranked(self, scores: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
         """What the balancing loss is about, as in Megatron-Core: normalised scores, and the best of them alone.
 
         Neither groups of experts nor a bias have a say in it.

@@ -20,7 +20,7 @@ from megatron_mux.footprint.signature import Signature
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters, TrainedTensor
 from megatron_mux.optimizers.registry import OPTIMIZERS
 from megatron_mux.shape import BackboneShape
-from megatron_mux.tasks import TaskSpec
+from megatron_mux.tasks import TaskSpec, TrainingSpec
 
 _PART_OF_HIDDEN = 64
 """LoRA of lower ranks than this part of a row's hidden states takes as much as of this rank, as far as bytes go: fewer
@@ -60,7 +60,7 @@ class TaskLoad:
         longest: Tokens of the longest record there is; a typical step need not have one.
         refers: Whether its rows are computed a second time, forward only, with its reference.
         together: Sequences of a record, which are in one micro-batch.
-        needs_kl: Whether each step begins with a forward pass over mismatched completions, for KTO's KL term.
+        opening_passes: Forward passes over its sequences that each step begins with: for KTO's KL term.
     """
 
     name: str
@@ -74,7 +74,7 @@ class TaskLoad:
     longest: int = 0
     refers: bool = False
     together: int = 1
-    needs_kl: bool = False
+    opening_passes: int = 0
 
     @classmethod
     def of(
@@ -108,7 +108,7 @@ class TaskLoad:
             longest=int(lengths.max()),
             refers=spec.training.refers_in_steps,
             together=spec.training.sequences_per_record,
-            needs_kl=spec.training.needs_kl,
+            opening_passes=_opening_passes(spec.training),
         )
 
     def signature(self, shape: BackboneShape) -> Signature:
@@ -177,6 +177,11 @@ def _stepped(spec: TaskSpec, shape: BackboneShape, adapter: TaskAdapters) -> tup
         for (key, t), tensor in zip(trained, adapter.tensors, strict=True)
     ]
     return tuple(own for _, own in sorted(found, key=lambda pair: not pair[0]))
+
+
+def _opening_passes(training: TrainingSpec) -> int:
+    """With the adapter, and with the reference unless its rows are computed anyway."""
+    return (1 if training.refers_in_steps else 2) if training.needs_kl else 0
 
 
 def adapts_experts(loads: Iterable[TaskLoad]) -> bool:

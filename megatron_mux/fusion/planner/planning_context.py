@@ -85,7 +85,7 @@ class PlanningContext:
 
         A KL term is computed with the adapter as it is when the step begins, so a KTO task's steps do not roll.
         """
-        waits = any(load.needs_kl for load in self.tasks.values())
+        waits = any(load.opening_passes for load in self.tasks.values())
         rolls = self.mesh.pipeline > 1 and PIPELINE_SCHEDULES[self.schedule].rolls and not waits
         return self.rolling if rolls else 1
 

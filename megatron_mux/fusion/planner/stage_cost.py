@@ -219,7 +219,7 @@ class StageCosts:
 
     def step_overhead(self, buckets: Sequence[Sequence[int]]) -> float:
         """Seconds of a step of the tasks of these buckets outside its passes: reading, laying out, optimizers, sums of
-        gradients over pipelines, KL terms.
+        gradients over pipelines, the passes that steps begin with.
         """
         tasks = [task for bucket in buckets for task in bucket]
         updates = self._updates[tasks].sum(axis=0)  # [ranks]
@@ -229,14 +229,14 @@ class StageCosts:
             + sum(len(self.loads[t].tokens) for t in tasks) * self.profile.sequence_seconds
             + float(updates.max())
             + self._gradients(tasks)
-            + sum(self._kl_term(t) for t in tasks if self.loads[t].needs_kl)
+            + sum(self._opening(t) for t in tasks if self.loads[t].opening_passes)
         )
 
-    def _kl_term(self, task: int) -> float:
-        """Seconds of the pass over a step's mismatched completions, with adapter and reference, stage after stage."""
+    def _opening(self, task: int) -> float:
+        """Seconds of the passes that a step of the task begins with, stage after stage."""
         cost = self.hybrid((task,), 1)
         seconds = sum(cost.forward) + sum(cost.communication_forward)  # which nothing hides
-        return seconds if self.loads[task].refers else 2 * seconds
+        return self.loads[task].opening_passes * seconds
 
     def _gradients(self, tasks: Sequence[int]) -> float:
         """Seconds to sum the fp32 gradients of adapters over pipelines: as a transfer of as many bytes, twice."""

@@ -22,7 +22,7 @@ from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.permutation import ExpertPermutation
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.experts.traffic import Traffic
-from megatron_mux.backbone.layer import feed_forward
+from megatron_mux.backbone.layer import mlp_half
 from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.fusion.even_experts import even_selection
@@ -102,7 +102,7 @@ class ExpertProbes:
             out = x
             with activate(batch), _even([layer.mlp for layer in layers], routes, self._echo):
                 for layer in layers:
-                    out = feed_forward(layer, out)
+                    out = mlp_half(layer, out)
             return out, (x,)
 
         return run

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.backbone.layer import attend, feed_forward
+from megatron_mux.backbone.layer import attention_half, mlp_half
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.batch.micro_batch import activate
 from megatron_mux.fusion.profiler.adapter_probes import AdapterProbes
@@ -78,7 +78,7 @@ class Probes:
             out = x
             with activate(batch):
                 for layer in stage.stacks[name]:
-                    out = attend(layer, out, turns)[0] if name == "attention" else feed_forward(layer, out)
+                    out = attention_half(layer, out, turns) if name == "attention" else mlp_half(layer, out)
             return out, (x,)
 
         return run

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mux.backbone.experts.balance import Balance
 from megatron_mux.backbone.experts.router import Router
 from megatron_mux.backbone.registry import read_shape
-from megatron_mux.batch.balancing import BalancedRows, BalancedSequences, RouterLoadAccumulator
+from megatron_mux.batch.balancing import BalancedSequences, RouterLoadAccumulator, balanced_rows
 from megatron_mux.kernels.attention.segments import Segment
 from tests import tiny_models
 from tests.reference.balanced import balancing_loss
@@ -92,11 +91,10 @@ def test_balancing_loss_is_megatrons_for_each_sequence(name: str, tmp_path: Path
     attached, inputs = [], []
     for segments, own in zip(chunks, rows, strict=True):
         arrays = balanced.arrays(segments, own.stop - own.start, {"b": 0, "c": 1, "a": 2})
-        counted = BalancedRows.of({name: torch.from_numpy(array) for name, array in arrays.items()}, tally)
+        counted = balanced_rows({name: torch.from_numpy(array) for name, array in arrays.items()}, tally)
         tally = counted.tally
         given = x[own].clone().requires_grad_(True)
-        balance = Balance(3, counted.numbers, tally, None, again=False)
-        routes = router(given, balance)
+        routes = router(given, counted.in_layer(3, slice(None), None, again=False))
         assert torch.equal(routes.weights.nan_to_num(), router(given).weights.nan_to_num())
         attached.append(routes.weights)
         inputs.append(given)

@@ -69,12 +69,12 @@ def test_the_planner_counts_rows_of_references_forward_only() -> None:
 
 def test_the_planner_counts_the_pass_of_a_kl_term() -> None:
     load = replace(backbone.load("t", [40, 64, 64, 50]), refers=True)
-    model, plain = costs([replace(load, needs_kl=True)]), costs([load])
+    model, plain = costs([replace(load, opening_passes=1)]), costs([load])
     found = model.step_overhead([[0]]) - plain.step_overhead([[0]])
     assert found == pytest.approx(sum(plain.hybrid((0,), 1).forward))
     rolling = PlanningContext(backbone.profile(), backbone.info(), Mesh(pipeline=2), rolling=8)
     assert rolling.with_tasks({"t": load}).steps_per_flush == 8
-    assert rolling.with_tasks({"t": replace(load, needs_kl=True)}).steps_per_flush == 1
+    assert rolling.with_tasks({"t": replace(load, opening_passes=1)}).steps_per_flush == 1
 
 
 def test_a_pair_is_the_smallest_micro_batch() -> None:

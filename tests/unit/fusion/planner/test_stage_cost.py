@@ -163,7 +163,7 @@ def test_rows_of_the_embedding_need_the_gradient_of_all_layers() -> None:
 
 
 def test_nothing_hides_the_messages_of_a_kl_term() -> None:
-    loads = [backbone.load("a", [64] * 4, needs_kl=True)]
+    loads = [backbone.load("a", [64] * 4, opening_passes=2)]
     profile = backbone.profile(LAYERS, tensor_parallel=2)
     hidden, plain = (
         costs(loads, profile=profile, method=ParallelConfig(tensor=2), overlap=overlap)
