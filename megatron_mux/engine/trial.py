@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_mux import runtime
 from megatron_mux.attributes import replaced_in
-from megatron_mux.backbone.experts.layer import MoELayer
+from megatron_mux.backbone.experts.layer import MoELayer, unobserved
 from megatron_mux.engine.out_of_memory import FailedBuckets, Stages, ranks_meet
 from megatron_mux.engine.train_step import TrainStep
 from megatron_mux.fusion.plan import Plan
@@ -193,7 +193,7 @@ class Trials:
 def _unobserved(stages: Stages) -> AbstractContextManager[None]:
     """Context in which nobody looks at the routes of experts: a trial's rows do not count."""
     layers = [m for stage in stages.values() for m in stage.model.modules() if isinstance(m, MoELayer)]
-    return replaced_in(layers, "observe", None)
+    return replaced_in(layers, "observe", unobserved)
 
 
 def _covers(tried: Size, size: Size) -> bool:

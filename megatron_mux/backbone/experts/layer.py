@@ -35,6 +35,10 @@ EXCHANGES: Mapping[str, Callable[[Any, int], Exchange]] = {
 """How rows reach their experts, by `ExpertRanks.exchange`: made of the ranks and the layer's global index."""
 
 
+def unobserved(routes: Routes, slots: Tensor) -> None:
+    """What `MoELayer.observe` is unless somebody counts routes."""
+
+
 class MoELayer(nn.Module):
     """Router, routed experts and shared experts of a layer; on a rank without rows, routed experts alone.
 
@@ -72,7 +76,7 @@ class MoELayer(nn.Module):
         # None where this process has all experts.
         self.exchange = None if ranks.group.size() == 1 else EXCHANGES[ranks.exchange](ranks, layer)
         self.place(placement)
-        self.observe: Callable[[Routes, Tensor], object] = lambda routes, slots: None
+        self.observe: Callable[[Routes, Tensor], object] = unobserved
         self.dequantise: SelectExperts | None = None
         self.anchor = torch.zeros(0, device=parallel.device, requires_grad=True)
         self.router: Router | None = Router(self.routing, shape.experts.count, shape.hidden)
