@@ -15,6 +15,8 @@ from megatron_mux.errors import UserError
 
 if TYPE_CHECKING:
     from megatron_mux.tasks import TaskSpec
+    from megatron_mux.training.callback import Callback
+    from megatron_mux.training.commands import CommandSource
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class TaskResult:
     Attributes:
         name: The task.
         directory: Its directory, with `metrics.jsonl`.
-        status: `finished`, `failed`, `removed`, or `running` if the run was stopped before its end.
+        status: `finished`, `failed`, `removed`, `paused`, or `running` if the run was stopped before its end.
         reason: Why it failed; else empty.
         step: Optimizer steps that the adapter has seen.
         adapter: The newest checkpoint (of a failed task the last good one), for `peft`; None if nothing was saved.
@@ -67,6 +69,8 @@ def train(
     save: str | os.PathLike[str],
     gpus: int | None = None,
     processes: int | None = None,
+    commands: CommandSource | None = None,
+    callbacks: Sequence[Callback] = (),
     **flags: Any,
 ) -> dict[str, TaskResult]:
     """Train tasks and return their results by name.
@@ -78,10 +82,15 @@ def train(
         save: Directory for adapters, metrics, plan and schedule.
         gpus, processes: As the flags of `megatron-mux train`; by default as many processes as parallel sizes need. One
             trains in this process, several are started.
+        commands: Tells the run which tasks join, pause, go on and leave while it trains, such as a
+            `training.commands.CommandQueue`; the run then goes on until a `Drain`. Where torchrun has started several
+            processes, each gives a source, and that of the first is asked.
+        callbacks: Told what becomes of tasks (`state_changed`), and when steps, saves and evaluations are due.
         flags: Other flags of `megatron-mux train`, with underscores: `load="runs/first"`, `bf16=True`.
 
     Raises:
-        UserError: The input is wrong.
+        UserError: The input is wrong; or processes would have to be started, which get neither `commands` nor
+            `callbacks`.
         RuntimeError: One of several processes failed; it has printed why.
     """
     from megatron_mux.cli.launch import is_launched, run_processes
@@ -105,6 +114,11 @@ def train(
         words = [word for name, value in given.items() for word in _words(name, value, known)]
         arguments, count = plan_run(words, PROGRAM)
         if count > 1 and not is_launched():
+            if commands is not None or callbacks:
+                raise UserError(
+                    f"commands, callbacks: are not passed to the {count} processes that this one would start: start "
+                    "this script with torchrun, or train on one process"
+                )
             status = run_processes(["train", *words], count, PROGRAM)
             if status:
                 raise RuntimeError(f"training ended with status {status}: its processes have printed why")
@@ -114,7 +128,7 @@ def train(
             from megatron_mux.training.run import run
 
             try:
-                run(arguments, PROGRAM)
+                run(arguments, PROGRAM, commands, callbacks)
             finally:
                 shutdown()
     return read_run(save)

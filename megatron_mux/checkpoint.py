@@ -39,6 +39,7 @@ from megatron_mux.saved_files import (
     prune,
     write_best,
 )
+from megatron_mux.tasks.life import TaskLife
 from megatron_mux.tensor_file import write_tensors
 
 _FORMAT = 2
@@ -51,7 +52,7 @@ class SavedTask:
     Attributes:
         name: The task.
         step: Optimizer steps its checkpoint holds.
-        status: `running`, `finished`, `failed` or `removed` at that time.
+        status: `running`, `paused`, `finished`, `failed` or `removed` at that time.
         reason: Why it failed, else empty.
         checkpoint: Directory of its checkpoint, relative to the run's; empty if it has none yet.
         spec: The task as it was given, as plain data.
@@ -75,6 +76,11 @@ class SavedTask:
     best: BestEvaluation = field(default_factory=BestEvaluation)
     reference: str = ""
     lengths: tuple[tuple[int, int], ...] = ()
+
+    def follow(self, life: TaskLife) -> None:
+        """Take over what the task's life says of its status."""
+        self.status = life.saved_status(self.status)
+        self.reason = life.reason if life.has_begun else self.reason
 
     def note(self, step: int, loss: float) -> None:
         """Record a step with a finite gradient and its loss; both judge the adapter that the step before it left."""

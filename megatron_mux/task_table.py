@@ -118,7 +118,7 @@ class TaskTable:
     def add(self, spec: TaskSpec, life: TaskLife, step: int = 0, total_steps: int | None = None) -> None:
         """Add a task's row, or bring it up to date."""
         if life.trains:
-            if not any(self.tasks[name].life.trains for name in self._training):
+            if not any(self.tasks[name].life.trains for name in self._training - {spec.name}):
                 self._latest = (self._clock(), self._tokens)  # nobody was trained until now
                 self._moments.clear()
                 self._moments.append(self._latest)

@@ -146,6 +146,23 @@ class Engine:
         if 0 in self.stages:
             self.stages[0].vocabulary.noise.pop(name, None)
         self.reserve_gradient_buffer()
+        self._end_parking()
+
+    def pause(self, name: str) -> None:
+        """Let a task take no part in steps; it keeps all that it has. Every rank calls it, between steps.
+
+        Raises:
+            ValueError: The task is over.
+        """
+        self._tasks[name].life.to("paused")
+        self._end_parking()
+
+    def resume(self, name: str) -> None:
+        """Let a task that was paused take part again, from the step on at which it was. Every rank calls it."""
+        self._tasks[name].life.to("running")
+
+    def _end_parking(self) -> None:
+        """Let parked tasks go on: one beside which they ran out of memory takes part no longer."""
         for task in self._tasks.values():
             if task.life.state == "parked":
                 task.life.to("running")
@@ -233,8 +250,9 @@ class Engine:
             self.planning.planner.check({task.spec.name: self._load_of(task)})
 
     def has_room(self, tasks: Sequence[Task]) -> bool:
-        """Whether the memory limit has room for these tasks beside those that train or are parked."""
-        loads = {name: task.load for name, task in self._tasks.items() if task.life.trains}
+        """Whether the memory limit has room for these tasks beside those that train, are parked or are paused."""
+        kept = [name for name, task in self._tasks.items() if task.life.trains or task.life.state == "paused"]
+        loads = {name: self._tasks[name].load for name in kept}
         loads |= {task.spec.name: self._load_of(task) for task in tasks}
         try:
             if self.planning.planner is not None:

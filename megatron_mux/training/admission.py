@@ -53,12 +53,12 @@ class Admission:
         self._no_room_beside = (*self.engine.active, *(task.spec.name for task in taken))
         return taken
 
-    def withdraw(self, name: str) -> bool:
-        """A task goes before its turn has come; whether it was waiting."""
-        before = len(self.waiting)
+    def withdraw(self, name: str) -> Task | None:
+        """Take a task out before its turn has come; returns it, None if it was not waiting."""
+        found = next((task for task in self.waiting if task.spec.name == name), None)
         self.waiting = [task for task in self.waiting if task.spec.name != name]
         self._no_room_beside = None  # whoever is behind it may need less
-        return len(self.waiting) < before
+        return found
 
     def prepare(self, specs: Sequence[TaskSpec]) -> Future[None] | None:
         """Predict in the background what memory tasks will take that are going to be offered. Every rank calls it.

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Concatenate, ParamSpec, TypeVar
 
 from megatron_mux.engine import StepResult
+from megatron_mux.tasks.life import StateChange
 from megatron_mux.training.step_loop import Due
 
 P = ParamSpec("P")
@@ -37,6 +38,12 @@ class Callback:
 
     def task_done(self, name: str, result: StepResult) -> None:
         """Called when a task is finished or has failed. It has been saved and is still registered."""
+
+    def state_changed(self, change: StateChange) -> None:
+        """Called for each change of a task's state, in their order: before the next steps, and when the run has ended.
+
+        `tasks.life` has the states. By then other changes may have followed.
+        """
 
     # -- steps
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_mux.data.background import BackgroundTokenising
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.tokenised_file import Reading
-from megatron_mux.engine.agreement import everyones, from_first
+from megatron_mux.engine.agreement import everyones
 from megatron_mux.launcher import is_local_leader
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
@@ -119,6 +119,13 @@ class JoiningFiles:
                 return file.specs
         return ()
 
+    def drop(self, name: str) -> None:
+        """Forget one task, and its file if that has no other."""
+        for file in [file for file in self.queue if name in [spec.name for spec in file.specs]]:
+            file.specs = [spec for spec in file.specs if spec.name != name]
+            if not file.specs:
+                self.cancel(file.path)
+
     def close(self) -> None:
         """Forget all of them."""
         for file in self.queue:
@@ -139,7 +146,7 @@ class JoiningFiles:
 
 @dataclass
 class WatchedDirectory:
-    """A source of commands: files that come and go in a directory, which rank 0 reads.
+    """A source of commands: files that come and go in a directory.
 
     A task file that is new, or changed since it was refused, is submitted; one that is gone is cancelled. As long as a
     file named `STOP` is there, the run is to end once its tasks are done.
@@ -147,11 +154,9 @@ class WatchedDirectory:
     Attributes:
         directory: Where task files appear; files whose name starts with a dot are left alone, so that a writer can
             write there and rename.
-        parallel: Where this rank stands.
     """
 
     directory: Path
-    parallel: Parallel
     _seen: dict[Path, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -160,8 +165,8 @@ class WatchedDirectory:
         return f"task files in {self.directory} (a file {STOP} ends the run)"
 
     def poll(self) -> Sequence[Command]:
-        """Compare the directory with what it held the last time. Every rank calls it."""
-        now, stop = from_first(self._read() if self.parallel.rank == 0 else ({}, False), self.parallel)
+        """Compare the directory with what it held the last time."""
+        now, stop = self._read()
         added = sorted(path for path, stamp in now.items() if self._seen.get(path) != stamp)
         removed = sorted(path for path in self._seen if path not in now)
         self._seen = now

@@ -28,7 +28,7 @@ class Loop:
         arguments: The command line.
         registry: The tasks of the run, and the callbacks, called in their order.
         step_loop: Runs bursts of steps.
-        commands: Tells which tasks are to join and leave.
+        commands: Tells which tasks are to join, pause, go on and leave.
         check: Raises a `UserError` if another run took the directory over; called before lines are added to its files.
         manifest: The save to continue from, if any.
         began: When the run began, by `time.monotonic`.
@@ -49,6 +49,7 @@ class Loop:
         self.engine, self.reporter = self.registry.engine, self.registry.reporter
         self.parallel, self.callbacks = self.registry.parallel, self.registry.callbacks
         # What is called burst by burst.
+        self._state_changes = overrides(self.callbacks, Callback.state_changed)
         self._reasons_to_exit = overrides(self.callbacks, Callback.reason_to_exit)
         self._before_steps = overrides(self.callbacks, Callback.before_steps)
         self._dues = overrides(self.callbacks, Callback.due)
@@ -62,10 +63,13 @@ class Loop:
             self.parallel.heartbeat.at("beginning the next steps")
             stop_when_done = self.registry.follow(self.commands.poll(), self._preparing)
             self.registry.admit()
+            self._tell_changes()
             if not self.engine.active:
                 if self.registry.waiting:
                     continue  # whoever had its turn was refused
                 if stop_when_done:
+                    paused = self.registry.paused
+                    stopped = f"with {', '.join(paused)} paused" if paused else ""
                     break
                 if not (idle or self.registry.preparing):
                     self.reporter.say(f"nothing to train: waiting for {self.commands.awaited}")
@@ -88,6 +92,7 @@ class Loop:
                 advice = f"every task is saved: continue with --load {directory} --save {directory}"
             self.reporter.stopped(stopped, advice)
             self.registry.stop()
+        self._tell_changes()
         raise_on_every_rank(self.reporter.problem, self.parallel)
 
     def close(self) -> None:
@@ -96,6 +101,14 @@ class Loop:
         for callback in self.callbacks:
             callback.close()
         self.engine.close()
+
+    def _tell_changes(self) -> None:
+        """Tell callbacks which tasks have changed their states."""
+        changes = self.registry.lives.changes
+        while changes:
+            change = changes.pop(0)
+            for tell in self._state_changes:
+                tell(change)
 
     def _advance(self) -> None:
         """Run a burst of steps, report them, then do what is due."""
@@ -177,6 +190,7 @@ class Loop:
         if stopping:
             return "by a signal"
         for reason in self._reasons_to_exit:
-            if why := reason(elapsed, bool(self.engine.active or self.registry.waiting)):
+            is_training = self.engine.active or self.registry.waiting or self.registry.paused
+            if why := reason(elapsed, bool(is_training)):
                 return why
         return ""

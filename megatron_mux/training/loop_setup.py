@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from megatron_mux.arguments import MuxArguments
@@ -19,7 +19,7 @@ from megatron_mux.training.callback import Callback
 from megatron_mux.training.callbacks.evaluations import Evaluations
 from megatron_mux.training.callbacks.pictures import Pictures
 from megatron_mux.training.callbacks.saves import Saves, SaveTimes
-from megatron_mux.training.commands import OnlyDrain
+from megatron_mux.training.commands import CommandSource, OnlyDrain, SharedCommands
 from megatron_mux.training.exits import Exits
 from megatron_mux.training.garbage import FrozenObjects
 from megatron_mux.training.joining import WatchedDirectory
@@ -40,6 +40,8 @@ def make_loop(
     lock: DirectoryLock | None = None,
     began: float | None = None,
     lives: TaskLives | None = None,
+    commands: CommandSource | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Loop:
     """Make the loop of a run. Every rank calls it.
 
@@ -54,27 +56,34 @@ def make_loop(
         lock: On the directory of `--save`; None on ranks that do not write there.
         began: When the run began, by `time.monotonic`; None: now.
         lives: Those of the tasks that the run begins with, as far as they are known.
+        commands: What else tells the run what to do, beside the watched directory. Every rank gives a source, and that
+            of the first rank is asked.
+        callbacks: Others than those that `arguments` ask for; they are called after these.
     """
     parallel, save, watched = engine.parallel, arguments.save, arguments.mux_watch
+    sources: list[CommandSource] = [] if watched is None else [WatchedDirectory(watched)]
+    sources += [] if commands is None else [commands]
     continued = arguments.load if manifest is not None else None
     registry = TaskRegistry(engine, parallel, reporter, info, files, [], continued, saves=save is not None)
-    registry.lives.update(lives or {})
+    registry.keeps_pauses = commands is not None  # nothing in a watched directory resumes a task
+    registry.lives = registry.lives if lives is None else lives
     if save is not None and parallel.rank == 0 and (arguments.load == save or manifest is None):
         # A run that died before its first save leaves lines, too. Not before the tasks are accepted: a refused run
         # leaves everything as it is.
         registry.accepted = partial(reporter.continue_metrics, save, manifest)
-    step_loop = StepLoop(arguments.mux_rolling, watching=watched is not None)
+    step_loop = StepLoop(arguments.mux_rolling, watching=bool(sources))
     steps_before = manifest.steps if manifest is not None else 0
     registry.callbacks += [] if watch is None else [watch]
     registry.callbacks += _callbacks(arguments, registry, step_loop, steps_before, lock)
+    registry.callbacks += callbacks
     if manifest is not None and continued is not None:
         registry.continue_from(manifest, continued, save)
         reporter.say(f"continuing from {continued} (save {manifest.number})")
         for change in changes_since(manifest, engine.planning, arguments.precision):
             reporter.say(change)
-    commands = OnlyDrain() if watched is None else WatchedDirectory(watched, parallel)
+    source = SharedCommands(sources, parallel) if sources else OnlyDrain()
     began = time.monotonic() if began is None else began
-    return Loop(arguments, registry, step_loop, commands, _check_of(lock), manifest, began)
+    return Loop(arguments, registry, step_loop, source, _check_of(lock), manifest, began)
 
 
 def _callbacks(

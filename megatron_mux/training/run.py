@@ -42,6 +42,8 @@ from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec, load_task_file
 from megatron_mux.tasks.life import TaskLives
 from megatron_mux.training.best import check_best_is_saved
+from megatron_mux.training.callback import Callback
+from megatron_mux.training.commands import CommandSource
 from megatron_mux.training.expert_placement import expert_placement, kept_placement, placement_on_managers
 from megatron_mux.training.expert_topology import check_topology
 from megatron_mux.training.expert_watch import watch_experts
@@ -51,7 +53,12 @@ from megatron_mux.training.signals import stop_on_signals
 from megatron_mux.training.task_setup import merge_saved, open_tasks
 
 
-def run(arguments: MuxArguments, program: str = "pretrain_mux.py") -> None:
+def run(
+    arguments: MuxArguments,
+    program: str = "pretrain_mux.py",
+    commands: CommandSource | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> None:
     """Fine-tune the tasks that `arguments` name.
 
     It joins the world of processes; leaving it (`runtime.shutdown`) is for the caller, who first tells what was wrong.
@@ -59,6 +66,7 @@ def run(arguments: MuxArguments, program: str = "pretrain_mux.py") -> None:
     Args:
         arguments: The command line.
         program: Printed before the message that ends all ranks when one of them is lost.
+        commands, callbacks: See `make_loop`.
 
     Raises:
         UserError: The input is wrong: everything that can be checked is, before a weight is read.
@@ -66,13 +74,19 @@ def run(arguments: MuxArguments, program: str = "pretrain_mux.py") -> None:
     arguments.check_device("cuda" if torch.cuda.is_available() else "cpu")
     save = arguments.save
     if save is None or os.environ.get("RANK", "0") != "0":
-        _run(arguments, program)
+        _run(arguments, program, commands, callbacks)
         return
     with DirectoryLock(save, break_lock=arguments.break_lock, say=partial(print, flush=True)) as lock:
-        _run(arguments, program, lock)
+        _run(arguments, program, commands, callbacks, lock)
 
 
-def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = None) -> None:
+def _run(
+    arguments: MuxArguments,
+    program: str,
+    commands: CommandSource | None,
+    callbacks: Sequence[Callback],
+    lock: DirectoryLock | None = None,
+) -> None:
     """`run`, with the lock on `--save` where this rank writes there."""
     began = time.monotonic()
     save = arguments.save
@@ -123,7 +137,20 @@ def _run(arguments: MuxArguments, program: str, lock: DirectoryLock | None = Non
             backbone = _load_backbone(arguments, parallel, planning, experts.placement, reporter)
             engine = Engine(backbone, parallel, planning, exchange=exchange)
             watch = watch_experts(arguments, engine, reporter, experts.topology, experts.kept)
-            loop = make_loop(arguments, engine, reporter, info, files, manifest, watch, lock, began, lives)
+            loop = make_loop(
+                arguments,
+                engine,
+                reporter,
+                info,
+                files,
+                manifest,
+                watch,
+                lock,
+                began,
+                lives,
+                commands,
+                callbacks,
+            )
             with closing(loop):
                 loop.registry.register(tasks)
                 signals.enter_context(stop_on_signals(loop))

@@ -1,4 +1,4 @@
-"""The tasks of a run: which train, which wait for memory, which join from the watched directory, which have left."""
+"""The tasks of a run: which train, which are paused, which wait for memory, which are to join, which have left."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron_mux.errors import UserError
 from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import load_task_file
-from megatron_mux.tasks.life import TaskLives
+from megatron_mux.tasks.life import TaskLife, TaskLives
 from megatron_mux.training.admission import Admission
 from megatron_mux.training.best import check_best_is_saved
 from megatron_mux.training.callback import Callback, save_run
-from megatron_mux.training.commands import Cancel, Command, Drain, Submit
+from megatron_mux.training.commands import Cancel, Command, Drain, Pause, Resume, Submit
 from megatron_mux.training.joining import JoiningFile, JoiningFiles
 from megatron_mux.training.resumed import is_over
 from megatron_mux.training.task_setup import check_joining, open_tasks
@@ -30,7 +30,7 @@ from megatron_mux.training.task_setup import check_joining, open_tasks
 
 @dataclass
 class TaskRegistry:
-    """Admits tasks to the engine, queues those that do not fit, and removes those that leave.
+    """Admits tasks to the engine, queues those that do not fit, pauses some, and removes those that leave.
 
     Attributes:
         engine: Trains the tasks that are admitted.
@@ -45,6 +45,7 @@ class TaskRegistry:
         saves: Whether the run saves anything.
         intervals: The `Callback.intervals` of each task that was registered with the engine.
         lives: The state of every task of this run.
+        keeps_pauses: Whether tasks that were paused when the continued run was saved still are; else they train.
     """
 
     engine: Engine
@@ -59,9 +60,11 @@ class TaskRegistry:
     saves: bool = True
     intervals: dict[str, tuple[int, ...]] = field(default_factory=dict)
     lives: TaskLives = field(default_factory=TaskLives)
+    keeps_pauses: bool = False
     _admission: Admission = field(init=False)
     _joining: JoiningFiles = field(init=False)
     _names: dict[Path, list[str]] = field(default_factory=dict)
+    _paused: dict[str, Task] = field(default_factory=dict)  # those that the engine does not have
 
     def __post_init__(self) -> None:
         self._admission = Admission(self.engine, self.parallel)
@@ -105,6 +108,11 @@ class TaskRegistry:
                 continue
             if entry is not None and entry.checkpoint:
                 task.resume = checkpoint.load_task(self.continued or Path(), entry)
+            if entry is not None and entry.status == "paused":
+                if self.keeps_pauses:
+                    self._keep_paused(task, entry)
+                    continue
+                self.reporter.say(f"{name} trains again: it was paused when the run was saved")
             joining.append(task)
         accepted, self.accepted = self.accepted, None
         if accepted is not None:
@@ -124,6 +132,15 @@ class TaskRegistry:
                 self.reporter.add(task.spec, life, 0, task.spec.total_steps(len(task.data)))
                 self.reporter.say(f"{name} waits until there is room for it in memory")
 
+    def _keep_paused(self, task: Task, entry: SavedTask) -> None:
+        """Hold a task that was paused when the continued run was saved."""
+        life = self.lives[entry.name]
+        life.to("waiting")
+        life.to("paused")
+        self._paused[entry.name] = task
+        self.reporter.add(task.spec, life, entry.step, task.spec.total_steps(len(task.data)))
+        self.reporter.say(f"{entry.name} is paused, as it was when the run was saved")
+
     def _admit(self, tasks: Sequence[Task]) -> None:
         """Register tasks with the engine.
 
@@ -139,7 +156,7 @@ class TaskRegistry:
             fresh = SavedTask(name, step, status, "", "", task.spec.plain(), task.data.fingerprint)
             fresh.reference = task.reference_fingerprint()
             entry = self.entries.setdefault(name, fresh)
-            entry.status, entry.spec, entry.lengths = status, fresh.spec, task.lengths
+            entry.spec, entry.lengths = fresh.spec, task.lengths
             if name in waited:
                 self.reporter.say(f"{name} trains from here on")
             self.reporter.add(task.spec, self.lives[name], step, total)
@@ -153,17 +170,28 @@ class TaskRegistry:
             callback.before_first_step(fresh_tasks)
 
     def _admit_waiting(self, task: Task) -> None:
-        """Register a task that has waited; a mistake in it stops only that task."""
+        """Have a task train that has waited; a mistake in it stops only that task."""
+        name = task.spec.name
+        if name in self.engine.tasks:  # it was paused meanwhile
+            self.engine.resume(name)
+            self.reporter.add(task.spec, self.lives[name], *self.engine.progress(name)[:2])
+            self.reporter.say(f"{name} trains from here on")
+            return
         try:
             self._admit([task])
         except UserError as error:  # the same on every rank: it depends on the task and the backbone alone
-            self.lives[task.spec.name].end("refused")
-            self.reporter.say(f"{task.spec.name} refused: {error}")
+            self.lives[name].end("refused", str(error))
+            self.reporter.say(f"{name} refused: {error}")
 
     @property
     def waiting(self) -> bool:
         """Whether some task waits for memory."""
         return bool(self._admission.waiting)
+
+    @property
+    def paused(self) -> list[str]:
+        """Tasks that are paused."""
+        return [name for name, life in self.lives.items() if life.state == "paused"]
 
     @property
     def preparing(self) -> bool:
@@ -195,8 +223,14 @@ class TaskRegistry:
             match command:
                 case Submit(file):
                     self._prepare(file)
-                case Cancel(file):
-                    self._remove(file)
+                case Cancel(Path() as file):
+                    self._cancel_file(file)
+                case Cancel(str() as name):
+                    self._cancel(name)
+                case Pause(name):
+                    self._pause(name)
+                case Resume(name):
+                    self._resume(name)
                 case Drain():
                     drains = True
         return drains and not self._joining.queue
@@ -204,11 +238,16 @@ class TaskRegistry:
     def note(self, name: str, result: StepResult) -> None:
         """Keep what a step of a task says of its adapter."""
         entry = self.entries[name]
-        entry.status, entry.reason = result.status, result.reason
         if result.diverged:
             entry.health.good = False
         elif result.status != "failed":
             entry.note(result.step, result.loss)
+
+    def update_entries(self) -> None:
+        """Have entries say what the lives of their tasks say."""
+        for name, entry in self.entries.items():
+            if name in self.lives:
+                entry.follow(self.lives[name])
 
     def stop(self) -> None:
         """End the lives of tasks that are not done: the run stops."""
@@ -220,25 +259,76 @@ class TaskRegistry:
         self._joining.close()
         end_worker()
 
-    def _remove(self, path: Path) -> None:
+    def _pause(self, name: str) -> None:
+        """Let a task take no part in steps."""
+        if self._refuses(name, "paused", lambda life: life.can_become("paused")):
+            return
+        waiting = self._admission.withdraw(name)
+        if name in self.engine.tasks:
+            self.engine.pause(name)
+        elif waiting is not None:
+            self._paused[name] = waiting
+            self.lives[name].to("paused")
+        self.reporter.say(f"{name} is paused")
+
+    def _resume(self, name: str) -> None:
+        """Let a paused task train again, once there is room for it."""
+        if self._refuses(name, "resumed", lambda life: life.state == "paused"):
+            return
+        self.lives[name].to("waiting")
+        task = self._paused.pop(name, None) or self.engine.task(name)
+        for admitted in self._admission.offer([task]):
+            self._admit_waiting(admitted)
+        if self.lives[name].state == "waiting":
+            self.reporter.say(f"{name} waits until there is room for it in memory")
+
+    def _cancel(self, name: str) -> None:
+        """Let a task leave."""
+        if self._refuses(name, "cancelled", lambda life: not life.is_over):
+            return
+        if name in self._joining.names:
+            self._joining.drop(name)
+            self.lives[name].end("removed")
+            self.reporter.say(f"{name} left before its data were tokenised")
+        else:
+            self._remove([name], "it was cancelled")
+
+    def _refuses(self, name: str, done: str, possible: Callable[[TaskLife], bool]) -> bool:
+        """Whether a command cannot be followed; then says why."""
+        life = self.lives.get(name)
+        if life is not None and possible(life):
+            return False
+        why = "this run has no task of that name"
+        if life is not None:
+            why = f"it is {life.state}" + (", not paused" if done == "resumed" else "")
+        self.reporter.say(f"{name} cannot be {done}: {why}")
+        return True
+
+    def _cancel_file(self, path: Path) -> None:
         """Let the tasks of a file leave."""
-        if self._cancel(path):
+        if self._forget(path):
             self.reporter.say(f"{path.name} left before its data were tokenised")
-        named = self._names.pop(path, [])
-        names = [name for name in named if name in self.engine.tasks]
-        for name in named:
-            if self._admission.withdraw(name):
+        self._remove(self._names.pop(path, []), f"{path.name} was taken out of {path.parent}")
+
+    def _remove(self, names: Sequence[str], why: str) -> None:
+        """Let tasks leave: those that train or are paused once the run is saved, those that wait at once."""
+        leaving: list[str] = []
+        for name in names:
+            waiting = self._admission.withdraw(name)
+            if name in self.engine.tasks or name in self._paused:
+                leaving.append(name)
+            elif waiting is not None:
                 self.lives[name].end("removed")
                 self.reporter.say(f"{name} left before there was room for it")
-        if names:
-            save_run(self.callbacks, names)
-        for name in names:
-            self.entries[name].status = "removed"
-            self.engine.remove_task(name)
+        if leaving:
+            save_run(self.callbacks, leaving)
+        for name in leaving:
+            if self._paused.pop(name, None) is None:
+                self.engine.remove_task(name)
             self.lives[name].end("removed")
-            self.reporter.say(f"{name} left: {path.name} was taken out of {path.parent}")
+            self.reporter.say(f"{name} left: {why}")
 
-    def _cancel(self, path: Path) -> bool:
+    def _forget(self, path: Path) -> bool:
         """Forget a file that is being prepared; returns whether there was one."""
         specs = self._joining.cancel(path)
         for spec in specs:
@@ -247,18 +337,19 @@ class TaskRegistry:
 
     def _prepare(self, path: Path) -> None:
         """Read a task file and have it prepared; a mistake in it is reported and stops nobody."""
-        self._cancel(path)  # an older version of it
+        self._forget(path)  # an older version of it
         specs, problem = [], ""
         try:
             if path in self._names:
                 raise UserError("changed while its tasks run: give a changed task a new name and file")
             specs = load_task_file(path, data_later=True)
             check_best_is_saved(specs, self.saves)
-            waiting = [task.spec.name for task in self._admission.waiting]
+            self.update_entries()
+            waiting = [*self._paused, *(task.spec.name for task in self._admission.waiting)]
             check_joining(
                 specs,
                 self.entries,
-                self.engine.tasks,
+                [*self.engine.tasks, *self._paused],
                 waiting + self._joining.names,
                 self.continued is not None,
             )
@@ -294,10 +385,11 @@ class TaskRegistry:
                 problem = str(error)
                 for task in tasks:
                     self._admission.withdraw(task.spec.name)
+                    self._paused.pop(task.spec.name, None)
         if problem:
             self.reporter.say(f"{file.path.name} refused: {problem}")
             for spec in file.specs:
-                self.lives[spec.name].end("refused")
+                self.lives[spec.name].end("refused", problem)
             return
         self._names[file.path] = [task.spec.name for task in tasks]
         for task in tasks:

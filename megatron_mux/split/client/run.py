@@ -48,6 +48,7 @@ from megatron_mux.split.client.run_record import name_run, note_run
 from megatron_mux.split.protocol.agreement import NAMING_MODULES, NARROWING, Proposal, problem_of_training
 from megatron_mux.split.protocol.wire import Limits, RefusedError
 from megatron_mux.tasks import TaskSpec
+from megatron_mux.tasks.life import TaskLife
 from megatron_mux.training.loop_setup import make_loop
 from megatron_mux.training.signals import stop_on_signals
 from megatron_mux.training.task_setup import merge_saved, open_tasks
@@ -272,7 +273,7 @@ class ClientRun:
                 for name in engine.tasks:  # the next attempt attaches it to the same layers
                     engine.remove_task(name)
         if link.is_joined:
-            self._leave(link, loop.registry.entries[self.name], reporter.say)
+            self._leave(link, loop.registry.lives[self.name], reporter.say)
         reporter.close()
 
     def _saves(self) -> tuple[int | None, int | None]:
@@ -296,10 +297,10 @@ class ClientRun:
                     return steps
         return []
 
-    def _leave(self, link: ServerConnection, entry: SavedTask, say: Say) -> None:
+    def _leave(self, link: ServerConnection, life: TaskLife, say: Say) -> None:
         """Tell the server that the client leaves; by then everything is saved."""
         try:
-            link.leave(entry.status == "finished")
+            link.leave(life.state == "finished")
         except UserError as error:
             say(f"{self.name}: could not take leave of the server: {error}")
         if not link.terms.returns_body:

@@ -43,7 +43,6 @@ class Evaluations(Callback):
         for name in self.tracker.stopped():
             self.registry.engine.finish_early(name)
             last[name] = replace(last[name], status="finished")
-            self.registry.entries[name].status = "finished"
 
     def _is_due(self, name: str, result: StepResult) -> bool:
         """Whether a task is to be evaluated."""

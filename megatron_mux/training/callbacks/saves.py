@@ -69,6 +69,7 @@ class Saves(Callback):
     def save(self, leaving: Sequence[str]) -> None:
         """Copy the states of the tasks; writing them goes on while steps run."""
         engine = self.registry.engine
+        self.registry.update_entries()
         states = [TaskToSave(entry) for entry in self.registry.entries.values()]
         moved = [state.entry.name for state in states if self._note(state, leaving)]
         copies = engine.copy_states(moved, self.saver.memory)
@@ -81,10 +82,11 @@ class Saves(Callback):
     def _note(self, state: TaskToSave, leaving: Sequence[str]) -> bool:
         """Bring a task's entry up to date; whether its state has to be written."""
         engine, entry, name = self.registry.engine, state.entry, state.entry.name
+        if name in leaving:
+            entry.status = "removed"
         if name not in engine.tasks:
             return False
         task, (step, _, status) = engine.task(name), engine.progress(name)
-        entry.status = "removed" if name in leaving else status
         is_moved = False
         if status == "failed" and not entry.health.good and entry.good:
             entry.fall_back()  # the updates since then made its loss diverge

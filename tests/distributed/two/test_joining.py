@@ -21,6 +21,7 @@ from megatron_mux.engine import Engine, Planning
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import load_task_file
 from megatron_mux.training import joining
+from megatron_mux.training.commands import SharedCommands
 from megatron_mux.training.joining import WatchedDirectory
 from megatron_mux.training.task_registry import TaskRegistry
 from megatron_mux.training.task_setup import open_tasks
@@ -66,14 +67,14 @@ def test_one_rank_tokenises_and_both_admit_at_the_same_step(
     reporter: Any = Reporter()
     files = DataFiles(load_tokenizer(workplace.backbone), reporter.say)
     registry = TaskRegistry(engine, parallel, reporter, info, files, callbacks=[])
-    watched = WatchedDirectory(workplace.root / "watched", parallel)
+    watched = SharedCommands([WatchedDirectory(workplace.root / "watched")], parallel)
     specs = load_task_file(workplace.root / "first.yaml")
     registry.register(open_tasks(specs, info, files, reporter.say))
     ran: list[list[str]] = []
     end = time.monotonic() + LIMIT_S
     while not ran or (len(ran[-1]) == 1 and parallel.most([time.monotonic()])[0] < end):
         if len(ran) == 2 and parallel.rank == 0:
-            task_file(workplace, "second").rename(watched.directory / "second.yaml")
+            task_file(workplace, "second").rename(workplace.root / "watched" / "second.yaml")
         # As the loop does: nobody takes the data in before all ranks are done with them.
         registry.follow(watched.poll(), parallel.most([float(registry.preparing)])[0] > 0)
         ran.append(sorted(engine.step()))

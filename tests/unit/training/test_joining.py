@@ -108,6 +108,15 @@ def test_a_file_that_leaves_ends_its_process(files: JoiningFiles) -> None:
     assert second.cancelled and not files.queue
 
 
+def test_a_task_leaves_the_others_of_its_file_alone(files: JoiningFiles) -> None:
+    files.add(Path("a.yaml"), specs("a", "x", "y"))
+    files.add(Path("b.yaml"), specs("b", "z"))
+    files.drop("a-x")
+    assert files.names == ["a-y", "b-z"] and not Process.made[0].cancelled
+    files.drop("a-y")
+    assert files.names == ["b-z"] and Process.made[0].cancelled and len(Process.made) == 2
+
+
 def test_other_ranks_of_a_host_leave_it_to_the_first(
     files: JoiningFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,11 +137,9 @@ def test_other_ranks_of_a_host_leave_it_to_the_first(
 
 # -- the watched directory
 
-ALONE: Any = SimpleNamespace(world_size=1, rank=0)
-
 
 def test_files_come_and_go_once(tmp_path: Path) -> None:
-    watched = WatchedDirectory(tmp_path, ALONE)
+    watched = WatchedDirectory(tmp_path)
     assert watched.poll() == []
     first = tmp_path / "first.yaml"
     first.write_text("name: a")
@@ -147,7 +154,7 @@ def test_files_come_and_go_once(tmp_path: Path) -> None:
 
 
 def test_stop_file(tmp_path: Path) -> None:
-    watched = WatchedDirectory(tmp_path, ALONE)
+    watched = WatchedDirectory(tmp_path)
     (tmp_path / STOP).touch()
     assert watched.poll() == [Drain()]
     assert watched.poll() == [Drain()], "it holds as long as the file is there"
@@ -156,7 +163,7 @@ def test_stop_file(tmp_path: Path) -> None:
 def test_a_directory_that_vanishes_changes_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "watched"
     folder.mkdir()
-    watched = WatchedDirectory(folder, ALONE)
+    watched = WatchedDirectory(folder)
     (folder / "a.yaml").write_text("name: a")
     watched.poll()
     folder.rename(tmp_path / "away")

@@ -12,6 +12,7 @@ import pytest
 from megatron_mux.arguments import MuxArguments
 from megatron_mux.engine import StepResult
 from megatron_mux.errors import UserError
+from megatron_mux.tasks.life import StateChange, TaskLives
 from megatron_mux.training.callback import Callback
 from megatron_mux.training.commands import OnlyDrain
 from megatron_mux.training.loop import Loop
@@ -74,6 +75,9 @@ class Recorder(Callback):
     def close(self) -> None:
         self.noted.append("close")
 
+    def state_changed(self, change: StateChange) -> None:
+        self.noted.append(f"{change.name}: {change.old} to {change.new}")
+
 
 class Engine:
     """One task of some steps, a step at a time."""
@@ -120,6 +124,8 @@ def made(total: int) -> tuple[Loop, Recorder]:
         callbacks=[Callback(), recorder],
         intervals={"a": (3,)},
         waiting=False,
+        paused=[],
+        lives=TaskLives(),
         preparing=False,
         follow=lambda commands, preparing: bool(commands),
         admit=lambda: None,
@@ -198,3 +204,15 @@ def test_no_line_is_written_once_the_directory_is_taken_over() -> None:
     with pytest.raises(UserError, match="taken over"):
         loop.run()
     assert "report 1" not in recorder.noted
+
+
+def test_changes_are_told_before_the_next_steps_and_when_the_run_has_ended() -> None:
+    loop, recorder = made(1)
+    lives = loop.registry.lives
+    lives.begin("a", "loading").to("running")
+    loop.registry.stop = lambda: lives["a"].end("stopped")  # type: ignore[method-assign]
+    loop.registry.paused.append("b")
+    loop.run()
+    assert recorder.noted[:3] == ["a: None to loading", "a: loading to running", "before_steps"]
+    assert recorder.noted[-3:] == ["finish", "stopped with b paused", "a: running to stopped"]
+    assert lives.changes == []

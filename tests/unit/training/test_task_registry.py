@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron_mux import checkpoint
 from megatron_mux.checkpoint import SavedTask
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.engine import StepResult
@@ -17,7 +18,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.training import task_registry as module
 from megatron_mux.training.admission import Admission
 from megatron_mux.training.callback import Callback
-from megatron_mux.training.commands import Cancel, Drain, OnlyDrain, Submit
+from megatron_mux.training.commands import Cancel, Command, Drain, OnlyDrain, Pause, Resume, Submit
 from megatron_mux.training.joining import JoiningFile
 from megatron_mux.training.task_registry import TaskRegistry
 
@@ -27,14 +28,15 @@ class Engine:
 
     def __init__(self) -> None:
         self.tasks: list[str] = []
+        self.known: dict[str, Any] = {}
         self.done = 1
 
     @property
     def active(self) -> tuple[str, ...]:
-        return tuple(self.tasks)
+        return tuple(name for name in self.tasks if self.known[name].life.trains)
 
     def has_room(self, tasks: list[Any]) -> bool:
-        return len(self.tasks) + len(tasks) <= 2
+        return len({*self.tasks, *(task.spec.name for task in tasks)}) <= 2
 
     def check_alone(self, task: Any) -> None:
         pass
@@ -46,6 +48,20 @@ class Engine:
         self.tasks += names
         for task in tasks:
             task.life.to("running")
+
+        self.known |= {task.spec.name: task for task in tasks}
+
+    def task(self, name: str) -> Any:
+        return self.known[name]
+
+    def pause(self, name: str) -> None:
+        self.known[name].life.to("paused")
+
+    def resume(self, name: str) -> None:
+        self.known[name].life.to("running")
+
+    def remove_task(self, name: str) -> None:
+        self.tasks.remove(name)
 
     def progress(self, name: str) -> tuple[int, int, str]:
         return self.done, 10, "running"
@@ -212,7 +228,9 @@ def test_the_run_is_saved_before_tasks_that_are_cancelled_leave(
     monkeypatch.setattr(module, "open_tasks", lambda *arguments: [task("a")])
     registry._join(JoiningFile(file, []), registry.files)
     registry.follow([Cancel(file)], preparing=False)
-    assert removed == [("a", [["a"]])] and registry.entries["a"].status == "removed"
+    assert removed == [("a", [["a"]])] and registry.lives["a"].state == "removed"
+    registry.update_entries()
+    assert registry.entries["a"].status == "removed"
     assert registry.reporter.said[-1] == "a left: a.yaml was taken out of watched"  # type: ignore[attr-defined]
 
 
@@ -230,9 +248,106 @@ def test_a_file_is_refused_though_one_of_its_tasks_is_done_already(
     assert [registry.lives[name].state for name in ("done", "bad")] == ["finished", "refused"]
 
 
-def test_an_entry_says_what_the_last_step_said(registry: TaskRegistry) -> None:
-    registry.register([task("a")])
-    registry.note("a", StepResult(10, 10, 1.0, 1.0, 1e-3, 10, "finished"))
-    assert registry.entries["a"].status == "finished"
-    registry.note("a", StepResult(10, 10, math.nan, 1.0, 1e-3, 10, "failed", "its loss was nan", True))
-    assert (registry.entries["a"].status, registry.entries["a"].reason) == ("failed", "its loss was nan")
+def test_an_entry_says_what_the_life_of_its_task_says(registry: TaskRegistry) -> None:
+    registry.register([task("a"), task("b")])
+    registry.entries["before"] = SavedTask("before", 10, "failed", "its loss was inf", "", {}, "")
+    registry.lives["a"].to("finished")
+    registry.note("b", StepResult(10, 10, math.nan, 1.0, 1e-3, 10, "failed", "its loss was nan", True))
+    registry.lives["b"].to("failed", "its loss was nan")
+    registry.update_entries()
+    found = {name: (entry.status, entry.reason) for name, entry in registry.entries.items()}
+    assert found["a"] == ("finished", "") and found["b"] == ("failed", "its loss was nan")
+    assert found["before"] == ("failed", "its loss was inf") and not registry.entries["b"].health.good
+
+
+def told(registry: TaskRegistry, *commands: Command) -> list[str]:
+    """What is said while commands are followed."""
+    said: list[str] = registry.reporter.said  # type: ignore[attr-defined]
+    before = len(said)
+    registry.follow(commands, preparing=False)
+    return said[before:]
+
+
+def test_a_task_is_paused_and_goes_on_where_it_was(registry: TaskRegistry) -> None:
+    registry.register([task("a"), task("b"), task("waits")])
+    assert told(registry, Pause("a")) == ["a is paused"] and registry.engine.active == ("b",)
+    assert registry.paused == ["a"] and [*registry.engine.tasks] == ["a", "b"], "it keeps its place"
+    registry.admit()
+    assert registry.waiting
+    assert told(registry, Pause("waits")) == ["waits is paused"] and not registry.waiting
+    assert told(registry, Resume("a")) == ["a trains from here on"] and registry.engine.active == ("a", "b")
+    assert told(registry, Resume("waits")) == ["waits waits until there is room for it in memory"]
+    assert told(registry, Pause("b"), Pause("a")) == ["b is paused", "a is paused"]
+    registry.admit()
+    assert registry.engine.active == ("waits",), "whoever waits may train alone"
+    assert told(registry, Resume("a")) == ["a waits until there is room for it in memory"]
+    assert registry.lives["a"].saved_status("") == "running"
+    registry.engine.remove_task("waits")
+    registry.engine.remove_task("b")
+    registry.admit()
+    assert registry.engine.active == ("a",) and registry.lives["a"].state == "running"
+
+
+def test_what_cannot_be_is_refused_and_stops_nobody(registry: TaskRegistry) -> None:
+    registry.register([task("a"), task("b")])
+    registry.lives.begin("joins", "joining")
+    registry.lives["b"].to("finished")
+    assert told(
+        registry,
+        Pause("unknown"),
+        Pause("b"),
+        Pause("joins"),
+        Resume("a"),
+        Cancel("b"),
+        Pause("a"),
+        Pause("a"),
+    ) == [
+        "unknown cannot be paused: this run has no task of that name",
+        "b cannot be paused: it is finished",
+        "joins cannot be paused: it is joining",
+        "a cannot be resumed: it is running, not paused",
+        "b cannot be cancelled: it is finished",
+        "a is paused",
+        "a cannot be paused: it is paused",
+    ]
+
+
+def test_tasks_are_cancelled_by_their_names(registry: TaskRegistry) -> None:
+    watcher: Any = registry.callbacks[0]
+    registry.register([task(name) for name in ("a", "b", "waits", "waits-too")])
+    spec: Any = SimpleNamespace(name="joins")
+    registry._joining.queue.append(JoiningFile(Path("joins.yaml"), [spec]))
+    registry.lives.begin("joins", "joining")
+    names = ("a", "b", "waits", "waits-too", "joins")
+    registry.follow([Pause("b"), Pause("waits")], preparing=True)
+    registry.follow([Cancel(name) for name in names], preparing=True)
+    assert registry.reporter.said[-5:] == [  # type: ignore[attr-defined]
+        "a left: it was cancelled",
+        "b left: it was cancelled",
+        "waits left: it was cancelled",
+        "waits-too left before there was room for it",
+        "joins left before its data were tokenised",
+    ]
+    assert watcher.saved == [["a"], ["b"], ["waits"]] and not registry.paused and not registry.waiting
+    assert not registry.engine.tasks and not registry._joining.queue
+    assert {registry.lives[name].state for name in names} == {"removed"}
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_continued_run_keeps_a_task_paused_if_somebody_can_resume_it(
+    keeps: bool, registry: TaskRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "load_task", lambda directory, entry: f"state of {entry.name}")
+    registry.entries["a"] = SavedTask("a", 4, "paused", "", "a/checkpoint-4", {}, "")
+    registry.keeps_pauses = keeps
+    coming = task("a")
+    registry.register([coming])
+    assert coming.resume == "state of a" and [*registry.engine.tasks] == ["a"] * (not keeps)
+    if keeps:
+        assert registry.paused == ["a"] and not registry.waiting
+        registry.update_entries()
+        assert registry.entries["a"].status == "paused"
+        assert told(registry, Resume("a")) == ["a trains from here on"]
+    assert registry.lives["a"].state == "running" and registry.engine.active == ("a",)
+    registry.update_entries()
+    assert registry.entries["a"].status == "running"

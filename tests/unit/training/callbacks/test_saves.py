@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from megatron_mux.checkpoint import SavedTask
 from megatron_mux.engine import BestEvaluation, LossHealth, StepResult
 from megatron_mux.tasks import TrainingSpec
+from megatron_mux.tasks.life import State, TaskLives
 from megatron_mux.training.callbacks.saves import Saves, SaveTimes
 from megatron_mux.training.step_loop import StepLoop
+from megatron_mux.training.task_registry import TaskRegistry
 
 
 def made(interval: int | None = None, **training: Any) -> SaveTimes:
@@ -70,7 +72,16 @@ def saved(*entries: SavedTask, leaving: tuple[str, ...] = ()) -> list[str]:
         copy_states=lambda names, memory: copied.extend(names),
         parallel=SimpleNamespace(rank=1),
     )
-    registry: Any = SimpleNamespace(engine=engine, entries={entry.name: entry for entry in entries})
+    lives = TaskLives()
+    for entry in entries:
+        lives.begin(entry.name, "waiting").to("running")
+        end = entry.name.split("-")[0]
+        if end in ("failed", "paused"):
+            lives[entry.name].to(cast(State, end), f"it {end}")
+    registry: Any = SimpleNamespace(
+        engine=engine, entries={entry.name: entry for entry in entries}, lives=lives
+    )
+    registry.update_entries = lambda: TaskRegistry.update_entries(registry)
     saver: Any = SimpleNamespace(memory=None, begin=lambda *arguments: None)
     Saves(registry, saver, Path("backbone"), StepLoop(False, False), 0).save(leaving)
     return copied
@@ -86,9 +97,12 @@ def entry_of(name: str, step: int, good: bool = True) -> SavedTask:
 def test_a_save_says_who_leaves_and_falls_back_to_the_last_good_adapter() -> None:
     entries = [
         entry_of("goes-on", 6), entry_of("leaves", 6), entry_of("not-moved", 8), entry_of("failed", 6, good=False),
-        entry_of("failed-by-data", 6), entry_of("left", 6),
+        entry_of("failed-by-data", 6), entry_of("left", 6), entry_of("paused", 6),
     ]  # fmt: skip
-    assert saved(*entries, leaving=("leaves",)) == ["goes-on", "leaves", "failed-by-data"]
+    assert saved(*entries, leaving=("leaves",)) == ["goes-on", "leaves", "failed-by-data", "paused"]
+    assert {entry.name: entry.reason for entry in entries if entry.reason} == {
+        "failed": "it failed", "failed-by-data": "it failed", "paused": "it paused",
+    }  # fmt: skip
     assert {entry.name: (entry.status, entry.step) for entry in entries} == {
         "goes-on": ("running", 8),
         "leaves": ("removed", 8),
@@ -96,4 +110,5 @@ def test_a_save_says_who_leaves_and_falls_back_to_the_last_good_adapter() -> Non
         "failed": ("failed", 4),
         "failed-by-data": ("failed", 8),
         "left": ("running", 6),
+        "paused": ("paused", 8),
     }
