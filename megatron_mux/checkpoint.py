@@ -13,9 +13,8 @@ continues, and its last good one, which stays for as long as a manifest names it
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from megatron_mux.adapters.peft_format import CONFIG as ADAPTER_CONFIG
 from megatron_mux.adapters.peft_format import WEIGHTS as ADAPTER_WEIGHTS
 from megatron_mux.engine import BestEvaluation, LossHealth, Snapshot
 from megatron_mux.errors import UserError
-from megatron_mux.files import Pace, sync_directory, write, write_atomically
+from megatron_mux.files import Pace, replace_directory, sync_directory, write, write_atomically
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.saved_files import (
     MANIFESTS,
@@ -36,6 +35,7 @@ from megatron_mux.saved_files import (
     manifest_name,
     manifests,
     named_by,
+    named_by_newest,
     prune,
     write_best,
 )
@@ -149,7 +149,7 @@ def checkpoint_of(name: str, step: int) -> str:
 
 def save(
     directory: Path,
-    states: Sequence[TaskToSave],
+    states: Iterable[TaskToSave],
     plan: Plan,
     backbone: str,
     keep: int | None = None,
@@ -163,7 +163,7 @@ def save(
 
     Args:
         directory: The run's directory.
-        states: Every task of the run.
+        states: Every task of the run; each is written before the next one is asked for, and its snapshot dropped.
         plan: The plan in force.
         backbone: Fingerprint of the backbone.
         keep: Manifests to keep with the checkpoints they name; None keeps all.
@@ -181,12 +181,17 @@ def save(
     """
     check()
     try:
-        previous, _ = _newest(directory, owner)
+        named_before = named_by_newest(directory, owner)
+        entries: list[SavedTask] = []
+        limits: dict[str, int] = {}
         for state in states:
             if state.snapshot is not None:
-                state.entry.checkpoint = _write_checkpoint(directory, state, previous, pace, check)
+                state.entry.checkpoint = _write_checkpoint(directory, state, named_before, pace, check)
+                state.snapshot = None
+            entries.append(state.entry)
+            if state.limit is not None:
+                limits[state.entry.name] = state.limit
         number = 1 + max((m for m, _ in manifests(directory / owner)), default=0)
-        entries = [state.entry for state in states]
         manifest = Manifest(number, backbone, entries, plan.to_json(), precision=precision, steps=steps)
         text = json.dumps(asdict(manifest), indent=1)
         write_atomically(directory / owner / MANIFESTS / manifest_name(number), text, check=check)
@@ -198,7 +203,6 @@ def save(
         )
         if keep is not None:
             prune(directory, keep, owner)
-        limits = {state.entry.name: state.limit for state in states if state.limit is not None}
         named = {checkpoint for entry in entries for checkpoint in named_by(asdict(entry))}
         limit_checkpoints(directory, limits, named, owner)
     except OSError as error:
@@ -213,16 +217,16 @@ def save(
 def _write_checkpoint(
     directory: Path,
     state: TaskToSave,
-    previous: Manifest | None,
+    named_before: Collection[str],
     pace: Pace | None,
     check: Callable[[], None],
 ) -> str:
     entry, snapshot = state.entry, state.snapshot
     assert snapshot is not None
     relative = checkpoint_of(entry.name, entry.step)
-    named_before = {t.checkpoint for t in previous.tasks} if previous is not None else set()
     final = directory / relative
-    if relative in named_before and final.is_dir():
+    files = (ADAPTER_WEIGHTS, TRAINING_STATE)
+    if relative in named_before and not any(_what_is_wrong(final / name) for name in files):
         return relative  # the task has not moved since
     partial = directory / entry.name / f".partial-checkpoint-{entry.step}"
     shutil.rmtree(partial, ignore_errors=True)
@@ -239,10 +243,8 @@ def _write_checkpoint(
         write_tensors(partial / TRAINING_STATE, training, {"step": str(snapshot.step)}, pace)
         sync_directory(partial)
         check()
-        # Left by a run that was killed between renaming and writing its manifest.
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(partial, final)
-        sync_directory(final.parent)
+        # What it replaces was left by a run that was killed between renaming and writing its manifest.
+        replace_directory(partial, final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -116,6 +116,20 @@ def new_directory(flag: str, output: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def replace_directory(partial: Path, final: Path) -> None:
+    """Let a directory that is filled and flushed to disk take the place of another, or of none, beside it.
+
+    The other one stays until the new one is there.
+    """
+    old = final.with_name(f".old-{final.name}")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        os.rename(final, old)
+    os.rename(partial, final)
+    sync_directory(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def prepare_directory(directory: Path, asked: str = "--save") -> str:
     """Make a directory that `asked` names and try to write there; returns the problem, if any."""
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_mux.errors import UserError
-from megatron_mux.files import sync_directory, write
+from megatron_mux.files import replace_directory, sync_directory, write
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TRAINING_STATE = "training_state.safetensors"
@@ -124,6 +124,16 @@ def drop_after(directory: Path, number: int, owner: str = "") -> None:
             path.unlink()
 
 
+def named_by_newest(directory: Path, owner: str) -> set[str]:
+    """The checkpoints from which the newest save continues; damaged ones are passed over."""
+    for _, path in sorted(manifests(directory / owner), reverse=True):
+        try:
+            return {task["checkpoint"] for task in json.loads(path.read_text())["tasks"]}
+        except (ValueError, KeyError, TypeError):
+            continue
+    return set()
+
+
 def named_by(task: Mapping[str, Any]) -> set[str]:
     """The checkpoints that a manifest's entry of a task names."""
     return {task["checkpoint"], task["good"], task.get("best", {}).get("checkpoint", "")} - {""}
@@ -169,9 +179,8 @@ def write_best(directory: Path, best: Mapping[str, str]) -> None:
         weights = final / ADAPTER_WEIGHTS
         if weights.exists() and os.path.samefile(weights, source / ADAPTER_WEIGHTS):
             continue
-        partial, old = final.with_name(f".partial-{BEST}"), final.with_name(f".old-{BEST}")
-        for path in (partial, old):
-            shutil.rmtree(path, ignore_errors=True)
+        partial = final.with_name(f".partial-{BEST}")
+        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for path in source.iterdir():
             if path.name != TRAINING_STATE:
@@ -180,11 +189,7 @@ def write_best(directory: Path, best: Mapping[str, str]) -> None:
                 except OSError:  # a file system without links
                     write(partial / path.name, path.read_bytes())
         sync_directory(partial)
-        if final.exists():
-            os.rename(final, old)
-        os.rename(partial, final)
-        sync_directory(final.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        replace_directory(partial, final)
 
 
 def prune(directory: Path, keep: int, owner: str) -> None:

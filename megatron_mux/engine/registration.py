@@ -19,22 +19,22 @@ def attach(adapters: AdapterSet, task: Task, load: TaskLoad) -> TaskState:
         load: What the planner knows of it.
 
     Raises:
-        UserError: The adapter does not match the task or the backbone.
+        UserError: The adapter does not match the task or the backbone, or its checkpoint cannot be read.
         torch.OutOfMemoryError: There is no memory for it on this rank.
     """
     spec, data = task.spec, task.data
     seed, together = spec.training.seed, spec.training.sequences_per_record
     sampler = Sampler(len(data), spec.sequences_per_step, seed, spec.data.shuffle, together)
     total = spec.total_steps(len(data))
-    initial = task.resume.adapter if task.resume is not None else task.initial
-    adapter = adapters.add(spec, total, initial)
+    snapshot = None if task.resume is None else task.resume()
+    adapter = adapters.add(spec, total, task.initial if snapshot is None else snapshot.adapter)
     try:
         optimizer = TaskOptimizer(adapter, spec.training, total, task.lengths)
         state = state_of(spec)(task, adapter, optimizer, sampler, load, total)
         state.attach_more(adapters)
         state.parts = kinds_of(state, adapters.host.parallel)
-        if task.resume is not None:
-            state.resume(task.resume)
+        if snapshot is not None:
+            state.resume(snapshot)
     except BaseException:
         detach(adapters, spec.name)
         raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ class Task:
         data: Its training records.
         evaluation: Its held-out records, if any.
         initial: Full adapter tensors to start from, by key; None starts a fresh adapter.
-        resume: State to continue from; takes precedence over `initial`.
+        resume: Reads the state to continue from, which takes precedence over `initial`; None: it begins.
         lengths: Steps done and steps planned at each change of its length, see `optimizers.schedules.continued`.
         life: Its state in the run that it is a task of; None: its life begins when it is registered.
     """
@@ -48,7 +48,7 @@ class Task:
     data: TaskDataset
     evaluation: TaskDataset | None = None
     initial: dict[str, Tensor] | None = None
-    resume: Snapshot | None = None
+    resume: Callable[[], Snapshot] | None = None
     lengths: tuple[tuple[int, int], ...] = ()
     life: TaskLife | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -87,15 +87,15 @@ class Callback:
 
     # -- saves
 
-    def asks_to_save(self, last: dict[str, StepResult]) -> bool:
-        """Whether the run is to be saved now. Called after `when_due`."""
-        return False
+    def tasks_to_save(self, last: dict[str, StepResult]) -> Collection[str]:
+        """The tasks of a burst that are to be saved now. Called after `when_due`."""
+        return ()
 
     def before_save(self) -> None:
         """Called when the run is to be saved, before any callback does."""
 
-    def save(self, leaving: Sequence[str]) -> None:
-        """Save what a resume needs; `leaving`: tasks that are removed before they are done."""
+    def save(self, names: Collection[str] | None, leaving: Sequence[str]) -> None:
+        """Save what a resume needs. See `save_run` for the arguments."""
 
     # -- the end
 
@@ -109,17 +109,20 @@ class Callback:
         """Called when the run ends, also by an error. Other ranks may not call it: no collectives."""
 
 
-def save_run(callbacks: Sequence[Callback], leaving: Sequence[str] = ()) -> None:
+def save_run(
+    callbacks: Sequence[Callback], names: Collection[str] | None = None, leaving: Sequence[str] = ()
+) -> None:
     """Have callbacks save the run. Every rank calls it.
 
     Args:
         callbacks: All of them.
+        names: The tasks whose state is written; the save names the last checkpoints of others. None: all tasks.
         leaving: Tasks that are removed before they are done.
     """
     for callback in callbacks:
         callback.before_save()
     for callback in callbacks:
-        callback.save(leaving)
+        callback.save(names, leaving)
 
 
 def overrides(

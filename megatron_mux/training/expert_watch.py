@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -139,7 +139,7 @@ class ExpertWatch(Callback):
             f"{seconds:.2f} s, {left} step(s) to come"
         )
         self._keeps_placement = True
-        self.save(())
+        self.save(None, ())
 
     def _steps_left(self) -> int:
         """Steps to come of the task that has most of them."""
@@ -253,7 +253,7 @@ class ExpertWatch(Callback):
 
     # -- when the run is saved
 
-    def save(self, leaving: Sequence[str]) -> None:
+    def save(self, names: Collection[str] | None, leaving: Sequence[str]) -> None:
         """Write where experts are, once that is not where they were asked to be."""
         if not self._keeps_placement or self._directory is None or self._placer is None or self.parallel.rank:
             return

@@ -160,8 +160,8 @@ class Loop:
         """Do what is due after a burst; tasks that are done leave."""
         for callback in self.callbacks:
             callback.when_due(last)
-        if any(callback.asks_to_save(last) for callback in self.callbacks):
-            save_run(self.callbacks)
+        if names := {name for callback in self.callbacks for name in callback.tasks_to_save(last)}:
+            save_run(self.callbacks, names)
         for name, result in last.items():
             if result.status != "running":
                 for callback in self.callbacks:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,14 +86,14 @@ class Saver(Callback):
         """Write a save while this returns. Every rank calls it, after `wait`.
 
         Args:
-            states: Every task of the run, in the same order on every rank; entries name the coming checkpoints.
+            states: Every task of the run, in the same order on every rank; entries name the coming checkpoints, and
+                are left alone by the caller.
             copies: This rank's part of the states to write.
             plan: The plan in force; only the first rank needs it.
             steps: Steps of the run so far.
         """
-        own = [copy.deepcopy(state) for state in states]
         self._pace = Pace(self.rate)
-        self._running = self._thread.submit(self._try, own, dict(copies), plan, steps, self._pace)
+        self._running = self._thread.submit(self._try, states, dict(copies), plan, steps, self._pace)
 
     def _try(self, *what: Any) -> None:
         """Write a save, in the thread. What goes wrong is kept for the main thread to raise."""
@@ -113,27 +112,38 @@ class Saver(Callback):
         steps: int,
         pace: Pace,
     ) -> None:
+        gathered = self._gathered(states, copies)
+        try:
+            if self.parallel.rank == 0:
+                assert plan is not None
+                checkpoint.save(
+                    self.directory,
+                    gathered,
+                    plan,
+                    self.backbone,
+                    self.keep,
+                    pace,
+                    self.precision,
+                    self.owner,
+                    steps,
+                    *(() if self.lock is None else (self.lock.check,)),
+                )
+        finally:
+            for _ in gathered:  # other ranks wait for this one's part of the tasks that could not be written
+                pass
+
+    def _gathered(
+        self, states: Sequence[TaskToSave], copies: Mapping[str, LocalState]
+    ) -> Iterator[TaskToSave]:
+        """Yield the tasks, each with its snapshot once it is its turn: one of them is in memory at a time."""
         for state in states:
             if state.entry.name in copies:
                 state.snapshot = copies[state.entry.name].gather(self.parallel, self._group)
-        if self.parallel.rank == 0:
-            assert plan is not None
-            for state in states:
-                if state.snapshot is not None:
+                if self.parallel.rank == 0:
                     state.header = self._trained_on.header
                     state.card = self._cards.card(state)
-            checkpoint.save(
-                self.directory,
-                states,
-                plan,
-                self.backbone,
-                self.keep,
-                pace,
-                self.precision,
-                self.owner,
-                steps,
-                *(() if self.lock is None else (self.lock.check,)),
-            )
+            yield state
+            state.snapshot = None
 
     @property
     def is_done(self) -> bool:

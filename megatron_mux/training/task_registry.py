@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from megatron_mux import checkpoint
@@ -40,7 +42,9 @@ class TaskRegistry:
         files: Opens the data of tasks that join.
         callbacks: Told who joins and leaves; they save the run before tasks leave.
         continued: Directory of the run that this one continues, if any.
-        entries: Every task the run has had, as a save names it.
+        entries: Every task the run has had, as it is now.
+        saved: The same tasks, each as it was when its own state was last saved: what the next save says of it unless
+            its state is saved anew. Values are replaced, not changed.
         accepted: Called once, when the first tasks are known to be those that the continued run had.
         saves: Whether the run saves anything.
         intervals: The `Callback.intervals` of each task that was registered with the engine.
@@ -56,6 +60,7 @@ class TaskRegistry:
     callbacks: list[Callback]
     continued: Path | None = None
     entries: dict[str, SavedTask] = field(default_factory=dict)
+    saved: dict[str, SavedTask] = field(default_factory=dict)
     accepted: Callable[[], None] | None = None
     saves: bool = True
     intervals: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -87,7 +92,7 @@ class TaskRegistry:
                 ]
                 best = replace(entry.best, checkpoint=theirs[2])
                 entry = replace(entry, checkpoint=theirs[0], good=theirs[1], best=best)
-            self.entries[entry.name] = entry
+            self.entries[entry.name], self.saved[entry.name] = entry, copy.deepcopy(entry)
 
     def register(self, tasks: Sequence[Task]) -> None:
         """Admit tasks as memory allows, each from its checkpoint if the continued run saved one; others wait.
@@ -107,7 +112,7 @@ class TaskRegistry:
                 self.reporter.say(f"{name} is {entry.status} already in the run that is continued")
                 continue
             if entry is not None and entry.checkpoint:
-                task.resume = checkpoint.load_task(self.continued or Path(), entry)
+                task.resume = partial(checkpoint.load_task, self.continued or Path(), replace(entry))
             if entry is not None and entry.status == "paused":
                 if self.keeps_pauses:
                     self._keep_paused(task, entry)
@@ -157,6 +162,8 @@ class TaskRegistry:
             fresh.reference = task.reference_fingerprint()
             entry = self.entries.setdefault(name, fresh)
             entry.spec, entry.lengths = fresh.spec, task.lengths
+            saved = self.saved.get(name) or copy.deepcopy(entry)
+            self.saved[name] = replace(saved, spec=entry.spec, lengths=entry.lengths)
             if name in waited:
                 self.reporter.say(f"{name} trains from here on")
             self.reporter.add(task.spec, self.lives[name], step, total)
@@ -321,7 +328,7 @@ class TaskRegistry:
                 self.lives[name].end("removed")
                 self.reporter.say(f"{name} left before there was room for it")
         if leaving:
-            save_run(self.callbacks, leaving)
+            save_run(self.callbacks, leaving, leaving)
         for name in leaving:
             if self._paused.pop(name, None) is None:
                 self.engine.remove_task(name)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +162,10 @@ def test_peft_loads_what_is_saved_and_a_resume_goes_on(
     for case in cases:
         engine.remove_task(case.name)
     again.register_tasks(
-        [Task(case.spec, case.records.as_dataset(), resume=snapshots[case.name]) for case in cases]
+        [
+            Task(case.spec, case.records.as_dataset(), resume=partial(copy.copy, snapshots[case.name]))
+            for case in cases
+        ]
     )
     found = again.step()
     for case in cases:

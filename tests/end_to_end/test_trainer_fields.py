@@ -139,7 +139,7 @@ def test_a_neighbour_that_diverges_changes_no_task_and_saved_states_continue_exa
                 engine.remove_task(name)
             tasks = [case.task for case in cases]
             for task in tasks:
-                task.resume = snapshots[task.spec.name]
+                task.resume = lambda state=snapshots[task.spec.name]: state
             engine.register_tasks(tasks)
         for name, result in engine.step().items():
             if name == "wild":
@@ -161,7 +161,8 @@ def test_a_resume_is_exact(backbone_of: BackboneOf, parallel: Parallel, cases: l
             if step == 2 and leaves:
                 tasks = [case.task for case in cases]
                 for task in tasks:
-                    task.resume = engine.snapshot(task.spec.name)
+                    snapshot = engine.snapshot(task.spec.name)
+                    task.resume = lambda snapshot=snapshot: snapshot
                     engine.remove_task(task.spec.name)
                 engine.register_tasks(tasks)
             engine.step()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_mux.adapters.tensors import blank
 from megatron_mux.engine import Engine, Planning, Task
-from megatron_mux.engine.snapshot import HostCopy, HostMemory, LocalState
+from megatron_mux.engine.snapshot import HostCopy, HostMemory, LocalState, Snapshot
 from megatron_mux.engine.updates import BucketUpdate, update_of
 from megatron_mux.split.client.backbone import SplitBackbone
 from megatron_mux.split.client.remote import RemoteBody
@@ -71,7 +72,7 @@ class SplitEngine(Engine):
         for task in tasks:
             if task.resume is not None:
                 unknown = blank(task.spec.adapter.tensors(self.backbone.shape))
-                task.resume.adapter = unknown | task.resume.adapter
+                task.resume = partial(_completed, task.resume, unknown)
         super().register_tasks(tasks)
 
     def local_states(
@@ -80,6 +81,11 @@ class SplitEngine(Engine):
         """See `Engine.local_states`; of both ends: the server saves its part meanwhile."""
         states = super().local_states(names, memory, owned)
         return {name: _joined(state, self._remote.link.save(self._kept())) for name, state in states.items()}
+
+
+def _completed(resume: Callable[[], Snapshot], unknown: Mapping[str, Tensor]) -> Snapshot:
+    snapshot = resume()
+    return replace(snapshot, adapter={**unknown, **snapshot.adapter})
 
 
 def _joined(state: LocalState, pieces: Sequence[Piece]) -> LocalState:

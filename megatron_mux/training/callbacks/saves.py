@@ -1,10 +1,15 @@
-"""When a run is saved, and what. One manifest names all tasks: a resume continues them from the same moment."""
+"""When tasks are saved, and what of them.
+
+A task's steps do not depend on its neighbours, so a save writes the tasks that it is due for, and its manifest names
+the last checkpoints of the others: a resume continues each from its own.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_mux.checkpoint import TaskToSave, checkpoint_of
@@ -20,7 +25,7 @@ from megatron_mux.training.task_registry import TaskRegistry
 
 @dataclass(eq=False)
 class SaveTimes(Callback):
-    """Asks for saves at intervals, after an improvement, and when a task is done.
+    """Asks for saves of tasks at intervals, after an improvement, and when they are done.
 
     Attributes:
         registry: The tasks of the run.
@@ -31,15 +36,15 @@ class SaveTimes(Callback):
     interval: int | None
 
     def intervals(self, name: str) -> Iterable[int]:
-        """Yield after how many steps each of a task the run is saved."""
+        """Yield after how many steps each of a task it is saved."""
         task = self.registry.engine.task(name)
         epoch = math.ceil(len(task.data) / task.spec.sequences_per_step)
         own = task.spec.training.save_interval(self.registry.engine.progress(name)[1], epoch)
         return filter(None, (self.interval, own))
 
-    def asks_to_save(self, last: dict[str, StepResult]) -> bool:
-        """Whether a save is due."""
-        return any(self._is_due(name, result) for name, result in last.items())
+    def tasks_to_save(self, last: dict[str, StepResult]) -> Collection[str]:
+        """Those of which a save is due."""
+        return [name for name, result in last.items() if self._is_due(name, result)]
 
     def _is_due(self, name: str, result: StepResult) -> bool:
         training = self.registry.engine.task(name).spec.training
@@ -50,7 +55,7 @@ class SaveTimes(Callback):
 
 @dataclass(eq=False)
 class Saves(Callback):
-    """Has the states of all tasks written, and tells what is kept of them.
+    """Has the states of tasks written, and tells what is kept of them.
 
     Attributes:
         registry: The tasks of the run.
@@ -66,12 +71,20 @@ class Saves(Callback):
     step_loop: StepLoop
     steps_before: int
 
-    def save(self, leaving: Sequence[str]) -> None:
+    def save(self, names: Collection[str] | None, leaving: Sequence[str]) -> None:
         """Copy the states of the tasks; writing them goes on while steps run."""
-        engine = self.registry.engine
+        engine, saved = self.registry.engine, self.registry.saved
         self.registry.update_entries()
-        states = [TaskToSave(entry) for entry in self.registry.entries.values()]
-        moved = [state.entry.name for state in states if self._note(state, leaving)]
+        states, moved = [], []
+        for name, entry in self.registry.entries.items():
+            state = TaskToSave(entry)
+            if names is None or name in names:
+                if self._note(state, leaving):
+                    moved.append(name)
+                saved[name] = copy.deepcopy(entry)
+            else:
+                saved[name] = replace(saved[name], status=entry.status, reason=entry.reason)
+            states.append(replace(state, entry=saved[name]))
         copies = engine.copy_states(moved, self.saver.memory)
         plan = None
         if engine.parallel.rank == 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -127,7 +129,7 @@ def test_a_run_goes_on_at_another_division(path: Path, joined: Callable[..., Par
         state = [first.snapshot(case.name)]
         dist.broadcast_object_list(state, src=0)
         task = case.task
-        tasks.append(Task(task.spec, task.data, resume=state[0]))
+        tasks.append(Task(task.spec, task.data, resume=partial(copy.copy, state[0])))
     second = _engine(path, joined, (1, 2, False), tasks, "none")
     for _ in range(2):
         second.step()

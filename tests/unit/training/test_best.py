@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from transformers import EarlyStoppingCallback
 
-from megatron_mux import saved_files
+from megatron_mux import files, saved_files
 from megatron_mux.checkpoint import SavedTask
 from megatron_mux.engine import BestEvaluation, EvalResult
 from megatron_mux.saved_files import limit_checkpoints, prune, write_best
@@ -156,7 +156,8 @@ def test_a_best_adapter_reaches_the_disk_before_it_is_named_so(
         done.append("rename")
         rename(old, new)
 
-    monkeypatch.setattr(saved_files, "sync_directory", lambda path: done.append(path.name))
+    for module in (saved_files, files):
+        monkeypatch.setattr(module, "sync_directory", lambda path: done.append(path.name))
     monkeypatch.setattr(os, "rename", renamed)
     write_best(tmp_path, {"a": "a/checkpoint-3"})
     assert done == [".partial-best", "rename", "a"]

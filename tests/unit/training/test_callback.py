@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megatron_mux.training.callback import Callback, overrides, save_run
 
@@ -16,8 +16,8 @@ class Saves(Callback):
     def before_save(self) -> None:
         self.noted.append(f"{self.name} waits")
 
-    def save(self, leaving: Sequence[str]) -> None:
-        self.noted.append(f"{self.name} saves without {', '.join(leaving)}")
+    def save(self, names: Collection[str] | None, leaving: Sequence[str]) -> None:
+        self.noted.append(f"{self.name} saves {', '.join(names or ())} without {', '.join(leaving)}")
 
 
 class Steps(Saves):
@@ -39,5 +39,10 @@ def test_who_does_nothing_at_a_moment_is_left_out() -> None:
 
 def test_all_get_ready_before_any_saves() -> None:
     noted: list[str] = []
-    save_run([Saves("a", noted), Callback(), Saves("b", noted)], ["left"])
-    assert noted == ["a waits", "b waits", "a saves without left", "b saves without left"]
+    save_run([Saves("a", noted), Callback(), Saves("b", noted)], ["task", "left"], ["left"])
+    assert noted == [
+        "a waits",
+        "b waits",
+        "a saves task, left without left",
+        "b saves task, left without left",
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -54,13 +54,13 @@ class Recorder(Callback):
         if self.stops_early:
             last["a"].status = "finished"  # type: ignore[misc]
 
-    def asks_to_save(self, last: dict[str, StepResult]) -> bool:
-        return self.saves
+    def tasks_to_save(self, last: dict[str, StepResult]) -> Collection[str]:
+        return list(last) if self.saves else ()
 
     def before_save(self) -> None:
         self.noted.append("before_save")
 
-    def save(self, leaving: Sequence[str]) -> None:
+    def save(self, names: Collection[str] | None, leaving: Sequence[str]) -> None:
         self.noted.append("save")
 
     def task_done(self, name: str, result: StepResult) -> None:

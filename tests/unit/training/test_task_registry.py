@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,7 +102,7 @@ class Watcher(Callback):
     def before_first_step(self, names: Sequence[str]) -> None:
         self.began += names
 
-    def save(self, leaving: Sequence[str]) -> None:
+    def save(self, names: Collection[str] | None, leaving: Sequence[str]) -> None:
         self.saved.append(leaving)
 
 
@@ -342,7 +342,7 @@ def test_a_continued_run_keeps_a_task_paused_if_somebody_can_resume_it(
     registry.keeps_pauses = keeps
     coming = task("a")
     registry.register([coming])
-    assert coming.resume == "state of a" and [*registry.engine.tasks] == ["a"] * (not keeps)
+    assert coming.resume() == "state of a" and [*registry.engine.tasks] == ["a"] * (not keeps)
     if keeps:
         assert registry.paused == ["a"] and not registry.waiting
         registry.update_entries()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from megatron_mux.checkpoint import SavedTask
+from megatron_mux.checkpoint import SavedTask, TaskToSave
 from megatron_mux.engine import BestEvaluation, LossHealth, StepResult
 from megatron_mux.tasks import TrainingSpec
 from megatron_mux.tasks.life import State, TaskLives
@@ -56,12 +57,27 @@ def test_intervals_of_the_run_and_of_the_task(times: SaveTimes, expected: list[i
     ],
 )
 def test_a_save_is_due(times: SaveTimes, step: int, status: Any, expected: bool) -> None:
-    assert times.asks_to_save({"a": StepResult(step, 30, 1.0, 1.0, 1e-3, 10, status)}) is expected
+    result = StepResult(step, 30, 1.0, 1.0, 1e-3, 10, status)
+    assert list(times.tasks_to_save({"a": result})) == ["a"] * expected
 
 
-def saved(*entries: SavedTask, leaving: tuple[str, ...] = ()) -> list[str]:
-    """What is saved of tasks at step 8, all but `failed` as they go on; returns the names of those whose state is."""
+def saved(
+    *entries: SavedTask,
+    names: tuple[str, ...] | None = None,
+    leaving: tuple[str, ...] = (),
+    before: tuple[SavedTask, ...] = (),
+) -> tuple[list[str], list[TaskToSave]]:
+    """Save tasks at step 8, all but `failed` as they go on.
+
+    Args:
+        entries, names, leaving: See `save_run`.
+        before: What the last save said of tasks.
+
+    Returns:
+        The names of those whose state is written, and what is said of each.
+    """
     copied: list[str] = []
+    told: list[TaskToSave] = []
     training = SimpleNamespace(save_total_limit=None, keeps_best=False)
     task = SimpleNamespace(spec=SimpleNamespace(training=training), data=[0], evaluation=None)
     engine: Any = SimpleNamespace(
@@ -79,12 +95,15 @@ def saved(*entries: SavedTask, leaving: tuple[str, ...] = ()) -> list[str]:
         if end in ("failed", "paused"):
             lives[entry.name].to(cast(State, end), f"it {end}")
     registry: Any = SimpleNamespace(
-        engine=engine, entries={entry.name: entry for entry in entries}, lives=lives
+        engine=engine,
+        entries={entry.name: entry for entry in entries},
+        saved={entry.name: copy.deepcopy(entry) for entry in (*entries, *before)},
+        lives=lives,
     )
     registry.update_entries = lambda: TaskRegistry.update_entries(registry)
-    saver: Any = SimpleNamespace(memory=None, begin=lambda *arguments: None)
-    Saves(registry, saver, Path("backbone"), StepLoop(False, False), 0).save(leaving)
-    return copied
+    saver: Any = SimpleNamespace(memory=None, begin=lambda states, *arguments: told.extend(states))
+    Saves(registry, saver, Path("backbone"), StepLoop(False, False), 0).save(names, leaving)
+    return copied, told
 
 
 def entry_of(name: str, step: int, good: bool = True) -> SavedTask:
@@ -99,7 +118,7 @@ def test_a_save_says_who_leaves_and_falls_back_to_the_last_good_adapter() -> Non
         entry_of("goes-on", 6), entry_of("leaves", 6), entry_of("not-moved", 8), entry_of("failed", 6, good=False),
         entry_of("failed-by-data", 6), entry_of("left", 6), entry_of("paused", 6),
     ]  # fmt: skip
-    assert saved(*entries, leaving=("leaves",)) == ["goes-on", "leaves", "failed-by-data", "paused"]
+    assert saved(*entries, leaving=("leaves",))[0] == ["goes-on", "leaves", "failed-by-data", "paused"]
     assert {entry.name: entry.reason for entry in entries if entry.reason} == {
         "failed": "it failed", "failed-by-data": "it failed", "paused": "it paused",
     }  # fmt: skip
@@ -112,3 +131,18 @@ def test_a_save_says_who_leaves_and_falls_back_to_the_last_good_adapter() -> Non
         "left": ("running", 6),
         "paused": ("paused", 8),
     }
+
+
+def test_a_save_writes_the_tasks_that_it_is_due_for_and_names_the_last_checkpoints_of_others() -> None:
+    due, other, parked = entry_of("due", 6), entry_of("other", 6), entry_of("paused", 6)
+    before = copy.deepcopy(other)
+    other.good, other.health.recent = (
+        other.checkpoint,
+        [2.0],
+    )  # what a step said since then is not in its checkpoint
+    copied, told = saved(due, other, parked, names=("due",), before=(before,))
+    assert copied == ["due"]
+    said = {state.entry.name: state.entry for state in told}
+    assert said["due"].checkpoint == "due/checkpoint-8" and said["due"] is not due
+    assert said["other"] == before
+    assert (said["paused"].checkpoint, said["paused"].status) == ("paused/checkpoint-6", "paused")
