@@ -7,14 +7,14 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from peft import PeftModel
 
 from megatron_mux.adapters.peft_format import read_adapter
-from megatron_mux.engine import Engine, Task
+from megatron_mux.engine import Engine, Snapshot, Task
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.conftest import BackboneOf, PathOf
 from tests.end_to_end.harness import Case, adapter, assert_close, assert_same, random_records, train
@@ -172,7 +172,7 @@ def test_a_resumed_task_goes_on_as_if_never_stopped(
     for case in cases:
         engine.remove_task(case.name)
     resumed = [
-        replace(case.task, resume=partial(copy.copy, state))
+        replace(case.task, resume=partial(copy.copy, cast(Snapshot, state)))
         for case, state in zip(cases, snapshots, strict=True)
     ]
     engine.register_tasks(resumed)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from megatron_mux.backbone.model import Recompute, load_stages
 from megatron_mux.backbone.split import Split
-from megatron_mux.engine import Engine, Task
+from megatron_mux.engine import Engine, Snapshot, Task
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.test_engine_layouts import cases_of
@@ -129,7 +130,7 @@ def test_a_run_goes_on_at_another_division(path: Path, joined: Callable[..., Par
         state = [first.snapshot(case.name)]
         dist.broadcast_object_list(state, src=0)
         task = case.task
-        tasks.append(Task(task.spec, task.data, resume=partial(copy.copy, state[0])))
+        tasks.append(Task(task.spec, task.data, resume=partial(copy.copy, cast(Snapshot, state[0]))))
     second = _engine(path, joined, (1, 2, False), tasks, "none")
     for _ in range(2):
         second.step()
