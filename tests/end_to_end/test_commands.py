@@ -13,7 +13,8 @@ from tests.end_to_end.outcome import assert_same_file, final_checkpoint, metrics
 from tests.end_to_end.test_loop import python
 from tests.end_to_end.workplace import TASKS, Workplace, furnish
 
-# Trains from Python, and puts commands after so many bursts: `put` below says which.
+# Trains from Python, and puts commands after so many bursts: `put` below says which. Each task has a bucket of its own:
+# where tasks share products, who is there changes how they round (by 1e-7 here).
 DRIVER = """
 import json, os, pathlib, signal, sys, time
 import megatron_mux
@@ -50,7 +51,7 @@ class Director(Callback):
 director = Director()
 megatron_mux.train(
     backbone="backbone", tasks=tasks, save="run", load=load, save_interval=3, mux_rolling=False, mux_no_progress=True,
-    mux_policy="POLICY", commands=director.queue, callbacks=[director],
+    mux_policy="temporal", commands=director.queue, callbacks=[director],
 )
 """
 
@@ -61,7 +62,7 @@ def drive(
     """The lines of a run that is told `put`: commands by the number of bursts before them."""
     settings = f"tasks, load, kill_after = 'tasks.yaml', {'run' if load else None!r}, {kill_after}\n"
     driver = DRIVER.replace("director = Director()", f"put = {put}\ndirector = Director()")
-    words = f"import os\nos.chdir({str(workplace.root)!r})\n{settings}{driver.replace('POLICY', 'temporal')}"
+    words = f"import os\nos.chdir({str(workplace.root)!r})\n{settings}{driver}"
     run = python(server, "-c", words)
     assert run.returncode == (-signal.SIGKILL if kill_after else 0), run.stderr
     return run.stdout.splitlines()

@@ -21,6 +21,7 @@ from megatron_mux.arguments.parser import build_parser
 from megatron_mux.cli.main import COMMANDS
 from megatron_mux.tasks import TrainingSpec, load_task_file
 from megatron_mux.tasks.preference import PreferenceFields
+from megatron_mux.training.commands import CommandQueue
 from tests.end_to_end.workplace import TASKS, furnish
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,6 +115,12 @@ def test_ten_lines_of_python_train(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / result.adapter / "adapter_model.safetensors").is_file()
     with pytest.raises(megatron_mux.UserError, match="task 1: must be a mapping"):
         megatron_mux.train(backbone="DIR", tasks=["tasks.yaml"], save="x")  # type: ignore[list-item]
+    with pytest.raises(
+        megatron_mux.UserError, match="commands, callbacks: are not passed to the 2 processes"
+    ):
+        megatron_mux.train(
+            backbone="DIR", tasks=found["sentiment"], save="x", processes=2, commands=CommandQueue()
+        )
     with pytest.raises(megatron_mux.UserError, match="several tasks have this name"):
         megatron_mux.train(backbone="DIR", tasks=[found["sentiment"]] * 2, save="x")
     with pytest.raises(megatron_mux.UserError, match=r"task 'sentiment': adapter\.r: "):

@@ -152,6 +152,24 @@ def test_time_left_and_tokens_per_second_are_of_the_last_minutes() -> None:
     assert run.drawn(80)[0].startswith("elapsed 1:00:43, remaining 0:01:18, 160 tokens/s; ")
 
 
+def test_a_pause_of_all_tasks_counts_neither_as_time_left_nor_against_their_speed() -> None:
+    run = Run()
+    run.load()
+    run.train(10)
+    for spec in SPECS[:5]:
+        run.table.tasks[spec.name].life.to("paused")
+    assert run.drawn(80)[0].endswith("0:00:41, 800 tokens/s; 5 paused")
+    assert all(row.endswith("paused") for row in run.drawn(120)[2:])
+    run.now += 3600
+    spec = SPECS[0]
+    life = run.table.tasks[spec.name].life
+    life.to("running")
+    run.table.add(spec, life, 10, 40)
+    run.now += 2
+    run.table.count(spec.name, 320, 2.0)
+    assert "160 tokens/s; 1 running, 4 paused" in run.drawn(80)[0]
+
+
 def test_a_terminal_shows_no_more_rows_than_it_has_lines() -> None:
     table = TaskTable()
     for number in range(500):

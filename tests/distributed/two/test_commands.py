@@ -20,7 +20,7 @@ from megatron_mux.tasks import load_task_file
 from megatron_mux.training.commands import Cancel, Command, CommandQueue, Pause, Resume, SharedCommands
 from megatron_mux.training.task_registry import TaskRegistry
 from megatron_mux.training.task_setup import open_tasks
-from tests.end_to_end.harness import assert_same
+from tests.end_to_end.harness import assert_close
 from tests.end_to_end.workplace import Workplace, furnish
 from tests.unit.training.test_task_registry import Reporter
 
@@ -75,7 +75,7 @@ def test_both_ranks_pause_a_task_before_the_same_step(
     assert sum("diff" in names for names in ran) == 12, "the other rank's commands are nobody's"
     _, wanted, _ = finished(workplace, parallel, {})
     for name in ("lora", "diff") if parallel.rank == 0 else ():
-        assert_same(tensors[name], wanted[name], name)
+        assert_close(tensors[name], wanted[name], 1e-9, name)  # who shares a step may change how it rounds
 
 
 def test_a_source_that_fails_ends_both_ranks(joined: Callable[..., Parallel]) -> None:
