@@ -273,6 +273,7 @@ class TaskRegistry:
         waiting = self._admission.withdraw(name)
         if name in self.engine.tasks:
             self.engine.pause(name)
+            save_run(self.callbacks, [name])
         elif waiting is not None:
             self._paused[name] = waiting
             self.lives[name].to("paused")

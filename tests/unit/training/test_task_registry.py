@@ -328,7 +328,7 @@ def test_tasks_are_cancelled_by_their_names(registry: TaskRegistry) -> None:
         "waits-too left before there was room for it",
         "joins left before its data were tokenised",
     ]
-    assert watcher.saved == [["a"], ["b"], ["waits"]] and not registry.paused and not registry.waiting
+    assert watcher.saved == [(), ["a"], ["b"], ["waits"]] and not registry.paused and not registry.waiting
     assert not registry.engine.tasks and not registry._joining.queue
     assert {registry.lives[name].state for name in names} == {"removed"}
 
