@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -74,9 +75,23 @@ def bounded_tensor_group(parallel: Parallel, ctas: int) -> dist.ProcessGroup:
     return made[own]
 
 
-def new_group(ranks: list[int], device: torch.device, backend: str, options: Any = None) -> dist.ProcessGroup:
-    """Make a process group with the world's time limit, where torch would give it its own. Every rank calls it."""
-    limit = dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr]
+def new_group(
+    ranks: list[int],
+    device: torch.device,
+    backend: str,
+    options: Any = None,
+    limit: timedelta | None = None,
+) -> dist.ProcessGroup:
+    """Make a process group. Every rank calls it.
+
+    Args:
+        ranks: Its members.
+        device: This rank's.
+        backend: Its backend.
+        options: Of the backend.
+        limit: How long a collective may wait; None: as long as the world's, where torch would give it its own.
+    """
+    limit = limit or dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr]
     if options is not None:
         options._timeout = limit  # torch warns where it is another one
     return dist.new_group(ranks, timeout=limit, backend=backend, pg_options=options)  # type: ignore[no-any-return]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from megatron_mux.quantised.scheme import Quantisation
 from megatron_mux.runtime import Parallel
 from megatron_mux.training.callback import Callback
 from megatron_mux.training.cards import CardWriter
+
+_LONGEST_WRITE = timedelta(days=1)
+"""The first rank writes a task before it asks others for the next one, and may be told to write slowly."""
 
 
 @dataclass(eq=False)
@@ -74,7 +78,7 @@ class Saver(Callback):
         if len(self.parallel.model_ranks) > 1:
             # A group of its own: its exchanges run beside those of the steps.
             ranks = from_first(self.parallel.model_ranks, self.parallel)
-            self._group = new_group(ranks, self.parallel.device, "gloo")
+            self._group = new_group(ranks, self.parallel.device, "gloo", limit=_LONGEST_WRITE)
 
     def begin(
         self,

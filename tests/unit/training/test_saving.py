@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,10 @@ from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.checkpoint import SavedTask, TaskToSave
 from megatron_mux.engine import Engine, Planning
+from megatron_mux.engine.snapshot import LocalState, Snapshot
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import initialize
+from megatron_mux.tensor_file import write_tensors
 from megatron_mux.training.saving import Saver
 from tests import tiny_models
 from tests.end_to_end.families import FAMILIES, diff_pruning, lora
@@ -118,6 +122,51 @@ def test_the_next_save_waits_for_the_one_before(
     for before, after in zip(first, second, strict=True):
         assert_saved(saver, before, wanted[before.name])
         assert_saved(saver, after, engine.snapshot(after.name))
+
+
+def test_one_task_at_a_time_is_in_memory(
+    engine: Engine, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered: list[weakref.ref[Snapshot]] = []
+    alive: list[int] = []
+    gather, write = LocalState.gather, write_tensors
+
+    def gathering(state: LocalState, *arguments: Any) -> Snapshot | None:
+        snapshot = gather(state, *arguments)
+        assert snapshot is not None
+        gathered.append(weakref.ref(snapshot))
+        return snapshot
+
+    def writing(*arguments: Any) -> None:
+        alive.append(sum(snapshot() is not None for snapshot in gathered))
+        write(*arguments)
+
+    monkeypatch.setattr(LocalState, "gather", gathering)
+    monkeypatch.setattr(checkpoint, "write_tensors", writing)
+    save(engine, saver)
+    saver.wait()
+    assert len(gathered) == 2 and alive == [1] * 4, "an adapter and its training state for each task"
+
+
+def test_a_task_that_cannot_be_written_leaves_no_rank_waiting(
+    engine: Engine, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered: list[int] = []
+    gather = LocalState.gather
+
+    def gathering(state: LocalState, *arguments: Any) -> Snapshot | None:
+        gathered.append(state.step)
+        return gather(state, *arguments)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LocalState, "gather", gathering)
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    save(engine, saver)
+    with pytest.raises(UserError, match="No space left"):
+        saver.wait()
+    assert len(gathered) == 2, "other ranks send what they have of each task"
 
 
 def test_a_save_that_fails_is_a_problem_until_somebody_hears_of_it(
