@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megatron_mux.adapters.arena import Arena
+from megatron_mux.adapters.flat_params import FlatParams
 from megatron_mux.adapters.host import Host, Site
 from megatron_mux.adapters.own_rows import TaskRows
 from megatron_mux.adapters.parameter import AdapterParameter
@@ -90,7 +90,7 @@ class TaskAdapter(ABC):
     Attributes:
         parameters: Local parameters, in the order of layers.
         fixed: Local tensors that are not trained.
-        arena: Storage of `parameters`, their gradients and copies.
+        flat_params: Storage of `parameters`, their gradients and copies.
         slot: The smallest integer that no other attached task has: see `kernels.groups.RowGroups`.
         at: Index of a BaseOp in `host.base_ops` to the method there.
         rows: The rows of the embedding and of the output layer that the task trains.
@@ -114,13 +114,13 @@ class TaskAdapter(ABC):
         self.rows = TaskRows(host, self.name, self.spec.own_rows(host.shape), self.make, initial is None)
         # What `adapt` has not ordered belongs to no module.
         others = [p for p in self.parameters if p not in set(self._ordered)]
-        self.arena = Arena(
+        self.flat_params = FlatParams(
             [(p, self._starts.pop(p.key)) for p in (*others, *self._ordered)],
             host.device,
             host.parameter_dtype,
             host.dtype,
         )
-        self.rows.find(self.arena)
+        self.rows.find(self.flat_params)
         self.initial = None
 
     def build(self) -> None:
@@ -241,7 +241,7 @@ class TaskAdapter(ABC):
         else:
             local = record.slice_of(self.fresh(key) if given is None or key not in given else given[key])
         local = local.to(dtype=self.host.parameter_dtype).contiguous()
-        if tensor.trained:  # the arena has its storage
+        if tensor.trained:  # its storage is flat
             self._starts[key] = local
             record.value = nn.Parameter(torch.empty(0, dtype=local.dtype, device=self.host.device))
             self.parameters.append(record)

@@ -52,13 +52,13 @@ class _After(Adapter):
 
     def after(self, y: Tensor) -> Tensor:
         """See `Adapter.after`."""
-        down, down_bias, up, up_bias = (self.owner.arena.rounded(p) for p in self.weights)
+        down, down_bias, up, up_bias = (self.owner.flat_params.rounded(p) for p in self.weights)
         hidden = self.activation(F.linear(y, down, down_bias))
         return torch.add(y, F.linear(hidden, up, up_bias), alpha=self.scaling)
 
     def row_terms(self, stage: Grouped, slot: int) -> list[Term]:
         """See `Adapter.row_terms`."""
-        down, down_bias, up, up_bias = map(self.owner.arena.copy_of, self.weights)
+        down, down_bias, up, up_bias = map(self.owner.flat_params.copy_of, self.weights)
         gradients: list[Any] = [p.value.grad for p in self.weights]
         activation = BiasedActivation(
             self.owner.spec.non_linearity, down_bias, up_bias, gradients[1], gradients[3]

@@ -74,7 +74,7 @@ class DoraTerms(LowRankTerms):
     @torch.no_grad()
     def norms(self, batch: MicroBatch) -> Tensor:
         """Norms of the rows of all modules, one module after the other; computed anew after an optimizer step."""
-        at = batch.task_steps[self.owner.name], self.owner.arena.version
+        at = batch.task_steps[self.owner.name], self.owner.flat_params.version
         if self._norms is not None and self._norms[0] == at:
             return self._norms[1]
         squares = torch.cat([own.squares(self.info.module.weight) for own in self.magnitudes])
@@ -105,7 +105,7 @@ class _Magnitude:
         """A and B in the compute dtype, through which autograd reaches the parameters."""
         down, up = self.product.down, self.product.up
         assert isinstance(down, AdapterParameter) and isinstance(up, AdapterParameter)
-        return self.owner.arena.rounded(down), self.owner.arena.rounded(up)
+        return self.owner.flat_params.rounded(down), self.owner.flat_params.rounded(up)
 
     def rows(self, weight: Tensor) -> Tensor:
         """`[c, K]` of the BaseOp's weight `[N, K]`."""

@@ -205,4 +205,4 @@ class LowRankTerms(Adapter):
         """A matrix in the compute dtype, and where its gradient goes."""
         if isinstance(matrix, Tensor):
             return matrix, None
-        return self.owner.arena.copy_of(matrix), matrix.value.grad
+        return self.owner.flat_params.copy_of(matrix), matrix.value.grad

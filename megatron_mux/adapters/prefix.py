@@ -56,7 +56,7 @@ class _Prefix(Adapter):
     def extend(self, batch: MicroBatch) -> None:
         """Add key and value, `[P, key-value heads on this rank, D]` each, to the micro-batch for core attention."""
         owner, table = self.owner, self.owner.table
-        pair, gradient = self._own(owner.arena.copy_of(table)), self._own(table.value.grad)
+        pair, gradient = self._own(owner.flat_params.copy_of(table)), self._own(table.value.grad)
         made: Any = _KeyAndValue.apply(owner.host.anchor, pair, gradient)  # type: ignore[no-untyped-call]
         batch.prefix.setdefault(self.layer, {})[owner.name] = made
 

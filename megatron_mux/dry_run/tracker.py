@@ -130,11 +130,11 @@ class StepTracker(Heartbeat):
 
         def label() -> None:
             for adapter, optimizer in own:
-                arena = adapter.arena
-                values = [arena.values, arena.copies, *(record.value for record in adapter.fixed)]
+                flat_params = adapter.flat_params
+                values = [flat_params.values, flat_params.copies, *(record.value for record in adapter.fixed)]
                 for category, tensors in (
                     (Category.ADAPTERS, values),
-                    (Category.GRADIENTS, [arena.gradients]),
+                    (Category.GRADIENTS, [flat_params.gradients]),
                     (Category.OPTIMIZER, optimizer.tensors if optimizer else []),
                 ):
                     for tensor in tensors:

@@ -32,7 +32,7 @@ class ActingAdapters(StepPart):
         """Let adapters change their parameters, unless their step was skipped."""
         for i, task in self._acting(entry):
             task.adapter.after_step(task.step + self.burst.step(entry) + 1, skip[i])
-            task.adapter.arena.refresh()
+            task.adapter.flat_params.refresh()
 
     def after_steps(self) -> None:
         """Undo what adapters have noted of steps that were skipped."""

@@ -104,8 +104,8 @@ class BucketFinalizer:
         self._starts = [[tasks[name].step for name in bucket.tasks] for bucket in buckets]
         for start, update in zip(self._starts, updates, strict=True):
             update.prepare(start, len(burst.steps))
-        arenas = [task.adapter.arena for task in tasks.values()]
-        self._buffer = buffer[: gradient_buffer_size(arenas, parallel)]
+        params = [task.adapter.flat_params for task in tasks.values()]
+        self._buffer = buffer[: gradient_buffer_size(params, parallel)]
         self._columns = [_Columns.of(parts, bucket.tasks) for bucket in buckets]
 
     def table_shape(self, entry: int) -> tuple[int, int]:
@@ -138,8 +138,8 @@ class BucketFinalizer:
         self.failed.attempt(action, lambda: self._before_sums(entry))
         sums = self._local_sums(entry)
         if self._reduces:
-            arenas = [self.burst.tasks[name].adapter.arena for name in names]
-            reduce_gradients(arenas, parallel, sums, self._buffer)
+            params = [self.burst.tasks[name].adapter.flat_params for name in names]
+            reduce_gradients(params, parallel, sums, self._buffer)
         if others is not None and parallel.is_first_stage:
             for part, own in columns.parts:
                 part.on_first_stage(entry, others[:, own])

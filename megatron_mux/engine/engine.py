@@ -163,8 +163,8 @@ class Engine:
             torch.OutOfMemoryError: There is no memory for it; then it is as it was.
         """
         self._runner.updates.clear()  # they keep storage of tasks that have left
-        arenas = [task.adapter.arena for task in self._tasks.values()]
-        size = gradient_buffer_size(arenas, self.parallel)
+        params = [task.adapter.flat_params for task in self._tasks.values()]
+        size = gradient_buffer_size(params, self.parallel)
         if size != self._runner.buffer.numel():
             self._runner.buffer = torch.empty(size, dtype=torch.uint8, device=self.parallel.device)
         self.forget_trials()

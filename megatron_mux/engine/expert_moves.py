@@ -132,7 +132,7 @@ class HandOver:
         with out_of_memory_on_every_rank(what, self._parallel), torch.no_grad():
             for part, places, value in message.arriving:
                 _put(part, task.adapter.tensors[part.key], places, value)
-            task.adapter.arena.refresh()
+            task.adapter.flat_params.refresh()
         return message.came.nbytes
 
     @torch.no_grad()

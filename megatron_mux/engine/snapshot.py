@@ -85,7 +85,7 @@ class HostMemory:
     def copy(self, tensors: Sequence[Tensor]) -> list[HostCopy]:
         """Copy tensors; the copies are there once `wait` has returned, until the next call.
 
-        Tensors that share a storage, as those of an arena do, are copied together, with whatever else is in it.
+        Tensors that share a storage, as flat parameters do, are copied together, with whatever else is in it.
         """
         used: dict[int, int] = {}
         for tensor in tensors:

@@ -70,7 +70,7 @@ class LoopUpdate(BucketUpdate):
         owned = [optimizer.owned for optimizer in self.optimizers]
         together = [gradients for own in owned for gradients in own]
         norms = iter(torch._foreach_norm(together) if together else ())
-        device = self.optimizers[0].arena.values.device
+        device = self.optimizers[0].flat_params.values.device
         nothing = torch.zeros((), dtype=torch.float64, device=device)
         squares = [[next(norms).double().square() for _ in own] for own in owned]
         return torch.stack([sum(own, start=nothing) for own in squares])
@@ -99,7 +99,7 @@ class GroupedUpdate(BucketUpdate):
             for row, optimizer in enumerate(self.optimizers)
             for tensors, copy, decay, rate, counted in optimizer.pieces()
         ]
-        self._device = self.optimizers[0].arena.values.device
+        self._device = self.optimizers[0].flat_params.values.device
         self._table = UpdateTable(pieces, len(self.optimizers)) if pieces else None
         self._options: Tensor | None = None
 
@@ -148,7 +148,7 @@ class MixedUpdate(BucketUpdate):
 
     def __init__(self, optimizers: Sequence[TaskOptimizer], make: MakeUpdate) -> None:
         super().__init__(optimizers)
-        device = self.optimizers[0].arena.values.device
+        device = self.optimizers[0].flat_params.values.device
         self._parts: list[tuple[BucketUpdate, list[int], Tensor]] = []
         for fused, made in ((True, make), (False, LoopUpdate)):
             rows = [row for row, optimizer in enumerate(self.optimizers) if optimizer.is_fused == fused]
@@ -162,7 +162,7 @@ class MixedUpdate(BucketUpdate):
 
     def squared_norms(self) -> Tensor:
         """See `BucketUpdate.squared_norms`."""
-        device = self.optimizers[0].arena.values.device
+        device = self.optimizers[0].flat_params.values.device
         norms = torch.empty(len(self.optimizers), dtype=torch.float64, device=device)
         for update, _, places in self._parts:
             norms[places] = update.squared_norms()
@@ -176,7 +176,7 @@ class MixedUpdate(BucketUpdate):
 
 def update_of(optimizers: Sequence[TaskOptimizer]) -> BucketUpdate:
     """The update of tasks: at once where Triton kernels compute it."""
-    values = optimizers[0].arena.values
+    values = optimizers[0].flat_params.values
     if not suits_triton(values.device, values.dtype):
         return LoopUpdate(optimizers)
     if isinstance(values, FakeTensor):

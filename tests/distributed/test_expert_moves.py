@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux.adapters.arena import Arena
+from megatron_mux.adapters.flat_params import FlatParams
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.engine import Engine
@@ -124,7 +124,7 @@ def test_adapters_go_straight_to_the_new_manager(checkpoint: Path, joined: Joine
 
 
 @pytest.mark.parametrize(
-    "short", [(TaskState, "attach"), (Arena, "refresh"), (Engine, "reserve_gradient_buffer")]
+    "short", [(TaskState, "attach"), (FlatParams, "refresh"), (Engine, "reserve_gradient_buffer")]
 )
 def test_a_rank_without_memory_for_adapters_keeps_no_other_waiting(
     checkpoint: Path, joined: Joined, monkeypatch: pytest.MonkeyPatch, short: tuple[type, str]

@@ -66,7 +66,7 @@ def train(
     assert engine._runner.last_plan is not None
     assert bool(engine._runner.last_plan.buckets[0].launch) is interleaved
     losses = [{name: result.loss for name, result in step.items()} for step in steps]
-    return losses, {case.name: engine._tasks[case.name].adapter.arena.values for case in cases}
+    return losses, {case.name: engine._tasks[case.name].adapter.flat_params.values for case in cases}
 
 
 @pytest.mark.parametrize(

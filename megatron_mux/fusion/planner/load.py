@@ -170,7 +170,7 @@ class TaskLoad:
 
 
 def _stepped(spec: TaskSpec, shape: BackboneShape, adapter: TaskAdapters) -> tuple[SteppedTensor, ...]:
-    """A task's trained parameters, those that weight decay applies to behind the others, as in an `Arena`."""
+    """A task's trained parameters, those that weight decay applies to behind the others, as in `FlatParams`."""
     trained = [own for own in spec.adapter.tensors(shape).items() if own[1].trained]
     found = [
         (t.decay, SteppedTensor(tensor, spec.training.decay_and_rate(key, t.shape, t.decay)))

@@ -85,7 +85,7 @@ def _places_of(
 ):
     """Where a block of A, or of B transposed, or of their gradients lies: `[RANKS, WIDTH]`."""
     pointer = tl.load(entry + field).to(tl.pointer_type(element))
-    pointer = tl.multiple_of(pointer, 16)  # of every parameter: see `adapters.arena`
+    pointer = tl.multiple_of(pointer, 16)  # of every parameter: see `adapters.flat_params`
     if UP:
         experts = tl.load(entry + _EXPERTS).to(tl.int32)
         columns = ranks * experts + expert

@@ -275,10 +275,10 @@ class Body:
         if member.penalised != step:
             member.adapter.penalty(step)
             member.penalised = step
-            arenas = [member.adapter.arena]
-            size = gradient_buffer_size(arenas, self.parallel)
+            params = [member.adapter.flat_params]
+            size = gradient_buffer_size(params, self.parallel)
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
-            reduce_gradients(arenas, self.parallel, torch.zeros(1, device=device), buffer)
+            reduce_gradients(params, self.parallel, torch.zeros(1, device=device), buffer)
         squares = member.update.squared_norms()
         if self.parallel.world_size > 1:
             dist.all_reduce(squares)
@@ -303,7 +303,7 @@ class Body:
         member.update.update([step], 0, torch.tensor([norm], dtype=torch.float64, device=device), no_skip)
         if member.spec.acts_in_steps:
             member.adapter.after_step(step + 1, no_skip[0])
-            member.adapter.arena.refresh()
+            member.adapter.flat_params.refresh()
         member.adapter.rollback_after(step + 1)
 
     def zero(self, name: str) -> None:
@@ -362,8 +362,8 @@ class Body:
     def bytes_of(self, name: str) -> int:
         """Bytes of a session's adapter, gradients and optimizer state: A + O of Menos' equation 3."""
         member = self._members[name]
-        arena, fixed = member.adapter.arena, member.adapter.fixed
-        tensors = [arena.values, arena.gradients, arena.copies, *member.optimizer.tensors]
+        flat_params, fixed = member.adapter.flat_params, member.adapter.fixed
+        tensors = [flat_params.values, flat_params.gradients, flat_params.copies, *member.optimizer.tensors]
         return unique_bytes([*tensors, *(record.value for record in fixed)])
 
     @property

@@ -72,7 +72,7 @@ def state_of(engine: Engine) -> list[tuple[str, Tensor | None]]:
         optimizer, adapter = engine.optimizer(name), engine.adapters.tasks[name]
         found.append((f"{name}: step", torch.tensor(engine.progress(name)[0])))
         found += [(f"{name}: {key}", value.clone()) for key, value in adapter.state().items()]
-        flats = {"values": adapter.arena.values, "gradients": adapter.arena.gradients}
+        flats = {"values": adapter.flat_params.values, "gradients": adapter.flat_params.gradients}
         flats |= {f"state {i}": tensor for i, tensor in enumerate(optimizer.tensors)}
         found += [(f"{name}: {what}", flat.clone()) for what, flat in flats.items()]
     for key, weight in engine.backbone.model.named_parameters():

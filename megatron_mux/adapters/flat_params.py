@@ -1,9 +1,9 @@
-"""The arena of a task's adapter: flat storage of its trained parameters on a rank, with their gradients and copies.
+"""Flat tensors of a task's trained parameters on a rank, with their gradients and copies in the compute dtype.
 
 Parameters are views of one tensor, their gradients views of another, so that sums over ranks, norms, clipping and the
 optimizer's update are operations on a few large tensors, whatever an adapter consists of, and micro-batches add to
-gradients in place. Optimizers keep their moments in the same order. Each task has an arena of its own: tasks come and
-go without moving those of others.
+gradients in place. Optimizers keep their moments in the same order. Each task has flat tensors of its own: tasks come
+and go without moving those of others.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class _Rounded(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
-class Arena:
-    """Flat storage of trained parameters; their `value` becomes a view of it, and has its gradient from the start.
+class FlatParams:
+    """Flat tensors of a task's trained parameters, whose `value` becomes a view of it, and has its gradient from the
+    start.
 
     Parameters that belong together come first in this order: those this stage owns, those whose gradient tensor ranks
     sum, those that weight decay applies to, those this rank owns. Among equals they keep the given order, next to each
