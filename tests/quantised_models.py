@@ -208,11 +208,13 @@ def held_bytes(stages: Any) -> int:
         for parameter in stage.model.parameters():
             storage = parameter.untyped_storage()
             found[storage._cdata] = storage.nbytes()
-        for unit in stage.residence.units.values():
+        for group in stage.offload.groups.values():
             held = (
-                [] if unit.dequantised is None else [t for m in unit.dequantised.matrices for t in m.tensors]
+                []
+                if group.dequantised is None
+                else [t for m in group.dequantised.matrices for t in m.tensors]
             )
-            for tensor in [*held, *([] if unit.fetched is None else [unit.fetched.share])]:
+            for tensor in [*held, *([] if group.fetched is None else [group.fetched.share])]:
                 found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
     return sum(found.values())
 

@@ -98,7 +98,7 @@ class FailedBuckets:
         """Free what a pass that broke off has left: weights that were brought, garbage, the allocator's cache."""
         gc.collect()  # a traceback's frames may hold tensors in cycles
         for stage in self._stages:
-            stage.residence.abandon()
+            stage.offload.abandon()
         if self._parallel.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -73,7 +73,7 @@ class TrainStep:
         self._lowest = {name: task.lowest_layer for name, task in burst.tasks.items()}
         # Weights that are fetched are fetched for all layers above the lowest adapter of any task, in the batch or not;
         # so are rows that expert ranks exchange.
-        self._for_all_tasks = any(stage.residence.units or stage.in_step for stage in stages.values())
+        self._for_all_tasks = any(stage.offload.groups or stage.in_step for stage in stages.values())
 
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
         """Hidden states, or the step's share of the loss on the last stage; zeros once memory has run out."""

@@ -154,7 +154,7 @@ class Trials:
         if failed:
             failed.free()
         for stage in self._stages.values():
-            stage.residence.abandon()  # what was brought ahead holds no weights
+            stage.offload.abandon()  # what was brought ahead holds no weights
 
     def _growth(self) -> float:
         """How many times as large as the last trial steps may be without one of their own.

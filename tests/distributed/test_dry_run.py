@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_mux.backbone.residence import Kind
 from megatron_mux.backbone.stage_pass import Pieces
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.dry_run.execute import record_steps
 from megatron_mux.dry_run.heaviest_batch import STEPS, STEPS_THAT_PRUNE
 from megatron_mux.dry_run.known_values import assumed_routes

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.backbone.model import Recompute, load_stages
-from megatron_mux.backbone.residence import Kind
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.engine import Engine
 from megatron_mux.fusion.graphs.launch_order import decode
 from megatron_mux.pipeline.action import TimedAction

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron_mux import checkpoint
 from megatron_mux.backbone.model import load_stages
-from megatron_mux.backbone.residence import Kind
 from megatron_mux.backbone.split import Split
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.engine import Engine, Task
 from megatron_mux.pipeline import execute as execution
 from megatron_mux.pipeline.action import TimedAction

@@ -98,7 +98,7 @@ class _Bench:
         """Have the weights in place of the layers that are probed, if they are not there anyway."""
         for layers in self.probes.stage.stacks.values():
             for layer in layers:
-                stack.enter_context(self.backbone.residence.using(self.probes.stage.layers.index(layer)))
+                stack.enter_context(self.backbone.offload.using(self.probes.stage.layers.index(layer)))
 
     # -- timing
 
@@ -195,9 +195,9 @@ class _Bench:
             if name in ("entry", "head", "transfer", "all_reduce"):
                 curves.setdefault(name, curve)
         assert set(layer_operators(stage.shape)) <= set(curves)
-        unit = self.backbone.residence.units.get(0)
-        if unit is not None:
-            seconds = (self._median(unit.wait, after=unit.drop),)
+        group = self.backbone.offload.groups.get(0)
+        if group is not None:
+            seconds = (self._median(group.wait, after=group.drop),)
             curves["dequantise"] = Curve((1,), seconds, seconds)
         updates = measured_updates(self.device, self.dtype, self.rounds, self.synchronize)
         return Profile(

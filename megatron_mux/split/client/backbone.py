@@ -61,7 +61,7 @@ class SplitBackbone(Backbone):
         self.layers = range(front.shape.layers)
         self.first = self.last = True
         self.placement = None
-        self.residence, self.vocabulary = front.residence, front.vocabulary
+        self.offload, self.vocabulary = front.offload, front.vocabulary
         self.lowest_adapter = front.lowest_adapter
         self.module_weight = front.module_weight
 

@@ -36,7 +36,7 @@ def stage(last: bool) -> Any:
         hidden_shape=lambda batch: (batch.rows, 1, HIDDEN),
         forward=forward,
         in_step=False,
-        residence=SimpleNamespace(units={}, abandon=lambda: None),
+        offload=SimpleNamespace(groups={}, abandon=lambda: None),
     )
 
 

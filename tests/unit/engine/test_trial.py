@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_mux import runtime
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.backbone.residence import Kind
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.engine import Engine, Planning, trial
 from megatron_mux.engine.trial import Trials, actions_of_trial, fullest_moments
 from megatron_mux.pipeline.action import Action, Unit

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_mux.backbone.residence import Kind
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.estimate import tables
 from megatron_mux.estimate.rehearsal import SHALLOW
 from megatron_mux.estimate.solve import stage_table
