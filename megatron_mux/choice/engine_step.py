@@ -106,7 +106,7 @@ class EngineStep(StepMemory):
 
     def hosted(self, stage: Stage) -> float:
         """See `StepMemory.hosted`: the backbone's weights."""
-        held = replace(stage, units=tuple(unit.bytes(self.recipe.size) for unit in stage.units))
+        held = replace(stage, counts=tuple(part.bytes(self.recipe.size) for part in stage.counts))
         return float(held.divided(self.method) if self.method.zero == 3 else held.values)
 
     @property

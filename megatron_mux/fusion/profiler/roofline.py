@@ -191,11 +191,11 @@ class _Rank:
 
     def dequantising(self) -> dict[str, Curve]:
         """A layer's weights on average, whatever the rows: bytes are read and values written, on a CPU then scaled."""
-        units = architecture_of(self.shape).layers
-        values = sum(unit.dequantised for unit in units) / len(units) / self.tensor
+        counts = architecture_of(self.shape).layers
+        values = sum(part.dequantised for part in counts) / len(counts) / self.tensor
         if not values:
             return {}
-        read = sum(unit.held.total for unit in units if unit.held is not None) / len(units) / self.tensor
+        read = sum(part.held.total for part in counts if part.held is not None) / len(counts) / self.tensor
         passes = 3 if self.device.adds else 1
         one = self.device.seconds(2 * values, read + passes * values * self.itemsize, self.itemsize)
         return {"dequantise": Curve((1,), (one,), (one,))}

@@ -143,7 +143,7 @@ class FullTrainingMemory(StepMemory):
         found[AT["gradients"], 0] = (
             stage.values if self.method.zero < 2 else stage.divided(self.method)
         ) * size
-        if self.method.zero >= 2:  # a unit's are whole until they have been summed over ranks
+        if self.method.zero >= 2:  # a layer's are whole until they have been summed over ranks
             found[AT["communication"], 0] = stage.largest * size
         return found
 
@@ -183,7 +183,7 @@ class FullTrainingMemory(StepMemory):
             found += gradients * samples.gradients[:, None, None]
         if self.method.zero == 3:  # weights are gathered for use; during the loss none of the layers'
             outside = samples.section == LOSS
-            brought = np.where(outside, stage.units[-1].total, stage.two_in_use)
+            brought = np.where(outside, stage.counts[-1].total, stage.two_in_use)
             found[:, AT["communication"], 0] += brought * self.recipe.size
         return [self._name(stage, *one) for one in zip(samples.section, samples.layer, strict=True)], found
 
