@@ -111,8 +111,10 @@ def _step_bytes(work: Any, plan: Any, number: int, columns: Mapping[str, int], m
         labels = tuple(int(labelled[1:].sum()) for _, labelled in own)
         lengths[spec.name] = Lengths(tuple(len(ids) for ids, _ in own), labels)
     grid = step_grid(plan, lengths)
-    units = [[piece for chunk in grid.chunks[unit] for piece in chunk] for unit in sorted(grid.chunks)]
-    contents = contents_of(units, lengths, columns, len(set(columns.values())), "cuda")
+    micro_batches = [
+        [piece for chunk in grid.chunks[chunk_id] for piece in chunk] for chunk_id in sorted(grid.chunks)
+    ]
+    contents = contents_of(micro_batches, lengths, columns, len(set(columns.values())), "cuda")
     taken = memory.passes(contents)
     return float((taken.kept.cumsum(axis=0) + taken.working).max())
 

@@ -90,7 +90,7 @@ class _Work:
         }
 
     @cached_property
-    def _units(self) -> list[list[list[Slice]]]:
+    def _micro_batches(self) -> list[list[list[Slice]]]:
         """For each pipeline, the slices of every micro-batch, or of every chunk of it."""
         plan = self._run.plan
         grids = [step_grid(plan, self._lengths, pipeline) for pipeline in range(plan.data)]
@@ -143,8 +143,10 @@ class _Work:
                 if any(one.endswith(path) for one in adapted)
             ]
         most = np.zeros((self._kinds, run.tensor))
-        for unit in self._units[pipeline] if run.sequence_parallel else ():
-            kinds = np.repeat([self._columns[one.task] for one in unit], [one.tokens for one in unit])
+        for micro_batch in self._micro_batches[pipeline] if run.sequence_parallel else ():
+            kinds = np.repeat(
+                [self._columns[one.task] for one in micro_batch], [one.tokens for one in micro_batch]
+            )
             for rank, own in enumerate(np.array_split(kinds, run.tensor)):
                 most[:, rank] = np.maximum(most[:, rank], np.bincount(own, minlength=self._kinds))
         return [*columns, *most]
@@ -153,6 +155,6 @@ class _Work:
     def _contents(self) -> list[Contents]:
         """What every micro-batch of each pipeline, or every chunk of it, contains."""
         return [
-            contents_of(units, self._lengths, self._columns, self._kinds, self._run.device)
-            for units in self._units
+            contents_of(micro_batches, self._lengths, self._columns, self._kinds, self._run.device)
+            for micro_batches in self._micro_batches
         ]

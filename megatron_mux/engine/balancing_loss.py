@@ -38,7 +38,7 @@ class BalancingLosses(StepPart):
         """One column if a task of the bucket asks for it."""
         return int(any(self._coefficients[name] for name in names))
 
-    def after_unit(self, entry: int, accumulator: RouterLoadAccumulator | None) -> None:
+    def after_chunk(self, entry: int, accumulator: RouterLoadAccumulator | None) -> None:
         """Add the weighted losses of a micro-batch that is done."""
         if accumulator is not None:
             accumulator.add_losses(self._losses[entry])

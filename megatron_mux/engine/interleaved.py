@@ -45,7 +45,7 @@ def launch_problem(plan: Plan, stages: Mapping[int, Backbone]) -> str:
 
 
 class InterleavedPasses:
-    """A unit's passes through a stage, one for each of its hybrid tasks.
+    """A chunk's passes through a stage, one for each of its hybrid tasks.
 
     Args:
         backbone: The stage.
@@ -139,5 +139,5 @@ class InterleavedPasses:
 
     def _run(self, steps: Sequence[Exchanging[Made]], order: str, observer: Observer | None) -> list[Made]:
         courses = [Course(own, batch) for own, batch in zip(steps, self._batches, strict=True)]
-        # A unit may lack the last ones: shorter packs have fewer chunks.
+        # A chunk may lack the last ones: shorter packs have fewer chunks.
         return interleave(courses, [i for i in decode(order) if i < len(courses)], self._exchange, observer)

@@ -24,7 +24,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Chunk, padded_lengths
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.step import Lengths, StepGrid, lockstep, must_keep_step, step_grid, step_template
-from megatron_mux.pipeline.action import Unit
+from megatron_mux.pipeline.action import ChunkId
 from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.template import Template
 from megatron_mux.runtime import Parallel
@@ -36,7 +36,7 @@ class PreparedStep:
 
     Attributes:
         grid: The sequences in each chunk.
-        batches: For each unit, a batch for each hybrid task with sequences in it; one without rows where only other
+        batches: For each chunk, a batch for each hybrid task with sequences in it; one without rows where only other
             pipelines have any. Empty if there are problems.
         tokens: Tokens of each task's batch over all pipelines.
         problems: Why the batch of a task cannot be read on this rank.
@@ -44,14 +44,14 @@ class PreparedStep:
     """
 
     grid: StepGrid
-    batches: Mapping[Unit, tuple[HostBatch, ...]]
+    batches: Mapping[ChunkId, tuple[HostBatch, ...]]
     tokens: Mapping[str, int]
     problems: Mapping[str, str]
     beside: Mapping[str, list[Example]] = field(default_factory=dict)
 
-    def chunks(self, unit: Unit) -> int:
-        """Chunks of the unit's micro-batch."""
-        return self.grid.sizes[unit.bucket][unit.micro_batch]
+    def chunks(self, chunk_id: ChunkId) -> int:
+        """Chunks of the chunk's micro-batch."""
+        return self.grid.sizes[chunk_id.bucket][chunk_id.micro_batch]
 
 
 def prepare_step(
@@ -84,14 +84,16 @@ def prepare_step(
             problems[name] = str(error)
     balanced = _balanced(grid, tasks, lengths)
     packer = _Packer(tasks, steps, sequences, parallel)
-    batches: dict[Unit, tuple[HostBatch, ...]] = {}
-    for unit, chunks in grid.chunks.items() if not problems else ():
+    batches: dict[ChunkId, tuple[HostBatch, ...]] = {}
+    for chunk_id, chunks in grid.chunks.items() if not problems else ():
         made: list[HostBatch] = []
         for chunk in (tuple(share(chunk)) for chunk in chunks):
-            refers = packer.refers(plan.buckets[unit.bucket].tasks if sharded else (p.task for p in chunk))
+            refers = packer.refers(
+                plan.buckets[chunk_id.bucket].tasks if sharded else (p.task for p in chunk)
+            )
             made += [packer.forward_only(chunk)] if refers else []
-            made.append(packer.trained(chunk, balanced.get((unit.bucket, unit.micro_batch))))
-        batches[unit] = tuple(made)
+            made.append(packer.trained(chunk, balanced.get((chunk_id.bucket, chunk_id.micro_batch))))
+        batches[chunk_id] = tuple(made)
     tokens = {name: sum(own.tokens) for name, own in lengths.items()}
     return PreparedStep(grid, batches, tokens, problems, beside)
 
@@ -160,8 +162,8 @@ def _balanced(
     if not coefficients:
         return {}
     pieces: dict[tuple[int, int], list[tuple[str, int]]] = {}
-    for unit, chunks in grid.chunks.items():
-        own = pieces.setdefault((unit.bucket, unit.micro_batch), [])
+    for chunk_id, chunks in grid.chunks.items():
+        own = pieces.setdefault((chunk_id.bucket, chunk_id.micro_batch), [])
         own += [(piece.task, piece.sequence) for chunk in chunks for piece in chunk]
     return balanced_sequences(pieces, coefficients, {name: lengths[name].tokens for name in coefficients})
 

@@ -65,12 +65,12 @@ class StepPart(ABC):
     def before_backward(self, entry: int, batch: MicroBatch) -> None:
         """Called before the backward pass of a batch on the last stage."""
 
-    def after_unit(self, entry: int, accumulator: RouterLoadAccumulator | None) -> None:
-        """Called after the last backward pass of a unit on this rank.
+    def after_chunk(self, entry: int, accumulator: RouterLoadAccumulator | None) -> None:
+        """Called after the last backward pass of a chunk on this rank.
 
         Args:
             entry: The bucket, counted on over steps.
-            accumulator: Router loads of its micro-batch, if it has any and this was its last unit.
+            accumulator: Router loads of its micro-batch, if it has any and this was its last chunk.
         """
 
     def after_passes(self, entry: int, losses: Tensor) -> None:

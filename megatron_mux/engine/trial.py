@@ -30,7 +30,7 @@ from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.engine.out_of_memory import FailedBuckets, Stages, ranks_meet
 from megatron_mux.engine.train_step import TrainStep
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.pipeline.action import Action, ChunkId
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
 from megatron_mux.pipeline.transfers import transfers_to
@@ -47,13 +47,16 @@ _INPUTS = ("allreduce_", "broadcast_", "send")
 
 
 def fullest_moments(
-    actions: Sequence[Action], rows: Callable[[Unit], int], computed: Callable[[Unit], int], buckets: int
+    actions: Sequence[Action],
+    rows: Callable[[ChunkId], int],
+    computed: Callable[[ChunkId], int],
+    buckets: int,
 ) -> tuple[list[list[Action]], Size]:
     """For each bucket, the forward passes whose outputs are kept at its fullest moment, in their order; and the size.
 
     Args:
         actions: A rank's, in order.
-        rows: Returns the rows that are kept of a unit.
+        rows: Returns the rows that are kept of a chunk.
         computed: Returns what the last pass needs memory for besides: its rows, or its labels.
         buckets: Of a step.
     """
@@ -63,20 +66,20 @@ def fullest_moments(
     total = 0
     for action in actions:
         if action.kind == "F":
-            own = kept[action] = rows(action.unit)
+            own = kept[action] = rows(action.chunk_id)
             total += own
             bucket = action.bucket % buckets
-            if own and (most := total + computed(action.unit)) > size[bucket]:
+            if own and (most := total + computed(action.chunk_id)) > size[bucket]:
                 moments[bucket], size[bucket] = list(kept), most
         elif action.kind == "B":
-            total -= kept.pop(Action.of(action.stage, "F", action.unit))
+            total -= kept.pop(Action.of(action.stage, "F", action.chunk_id))
     return moments, tuple(size)
 
 
 def actions_of_trial(passes: Sequence[Action], rank: int) -> list[Action]:
     """Forward passes, the backward passes of the last one's bucket, the end of its step; then the others' backward."""
     bucket = passes[-1].bucket
-    backward = [Action.of(action.stage, "B", action.unit) for action in reversed(passes)]
+    backward = [Action.of(action.stage, "B", action.chunk_id) for action in reversed(passes)]
     own = [action for action in backward if action.bucket == bucket]
     others = [action for action in backward if action.bucket != bucket]
     return [*passes, *own, Action(rank, "N", bucket), Action(rank, "U", bucket), *others]
@@ -110,8 +113,8 @@ class Trials:
         self,
         plan: Plan,
         actions: Sequence[Action],
-        rows: Callable[[Unit], int],
-        labels: Callable[[Unit], int],
+        rows: Callable[[ChunkId], int],
+        labels: Callable[[ChunkId], int],
         make: Callable[[FailedBuckets], TrainStep],
     ) -> dict[int, str]:
         """Try a plan unless steps as large have fitted. Every rank calls it before it runs `actions`.
@@ -119,7 +122,7 @@ class Trials:
         Args:
             plan: The plan.
             actions: This rank's.
-            rows, labels: Return the number of rows, and of labels, of a unit.
+            rows, labels: Return the number of rows, and of labels, of a chunk.
             make: Makes what computes the actions, with micro-batches of its own.
 
         Returns:

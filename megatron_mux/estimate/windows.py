@@ -15,7 +15,7 @@ from megatron_mux.footprint.content import Array, Contents
 from megatron_mux.fusion.contents import contents_of
 from megatron_mux.fusion.step import Lengths, StepGrid, step_grid
 from megatron_mux.memory.stream.events import CATEGORIES, Category
-from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.pipeline.action import Action, ChunkId
 from megatron_mux.tasks import TaskSpec
 
 Events = npt.NDArray[np.int64]
@@ -171,8 +171,8 @@ class Windows:
         for window in windows:
             bucket = window.action.bucket % len(self.rehearsal.groups)
             grid, lengths = self.grids[window.step]
-            unit = Unit(bucket, window.action.micro_batch, window.action.chunk)
-            pieces = [piece for chunk in grid.chunks.get(unit, ()) for piece in chunk]
+            chunk_id = ChunkId(bucket, window.action.micro_batch, window.action.chunk)
+            pieces = [piece for chunk in grid.chunks.get(chunk_id, ()) for piece in chunk]
             group = self.rehearsal.groups[bucket]
             columns = {piece.task: group.index(int(piece.task.split("-")[1])) for piece in pieces}
             device = self.rehearsal.run.device

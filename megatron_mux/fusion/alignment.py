@@ -55,7 +55,7 @@ class Item:
         sequence: Its number within the task's step.
         tokens: Its length, padding included.
         cost: What it weighs when micro-batches are balanced.
-        unit: Number of its record within the task's step: sequences of a record are never divided over pipelines or
+        record: Number of its record within the task's step: sequences of a record are never divided over pipelines or
             micro-batches.
     """
 
@@ -63,7 +63,7 @@ class Item:
     sequence: int
     tokens: int
     cost: float
-    unit: int
+    record: int
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def chunk_grid(
     Returns:
         C micro-batches, of which some may be empty; no chunk is.
     """
-    records = [tuple(own) for _, own in groupby(items, key=lambda item: (item.task, item.unit))]
+    records = [tuple(own) for _, own in groupby(items, key=lambda item: (item.task, item.record))]
     mine = share_out(records, [_cost(record) for record in records], filled.pipelines)[data_rank]
     parts = share_out(mine, [_cost(record) for record in mine], filled.micro_batches[data_rank])
     return tuple(_micro_batch(list(chain(*part)), chunk) if part else () for part in parts)

@@ -14,7 +14,7 @@ from megatron_mux.kernels.attention.short import LONGEST, pairs_and_padding
 
 
 def contents_of(
-    units: Sequence[Sequence[Slice]],
+    micro_batches: Sequence[Sequence[Slice]],
     lengths: Mapping[str, Lengths],
     columns: Mapping[str, int],
     width: int,
@@ -24,17 +24,17 @@ def contents_of(
     """What micro-batches, or chunks of them, contain.
 
     Args:
-        units: The pieces of each.
+        micro_batches: The pieces of each.
         lengths: Of each task's step.
         columns: The signature of each task.
         width: Number of signatures.
         device: Where they are computed.
         prefixed: Tasks whose sequences have a prefix.
     """
-    rows, labels = (np.zeros((len(units), width)) for _ in range(2))
-    sequences, copied = (np.zeros(len(units)) for _ in range(2))
-    attention = np.zeros((len(units), len(ATTENTION)))
-    for number, pieces in enumerate(units):
+    rows, labels = (np.zeros((len(micro_batches), width)) for _ in range(2))
+    sequences, copied = (np.zeros(len(micro_batches)) for _ in range(2))
+    attention = np.zeros((len(micro_batches), len(ATTENTION)))
+    for number, pieces in enumerate(micro_batches):
         sequences[number] = len(pieces)
         short: list[int] = []
         runs: list[tuple[int, Hashable]] = []

@@ -11,9 +11,9 @@ from itertools import zip_longest
 
 from megatron_mux.fusion.alignment import Chunk, Filled, Item, MicroBatchGrid, chunk_grid, share_out
 from megatron_mux.fusion.plan import Bucket, Plan
-from megatron_mux.pipeline.action import Unit
+from megatron_mux.pipeline.action import ChunkId
 from megatron_mux.pipeline.bucket import BucketCost, forward_order
-from megatron_mux.pipeline.structured import structured, warmup_units
+from megatron_mux.pipeline.structured import structured, warmup_microbatches
 from megatron_mux.pipeline.template import (
     Template,
     fits_interleaved,
@@ -46,12 +46,12 @@ class StepGrid:
     """What one pipeline computes in one step.
 
     Attributes:
-        chunks: For each unit, what each hybrid task of its bucket has in it; those with nothing are left out. Behind
+        chunks: For each chunk, what each hybrid task of its bucket has in it; those with nothing are left out. Behind
             them there may be empty ones, see `lockstep`.
         sizes: For each bucket, the chunks of each of its micro-batches.
     """
 
-    chunks: Mapping[Unit, tuple[Chunk, ...]]
+    chunks: Mapping[ChunkId, tuple[Chunk, ...]]
     sizes: tuple[tuple[int, ...], ...]
 
 
@@ -63,7 +63,7 @@ def step_grid(plan: Plan, lengths: Mapping[str, Lengths], data_rank: int = 0) ->
         lengths: Of every task of the plan.
         data_rank: Which of the `plan.data` pipelines.
     """
-    chunks: dict[Unit, tuple[Chunk, ...]] = {}
+    chunks: dict[ChunkId, tuple[Chunk, ...]] = {}
     sizes: list[tuple[int, ...]] = []
     filled = Filled(plan.data)
     for b, bucket in enumerate(plan.buckets):
@@ -81,7 +81,7 @@ def step_grid(plan: Plan, lengths: Mapping[str, Lengths], data_rank: int = 0) ->
             m = len(counts)
             counts.append(max(len(micro_batch) for micro_batch in side_by_side))
             for c in range(counts[-1]):
-                chunks[Unit(b, m, c)] = tuple(batch[c] for batch in side_by_side if c < len(batch))
+                chunks[ChunkId(b, m, c)] = tuple(batch[c] for batch in side_by_side if c < len(batch))
         sizes.append(tuple(counts))
     return StepGrid(chunks, tuple(sizes))
 
@@ -125,11 +125,16 @@ def lockstep(grids: Sequence[StepGrid]) -> list[StepGrid]:
         tuple(max(chunks) for chunks in zip_longest(*micro_batches, fillvalue=0))
         for micro_batches in zip(*(grid.sizes for grid in grids), strict=True)
     )
-    most = {unit: max(len(grid.chunks.get(unit, ())) for grid in grids) for unit in forward_order(sizes)}
+    most = {
+        chunk_id: max(len(grid.chunks.get(chunk_id, ())) for grid in grids)
+        for chunk_id in forward_order(sizes)
+    }
     filled = []
     for grid in grids:
-        own = {unit: grid.chunks.get(unit, ()) for unit in most}
-        chunks = {unit: own[unit] + ((),) * (count - len(own[unit])) for unit, count in most.items()}
+        own = {chunk_id: grid.chunks.get(chunk_id, ()) for chunk_id in most}
+        chunks = {
+            chunk_id: own[chunk_id] + ((),) * (count - len(own[chunk_id])) for chunk_id, count in most.items()
+        }
         filled.append(StepGrid(chunks, sizes))
     return filled
 
@@ -148,7 +153,7 @@ def step_template(plan: Plan, sizes: Sequence[Sequence[int]]) -> Template:
     """The actions of one or several steps on every rank, those that end the buckets' steps included.
 
     The planner's plans know what passes take, and what they keep: theirs is the structured multi-bucket template. So is
-    that of others, as if all passes took the same, with `warmup_units` and no more. A plan may ask for another
+    that of others, as if all passes took the same, with `warmup_microbatches` and no more. A plan may ask for another
     schedule: `1f1b`; or, a step at a time, `gpipe` and, for steps whose micro-batches allow it, `interleaved`.
 
     Args:
@@ -187,7 +192,11 @@ def _passes(plan: Plan, sizes: Sequence[Sequence[int]], period: int) -> Template
         chunks = max((max(own, default=1) for own in sizes[entry::period]), default=1)
         alike.append(BucketCost(bucket.micro_batches, one, one, memory=(1 / chunks,) * plan.stages))
     behind = range(plan.stages - 1, -1, -1)
-    limit = [float(warmup_units(count)) for count in behind] if single else [2.0 * plan.stages] * plan.ranks
+    limit = (
+        [float(warmup_microbatches(count)) for count in behind]
+        if single
+        else [2.0 * plan.stages] * plan.ranks
+    )
     return structured(alike, limit, sizes, plan.virtual)
 
 

@@ -125,7 +125,7 @@ def _passes(schedules: Mapping[str, Sequence[TimedAction]]) -> Iterator[tuple[st
 
 
 def _size(timed: TimedAction) -> tuple[object, ...]:
-    return len({part.batch for part in timed.parts}), timed.action.unit
+    return len({part.batch for part in timed.parts}), timed.action.chunk_id
 
 
 def _first_layers(name: str, timed: TimedAction) -> Lanes:

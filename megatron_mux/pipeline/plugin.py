@@ -162,7 +162,10 @@ def forward_backward_multi_bucket(
         )
     if config.timers is not None:
         config.timers("forward-backward").stop()
-    return [stage.data[unit] for unit in sorted(stage.data, key=lambda u: (order[u.bucket], u.micro_batch))]
+    return [
+        stage.data[chunk_id]
+        for chunk_id in sorted(stage.data, key=lambda u: (order[u.bucket], u.micro_batch))
+    ]
 
 
 def _run(

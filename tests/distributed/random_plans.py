@@ -27,7 +27,7 @@ from megatron_mux.fusion.step import (
     step_grid,
     step_template,
 )
-from megatron_mux.pipeline.action import Unit
+from megatron_mux.pipeline.action import ChunkId
 from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
@@ -195,11 +195,11 @@ def run_template(case: Case, template: Template, parallel: Parallel, communicato
     period, stages = len(plan.buckets), parallel.pp_size * plan.virtual
     check(template, case.sizes(parallel.dp_rank), stages, period, plan.virtual)
     tokens = {
-        Unit(step * period + unit.bucket, unit.micro_batch, unit.chunk): sum(
+        ChunkId(step * period + chunk_id.bucket, chunk_id.micro_batch, chunk_id.chunk): sum(
             part.tokens for chunk in chunks for part in chunk
         )
         for step, grid in enumerate(grids)
-        for unit, chunks in grid.chunks.items()
+        for chunk_id, chunks in grid.chunks.items()
     }
     compute = Counting(parallel.pp_rank, parallel.pp_size, stages, tokens, period)
     execute(template, parallel.pp_rank, compute, communicator, torch.float64, stages=stages)

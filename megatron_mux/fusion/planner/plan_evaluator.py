@@ -365,21 +365,21 @@ class PlanEvaluator:
 
     def _mean_costs(self, grids: Sequence[StepGrid], sizes: Sequence[Sequence[Sizes]]) -> list[BucketCost]:
         """For each bucket, the mean seconds of its chunks on all pipelines."""
-        units = [(unit.bucket, chunks) for grid in grids for unit, chunks in grid.chunks.items()]
-        costs = iter(self.costs.chunks([chunk for _, chunks in units for chunk in chunks]))
+        of_buckets = [(at.bucket, chunks) for grid in grids for at, chunks in grid.chunks.items()]
+        costs = iter(self.costs.chunks([chunk for _, chunks in of_buckets for chunk in chunks]))
         of_bucket: list[list[BucketCost]] = [[] for _ in sizes]
-        for bucket, chunks in units:
+        for bucket, chunks in of_buckets:
             of_bucket[bucket].append(bucket_cost([next(costs) for _ in chunks]))
         return [self._mean(own, size) for own, size in zip(of_bucket, sizes, strict=True)]
 
     def _most_bytes(self, memory: StepMemory, grids: Sequence[StepGrid]) -> _Bytes:
         """`[2, buckets, S]` the most bytes that a unit of these grids keeps, and that its passes take besides."""
-        units = [(unit.bucket, chunks) for grid in grids for unit, chunks in grid.chunks.items()]
-        taken = memory.of_chunks([chunk for _, chunks in units for chunk in chunks])
-        starts = np.cumsum([0, *(len(chunks) for _, chunks in units[:-1])])
+        of_buckets = [(at.bucket, chunks) for grid in grids for at, chunks in grid.chunks.items()]
+        taken = memory.of_chunks([chunk for _, chunks in of_buckets for chunk in chunks])
+        starts = np.cumsum([0, *(len(chunks) for _, chunks in of_buckets[:-1])])
         together = np.maximum if self.costs.interleaving is None else np.add  # as in `bucket_cost`
         by_unit = np.add.reduceat(taken.kept, starts), together.reduceat(taken.working, starts)
-        bucket = np.array([own for own, _ in units])
+        bucket = np.array([own for own, _ in of_buckets])
         own = [bucket == b for b in range(len(grids[0].sizes))]
         return np.array([[part[of].max(axis=0) for of in own] for part in by_unit])
 

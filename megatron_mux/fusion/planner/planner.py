@@ -331,7 +331,7 @@ def _with_launch_orders(plan: Plan, evaluator: PlanEvaluator) -> Plan:
     buckets = []
     for b, bucket in enumerate(plan.buckets):
         turns, launch = [], []
-        most = max((own for unit, own in chunks.items() if unit.bucket == b), key=len, default=())
+        most = max((own for chunk_id, own in chunks.items() if chunk_id.bucket == b), key=len, default=())
         if len(most) == bucket.batches > 1:
             costs = evaluator.costs.chunks(most)
             for s, layers in enumerate(overlap.stages):

@@ -193,13 +193,13 @@ class StepMemory:
         On a CPU these need not be the longest.
         """
         lengths = {load.name: Lengths(load.tokens, load.labels) for load in self._loads}
-        units: list[list[Slice]] = []
+        micro_batches: list[list[Slice]] = []
         starts: list[int] = []
         for load in self._loads:
-            starts.append(len(units))
+            starts.append(len(micro_batches))
             slices = [Slice(load.name, i, 0, tokens) for i, tokens in enumerate(load.tokens)]
-            units += [slices[i : i + load.together] for i in range(0, len(slices), load.together)]
-        found = self._taken(self._contents(units, lengths))
+            micro_batches += [slices[i : i + load.together] for i in range(0, len(slices), load.together)]
+        found = self._taken(self._contents(micro_batches, lengths))
         return np.array([np.maximum.reduceat(own, starts) for own in (found.kept, found.working)])
 
     @cached_property
@@ -216,8 +216,10 @@ class StepMemory:
         """`[K]` tokens of each task's longest record."""
         return np.array([float(load.longest_sequence * load.together) for load in self._loads])
 
-    def _contents(self, units: Sequence[Sequence[Slice]], lengths: dict[str, Lengths]) -> Contents:
-        return contents_of(units, lengths, self._columns, self._is.shape[1], self._device, self._prefixed)
+    def _contents(self, micro_batches: Sequence[Sequence[Slice]], lengths: dict[str, Lengths]) -> Contents:
+        return contents_of(
+            micro_batches, lengths, self._columns, self._is.shape[1], self._device, self._prefixed
+        )
 
     def _taken(self, contents: Contents) -> Taken:
         found = self._memory.passes(contents)

@@ -43,7 +43,7 @@ def stage(last: bool) -> Any:
 class Batches(dict[Any, Any]):
     max_rows = ROWS
 
-    def __missing__(self, unit: Any) -> Any:
+    def __missing__(self, chunk_id: Any) -> Any:
         return (SimpleNamespace(rows=ROWS - 1, training=True),)
 
 

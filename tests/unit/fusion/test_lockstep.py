@@ -8,7 +8,7 @@ import pytest
 
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
 from megatron_mux.fusion.step import StepGrid, lockstep, must_keep_step, step_template
-from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.pipeline.action import Action, ChunkId
 from megatron_mux.pipeline.template import Template
 
 PIPELINES = 2
@@ -70,10 +70,10 @@ def grids_of(r: Random, plan: Plan) -> list[StepGrid]:
     found = []
     for _ in range(PIPELINES):
         sizes = tuple(tuple(r.randint(1, 3) for _ in range(r.randint(0, 4))) for _ in plan.buckets)
-        units = {
-            Unit(b, m, c): () for b, own in enumerate(sizes) for m, n in enumerate(own) for c in range(n)
+        chunk_ids = {
+            ChunkId(b, m, c): () for b, own in enumerate(sizes) for m, n in enumerate(own) for c in range(n)
         }
-        found.append(StepGrid(units, sizes))
+        found.append(StepGrid(chunk_ids, sizes))
     return found
 
 

@@ -20,10 +20,10 @@ from megatron_mux.fusion.step import (
     step_grid,
     step_template,
 )
-from megatron_mux.pipeline.action import Action, Kind, Unit
+from megatron_mux.pipeline.action import Action, ChunkId, Kind
 from megatron_mux.pipeline.bucket import forward_order
 from megatron_mux.pipeline.check import check
-from megatron_mux.pipeline.structured import warmup_units
+from megatron_mux.pipeline.structured import warmup_microbatches
 from megatron_mux.pipeline.template import (
     Template,
     forward_only,
@@ -116,7 +116,7 @@ def test_sizes_say_which_units_there_are(step: tuple[Plan, dict[str, Lengths]]) 
             assert len(sizes) <= bucket.micro_batches
             for m, count in enumerate(sizes):
                 whole: Counter[tuple[str, int]] = Counter()
-                for chunk in (chunk for c in range(count) for chunk in grid.chunks[Unit(b, m, c)]):
+                for chunk in (chunk for c in range(count) for chunk in grid.chunks[ChunkId(b, m, c)]):
                     whole.update({(part.task, part.sequence): part.tokens for part in chunk})
                 assert count == (-(-max(whole.values()) // bucket.chunk) if bucket.chunk else 1)
 
@@ -125,8 +125,8 @@ def test_sizes_say_which_units_there_are(step: tuple[Plan, dict[str, Lengths]]) 
 @given(steps())
 def test_hybrid_tasks_stay_apart(step: tuple[Plan, dict[str, Lengths]]) -> None:
     plan, lengths = step
-    for unit, chunks in step_grid(plan, lengths).chunks.items():
-        hybrids = [hybrid.tasks for hybrid in plan.buckets[unit.bucket].hybrid_tasks]
+    for chunk_id, chunks in step_grid(plan, lengths).chunks.items():
+        hybrids = [hybrid.tasks for hybrid in plan.buckets[chunk_id.bucket].hybrid_tasks]
         assert chunks and all(chunks), "nothing is empty"
         found = []
         for chunk in chunks:
@@ -147,14 +147,18 @@ def test_in_lockstep_all_pipelines_have_the_same_units(step: tuple[Plan, dict[st
     plan, lengths = step
     grids = [step_grid(plan, lengths, rank) for rank in range(plan.data)]
     filled = lockstep(grids)
-    alike = {(grid.sizes, tuple((unit, len(own)) for unit, own in grid.chunks.items())) for grid in filled}
+    alike = {
+        (grid.sizes, tuple((chunk_id, len(own)) for chunk_id, own in grid.chunks.items())) for grid in filled
+    }
     assert len(alike) == 1, "the same template, and the same number of batches in each of its units"
     for grid, before in zip(filled, grids, strict=True):
         assert list(grid.chunks) == forward_order(grid.sizes)
-        kept = {unit: tuple(filter(None, own)) for unit, own in grid.chunks.items()}
-        assert {unit: own for unit, own in kept.items() if own} == before.chunks, "nothing is lost or moved"
-    for unit in filled[0].chunks:
-        assert any(any(grid.chunks[unit]) for grid in filled), "somebody has something in it"
+        kept = {chunk_id: tuple(filter(None, own)) for chunk_id, own in grid.chunks.items()}
+        assert {chunk_id: own for chunk_id, own in kept.items() if own} == before.chunks, (
+            "nothing is lost or moved"
+        )
+    for chunk_id in filled[0].chunks:
+        assert any(any(grid.chunks[chunk_id]) for grid in filled), "somebody has something in it"
     assert lockstep(filled) == filled
 
 
@@ -164,7 +168,7 @@ def run(template: Template, stages: int, random: Random) -> int:
     A stage takes its neighbour's tensor when it computes; nobody waits to be rid of one.
     """
     kinds: tuple[Kind, ...] = ("F", "B", "N", "U")
-    done: dict[tuple[int, Kind], list[Unit]] = {(s, kind): [] for s in range(stages) for kind in kinds}
+    done: dict[tuple[int, Kind], list[ChunkId]] = {(s, kind): [] for s in range(stages) for kind in kinds}
     at = [0] * stages
     most = 0
     while True:
@@ -178,7 +182,7 @@ def run(template: Template, stages: int, random: Random) -> int:
         stage = random.choice(ready)
         action = template[stage][at[stage]]
         at[stage] += 1
-        done[stage, action.kind].append(action.unit)
+        done[stage, action.kind].append(action.chunk_id)
         # What a neighbour has not taken yet of what travels one way.
         along: tuple[Kind, Kind] = ("F", "U") if action.kind in ("F", "U") else ("B", "N")
         taker = stage + (1 if "F" in along else -1)
@@ -188,9 +192,9 @@ def run(template: Template, stages: int, random: Random) -> int:
     return most
 
 
-def _input_is_there(action: Action, stages: int, done: dict[tuple[int, Kind], list[Unit]]) -> bool:
+def _input_is_there(action: Action, stages: int, done: dict[tuple[int, Kind], list[ChunkId]]) -> bool:
     before = action.before(stages, stages)
-    return before is None or before.unit in done[before.stage, before.kind]
+    return before is None or before.chunk_id in done[before.stage, before.kind]
 
 
 @settings(deadline=None)
@@ -240,16 +244,16 @@ def test_however_little_may_be_kept_a_step_is_finished(
 def test_only_a_micro_batch_that_is_alone_exceeds_the_limit(case: tuple[Plan, list[list[int]]]) -> None:
     plan, sizes = case
     for stage, actions in enumerate(step_template(plan, sizes)):
-        alive: list[Unit] = []
+        alive: list[ChunkId] = []
         for action in actions:
             if action.kind == "B":
-                alive.remove(action.unit)
+                alive.remove(action.chunk_id)
             if action.kind != "F":
                 continue
-            alive.append(action.unit)
-            kept = sum(bucket_costs(plan.buckets[unit.bucket]).memory[stage] for unit in alive)
+            alive.append(action.chunk_id)
+            kept = sum(bucket_costs(plan.buckets[chunk_id.bucket]).memory[stage] for chunk_id in alive)
             if kept > plan.activation_limit[stage] * (1 + 1e-6):
-                assert len({(unit.bucket, unit.micro_batch) for unit in alive}) == 1
+                assert len({(chunk_id.bucket, chunk_id.micro_batch) for chunk_id in alive}) == 1
 
 
 def test_a_micro_batch_that_was_expected_smaller_is_finished() -> None:
@@ -276,11 +280,11 @@ def turns(stages: int, sizes: list[list[int]]) -> Template:
 
 
 def has_a_lead_and_no_more(template: Template, stages: int, sizes: list[list[int]]) -> bool:
-    """As many micro-batches in flight as `warmup_units` says, but for one that is alone."""
+    """As many micro-batches in flight as `warmup_microbatches` says, but for one that is alone."""
     check(template, sizes, stages)
     longest = max((chunks for own in sizes for chunks in own), default=1)
     return all(
-        most_in_flight((actions,)) <= warmup_units(stages - 1 - stage) * longest
+        most_in_flight((actions,)) <= warmup_microbatches(stages - 1 - stage) * longest
         for stage, actions in enumerate(template)
     )
 

@@ -34,12 +34,12 @@ def test_pairs_stay_together(
     places: dict[int, tuple[int, int]] = {}
     tokens = 0
     for rank in range(data):
-        for unit, chunks in step_grid(plan, known, rank).chunks.items():
+        for chunk_id, chunks in step_grid(plan, known, rank).chunks.items():
             for piece in chunks[0]:
                 tokens += piece.tokens
                 if piece.task == "pairs":
-                    place = places.setdefault(piece.sequence // 2, (rank, unit.micro_batch))
-                    assert place == (rank, unit.micro_batch)
+                    place = places.setdefault(piece.sequence // 2, (rank, chunk_id.micro_batch))
+                    assert place == (rank, chunk_id.micro_batch)
     assert tokens == sum(pairs) + sum(others), "nothing is lost or computed twice"
 
 
