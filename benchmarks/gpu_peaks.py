@@ -104,15 +104,16 @@ def _steps_measured(row: Any, side: Mapping[str, Any]) -> int:
 def _step_bytes(work: Any, plan: Any, number: int, columns: Mapping[str, int], memory: Any) -> float:
     """The most that a step's chunks hold at a time: all go forward, then backward in the reverse order."""
     from megatron_mux.fusion.contents import contents_of
-    from megatron_mux.fusion.step import Lengths, step_grid
+    from megatron_mux.fusion.step import Lengths, step_chunks
 
     lengths = {}
     for spec, own in zip(work.specs, work.step(number), strict=True):
         labels = tuple(int(labelled[1:].sum()) for _, labelled in own)
         lengths[spec.name] = Lengths(tuple(len(ids) for ids, _ in own), labels)
-    grid = step_grid(plan, lengths)
+    chunked = step_chunks(plan, lengths)
     micro_batches = [
-        [piece for chunk in grid.chunks[chunk_id] for piece in chunk] for chunk_id in sorted(grid.chunks)
+        [piece for chunk in chunked.chunks[chunk_id] for piece in chunk]
+        for chunk_id in sorted(chunked.chunks)
     ]
     contents = contents_of(micro_batches, lengths, columns, len(set(columns.values())), "cuda")
     taken = memory.passes(contents)

@@ -16,7 +16,7 @@ from megatron_mux.backbone.registry import read_shape
 from megatron_mux.choice.expert_files import ExpertFiles
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import plan_for
-from megatron_mux.fusion.step import Lengths, step_grid
+from megatron_mux.fusion.step import Lengths, step_chunks
 from megatron_mux.memory.forms.architecture import Architecture, architecture_of
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
@@ -100,8 +100,8 @@ def _pipelines(
         name: Lengths((length,) * count, (length,) * count, together=together)
         for name, count, length, together in tasks
     }
-    grids = (step_grid(replace(plan, data=data), lengths, rank) for rank in range(data))
-    return [[Counter(piece.task for piece in chunk) for (chunk,) in grid.chunks.values()] for grid in grids]
+    steps = (step_chunks(replace(plan, data=data), lengths, rank) for rank in range(data))
+    return [[Counter(piece.task for piece in chunk) for (chunk,) in step.chunks.values()] for step in steps]
 
 
 @dataclass(frozen=True)

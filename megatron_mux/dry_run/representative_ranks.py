@@ -23,7 +23,7 @@ from megatron_mux.footprint.content import Contents
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.fusion.alignment import Slice, padded_lengths
 from megatron_mux.fusion.contents import contents_of
-from megatron_mux.fusion.step import Lengths, step_grid
+from megatron_mux.fusion.step import Lengths, step_chunks
 from megatron_mux.tasks import TaskSpec
 
 Array = npt.NDArray[np.float64]
@@ -93,8 +93,8 @@ class _Work:
     def _micro_batches(self) -> list[list[list[Slice]]]:
         """For each pipeline, the slices of every micro-batch, or of every chunk of it."""
         plan = self._run.plan
-        grids = [step_grid(plan, self._lengths, pipeline) for pipeline in range(plan.data)]
-        return [[[*chain(*chunks)] for chunks in grid.chunks.values()] for grid in grids]
+        steps = [step_chunks(plan, self._lengths, pipeline) for pipeline in range(plan.data)]
+        return [[[*chain(*chunks)] for chunks in step.chunks.values()] for step in steps]
 
     def of_pipelines(self, last: bool) -> list[Array]:
         """`[P]` each: the most that a micro-batch has of rows, of one kind's rows, and of rows copied for it; on the

@@ -1,4 +1,4 @@
-"""Prepares steps in host memory, and ahead of their turn in a thread: records, chunk grid, micro-batches, template.
+"""Prepares steps in host memory, and ahead of their turn in a thread: records, chunks, micro-batches, template.
 
 A prepared step is a pure function of the plan, of the tasks' data, and of the steps' numbers. So a step computes the
 same, and fails for the same data, whether it was prepared ahead or not. The thread reads records, tokenises those of a
@@ -23,7 +23,7 @@ from megatron_mux.engine.task_state import TaskState
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Chunk, padded_lengths
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.step import Lengths, StepGrid, lockstep, must_keep_step, step_grid, step_template
+from megatron_mux.fusion.step import Lengths, StepChunks, lockstep, must_keep_step, step_chunks, step_template
 from megatron_mux.pipeline.action import ChunkId
 from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.template import Template
@@ -35,7 +35,7 @@ class PreparedStep:
     """What this pipeline computes in a step, in host memory.
 
     Attributes:
-        grid: The sequences in each chunk.
+        chunked: The sequences in each chunk.
         batches: For each chunk, a batch for each hybrid task with sequences in it; one without rows where only other
             pipelines have any. Empty if there are problems.
         tokens: Tokens of each task's batch over all pipelines.
@@ -43,7 +43,7 @@ class PreparedStep:
         beside: What tasks read besides their batches, see `TaskState.read_beside`.
     """
 
-    grid: StepGrid
+    chunked: StepChunks
     batches: Mapping[ChunkId, tuple[HostBatch, ...]]
     tokens: Mapping[str, int]
     problems: Mapping[str, str]
@@ -51,7 +51,7 @@ class PreparedStep:
 
     def chunks(self, chunk_id: ChunkId) -> int:
         """Chunks of the chunk's micro-batch."""
-        return self.grid.sizes[chunk_id.bucket][chunk_id.micro_batch]
+        return self.chunked.sizes[chunk_id.bucket][chunk_id.micro_batch]
 
 
 def prepare_step(
@@ -71,9 +71,9 @@ def prepare_step(
     lengths = {name: task.lengths(steps[name], pad_to.get(name, 0)) for name, task in tasks.items()}
     rank = parallel.dp_rank
     if sharded or must_keep_step(plan):
-        grid = lockstep([step_grid(plan, lengths, other) for other in range(parallel.dp_size)])[rank]
+        chunked = lockstep([step_chunks(plan, lengths, other) for other in range(parallel.dp_size)])[rank]
     else:
-        grid = step_grid(plan, lengths, rank)
+        chunked = step_chunks(plan, lengths, rank)
     sequences, beside, problems = {}, {}, {}
     share = parallel.experts.share  # ranks without rows make the same passes
     for name, task in share(list(tasks.items())):
@@ -82,10 +82,10 @@ def prepare_step(
             beside[name] = task.read_beside(steps[name])
         except UserError as error:
             problems[name] = str(error)
-    balanced = _balanced(grid, tasks, lengths)
+    balanced = _balanced(chunked, tasks, lengths)
     packer = _Packer(tasks, steps, sequences, parallel)
     batches: dict[ChunkId, tuple[HostBatch, ...]] = {}
-    for chunk_id, chunks in grid.chunks.items() if not problems else ():
+    for chunk_id, chunks in chunked.chunks.items() if not problems else ():
         made: list[HostBatch] = []
         for chunk in (tuple(share(chunk)) for chunk in chunks):
             refers = packer.refers(
@@ -95,7 +95,7 @@ def prepare_step(
             made.append(packer.trained(chunk, balanced.get((chunk_id.bucket, chunk_id.micro_batch))))
         batches[chunk_id] = tuple(made)
     tokens = {name: sum(own.tokens) for name, own in lengths.items()}
-    return PreparedStep(grid, batches, tokens, problems, beside)
+    return PreparedStep(chunked, batches, tokens, problems, beside)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class _Packer:
 
 
 def _balanced(
-    grid: StepGrid, tasks: Mapping[str, TaskState], lengths: Mapping[str, Lengths]
+    chunked: StepChunks, tasks: Mapping[str, TaskState], lengths: Mapping[str, Lengths]
 ) -> dict[tuple[int, int], BalancedSequences]:
     """Sequences that count for a balancing loss, by bucket and micro-batch."""
     coefficients = {name: task.task.spec.training.router_aux_loss_coef for name, task in tasks.items()}
@@ -162,7 +162,7 @@ def _balanced(
     if not coefficients:
         return {}
     pieces: dict[tuple[int, int], list[tuple[str, int]]] = {}
-    for chunk_id, chunks in grid.chunks.items():
+    for chunk_id, chunks in chunked.chunks.items():
         own = pieces.setdefault((chunk_id.bucket, chunk_id.micro_batch), [])
         own += [(piece.task, piece.sequence) for chunk in chunks for piece in chunk]
     return balanced_sequences(pieces, coefficients, {name: lengths[name].tokens for name in coefficients})
@@ -189,7 +189,7 @@ _checked: deque[Plan] = deque(maxlen=8)
 
 def sizes_of(steps: Sequence[PreparedStep]) -> tuple[tuple[int, ...], ...]:
     """The sizes that a template is made for: chunks of each micro-batch, bucket by bucket, step by step."""
-    return tuple(bucket for step in steps for bucket in step.grid.sizes)
+    return tuple(bucket for step in steps for bucket in step.chunked.sizes)
 
 
 @dataclass(eq=False)

@@ -162,7 +162,7 @@ class StepRunner:
         """What computes a burst of steps; its updates know how many backward passes each bucket has."""
         updates = self._updates_of(burst)
         for index, update in enumerate(updates):
-            update.expect([sum(step.grid.sizes[index]) for step in burst.steps])
+            update.expect([sum(step.chunked.sizes[index]) for step in burst.steps])
         kinds = dict.fromkeys(kind for task in burst.tasks.values() for kind in task.parts)
         parts = [kind(burst) for kind in kinds]
         finalizer = BucketFinalizer(burst, failed, self.buffer, updates, parts)

@@ -13,7 +13,7 @@ from megatron_mux.dry_run.run_spec import JOINS, STEP, Recording, TaskRecords
 from megatron_mux.estimate.rehearsal import Rehearsal
 from megatron_mux.footprint.content import Array, Contents
 from megatron_mux.fusion.contents import contents_of
-from megatron_mux.fusion.step import Lengths, StepGrid, step_grid
+from megatron_mux.fusion.step import Lengths, StepChunks, step_chunks
 from megatron_mux.memory.stream.events import CATEGORIES, Category
 from megatron_mux.pipeline.action import Action, ChunkId
 from megatron_mux.tasks import TaskSpec
@@ -170,9 +170,9 @@ class Windows:
         found = []
         for window in windows:
             bucket = window.action.bucket % len(self.rehearsal.groups)
-            grid, lengths = self.grids[window.step]
+            chunked, lengths = self.all_chunked[window.step]
             chunk_id = ChunkId(bucket, window.action.micro_batch, window.action.chunk)
-            pieces = [piece for chunk in grid.chunks.get(chunk_id, ()) for piece in chunk]
+            pieces = [piece for chunk in chunked.chunks.get(chunk_id, ()) for piece in chunk]
             group = self.rehearsal.groups[bucket]
             columns = {piece.task: group.index(int(piece.task.split("-")[1])) for piece in pieces}
             device = self.rehearsal.run.device
@@ -187,13 +187,13 @@ class Windows:
         return {one.name for one in tasks if TaskSpec.model_validate(one.task).adapter.virtual_tokens}
 
     @cached_property
-    def grids(self) -> list[tuple[StepGrid, dict[str, Lengths]]]:
+    def all_chunked(self) -> list[tuple[StepChunks, dict[str, Lengths]]]:
         """What each step computes, and its records."""
         run = self.rehearsal.run
         found = []
         for step in range(run.steps):
             lengths = {one.name: _lengths(one, step) for one in run.tasks}
-            found.append((step_grid(run.plan, lengths, self.pipeline), lengths))
+            found.append((step_chunks(run.plan, lengths, self.pipeline), lengths))
         return found
 
 

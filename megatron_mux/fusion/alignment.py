@@ -1,10 +1,10 @@
-"""Alignment (MuxTune section 3.5): a step's sequences become micro-batches, packs and chunks: the chunk grid.
+"""Alignment (MuxTune section 3.5): a step's sequences become micro-batches, packs and chunks.
 
 Sequences of a task are laid end to end, never with another task's; a pack may be cut into equal chunks, of which the
 last may be short. So no token is computed that carries no information. (The paper pads each sequence to its task's
 maximum first; that is a mode here.)
 
-The grid follows from the plan and from lengths that every rank knows: nobody has to ask anybody.
+They follow from the plan and from lengths that every rank knows: nobody has to ask anybody.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ Shared = TypeVar("Shared")
 Chunk = tuple[Slice, ...]
 """What is computed in one clock: slices of several packs, in the order of their tasks."""
 
-MicroBatchGrid = tuple[Chunk, ...]
+MicroBatchChunks = tuple[Chunk, ...]
 """The chunks of one micro-batch, in the order of forward passes."""
 
 
@@ -129,9 +129,9 @@ class Filled:
         self.micro_batches = [[0.0] * micro_batches for _ in self.pipelines]
 
 
-def chunk_grid(
+def cut_into_chunks(
     items: Sequence[Item], chunk: int | None, filled: Filled, data_rank: int = 0
-) -> tuple[MicroBatchGrid, ...]:
+) -> tuple[MicroBatchChunks, ...]:
     """Cut one pipeline's share of a hybrid task's step.
 
     Args:
@@ -175,14 +175,14 @@ def share_out(items: Sequence[Shared], costs: Sequence[float], filled: list[floa
     return [[items[i] for i in sorted(indices)] for indices in chosen]
 
 
-def _micro_batch(items: Sequence[Item], chunk: int | None) -> MicroBatchGrid:
+def _micro_batch(items: Sequence[Item], chunk: int | None) -> MicroBatchChunks:
     longest = max(item.tokens for item in items)
     if chunk is None or longest <= chunk:
         # Every pack would be one chunk.
         return (tuple(Slice(item.task, item.sequence, 0, item.tokens) for item in items),)
     clocks = -(-longest // chunk)
     packs = [_cut(pack, chunk) for pack in _packs(items, clocks * chunk)]
-    return _grid(packs, clocks, [item.task for item in items])
+    return _chunks_of(packs, clocks, [item.task for item in items])
 
 
 def _packs(items: Sequence[Item], capacity: int) -> list[list[Item]]:
@@ -214,7 +214,7 @@ def _cut(pack: Sequence[Item], chunk: int) -> list[list[Slice]]:
     return chunks
 
 
-def _grid(packs: Sequence[list[list[Slice]]], clocks: int, tasks: Sequence[str]) -> MicroBatchGrid:
+def _chunks_of(packs: Sequence[list[list[Slice]]], clocks: int, tasks: Sequence[str]) -> MicroBatchChunks:
     """Let each pack begin where clocks come out most even: longest packs first."""
     filled = [0] * clocks
     cells: list[list[Slice]] = [[] for _ in range(clocks)]

@@ -1,4 +1,4 @@
-"""From a plan and a step's lengths to what is computed: the chunk grid of every bucket, and the template to run it.
+"""From a plan and a step's lengths to what is computed: the chunks of every bucket, and the template to run it.
 
 Pure functions of what every rank knows: the plan, and the lengths in the data's index.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from megatron_mux.fusion.alignment import Chunk, Filled, Item, MicroBatchGrid, chunk_grid, share_out
+from megatron_mux.fusion.alignment import Chunk, Filled, Item, MicroBatchChunks, cut_into_chunks, share_out
 from megatron_mux.fusion.plan import Bucket, Plan
 from megatron_mux.pipeline.action import ChunkId
 from megatron_mux.pipeline.bucket import BucketCost, forward_order
@@ -42,7 +42,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class StepGrid:
+class StepChunks:
     """What one pipeline computes in one step.
 
     Attributes:
@@ -55,8 +55,8 @@ class StepGrid:
     sizes: tuple[tuple[int, ...], ...]
 
 
-def step_grid(plan: Plan, lengths: Mapping[str, Lengths], data_rank: int = 0) -> StepGrid:
-    """The chunk grid of a step on one of the plan's pipelines.
+def step_chunks(plan: Plan, lengths: Mapping[str, Lengths], data_rank: int = 0) -> StepChunks:
+    """The chunks of a step on one of the plan's pipelines.
 
     Args:
         plan: Says which tasks share what, in how many micro-batches, cut how.
@@ -68,14 +68,14 @@ def step_grid(plan: Plan, lengths: Mapping[str, Lengths], data_rank: int = 0) ->
     filled = Filled(plan.data)
     for b, bucket in enumerate(plan.buckets):
         filled.next_bucket(bucket.micro_batches)
-        grids: list[Sequence[MicroBatchGrid]] = [
-            chunk_grid(_items(plan, hybrid.tasks, lengths), bucket.chunk, filled, data_rank)
+        of_hybrids: list[Sequence[MicroBatchChunks]] = [
+            cut_into_chunks(_items(plan, hybrid.tasks, lengths), bucket.chunk, filled, data_rank)
             for hybrid in bucket.hybrid_tasks
         ]
         if bucket.halves:
-            grids = [half for grid in grids for half in _halves(plan, grid, lengths)]
+            of_hybrids = [half for whole in of_hybrids for half in _halves(plan, whole, lengths)]
         counts: list[int] = []
-        for side_by_side in zip(*grids, strict=True):
+        for side_by_side in zip(*of_hybrids, strict=True):
             if not any(side_by_side):
                 continue
             m = len(counts)
@@ -83,16 +83,16 @@ def step_grid(plan: Plan, lengths: Mapping[str, Lengths], data_rank: int = 0) ->
             for c in range(counts[-1]):
                 chunks[ChunkId(b, m, c)] = tuple(batch[c] for batch in side_by_side if c < len(batch))
         sizes.append(tuple(counts))
-    return StepGrid(chunks, tuple(sizes))
+    return StepChunks(chunks, tuple(sizes))
 
 
 def _halves(
-    plan: Plan, grid: Sequence[MicroBatchGrid], lengths: Mapping[str, Lengths]
-) -> tuple[list[MicroBatchGrid], list[MicroBatchGrid]]:
+    plan: Plan, micro_batches: Sequence[MicroBatchChunks], lengths: Mapping[str, Lengths]
+) -> tuple[list[MicroBatchChunks], list[MicroBatchChunks]]:
     """The micro-batches of a hybrid task, whose packs are not cut, split in two of nearly equal cost."""
-    first: list[MicroBatchGrid] = []
-    second: list[MicroBatchGrid] = []
-    for micro_batch in grid:
+    first: list[MicroBatchChunks] = []
+    second: list[MicroBatchChunks] = []
+    for micro_batch in micro_batches:
         pieces = [piece for chunk in micro_batch for piece in chunk]
         costs = [
             plan.weights.of(piece.tokens, lengths[piece.task].labels[piece.sequence]) for piece in pieces
@@ -112,30 +112,30 @@ def must_keep_step(plan: Plan) -> bool:
     return plan.data > 1 and plan.virtual > 1
 
 
-def lockstep(grids: Sequence[StepGrid]) -> list[StepGrid]:
-    """The grids of all pipelines with equal sizes, for pipelines that must make the same passes at the same time.
+def lockstep(steps: Sequence[StepChunks]) -> list[StepChunks]:
+    """The chunks of all pipelines with equal sizes, for pipelines that must make the same passes at the same time.
 
     Args:
-        grids: Of the same step, a pipeline each.
+        steps: Of the same step, a pipeline each.
 
     Returns:
-        The same grids, filled up: where only others have something to compute there are empty chunks.
+        The same chunks, filled up: where only others have something to compute there are empty chunks.
     """
     sizes = tuple(
         tuple(max(chunks) for chunks in zip_longest(*micro_batches, fillvalue=0))
-        for micro_batches in zip(*(grid.sizes for grid in grids), strict=True)
+        for micro_batches in zip(*(step.sizes for step in steps), strict=True)
     )
     most = {
-        chunk_id: max(len(grid.chunks.get(chunk_id, ())) for grid in grids)
+        chunk_id: max(len(step.chunks.get(chunk_id, ())) for step in steps)
         for chunk_id in forward_order(sizes)
     }
     filled = []
-    for grid in grids:
-        own = {chunk_id: grid.chunks.get(chunk_id, ()) for chunk_id in most}
+    for step in steps:
+        own = {chunk_id: step.chunks.get(chunk_id, ()) for chunk_id in most}
         chunks = {
             chunk_id: own[chunk_id] + ((),) * (count - len(own[chunk_id])) for chunk_id, count in most.items()
         }
-        filled.append(StepGrid(chunks, sizes))
+        filled.append(StepChunks(chunks, sizes))
     return filled
 
 
@@ -158,7 +158,7 @@ def step_template(plan: Plan, sizes: Sequence[Sequence[int]]) -> Template:
 
     Args:
         plan: The plan.
-        sizes: From `step_grid`; of several steps, one after the other.
+        sizes: From `step_chunks`; of several steps, one after the other.
     """
     period = len(plan.buckets)
     passes = _passes(plan, sizes, period)

@@ -1,4 +1,4 @@
-"""Predicts what a plan takes, on the chunk grid of a step of typical lengths, and what it keeps: in such a step, and in
+"""Predicts what a plan takes, on the chunks of a step of typical lengths, and what it keeps: in such a step, and in
 one in which each task has the longest record of its data in the place of a typical one.
 """
 
@@ -29,10 +29,10 @@ from megatron_mux.fusion.planner.simulated_step import step_of
 from megatron_mux.fusion.planner.step_memory import StepMemory
 from megatron_mux.fusion.step import (
     Lengths,
-    StepGrid,
+    StepChunks,
     lockstep,
     must_keep_step,
-    step_grid,
+    step_chunks,
 )
 from megatron_mux.pipeline.bucket import BucketCost
 
@@ -343,12 +343,12 @@ class PlanEvaluator:
         return [self._buckets[bucket] for bucket in plan.buckets]
 
     def _price(self, plan: Plan, with_longest: bool) -> list[_Priced]:
-        typical = self._grids(plan, self.lengths)
+        typical = self._steps(plan, self.lengths)
         sizes = _by_bucket(typical)
         costs = self._mean_costs(typical, sizes)
         if not with_longest:
             return [_Priced(*own) for own in zip(costs, sizes, sizes, strict=True)]
-        longest = typical if self._most_lengths == self.lengths else self._grids(plan, self._most_lengths)
+        longest = typical if self._most_lengths == self.lengths else self._steps(plan, self._most_lengths)
         most = self._most_bytes(self.memory, typical)
         if longest is not typical:
             most = np.maximum(most, self._most_bytes(self._most_memory, longest))
@@ -358,29 +358,29 @@ class PlanEvaluator:
         ]
         return [_Priced(*own) for own in zip(counted, sizes, _by_bucket(longest), strict=True)]
 
-    def _grids(self, plan: Plan, lengths: Mapping[str, Lengths]) -> list[StepGrid]:
+    def _steps(self, plan: Plan, lengths: Mapping[str, Lengths]) -> list[StepChunks]:
         """What each pipeline computes in a step of these lengths."""
-        grids = [step_grid(plan, lengths, rank) for rank in range(plan.data)]
-        return lockstep(grids) if self.context.in_step or must_keep_step(plan) else grids
+        steps = [step_chunks(plan, lengths, rank) for rank in range(plan.data)]
+        return lockstep(steps) if self.context.in_step or must_keep_step(plan) else steps
 
-    def _mean_costs(self, grids: Sequence[StepGrid], sizes: Sequence[Sequence[Sizes]]) -> list[BucketCost]:
+    def _mean_costs(self, steps: Sequence[StepChunks], sizes: Sequence[Sequence[Sizes]]) -> list[BucketCost]:
         """For each bucket, the mean seconds of its chunks on all pipelines."""
-        of_buckets = [(at.bucket, chunks) for grid in grids for at, chunks in grid.chunks.items()]
+        of_buckets = [(at.bucket, chunks) for step in steps for at, chunks in step.chunks.items()]
         costs = iter(self.costs.chunks([chunk for _, chunks in of_buckets for chunk in chunks]))
         of_bucket: list[list[BucketCost]] = [[] for _ in sizes]
         for bucket, chunks in of_buckets:
             of_bucket[bucket].append(bucket_cost([next(costs) for _ in chunks]))
         return [self._mean(own, size) for own, size in zip(of_bucket, sizes, strict=True)]
 
-    def _most_bytes(self, memory: StepMemory, grids: Sequence[StepGrid]) -> _Bytes:
-        """`[2, buckets, S]` the most bytes that a unit of these grids keeps, and that its passes take besides."""
-        of_buckets = [(at.bucket, chunks) for grid in grids for at, chunks in grid.chunks.items()]
+    def _most_bytes(self, memory: StepMemory, steps: Sequence[StepChunks]) -> _Bytes:
+        """`[2, buckets, S]` the most bytes that a chunk of these steps keeps, and that its passes take besides."""
+        of_buckets = [(at.bucket, chunks) for step in steps for at, chunks in step.chunks.items()]
         taken = memory.of_chunks([chunk for _, chunks in of_buckets for chunk in chunks])
         starts = np.cumsum([0, *(len(chunks) for _, chunks in of_buckets[:-1])])
         together = np.maximum if self.costs.interleaving is None else np.add  # as in `bucket_cost`
         by_unit = np.add.reduceat(taken.kept, starts), together.reduceat(taken.working, starts)
         bucket = np.array([own for own, _ in of_buckets])
-        own = [bucket == b for b in range(len(grids[0].sizes))]
+        own = [bucket == b for b in range(len(steps[0].sizes))]
         return np.array([[part[of].max(axis=0) for of in own] for part in by_unit])
 
     def _mean(self, costs: Sequence[BucketCost], sizes: Sequence[Sizes]) -> BucketCost:
@@ -394,6 +394,6 @@ class PlanEvaluator:
         )
 
 
-def _by_bucket(grids: Sequence[StepGrid]) -> list[list[Sizes]]:
+def _by_bucket(steps: Sequence[StepChunks]) -> list[list[Sizes]]:
     """For each bucket its chunks on each pipeline."""
-    return [list(own) for own in zip(*(grid.sizes for grid in grids), strict=True)]
+    return [list(own) for own in zip(*(step.sizes for step in steps), strict=True)]

@@ -1,7 +1,7 @@
 """The planner: from what is known to a plan (MuxTune sections 3.3 to 3.5).
 
 Hybrid tasks, buckets, their order and the number of micro-batches come from `search.py`, on costs by equations 3 and 5.
-Its answer, cut into chunks and uncut, and the plain policies are then evaluated on the chunk grid of a step of typical
+Its answer, cut into chunks and uncut, and the plain policies are then evaluated on the chunks of a step of typical
 lengths, and the best is taken: a plan is never predicted to be slower than one task after another.
 """
 
@@ -23,7 +23,7 @@ from megatron_mux.fusion.planner.plan_evaluator import Evaluation, PlanEvaluator
 from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.planner.search import search
 from megatron_mux.fusion.planner.step_memory import are_short, is_short
-from megatron_mux.fusion.step import step_grid
+from megatron_mux.fusion.step import step_chunks
 from megatron_mux.memory.sizes import show_size
 from megatron_mux.tasks import TaskSpec
 
@@ -327,7 +327,7 @@ def _with_launch_orders(plan: Plan, evaluator: PlanEvaluator) -> Plan:
     overlap = evaluator.costs.interleaving
     if overlap is None or all(bucket.batches == 1 for bucket in plan.buckets):
         return plan
-    chunks = step_grid(plan, evaluator.lengths).chunks
+    chunks = step_chunks(plan, evaluator.lengths).chunks
     buckets = []
     for b, bucket in enumerate(plan.buckets):
         turns, launch = [], []

@@ -29,7 +29,7 @@ class AttentionCosts:
         measured: The window that the curves were measured with, the same or a wider one.
 
     Attributes:
-        over_past: For each length of the grid, seconds of one sequence over its past.
+        over_past: For each probed length, seconds of one sequence over its past.
         launch: `[2]` seconds that a batch takes whatever its sequences.
     """
 
@@ -85,7 +85,7 @@ class StageAttention:
         stages: The layers of each stage.
 
     Attributes:
-        longest: The longest length of the grid up to 1,024 tokens.
+        longest: The longest probed length up to 1,024 tokens.
         launch: `[2, 1]` seconds that a batch takes in a layer whatever its sequences.
     """
 

@@ -18,7 +18,7 @@ from megatron_mux.fusion.profiler.adapter_probes import AdapterProbes
 from megatron_mux.fusion.profiler.core_attention import widest_window
 from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
 from megatron_mux.fusion.profiler.probed_stage import SEGMENT, Probe, ProbedStage, Run
-from megatron_mux.fusion.profiler.profile import grid_up_to
+from megatron_mux.fusion.profiler.profile import probe_sizes
 from megatron_mux.kernels.attention.carry import Carry
 from megatron_mux.kernels.attention.segments import Segment, device_bounds, has_one_call, segment_attention
 
@@ -85,7 +85,7 @@ class Probes:
 
     def _attention(self, longest: int) -> Iterator[Probe]:
         """One sequence of each length, and eight of short ones; one with each past that takes no longer."""
-        for length in grid_up_to(longest, least=_SHORTEST):
+        for length in probe_sizes(longest, least=_SHORTEST):
             yield self.attention(length)
             if length * 8 <= 2 * self.stage.most_tokens:
                 yield self.attention(length, count=8)

@@ -147,7 +147,7 @@ def key_of(about: Mapping[str, Any], form: int = FORMAT) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def grid_up_to(most: int, least: int = 16) -> list[int]:
+def probe_sizes(most: int, least: int = 16) -> list[int]:
     """Powers of two from `least` to `most`, both included."""
     sizes = [least]
     while sizes[-1] * 2 <= most:

@@ -17,7 +17,7 @@ from megatron_mux.base_ops import COLUMN_PARALLEL, EXPERT_OPS, REPLICATED, BaseO
 from megatron_mux.fusion.device import Device, device_of
 from megatron_mux.fusion.even_experts import ExpertShares
 from megatron_mux.fusion.profiler.layer_operators import base_ops
-from megatron_mux.fusion.profiler.profile import Curve, Profile, grid_up_to, points, summed
+from megatron_mux.fusion.profiler.profile import Curve, Profile, points, probe_sizes, summed
 from megatron_mux.fusion.profiler.updates import estimated_updates
 from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.shape import BackboneShape
@@ -59,7 +59,7 @@ def roofline(
         itemsize=itemsize,
         tensor=tensor_parallel,
         expert_tensor=expert_tensor,
-        sizes=tuple(grid_up_to(most_tokens)),
+        sizes=tuple(probe_sizes(most_tokens)),
         shares=None
         if shape.experts is None
         else ExpertShares.of(shape, tensor_parallel, expert, expert_tensor),
@@ -169,7 +169,7 @@ class _Rank:
             "attention_launch": Curve((1,), (launch,), (2 * launch,)),
             **{
                 f"attention:{length}": points({past: of(length, past) for past in (0, 16, 256, 1024, 4096)})
-                for length in grid_up_to(8192, least=8)
+                for length in probe_sizes(8192, least=8)
             },
         }
 

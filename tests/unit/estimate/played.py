@@ -62,7 +62,7 @@ def played(
         chunks: Whether some micro-batches are cut.
     """
     made = rehearsal(base(), SIGNATURES, groups, layers, CHUNK, chunks=chunks)
-    grids = Windows(made, Recording(Stream.empty(), ())).grids
+    all_chunked = Windows(made, Recording(Stream.empty(), ())).all_chunked
     player = _Player(layers, kept, scratch)
     player.allocate(WEIGHTS * layers, Moment("load"))
     for number, _ in enumerate(made.run.tasks):
@@ -70,12 +70,12 @@ def played(
         player.allocate(ADAPTER * layers, Moment("join"), Category.ADAPTERS)
         if not number:
             player.allocate(ONCE, Moment("join"))
-    for step, (grid, lengths) in enumerate(grids):
+    for step, (chunked, lengths) in enumerate(all_chunked):
         player.mark(STEP)
         for bucket, own in enumerate(made.run.plan.buckets):
-            chunk_ids = sorted(chunk_id for chunk_id in grid.chunks if chunk_id.bucket == bucket)
+            chunk_ids = sorted(chunk_id for chunk_id in chunked.chunks if chunk_id.bucket == bucket)
             for chunk_id in chunk_ids:
-                pieces = [piece for chunk in grid.chunks[chunk_id] for piece in chunk]
+                pieces = [piece for chunk in chunked.chunks[chunk_id] for piece in chunk]
                 copied = sum(
                     piece.start + piece.tokens * (piece.stop < lengths[piece.task].tokens[piece.sequence])
                     for piece in pieces

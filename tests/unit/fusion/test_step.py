@@ -1,4 +1,4 @@
-"""A step's grid follows from plan and lengths; its template is complete, in order, and never stuck."""
+"""A step's chunks follow from plan and lengths; its template is complete, in order, and never stuck."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_mux.fusion.step import (
     Lengths,
     bucket_costs,
     lockstep,
-    step_grid,
+    step_chunks,
     step_template,
 )
 from megatron_mux.pipeline.action import Action, ChunkId, Kind
@@ -91,9 +91,9 @@ def test_every_sequence_is_computed_once_over_all_pipelines(step: tuple[Plan, di
     plan, lengths = step
     computed: Counter[tuple[str, int, int]] = Counter()
     for rank in range(plan.data):
-        grid = step_grid(plan, lengths, rank)
-        assert grid == step_grid(plan, lengths, rank), "the same on every rank of a pipeline"
-        for chunks in grid.chunks.values():
+        chunked = step_chunks(plan, lengths, rank)
+        assert chunked == step_chunks(plan, lengths, rank), "the same on every rank of a pipeline"
+        for chunks in chunked.chunks.values():
             for part in (part for chunk in chunks for part in chunk):
                 computed.update((part.task, part.sequence, token) for token in range(part.start, part.stop))
     assert computed == {
@@ -109,14 +109,14 @@ def test_every_sequence_is_computed_once_over_all_pipelines(step: tuple[Plan, di
 def test_sizes_say_which_units_there_are(step: tuple[Plan, dict[str, Lengths]]) -> None:
     plan, lengths = step
     for rank in range(plan.data):
-        grid = step_grid(plan, lengths, rank)
-        assert list(grid.chunks) == forward_order(grid.sizes), "in the order of forward passes"
-        assert len(grid.sizes) == len(plan.buckets)
-        for b, (bucket, sizes) in enumerate(zip(plan.buckets, grid.sizes, strict=True)):
+        chunked = step_chunks(plan, lengths, rank)
+        assert list(chunked.chunks) == forward_order(chunked.sizes), "in the order of forward passes"
+        assert len(chunked.sizes) == len(plan.buckets)
+        for b, (bucket, sizes) in enumerate(zip(plan.buckets, chunked.sizes, strict=True)):
             assert len(sizes) <= bucket.micro_batches
             for m, count in enumerate(sizes):
                 whole: Counter[tuple[str, int]] = Counter()
-                for chunk in (chunk for c in range(count) for chunk in grid.chunks[ChunkId(b, m, c)]):
+                for chunk in (chunk for c in range(count) for chunk in chunked.chunks[ChunkId(b, m, c)]):
                     whole.update({(part.task, part.sequence): part.tokens for part in chunk})
                 assert count == (-(-max(whole.values()) // bucket.chunk) if bucket.chunk else 1)
 
@@ -125,7 +125,7 @@ def test_sizes_say_which_units_there_are(step: tuple[Plan, dict[str, Lengths]]) 
 @given(steps())
 def test_hybrid_tasks_stay_apart(step: tuple[Plan, dict[str, Lengths]]) -> None:
     plan, lengths = step
-    for chunk_id, chunks in step_grid(plan, lengths).chunks.items():
+    for chunk_id, chunks in step_chunks(plan, lengths).chunks.items():
         hybrids = [hybrid.tasks for hybrid in plan.buckets[chunk_id.bucket].hybrid_tasks]
         assert chunks and all(chunks), "nothing is empty"
         found = []
@@ -137,7 +137,7 @@ def test_hybrid_tasks_stay_apart(step: tuple[Plan, dict[str, Lengths]]) -> None:
 
 def test_a_pipeline_without_a_sequence_of_a_bucket_has_no_micro_batch_of_it() -> None:
     plan = Plan("spatial", 1, (Bucket((HybridTask(("a",)),), 4),), data=2)
-    sizes = [step_grid(plan, {"a": Lengths((7,), (1,))}, rank).sizes for rank in range(2)]
+    sizes = [step_chunks(plan, {"a": Lengths((7,), (1,))}, rank).sizes for rank in range(2)]
     assert sizes == [((1,),), ((),)]
 
 
@@ -145,20 +145,21 @@ def test_a_pipeline_without_a_sequence_of_a_bucket_has_no_micro_batch_of_it() ->
 @given(steps())
 def test_in_lockstep_all_pipelines_have_the_same_units(step: tuple[Plan, dict[str, Lengths]]) -> None:
     plan, lengths = step
-    grids = [step_grid(plan, lengths, rank) for rank in range(plan.data)]
-    filled = lockstep(grids)
+    all_chunked = [step_chunks(plan, lengths, rank) for rank in range(plan.data)]
+    filled = lockstep(all_chunked)
     alike = {
-        (grid.sizes, tuple((chunk_id, len(own)) for chunk_id, own in grid.chunks.items())) for grid in filled
+        (chunked.sizes, tuple((chunk_id, len(own)) for chunk_id, own in chunked.chunks.items()))
+        for chunked in filled
     }
     assert len(alike) == 1, "the same template, and the same number of batches in each of its units"
-    for grid, before in zip(filled, grids, strict=True):
-        assert list(grid.chunks) == forward_order(grid.sizes)
-        kept = {chunk_id: tuple(filter(None, own)) for chunk_id, own in grid.chunks.items()}
+    for chunked, before in zip(filled, all_chunked, strict=True):
+        assert list(chunked.chunks) == forward_order(chunked.sizes)
+        kept = {chunk_id: tuple(filter(None, own)) for chunk_id, own in chunked.chunks.items()}
         assert {chunk_id: own for chunk_id, own in kept.items() if own} == before.chunks, (
             "nothing is lost or moved"
         )
     for chunk_id in filled[0].chunks:
-        assert any(any(grid.chunks[chunk_id]) for grid in filled), "somebody has something in it"
+        assert any(any(chunked.chunks[chunk_id]) for chunked in filled), "somebody has something in it"
     assert lockstep(filled) == filled
 
 
@@ -206,7 +207,7 @@ def test_templates_of_steps_can_be_run(
     if policy == "spatial":
         plan = plan_for("spatial", dict.fromkeys(plan.tasks, 1), plan.stages, chunk=7)
     for rank in range(plan.data):
-        sizes = [*step_grid(plan, lengths, rank).sizes] * count
+        sizes = [*step_chunks(plan, lengths, rank).sizes] * count
         template = step_template(plan, sizes)
         check(template, sizes, plan.stages, len(plan.buckets))
         passes = 2 * plan.stages * len(forward_order(sizes))
