@@ -35,13 +35,13 @@ class Burst:
     steps: Sequence[PreparedStep]
     parallel: Parallel
 
-    def bucket(self, entry: int) -> Bucket:
-        """A bucket, counted on over steps."""
-        return self.buckets[entry % len(self.buckets)]
+    def bucket(self, bucket: int) -> Bucket:
+        """A bucket by its index, counted on over the steps of a burst."""
+        return self.buckets[bucket % len(self.buckets)]
 
-    def step(self, entry: int) -> int:
-        """The step of a bucket that is counted on over steps."""
-        return entry // len(self.buckets)
+    def step(self, bucket: int) -> int:
+        """The step that a bucket's index, counted on over steps, is in."""
+        return bucket // len(self.buckets)
 
 
 def agree(

@@ -108,9 +108,9 @@ class BucketFinalizer:
         self._buffer = buffer[: gradient_buffer_size(params, parallel)]
         self._columns = [_Columns.of(parts, bucket.tasks) for bucket in buckets]
 
-    def table_shape(self, entry: int) -> tuple[int, int]:
-        """Rows and columns of the table of a bucket, counted on over steps."""
-        return len(self.burst.bucket(entry).tasks), self._columns[entry % len(self._columns)].width
+    def table_shape(self, bucket: int) -> tuple[int, int]:
+        """Rows and columns of the table of a bucket, by its index, counted on over steps."""
+        return len(self.burst.bucket(bucket).tasks), self._columns[bucket % len(self._columns)].width
 
     def skip_all(self) -> None:
         """Let no task step: a trial leaves adapters and optimizers as they are."""
@@ -128,93 +128,93 @@ class BucketFinalizer:
         Returns:
             The table of this stage and those after it. With tensor parallelism, squares of this rank's own parts.
         """
-        entry, parallel = action.bucket, self.burst.parallel
-        names, index = self.burst.bucket(entry).tasks, entry % len(self._columns)
+        bucket, parallel = action.bucket, self.burst.parallel
+        names, index = self.burst.bucket(bucket).tasks, bucket % len(self._columns)
         columns = self._columns[index]
         if others is None:
             for part, _ in columns.parts:
-                part.after_passes(entry, losses)
+                part.after_passes(bucket, losses)
         # It may allocate, so it comes before the sum over pipelines, which tells all of them who ran out of memory.
-        self.failed.attempt(action, lambda: self._before_sums(entry))
-        sums = self._local_sums(entry)
+        self.failed.attempt(action, lambda: self._before_sums(bucket))
+        sums = self._local_sums(bucket)
         if self._reduces:
             params = [self.burst.tasks[name].adapter.flat_params for name in names]
             reduce_gradients(params, parallel, sums, self._buffer)
         if others is not None and parallel.is_first_stage:
             for part, own in columns.parts:
-                part.on_first_stage(entry, others[:, own])
+                part.on_first_stage(bucket, others[:, own])
         squares = self._updates[index].squared_norms()
         if others is None:
-            table = self._first_table(entry, losses, squares, sums)
+            table = self._first_table(bucket, losses, squares, sums)
         else:
             table = others
             table[:, _SQUARE] += squares
             table[:, _FAILED : columns.summed] += sums.t()
         if parallel.is_first_stage:
-            self._whole[entry] = table
+            self._whole[bucket] = table
         return table
 
-    def _local_sums(self, entry: int) -> Tensor:
+    def _local_sums(self, bucket: int) -> Tensor:
         """`[columns, K]` fp64, this rank's share of the columns that are sums, squared norms left out.
 
         They are read at the first stage of each pipeline, but summed over all pipelines: as the gradients are.
         """
-        index = entry % len(self._columns)
+        index = bucket % len(self._columns)
         columns, rows = self._columns[index], self._rows[index]
         shape, device = (columns.summed - _FAILED, len(rows)), self.burst.parallel.device
-        sums = torch.full(shape, float(entry in self.failed), dtype=torch.float64, device=device)
+        sums = torch.full(shape, float(bucket in self.failed), dtype=torch.float64, device=device)
         for part, own in columns.parts:
             if part.summed:
-                sums[own.start - _FAILED : own.stop - _FAILED] = part.local_sums(entry, rows)
+                sums[own.start - _FAILED : own.stop - _FAILED] = part.local_sums(bucket, rows)
         return sums
 
-    def _first_table(self, entry: int, losses: Tensor, squares: Tensor, sums: Tensor) -> Tensor:
+    def _first_table(self, bucket: int, losses: Tensor, squares: Tensor, sums: Tensor) -> Tensor:
         """The table that the last stage begins."""
-        index, parallel = entry % len(self._columns), self.burst.parallel
+        index, parallel = bucket % len(self._columns), self.burst.parallel
         # Each tensor rank of the last stage has the whole loss of its pipeline.
         own = losses[self._rows[index]]
         if parallel.dp_size > 1:
             dist.all_reduce(own, group=parallel.dp_group)
         parts = self._columns[index].parts
-        more = [part.columns_of_last_stage(entry) for part, _ in parts if not part.summed]
+        more = [part.columns_of_last_stage(bucket) for part, _ in parts if not part.summed]
         table = torch.cat([torch.stack([own, squares, *sums], dim=1), *more], dim=1)
         for part in self.parts:
             part.complete(table)
         return table
 
-    def _before_sums(self, entry: int) -> None:
+    def _before_sums(self, bucket: int) -> None:
         for part in self.parts:
-            part.before_sums(entry)
+            part.before_sums(bucket)
 
-    def update(self, entry: int, whole: Tensor | None) -> Tensor:
+    def update(self, bucket: int, whole: Tensor | None) -> Tensor:
         """Step the optimizers of a bucket's tasks here, unless a task failed or ran out of memory, now or before.
 
         Args:
-            entry: The bucket, counted on over steps.
+            bucket: Its index, counted on over the steps of a burst.
             whole: The table over all stages and tensor ranks; None on the first stage, which makes it.
 
         Returns:
             The table.
         """
-        later, index = divmod(entry, len(self._columns))
+        later, index = divmod(bucket, len(self._columns))
         columns, rows, parallel = self._columns[index], self._rows[index], self.burst.parallel
         if whole is None:
-            whole = self._whole.pop(entry)
+            whole = self._whole.pop(bucket)
             if parallel.tp_size > 1:
                 own = whole[:, _SQUARE : columns.summed].clone()
                 dist.all_reduce(own, group=parallel.tp_group)
                 whole[:, _SQUARE : columns.summed] = own
         if parallel.is_last_stage:
             for part, place in columns.parts:
-                part.on_last_stage(entry, whole[:, place])
+                part.on_last_stage(bucket, whole[:, place])
         # Once a task has skipped a step of a burst it skips those after it.
         is_finite = torch.isfinite(whole[:, : columns.summed]).all(dim=1)
         skip = self._skip[rows] | ~is_finite | (whole[:, _FAILED] > 0)
         self._skip[rows] = skip
         self._updates[index].update(self._starts[index], later, whole[:, _SQUARE].sqrt(), skip)
         for part in self.parts if self._counts else ():
-            part.after_update(entry, skip)
-        self._tables.append((entry, whole[:, : columns.read]))
+            part.after_update(bucket, skip)
+        self._tables.append((bucket, whole[:, : columns.read]))
         return whole
 
     def finish(self) -> list[dict[str, StepResult]]:
@@ -223,9 +223,9 @@ class BucketFinalizer:
         if not self._tables:
             return results
         values = iter(torch.cat([table.flatten() for _, table in self._tables]).tolist())
-        for entry, table in self._tables:
-            step, index = divmod(entry, len(self._columns))
-            for name in self.burst.bucket(entry).tasks:
+        for bucket, table in self._tables:
+            step, index = divmod(bucket, len(self._columns))
+            for name in self.burst.bucket(bucket).tasks:
                 row = list(islice(values, table.shape[1]))
                 if row[_FAILED]:
                     self.out_of_memory.add(index)

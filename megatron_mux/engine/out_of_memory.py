@@ -66,9 +66,9 @@ class FailedBuckets:
         """Where and why the first bucket failed; empty if none has."""
         return next(iter(self._reasons.values()), "")
 
-    def __contains__(self, entry: int) -> bool:
+    def __contains__(self, bucket: int) -> bool:
         """Whether a bucket, counted on over steps, has failed."""
-        return entry % self._period in self._reasons
+        return bucket % self._period in self._reasons
 
     def attempt(self, action: Action, compute: Callable[[], T]) -> T | None:
         """Run an action's work; None if its bucket has failed, now or before: then its memory is free again.

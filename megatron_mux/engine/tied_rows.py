@@ -39,29 +39,29 @@ class TiedRows(StepPart):
         """C of these tasks."""
         return max((self._values.get(name, 0) for name in names), default=0)
 
-    def columns_of_last_stage(self, entry: int) -> Tensor:
+    def columns_of_last_stage(self, bucket: int) -> Tensor:
         """The last stage's gradients."""
-        names, device = self.burst.bucket(entry).tasks, self.burst.parallel.device
+        names, device = self.burst.bucket(bucket).tasks, self.burst.parallel.device
         columns = torch.zeros(len(names), self.width(names), dtype=torch.float64, device=device)
-        for name, row in self._rows(entry, columns):
+        for name, row in self._rows(bucket, columns):
             row.copy_(torch.cat([gradient.flatten() for gradient in self._gradients(name)]))
         return columns
 
-    def on_first_stage(self, entry: int, columns: Tensor) -> None:
+    def on_first_stage(self, bucket: int, columns: Tensor) -> None:
         """Add the last stage's gradients to the first stage's; `columns` becomes the sum."""
-        for name, row in self._rows(entry, columns):
+        for name, row in self._rows(bucket, columns):
             for gradient, part in self._parts(name, row):
                 gradient.add_(part)
                 part.copy_(gradient)
 
-    def on_last_stage(self, entry: int, columns: Tensor) -> None:
+    def on_last_stage(self, bucket: int, columns: Tensor) -> None:
         """Replace the last stage's gradients by the sum."""
-        for name, row in self._rows(entry, columns):
+        for name, row in self._rows(bucket, columns):
             for gradient, part in self._parts(name, row):
                 gradient.copy_(part)
 
-    def _rows(self, entry: int, columns: Tensor) -> list[tuple[str, Tensor]]:
-        rows = zip(self.burst.bucket(entry).tasks, columns, strict=True)
+    def _rows(self, bucket: int, columns: Tensor) -> list[tuple[str, Tensor]]:
+        rows = zip(self.burst.bucket(bucket).tasks, columns, strict=True)
         return [(name, row[: self._values[name]]) for name, row in rows if name in self._values]
 
     def _parts(self, name: str, row: Tensor) -> list[tuple[Tensor, Tensor]]:

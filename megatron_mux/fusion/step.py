@@ -188,8 +188,8 @@ def _passes(plan: Plan, sizes: Sequence[Sequence[int]], period: int) -> Template
     # As if all passes took the same; about as many in flight as interleaved 1F1B has.
     one = (1.0,) * plan.stages
     alike = []
-    for entry, bucket in enumerate(plan.buckets):
-        chunks = max((max(own, default=1) for own in sizes[entry::period]), default=1)
+    for index, bucket in enumerate(plan.buckets):
+        chunks = max((max(own, default=1) for own in sizes[index::period]), default=1)
         alike.append(BucketCost(bucket.micro_batches, one, one, memory=(1 / chunks,) * plan.stages))
     behind = range(plan.stages - 1, -1, -1)
     limit = (

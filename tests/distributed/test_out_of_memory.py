@@ -56,10 +56,10 @@ def trained(
         left -= lacks
         return lacks
 
-    def before_sums(self: BucketFinalizer, entry: int) -> None:
-        if short == "ends" and hit(self.burst.bucket(entry).tasks):
+    def before_sums(self: BucketFinalizer, bucket: int) -> None:
+        if short == "ends" and hit(self.burst.bucket(bucket).tasks):
             raise torch.OutOfMemoryError("made to fail. Nothing is short")
-        original(self, entry)
+        original(self, bucket)
 
     original = BucketFinalizer._before_sums
     passes = failing(stages, lambda batch: short == "passes" and hit(batch.task_rows))

@@ -73,7 +73,7 @@ def constants_of(
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _StepTask:
     """A preference task in one of the steps.
 
     Attributes:
@@ -107,13 +107,13 @@ class PreferenceLosses(StepPart):
 
     def __init__(self, burst: Burst) -> None:
         super().__init__(burst)
-        self._entries: list[dict[str, _Entry]] = []
+        self._step_tasks: list[dict[str, _StepTask]] = []
         tasks, steps = burst.tasks, len(burst.steps)
         device, constants, at = burst.parallel.device, [], 0
         first = np.zeros((steps, len(tasks)), np.int64)
         wide = np.array([2 * isinstance(task, PreferenceTask) for task in tasks.values()], np.int64)
         for later in range(steps):
-            entries: dict[str, _Entry] = {}
+            step_tasks: dict[str, _StepTask] = {}
             for i, (name, task) in enumerate(tasks.items()):
                 if not isinstance(task, PreferenceTask):
                     continue
@@ -123,10 +123,10 @@ class PreferenceLosses(StepPart):
                 good = int((constants[-1][3] > 0).sum())
                 records = len(chosen) // spec.sequences_per_record
                 stop = at + len(chosen)
-                entries[name] = _Entry(name, i, at, stop, good, records, loss_of(spec))
+                step_tasks[name] = _StepTask(name, i, at, stop, good, records, loss_of(spec))
                 first[later, i] = 1 + 2 * at
                 at = stop
-            self._entries.append(entries)
+            self._step_tasks.append(step_tasks)
         everything = torch.from_numpy(np.concatenate(constants, axis=1))
         self._starts, self._tokens, self._weights, self._signs, cached = runtime.to_device(everything, device)
         self._first = runtime.to_device(torch.from_numpy(first), device)
@@ -171,15 +171,15 @@ class PreferenceLosses(StepPart):
 
     def width(self, names: Sequence[str]) -> int:
         """Figures of each task of a bucket, if one of them learns a preference."""
-        return FIGURES if any(name in self._entries[0] for name in names) else 0
+        return FIGURES if any(name in self._step_tasks[0] for name in names) else 0
 
-    def before_loss(self, entry: int, batch: MicroBatch) -> None:
+    def before_loss(self, bucket: int, batch: MicroBatch) -> None:
         """Have rows scaled later whose losses are coupled; those of references have no gradient."""
-        if not batch.training or any(name in batch.task_rows for name in self._of(entry)):
+        if not batch.training or any(name in batch.task_rows for name in self._of(bucket)):
             batch.row_scale = RowScale()
 
-    def _of(self, entry: int) -> dict[str, _Entry]:
-        return self._entries[self.burst.step(entry)]
+    def _of(self, bucket: int) -> dict[str, _StepTask]:
+        return self._step_tasks[self.burst.step(bucket)]
 
     def _places(self, step: int, batch: MicroBatch) -> Tensor:
         """`[N]` int64, the place of each labelled row's log-probability."""
@@ -190,37 +190,37 @@ class PreferenceLosses(StepPart):
         places += (groups.token_index + 1 < starts) * (wide // 2)
         return places
 
-    def after_loss(self, entry: int, batch: MicroBatch, nll: Tensor) -> None:
+    def after_loss(self, bucket: int, batch: MicroBatch, nll: Tensor) -> None:
         """Add up the log-likelihoods of each sequence, with the tasks' adapters or with their references."""
         if batch.row_scale is None:
             return
         table = self._policy if batch.training else self._live
-        table.index_add_(0, self._places(self.burst.step(entry), batch), nll.double())
+        table.index_add_(0, self._places(self.burst.step(bucket), batch), nll.double())
 
-    def before_backward(self, entry: int, batch: MicroBatch) -> None:
+    def before_backward(self, bucket: int, batch: MicroBatch) -> None:
         """Set the factors of a batch's rows."""
         if batch.row_scale is None or not batch.training:
             return
-        own = [one for name, one in self._of(entry).items() if name in batch.task_rows]
+        own = [one for name, one in self._of(bucket).items() if name in batch.task_rows]
         with torch.enable_grad():
             table = self._policy.detach().requires_grad_()
             losses = [one.loss.per_record(self._sums(one, table)).sum() / one.records for one in own]
             (factors,) = torch.autograd.grad(losses, [table], [torch.ones_like(loss) for loss in losses])
         factors[0] = 1.0
-        batch.row_scale.factors = factors[self._places(self.burst.step(entry), batch)]
+        batch.row_scale.factors = factors[self._places(self.burst.step(bucket), batch)]
 
-    def _sums(self, entry: _Entry, table: Tensor) -> SequenceSums:
-        own, part = slice(entry.first, entry.stop), table[entry.places]
-        reference = self._cached[own] - self._live[entry.places][0::2]
+    def _sums(self, task: _StepTask, table: Tensor) -> SequenceSums:
+        own, part = slice(task.first, task.stop), table[task.places]
+        reference = self._cached[own] - self._live[task.places][0::2]
         constants = self._tokens[own], self._weights[own], self._signs[own]
         return SequenceSums(
-            -part[0::2], -part[1::2], reference, *constants, self._kl.get(entry.name, self._no_kl)
+            -part[0::2], -part[1::2], reference, *constants, self._kl.get(task.name, self._no_kl)
         )
 
-    def after_passes(self, entry: int, losses: Tensor) -> None:
+    def after_passes(self, bucket: int, losses: Tensor) -> None:
         """Set the losses of a bucket's preference tasks to this pipeline's share, and compute their figures."""
-        names = self.burst.bucket(entry).tasks
-        own = {name: one for name, one in self._of(entry).items() if name in names}
+        names = self.burst.bucket(bucket).tasks
+        own = {name: one for name, one in self._of(bucket).items() if name in names}
         if not own:
             return
         dp_size = self.burst.parallel.dp_size
@@ -232,11 +232,11 @@ class PreferenceLosses(StepPart):
             sums = self._sums(one, self._policy)
             losses[one.task] = one.loss.per_record(sums).mean() / dp_size
             figures[names.index(name)] = one.loss.figures(sums)
-        self._figures[entry] = figures
+        self._figures[bucket] = figures
 
-    def columns_of_last_stage(self, entry: int) -> Tensor:
+    def columns_of_last_stage(self, bucket: int) -> Tensor:
         """See `PreferenceLoss.figures`; over all pipelines."""
-        return self._figures.pop(entry)
+        return self._figures.pop(bucket)
 
     def _sum_pipelines(self, places: Tensor) -> None:
         """Sum the tables over pipelines, each of which has some of the sequences."""
@@ -246,11 +246,11 @@ class PreferenceLosses(StepPart):
 
     def fields(self, step: int, name: str, values: Sequence[float]) -> Mapping[str, Any]:
         """What `metrics.jsonl` says of a preference task's step."""
-        entry = self._entries[step].get(name)
-        if entry is None:
+        task = self._step_tasks[step].get(name)
+        if task is None:
             return {}
-        bad = entry.stop - entry.first - entry.good
-        return {"metrics": named(entry.loss, values, entry.good, bad, entry.records)}
+        bad = task.stop - task.first - task.good
+        return {"metrics": named(task.loss, values, task.good, bad, task.records)}
 
 
 def named(
