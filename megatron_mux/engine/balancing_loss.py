@@ -1,4 +1,4 @@
-"""The balancing losses of tasks that ask for one, as columns of their buckets' tables."""
+"""The balancing losses of tasks that ask for one, as columns of their buckets' statistics."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Clipping needs the norm of a task's gradient over all stages, and only the last stage knows whether its loss is finite.
 Both travel to the first stage with the bucket's last gradients and back with its next hidden states
-(`pipeline.template.with_updates`), as a table of fp64: a row per task of the bucket with its loss, its squared norm,
+(`pipeline.template.with_updates`), as statistics in fp64: a row per task of the bucket with its loss, its squared norm,
 the number of ranks that ran out of memory, and what the parts of its step (`step_part`) add: first columns that all
 stages sum, then others that the host reads, then the rest.
 """
@@ -29,12 +29,12 @@ from megatron_mux.engine.updates import BucketUpdate
 from megatron_mux.pipeline.action import Action
 
 _SQUARE, _FAILED, _FIRST_OF_PARTS = 1, 2, 3
-"""Columns of a table after the loss."""
+"""Columns of the statistics after the loss."""
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """Columns of a bucket's table.
+    """Columns of a bucket's statistics.
 
     Attributes:
         parts: Those of each part that has any.
@@ -91,7 +91,7 @@ class BucketFinalizer:
         tasks, buckets, parallel = burst.tasks, burst.buckets, burst.parallel
         self._whole: dict[int, Tensor] = {}
         # Read on the host once all steps are launched: until then nothing waits for the device.
-        self._tables: list[tuple[int, Tensor]] = []
+        self._stats: list[tuple[int, Tensor]] = []
         self._counts = True
         self._skip = torch.zeros(len(tasks), dtype=torch.bool, device=parallel.device)
         order = {name: i for i, name in enumerate(tasks)}
@@ -108,8 +108,8 @@ class BucketFinalizer:
         self._buffer = buffer[: gradient_buffer_size(params, parallel)]
         self._columns = [_Columns.of(parts, bucket.tasks) for bucket in buckets]
 
-    def table_shape(self, bucket: int) -> tuple[int, int]:
-        """Rows and columns of the table of a bucket, by its index, counted on over steps."""
+    def stats_shape(self, bucket: int) -> tuple[int, int]:
+        """Rows and columns of the statistics of a bucket, by its index, counted on over steps."""
         return len(self.burst.bucket(bucket).tasks), self._columns[bucket % len(self._columns)].width
 
     def skip_all(self) -> None:
@@ -123,10 +123,10 @@ class BucketFinalizer:
         Args:
             action: It ends a bucket's step.
             losses: `[tasks]` fp64 of the step, on the last stage: of this pipeline's sequences.
-            others: The table of the stages after this one; None on the last.
+            others: The statistics of the stages after this one; None on the last.
 
         Returns:
-            The table of this stage and those after it. With tensor parallelism, squares of this rank's own parts.
+            The statistics of this stage and those after it. With tensor parallelism, squares of this rank's own parts.
         """
         bucket, parallel = action.bucket, self.burst.parallel
         names, index = self.burst.bucket(bucket).tasks, bucket % len(self._columns)
@@ -145,14 +145,14 @@ class BucketFinalizer:
                 part.on_first_stage(bucket, others[:, own])
         squares = self._updates[index].squared_norms()
         if others is None:
-            table = self._first_table(bucket, losses, squares, sums)
+            stats = self._first_stats(bucket, losses, squares, sums)
         else:
-            table = others
-            table[:, _SQUARE] += squares
-            table[:, _FAILED : columns.summed] += sums.t()
+            stats = others
+            stats[:, _SQUARE] += squares
+            stats[:, _FAILED : columns.summed] += sums.t()
         if parallel.is_first_stage:
-            self._whole[bucket] = table
-        return table
+            self._whole[bucket] = stats
+        return stats
 
     def _local_sums(self, bucket: int) -> Tensor:
         """`[columns, K]` fp64, this rank's share of the columns that are sums, squared norms left out.
@@ -168,8 +168,8 @@ class BucketFinalizer:
                 sums[own.start - _FAILED : own.stop - _FAILED] = part.local_sums(bucket, rows)
         return sums
 
-    def _first_table(self, bucket: int, losses: Tensor, squares: Tensor, sums: Tensor) -> Tensor:
-        """The table that the last stage begins."""
+    def _first_stats(self, bucket: int, losses: Tensor, squares: Tensor, sums: Tensor) -> Tensor:
+        """The statistics that the last stage begins."""
         index, parallel = bucket % len(self._columns), self.burst.parallel
         # Each tensor rank of the last stage has the whole loss of its pipeline.
         own = losses[self._rows[index]]
@@ -177,10 +177,10 @@ class BucketFinalizer:
             dist.all_reduce(own, group=parallel.dp_group)
         parts = self._columns[index].parts
         more = [part.columns_of_last_stage(bucket) for part, _ in parts if not part.summed]
-        table = torch.cat([torch.stack([own, squares, *sums], dim=1), *more], dim=1)
+        stats = torch.cat([torch.stack([own, squares, *sums], dim=1), *more], dim=1)
         for part in self.parts:
-            part.complete(table)
-        return table
+            part.complete(stats)
+        return stats
 
     def _before_sums(self, bucket: int) -> None:
         for part in self.parts:
@@ -191,10 +191,10 @@ class BucketFinalizer:
 
         Args:
             bucket: Its index, counted on over the steps of a burst.
-            whole: The table over all stages and tensor ranks; None on the first stage, which makes it.
+            whole: The statistics over all stages and tensor ranks; None on the first stage, which makes it.
 
         Returns:
-            The table.
+            The statistics.
         """
         later, index = divmod(bucket, len(self._columns))
         columns, rows, parallel = self._columns[index], self._rows[index], self.burst.parallel
@@ -214,19 +214,19 @@ class BucketFinalizer:
         self._updates[index].update(self._starts[index], later, whole[:, _SQUARE].sqrt(), skip)
         for part in self.parts if self._counts else ():
             part.after_update(bucket, skip)
-        self._tables.append((bucket, whole[:, : columns.read]))
+        self._stats.append((bucket, whole[:, : columns.read]))
         return whole
 
     def finish(self) -> list[dict[str, StepResult]]:
         """For each step, what it gave each task, up to its failure; counts what the tasks have done."""
         results: list[dict[str, StepResult]] = [{} for _ in self.burst.steps]
-        if not self._tables:
+        if not self._stats:
             return results
-        values = iter(torch.cat([table.flatten() for _, table in self._tables]).tolist())
-        for bucket, table in self._tables:
+        values = iter(torch.cat([stats.flatten() for _, stats in self._stats]).tolist())
+        for bucket, stats in self._stats:
             step, index = divmod(bucket, len(self._columns))
             for name in self.burst.bucket(bucket).tasks:
-                row = list(islice(values, table.shape[1]))
+                row = list(islice(values, stats.shape[1]))
                 if row[_FAILED]:
                     self.out_of_memory.add(index)
                 if index in self.out_of_memory or self.burst.tasks[name].life.state == "failed":
@@ -237,7 +237,7 @@ class BucketFinalizer:
         return results
 
     def _result(self, step: int, name: str, row: Sequence[float], columns: _Columns) -> StepResult:
-        """What a step gave a task, by its row of the table."""
+        """What a step gave a task, by its row of the statistics."""
         task = self.burst.tasks[name]
         loss, norm = row[0], math.sqrt(row[_SQUARE])
         rate = task.optimizer.learning_rate(task.step)

@@ -1,4 +1,4 @@
-"""The interface of what only some tasks ask of a training step: further losses, and columns of buckets' tables."""
+"""The interface of what only some tasks ask of a training step: further losses, and columns of buckets' statistics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StepPart(ABC):
     """What only some tasks ask of a training step. The step calls its parts at these moments, and knows none by name.
 
     A part is made for each burst with tasks that ask for it (`optional_parts.py` lists all kinds); here it does
-    nothing. It may change a loss, and may have columns of its own in the tables that end buckets' steps
+    nothing. It may change a loss, and may have columns of its own in the statistics that end buckets' steps
     (`bucket_finalizer`): K rows, one for each task of the bucket, whether the task asks for the part or not.
 
     Args:
@@ -44,7 +44,7 @@ class StepPart(ABC):
         """Whether a task asks for it; the same on every rank."""
 
     def width(self, names: Sequence[str]) -> int:
-        """Number of columns in the table of a bucket with these tasks."""
+        """Number of columns in the statistics of a bucket with these tasks."""
         return 0
 
     def before_steps(self, stages: Stages, communicator: Communicator) -> None:
@@ -99,8 +99,8 @@ class StepPart(ABC):
     def on_last_stage(self, bucket: int, columns: Tensor) -> None:
         """On the last stage, before the optimizers step: `columns` came back from the first stage."""
 
-    def complete(self, table: Tensor) -> None:
-        """On the last stage, once the table has this stage's share in it."""
+    def complete(self, stats: Tensor) -> None:
+        """On the last stage, once the statistics have this stage's share in it."""
 
     def after_update(self, bucket: int, skip: Tensor) -> None:
         """After a bucket's optimizers have stepped, but for tasks with `skip`, `[K]` bool; not in a trial."""

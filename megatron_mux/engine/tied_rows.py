@@ -1,8 +1,8 @@
 """Gradients of rows that stand for both the embedding and the output layer, summed over both ends of a pipeline.
 
-The two stages hold a copy each and must take the same steps. Their gradients travel as further columns of the tables
-that buckets send anyway: from the last stage to the first, which adds its own and counts their norm, and back as the
-sum. The rows are few (`trainable_token_indices`).
+The two stages hold a copy each and must take the same steps. Their gradients travel as further columns of the
+statistics that buckets send anyway: from the last stage to the first, which adds its own and counts their norm, and
+back as the sum. The rows are few (`trainable_token_indices`).
 Shapes: K tasks of a bucket, C columns: values of the largest such rows of any of them.
 """
 
@@ -21,7 +21,7 @@ from megatron_mux.runtime import Parallel
 
 
 class TiedRows(StepPart):
-    """The columns of buckets' tables for such rows."""
+    """The columns of buckets' statistics for such rows."""
 
     read = False
 

@@ -194,7 +194,7 @@ class TrainStep:
     def shape(self, action: Action) -> tuple[int, ...]:
         """Shape of what travels between stages."""
         if not action.is_pass:
-            return self.finalizer.table_shape(action.bucket)
+            return self.finalizer.stats_shape(action.bucket)
         backbone, batches = self.stages[action.stage], self.batches[action.chunk_id]
         rows = sum(backbone.hidden_shape(batch)[0] for batch in batches)
         if action.kind == "B" and not any(self._trained_below(backbone.layers.stop, action.chunk_id)):

@@ -94,15 +94,15 @@ class _StepTask:
 
     @property
     def places(self) -> slice:
-        """Its part of the tables: a place for the completion and one for the prompt of each sequence."""
+        """Its part of the sums: a place for the completion and one for the prompt of each sequence."""
         return slice(1 + 2 * self.first, 1 + 2 * self.stop)
 
 
 class PreferenceLosses(StepPart):
     """What the preference tasks of one or several steps have computed so far on this rank.
 
-    Tables have a place for the completion and for the prompt of each sequence. Their first place takes all rows of
-    other tasks, and is never read.
+    Sums of log-likelihoods have a place for the completion and for the prompt of each sequence. Their first place takes
+    all rows of other tasks, and is never read.
     """
 
     def __init__(self, burst: Burst) -> None:
@@ -194,8 +194,8 @@ class PreferenceLosses(StepPart):
         """Add up the log-likelihoods of each sequence, with the tasks' adapters or with their references."""
         if batch.row_scale is None:
             return
-        table = self._policy if batch.training else self._live
-        table.index_add_(0, self._places(self.burst.step(bucket), batch), nll.double())
+        nll_sums = self._policy if batch.training else self._live
+        nll_sums.index_add_(0, self._places(self.burst.step(bucket), batch), nll.double())
 
     def before_backward(self, bucket: int, batch: MicroBatch) -> None:
         """Set the factors of a batch's rows."""
@@ -203,14 +203,14 @@ class PreferenceLosses(StepPart):
             return
         own = [one for name, one in self._of(bucket).items() if name in batch.task_rows]
         with torch.enable_grad():
-            table = self._policy.detach().requires_grad_()
-            losses = [one.loss.per_record(self._sums(one, table)).sum() / one.records for one in own]
-            (factors,) = torch.autograd.grad(losses, [table], [torch.ones_like(loss) for loss in losses])
+            nll_sums = self._policy.detach().requires_grad_()
+            losses = [one.loss.per_record(self._sums(one, nll_sums)).sum() / one.records for one in own]
+            (factors,) = torch.autograd.grad(losses, [nll_sums], [torch.ones_like(loss) for loss in losses])
         factors[0] = 1.0
         batch.row_scale.factors = factors[self._places(self.burst.step(bucket), batch)]
 
-    def _sums(self, task: _StepTask, table: Tensor) -> SequenceSums:
-        own, part = slice(task.first, task.stop), table[task.places]
+    def _sums(self, task: _StepTask, nll_sums: Tensor) -> SequenceSums:
+        own, part = slice(task.first, task.stop), nll_sums[task.places]
         reference = self._cached[own] - self._live[task.places][0::2]
         constants = self._tokens[own], self._weights[own], self._signs[own]
         return SequenceSums(
@@ -239,7 +239,7 @@ class PreferenceLosses(StepPart):
         return self._figures.pop(bucket)
 
     def _sum_pipelines(self, places: Tensor) -> None:
-        """Sum the tables over pipelines, each of which has some of the sequences."""
+        """Sum the sums of log-likelihoods over pipelines, each of which has some of the sequences."""
         both = torch.stack([self._policy[places], self._live[places]])
         dist.all_reduce(both, group=self.burst.parallel.dp_group)
         self._policy[places], self._live[places] = both[0], both[1]
