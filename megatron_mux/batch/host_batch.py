@@ -185,7 +185,7 @@ class HostBatch:
             rows=present.rows,
             steps=present.steps,
             training=self.training,
-            table=arrays[f"{prefix}table"].view(-1, 4),
+            row_ranges=arrays[f"{prefix}row_ranges"].view(-1, 4),
             tiles=arrays[f"{prefix}tiles"].view(-1, 3),
             sequence_ids=arrays[f"{prefix}sequence_ids"],
             token_index=arrays[f"{prefix}token_index"],

@@ -27,7 +27,7 @@ _FIELDS = tl.constexpr(len(ENTRY))
 ) = map(tl.constexpr, range(len(ENTRY)))  # fmt: skip
 
 _BY_TABLE = ["slots", "rank_blocks"]
-_BY_MICRO_BATCH = ["entries", "first_entry", "tiles", "table", "sequence_ids", "token_index"]
+_BY_MICRO_BATCH = ["entries", "first_entry", "tiles", "row_ranges", "sequence_ids", "token_index"]
 """Arguments that change as tasks come and go, and views whose alignment differs between micro-batches: kernels
 specialised on them would be compiled anew within a run.
 """
@@ -232,7 +232,7 @@ def _reduce_tile(
 
 @triton.jit(do_not_specialize=_BY_TABLE, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def reduce_kernel(
-    entries, first_entry, slots, values, latent, tiles, table, sequence_ids, token_index,
+    entries, first_entry, slots, values, latent, tiles, row_ranges, sequence_ids, token_index,
     rank_blocks, stride, latent_stride, features_in,
     UP: tl.constexpr, DROPOUT: tl.constexpr, FACTORS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
@@ -242,7 +242,7 @@ def reduce_kernel(
     tile = tiles + place // (TILE // ROWS) * 3
     first = tl.load(tile + 1) + place % (TILE // ROWS) * ROWS
     stop = tl.load(tile + 2)
-    group = table + tl.load(tile) * 4
+    group = row_ranges + tl.load(tile) * 4
     entry, exists = _term_of(entries, first_entry, slots, group, tl.program_id(0) // rank_blocks)
     if (not exists) | (first >= stop):
         return
@@ -317,13 +317,13 @@ def _add_to(places, mask, total):
 
 @triton.jit(do_not_specialize=_BY_TABLE, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def up_kernel(
-    entries, first_entry, slots, output, latent, tiles, table, stride, latent_stride,
+    entries, first_entry, slots, output, latent, tiles, row_ranges, stride, latent_stride,
     FACTORS: tl.constexpr, BIASED: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Latent columns to output columns: a program for a tile, a column block and all terms on the same columns."""
     tile = tiles + tl.program_id(0) * 3
-    entry, exists = _term_of(entries, first_entry, slots, table + tl.load(tile) * 4, tl.program_id(2))
+    entry, exists = _term_of(entries, first_entry, slots, row_ranges + tl.load(tile) * 4, tl.program_id(2))
     if not exists:
         return
     count = _multiple(entry, _COLUMN_COUNT, 8 if ALIGNED else 0)
@@ -353,14 +353,14 @@ def up_kernel(
 
 @triton.jit(do_not_specialize=_BY_TABLE, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def input_gradient_kernel(
-    entries, first_entry, slots, gradient, d_latent, tiles, table, sequence_ids, token_index,
+    entries, first_entry, slots, gradient, d_latent, tiles, row_ranges, sequence_ids, token_index,
     stride, latent_stride, width,
     DROPOUT: tl.constexpr, FACTORS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Gradients of latent columns to those of the input: a program for a tile and a feature block, over all terms."""
     tile = tiles + tl.program_id(0) * 3
-    group = table + tl.load(tile) * 4
+    group = row_ranges + tl.load(tile) * 4
     at, end = _terms_of(tl.load(group), first_entry, slots)
     if at >= end:
         return

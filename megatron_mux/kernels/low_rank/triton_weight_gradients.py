@@ -157,7 +157,7 @@ def _bias_gradient(
 
 
 @triton.jit
-def _part_of(table, groups, PART: tl.constexpr):
+def _part_of(row_ranges, groups, PART: tl.constexpr):
     """This program's group, and which part of whose rows it computes; negative: all of them.
 
     A part's number is its place in `product.partials_of`: a group's parts are counted from its first row's on, PART
@@ -170,11 +170,11 @@ def _part_of(table, groups, PART: tl.constexpr):
         high = groups
         while high - low > 1:
             middle = (low + high) // 2
-            if tl.load(table + middle * 4 + 1) // PART <= part:
+            if tl.load(row_ranges + middle * 4 + 1) // PART <= part:
                 low = middle
             else:
                 high = middle
-    return table + low * 4, part
+    return row_ranges + low * 4, part
 
 
 @triton.jit
@@ -189,13 +189,13 @@ def _places_of_part(
 
 @triton.jit(do_not_specialize=_BY_PARTS, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def weight_gradient_kernel(
-    entries, first_entry, slots, values, latent, d_latent, partials, table, sequence_ids, token_index,
+    entries, first_entry, slots, values, latent, d_latent, partials, row_ranges, sequence_ids, token_index,
     rank_blocks, groups, parts, stride, latent_stride, features_in, part_width,
     UP: tl.constexpr, DROPOUT: tl.constexpr, FACTORS: tl.constexpr, BIASED: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The gradient of B (UP, from dy and latent) or of A (from x and d_latent), or of a term's factors instead."""
-    group, part = _part_of(table, groups, PART)
+    group, part = _part_of(row_ranges, groups, PART)
     first = tl.load(group + 1)
     stop = tl.load(group + 2)
     entry, exists = _term_of(entries, first_entry, slots, group, tl.program_id(0) // rank_blocks)
@@ -287,11 +287,11 @@ def _add_parts(
 
 @triton.jit(do_not_specialize=_BY_PARTS, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def add_parts_kernel(
-    entries, first_entry, slots, partials, up_partials, table, rank_blocks, down_blocks, features_in, part_width,
+    entries, first_entry, slots, partials, up_partials, row_ranges, rank_blocks, down_blocks, features_in, part_width,
     ALIGNED: tl.constexpr, PART: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """What `weight_gradient_kernel` left of divided tasks: a program for a block of A's gradient, or of B's."""
-    group = table + tl.program_id(2) * 4
+    group = row_ranges + tl.program_id(2) * 4
     entry, exists = _term_of(entries, first_entry, slots, group, tl.program_id(0) // rank_blocks)
     if not exists:
         return
