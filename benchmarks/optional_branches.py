@@ -42,7 +42,7 @@ NAMES = {
         "is_preference", "needs_kl", "refers_in_steps", "needs_reference", "preferences", "mismatched", "reference",
         "figures", "scales",
     ),
-    "balancing losses": ("coefficients", "router_aux_loss_coef", "tally", "balanced"),
+    "balancing losses": ("coefficients", "router_aux_loss_coef", "router_loads", "balanced"),
     "tied rows": ("_tied",),
     "saves": ("_saver", "saver", "lock"),
 }  # fmt: skip

@@ -131,23 +131,23 @@ class BalancedRows:
 
     Attributes:
         numbers: `[T]` int64, see `BalancedSequences.arrays`.
-        tally: Of its micro-batch.
+        loads: Of its micro-batch.
     """
 
     numbers: Tensor
-    tally: RouterLoadAccumulator
+    loads: RouterLoadAccumulator
 
     @classmethod
-    def of(cls, arrays: Mapping[str, Tensor], tally: RouterLoadAccumulator | None) -> BalancedRows:
+    def of(cls, arrays: Mapping[str, Tensor], loads: RouterLoadAccumulator | None) -> BalancedRows:
         """Rows by the arrays of a chunk.
 
         Args:
             arrays: Those of `BalancedSequences.arrays`.
-            tally: That of the micro-batch, if an earlier chunk has made it.
+            loads: Those of the micro-batch, if an earlier chunk has made it.
         """
         weights = arrays["balanced_weights"].view(torch.float64)
         return cls(
-            arrays["balanced_numbers"], tally or RouterLoadAccumulator(weights, arrays["balanced_tasks"])
+            arrays["balanced_numbers"], loads or RouterLoadAccumulator(weights, arrays["balanced_tasks"])
         )
 
 

@@ -128,7 +128,7 @@ class HostBatch:
         device: torch.device | str = "cpu",
         carry: Carry | None = None,
         staging: Tensor | None = None,
-        tally: RouterLoadAccumulator | None = None,
+        loads: RouterLoadAccumulator | None = None,
         cache: KeyValueCache | None = None,
     ) -> MicroBatch:
         """Take the batch to a device. The host does not wait.
@@ -139,7 +139,7 @@ class HostBatch:
             staging: Pinned memory of the buffer's size, to be left alone until the device has copied it; None takes
                 some from torch, which may wait for the device to get it.
             cache: See `MicroBatch.cache`; then spans may leave tokens out without a `carry`.
-            tally: That of the micro-batch, if an earlier chunk has made it; None: this one makes it, if it needs one.
+            loads: Those of the micro-batch, if an earlier chunk has made it; None: this one makes it, if it needs one.
         """
         whole = torch.from_numpy(self.buffer.data)
         if torch.device(device).type == "cuda":
@@ -163,7 +163,7 @@ class HostBatch:
             label_rows=arrays["labelled_label_rows"],
             **common,
         )
-        balanced = BalancedRows.of(arrays, tally) if "balanced_numbers" in arrays else None
+        balanced = BalancedRows.of(arrays, loads) if "balanced_numbers" in arrays else None
         return MicroBatch(
             segments=self.segments,
             bounds=Bounds(arrays["queries"], arrays["keys"], *self.longest, gather if len(gather) else None),

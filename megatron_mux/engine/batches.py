@@ -104,7 +104,7 @@ class StepBatches:
     staging: Staging
     _laid_out: dict[ChunkId, tuple[MicroBatch, ...]] = field(default_factory=dict, init=False)
     _carries: dict[tuple[int, int], Carry] = field(default_factory=dict, init=False)
-    _tallies: dict[tuple[int, int], RouterLoadAccumulator] = field(default_factory=dict, init=False)
+    _loads: dict[tuple[int, int], RouterLoadAccumulator] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         together = [
@@ -126,10 +126,10 @@ class StepBatches:
         return self._laid_out[chunk_id]
 
     def _lay_out(self, batch: HostBatch, micro_batch: tuple[int, int], carry: Carry | None) -> MicroBatch:
-        tally, place = self._tallies.get(micro_batch), self._places.get(id(batch))
-        made = batch.to(self.burst.parallel.device, carry, place, tally)
+        loads, place = self._loads.get(micro_batch), self._places.get(id(batch))
+        made = batch.to(self.burst.parallel.device, carry, place, loads)
         if made.balanced is not None:
-            self._tallies[micro_batch] = made.balanced.tally
+            self._loads[micro_batch] = made.balanced.loads
         return made
 
     def rows(self, chunk_id: ChunkId) -> int:
@@ -168,7 +168,7 @@ class StepBatches:
             return None
         # The last to be back-propagated.
         self._carries.pop((chunk_id.bucket, chunk_id.micro_batch), None)
-        return self._tallies.pop((chunk_id.bucket, chunk_id.micro_batch), None)
+        return self._loads.pop((chunk_id.bucket, chunk_id.micro_batch), None)
 
     def label(self, action: Action) -> str:
         """Label of a pass in a picture: its tasks, hybrid task by hybrid task."""

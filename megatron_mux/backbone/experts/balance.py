@@ -21,15 +21,15 @@ class Balance:
 
     Attributes:
         layer: Global index of the layer.
-        numbers: `[R]` int64, the number of each row's sequence in the tally.
-        tally: Of the micro-batch.
+        numbers: `[R]` int64, the number of each row's sequence in the router's loads.
+        loads: Of the micro-batch.
         group: Tensor ranks that divide the rows of each sequence; None: this rank has them all.
         again: Whether the pass is computed again for its backward, and so is counted already.
     """
 
     layer: int
     numbers: Tensor
-    tally: RouterLoadAccumulator
+    loads: RouterLoadAccumulator
     group: dist.ProcessGroup | None
     again: bool
 
@@ -45,7 +45,7 @@ class Balance:
             `weights`, unchanged.
         """
         if not self.again:
-            self.tally.add(self.layer, self.numbers, scores, chosen, self.group)
+            self.loads.add(self.layer, self.numbers, scores, chosen, self.group)
         if not weights.requires_grad:
             return weights
         attached: Tensor = _Attach.apply(weights, scores, self)  # type: ignore[no-untyped-call]
@@ -63,4 +63,4 @@ class _Attach(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         balance: Balance = ctx.balance
-        return gradient, balance.tally.gradient(balance.layer, balance.numbers), None
+        return gradient, balance.loads.gradient(balance.layer, balance.numbers), None

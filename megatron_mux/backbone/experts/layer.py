@@ -159,7 +159,7 @@ class MoELayer(nn.Module):
             return None
         first = self._first(rows)
         group = self.tp_group if self.sequence_parallel else None
-        return Balance(self.layer, balanced.numbers[first : first + rows], balanced.tally, group, again)
+        return Balance(self.layer, balanced.numbers[first : first + rows], balanced.loads, group, again)
 
     def _first(self, rows: int) -> int:
         """Which row of the micro-batch this rank's begin with, if it has so many."""

@@ -193,7 +193,7 @@ class ClientRun:
         uploads = self.task.initial is not None and not step
         changes = {"step": step, "incarnation": secrets.token_hex(16), "uploads": uploads}
         proposal = self.proposal.model_copy(update=changes)
-        return ServerConnection(connect(say), proposal, self.front.shape, self.options.tally)
+        return ServerConnection(connect(say), proposal, self.front.shape, self.options.totals)
 
     def _connect(self, say: Say) -> Any:
         from megatron_mux.split.client.transport import Transport  # imports grpc
