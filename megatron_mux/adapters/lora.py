@@ -193,8 +193,8 @@ class LoraSpec(SavesTokens, LowRankSpec):
         """See `AdapterSpec.modules`; routed experts are named by `target_parameters`."""
         found = super().modules(shape)
         parameters = match_parameters(self.target_parameters or (), shape.modules)
-        if parameters or self._beside_experts(found, shape):
-            self._refuse_beside_experts()
+        if parameters or self._left_out_by_peft(found, shape):
+            self._refuse_with_parameters()
         wanted = {module.path for module in (*found, *parameters)}
         found = [module for module in shape.modules if module.path in wanted]
         for module in found:
@@ -202,7 +202,7 @@ class LoraSpec(SavesTokens, LowRankSpec):
         self.check_patterns(found)
         return found
 
-    def _refuse_beside_experts(self) -> None:
+    def _refuse_with_parameters(self) -> None:
         """Refuse what peft cannot have where it adapts parameters, not modules."""
         own = {"lora_dropout": self.lora_dropout > 0, "use_dora": self.use_dora}
         own["init_lora_weights"] = self.takes_away or self.init_lora_weights == "orthogonal"
@@ -214,7 +214,7 @@ class LoraSpec(SavesTokens, LowRankSpec):
             )
 
     @staticmethod
-    def _beside_experts(modules: Sequence[Module], shape: BackboneShape) -> list[Module]:
+    def _left_out_by_peft(modules: Sequence[Module], shape: BackboneShape) -> list[Module]:
         """Those of the modules that peft leaves out, without a word, unless `target_parameters` names their weights."""
         if shape.experts is None:
             return []
@@ -225,11 +225,11 @@ class LoraSpec(SavesTokens, LowRankSpec):
         config, named = super().config(shape), super().modules(shape)
         if self.takes_away:
             config |= self._joined_fields()
-        beside = self._beside_experts(named, shape)
-        if beside:
-            config["target_modules"] = [module.path for module in named if module not in beside]
+        left_out = self._left_out_by_peft(named, shape)
+        if left_out:
+            config["target_modules"] = [module.path for module in named if module not in left_out]
             config["target_parameters"] = [
-                *(self.target_parameters or ()), *(f"{module.path}.weight" for module in beside)
+                *(self.target_parameters or ()), *(f"{module.path}.weight" for module in left_out)
             ]  # fmt: skip
         return config
 

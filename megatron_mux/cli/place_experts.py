@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
 def run(arguments: argparse.Namespace) -> None:
     """Place and print, with a parsed command line."""
     from megatron_mux.moe.access_profile import read_profile
-    from megatron_mux.moe.links import Traffic, bytes_beside
+    from megatron_mux.moe.links import Traffic, routing_bytes
     from megatron_mux.moe.placement import write_placement
     from megatron_mux.moe.solvers.solve import solve
     from megatron_mux.moe.topology import read_topology
@@ -89,8 +89,8 @@ def run(arguments: argparse.Namespace) -> None:
     hidden = _hidden_size(arguments, profile)
     if arguments.slots is not None:
         topology = topology.with_slots(arguments.slots)
-    beside = bytes_beside(profile.top_k) if arguments.objective == "full" else 0.0
-    traffic = Traffic(arguments.tokens, float(hidden * arguments.bytes_per_value), beside)
+    routing = routing_bytes(profile.top_k) if arguments.objective == "full" else 0.0
+    traffic = Traffic(arguments.tokens, float(hidden * arguments.bytes_per_value), routing)
     try:
         found = solve(
             profile,

@@ -22,7 +22,7 @@ import numpy as np
 from megatron_mux.data.bad_record import BadRecordError, UnusableRecordError
 from megatron_mux.data.chat import common_beginning
 from megatron_mux.data.messages import Messages, conversation_of, messages_of
-from megatron_mux.data.records import listed, refuse_beside, row_object, text_of
+from megatron_mux.data.records import listed, refuse_keys, row_object, text_of
 from megatron_mux.data.tokenise import Example, Tokeniser
 
 Content = str | list[dict[str, Any]]
@@ -95,7 +95,7 @@ def parse_preference(row: Any, loss: str) -> PreferenceRecord:
 
 def _conversation(row: dict[str, Any], prompt: Content) -> Messages | None:
     if isinstance(prompt, str):
-        refuse_beside(row)
+        refuse_keys(row)
         return None
     return conversation_of(row, prompt, len(prompt))
 

@@ -193,7 +193,7 @@ class HandOver:
                 yield other, adapter.places_of_experts(tensor, experts)
 
 
-def bytes_beside_expert(engine: Engine) -> float:
+def adapter_bytes_per_expert(engine: Engine) -> float:
     """Bytes of tasks' adapters and optimizer states that move with an expert's weights, mean of all experts."""
     shape = engine.backbone.shape
     if not engine.parallel.experts.divides_adapters or shape.experts is None:

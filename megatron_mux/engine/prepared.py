@@ -40,14 +40,14 @@ class PreparedStep:
             pipelines have any. Empty if there are problems.
         tokens: Tokens of each task's batch over all pipelines.
         problems: Why the batch of a task cannot be read on this rank.
-        beside: What tasks read besides their batches, see `TaskState.read_beside`.
+        extra_examples: What tasks read besides their batches, see `TaskState.extra_examples`.
     """
 
     chunked: StepChunks
     batches: Mapping[ChunkId, tuple[HostBatch, ...]]
     tokens: Mapping[str, int]
     problems: Mapping[str, str]
-    beside: Mapping[str, list[Example]] = field(default_factory=dict)
+    extra_examples: Mapping[str, list[Example]] = field(default_factory=dict)
 
     def chunks(self, chunk_id: ChunkId) -> int:
         """Chunks of the chunk's micro-batch."""
@@ -74,12 +74,12 @@ def prepare_step(
         chunked = lockstep([step_chunks(plan, lengths, other) for other in range(parallel.dp_size)])[rank]
     else:
         chunked = step_chunks(plan, lengths, rank)
-    sequences, beside, problems = {}, {}, {}
+    sequences, extra_examples, problems = {}, {}, {}
     share = parallel.experts.share  # ranks without rows make the same passes
     for name, task in share(list(tasks.items())):
         try:
             sequences[name] = task.sequences(steps[name], pad_to.get(name, 0))
-            beside[name] = task.read_beside(steps[name])
+            extra_examples[name] = task.extra_examples(steps[name])
         except UserError as error:
             problems[name] = str(error)
     balanced = _balanced(chunked, tasks, lengths)
@@ -95,7 +95,7 @@ def prepare_step(
             made.append(packer.trained(chunk, balanced.get((chunk_id.bucket, chunk_id.micro_batch))))
         batches[chunk_id] = tuple(made)
     tokens = {name: sum(own.tokens) for name, own in lengths.items()}
-    return PreparedStep(chunked, batches, tokens, problems, beside)
+    return PreparedStep(chunked, batches, tokens, problems, extra_examples)
 
 
 @dataclass(frozen=True)

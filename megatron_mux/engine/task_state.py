@@ -226,7 +226,7 @@ class TaskState:
         """The weight of each label of a step's records."""
         return 1.0 / sum(int(np.count_nonzero(example.labelled[1:])) for example in examples)
 
-    def read_beside(self, step: int) -> list[Example]:
+    def extra_examples(self, step: int) -> list[Example]:
         """Read the sequences that a step (from 0) needs besides its batch.
 
         Raises:

@@ -206,5 +206,5 @@ def make_problem(
         compute,
         sets,
         links,
-        traffic.row_bytes + traffic.beside_bytes,
+        traffic.row_bytes + traffic.routing_bytes,
     )

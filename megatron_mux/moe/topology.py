@@ -139,10 +139,10 @@ class Topology(BaseModel):
                 f"master_node: no worker is on node {self.master_node!r}, so that its bandwidths are not known: give "
                 "master_bandwidth, or one of the nodes " + ", ".join(sorted(nodes))
             )
-        beside = [n for n, worker in enumerate(self.workers) if worker.node == self.master_node]
-        if len(beside) == 1 and self.bandwidth[beside[0], beside[0]] == 0:
+        local = [n for n, worker in enumerate(self.workers) if worker.node == self.master_node]
+        if len(local) == 1 and self.bandwidth[local[0], local[0]] == 0:
             raise ValueError(
-                f"bandwidth{index(beside[0], beside[0])}: must be the bandwidth between the master and this worker, "
+                f"bandwidth{index(local[0], local[0])}: must be the bandwidth between the master and this worker, "
                 "the only one on its node; or give master_bandwidth"
             )
 

@@ -146,7 +146,7 @@ class PreferenceLosses(StepPart):
 
     def before_steps(self, stages: Stages, communicator: Communicator) -> None:
         """Compute KTO's KL term of each task that has one; only bursts of one step have such tasks."""
-        mismatched = {name: own for name, own in self.burst.steps[0].beside.items() if own}
+        mismatched = {name: own for name, own in self.burst.steps[0].extra_examples.items() if own}
         if mismatched:
             log_probs = LogProbs(stages, self.burst.parallel, communicator)
             found = log_probs.on_last_stage(self._wanted(mismatched))

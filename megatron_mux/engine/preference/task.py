@@ -86,7 +86,7 @@ class PreferenceTask(TaskState):
         """One: the weights of rows follow from the step's log-probabilities (`engine.preference.losses`)."""
         return 1.0
 
-    def read_beside(self, step: int) -> list[Example]:
+    def extra_examples(self, step: int) -> list[Example]:
         """KTO's mismatched sequences: each prompt with the completion of the record before it."""
         if not self.task.spec.training.needs_kl:
             return []
