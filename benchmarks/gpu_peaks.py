@@ -69,7 +69,7 @@ def _predicted(row: Any, side: Mapping[str, Any], device: str) -> int:
     from megatron_mux.estimate.tables import Tables
     from megatron_mux.footprint.signature import Signature
     from megatron_mux.fusion.plan import plan_for
-    from megatron_mux.fusion.planner.load import lasting_share
+    from megatron_mux.fusion.planner.load import persistent_share
     from megatron_mux.gpus import assumed
     from megatron_mux.memory.untraced import THREADS, cublas_of
 
@@ -85,12 +85,12 @@ def _predicted(row: Any, side: Mapping[str, Any], device: str) -> int:
     shape = read_info(config, row.quantise).shape
     counts = np.zeros(len(distinct))
     for spec in work.specs:
-        counts[columns[spec.name]] += lasting_share(spec, shape, signatures[spec.name])
+        counts[columns[spec.name]] += persistent_share(spec, shape, signatures[spec.name])
     steps = _steps_measured(row, side)
     passes = max(_step_bytes(work, plan, number, columns, memory) for number in range(steps))
     model = 2 * _parameters(work.config)
     most = max(passes, float(memory.updating(counts)[0]))
-    return int(model + memory.lasting(counts)[0] + most + THREADS * cublas_of(gpu))
+    return int(model + memory.persistent(counts)[0] + most + THREADS * cublas_of(gpu))
 
 
 def _steps_measured(row: Any, side: Mapping[str, Any]) -> int:

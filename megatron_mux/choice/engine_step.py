@@ -102,7 +102,7 @@ class EngineStep(StepMemory):
     ) -> None:
         super().__init__(architecture, recipe, method, **more)
         self._tasks = tasks
-        self._lasting = [memory.lasting_parts(tasks.counts) for memory in tasks.memories]
+        self._persistent = [memory.persistent_parts(tasks.counts) for memory in tasks.memories]
 
     def hosted(self, stage: Stage) -> float:
         """See `StepMemory.hosted`: the backbone's weights."""
@@ -112,15 +112,15 @@ class EngineStep(StepMemory):
     @property
     def buffers(self) -> Array:
         """See `StepMemory.buffers`."""
-        return self._lasting[0]["sums"]
+        return self._persistent[0]["sums"]
 
     def tensors(self, rows: int) -> Phases:
         """See `StepMemory.tensors`; gradients exist from the second micro-batch on, and in trials."""
         contents, found = self._contents(rows), list[tuple[str, int, Array]]()
-        for memory, lasting in zip(self._tasks.memories, self._lasting, strict=True):
+        for memory, persistent in zip(self._tasks.memories, self._persistent, strict=True):
             lasts = {
-                "parameters": lasting["backbone"],
-                **{part: lasting[part] for part in ("adapters", "gradients", "optimizer")},
+                "parameters": persistent["backbone"],
+                **{part: persistent[part] for part in ("adapters", "gradients", "optimizer")},
             }
             taken = memory.passes(contents, self.method.micro_batches)
             kept = np.array(in_flight(self.method.pipeline, self.method.micro_batches)) * taken.kept[0]

@@ -25,7 +25,7 @@ from megatron_mux.estimate.tables import Tables
 from megatron_mux.footprint.memory import Memory
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.planner.load import lasting_share, signature_of
+from megatron_mux.fusion.planner.load import persistent_share, signature_of
 from megatron_mux.fusion.planner.step_memory import is_short
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.forms.method import ParallelConfig
@@ -196,7 +196,7 @@ class MethodTables:
     def _counts(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         found = np.zeros(len(self._signatures))
         for spec, own, column in zip(self._file.specs, self._each, self._columns, strict=True):
-            found[column] += lasting_share(spec, self._file.shape, own)
+            found[column] += persistent_share(spec, self._file.shape, own)
         return found
 
     def _run(self, method: ParallelConfig) -> RunSpec:

@@ -72,16 +72,16 @@ def stage_table(
         NotLinear: Lines do not meet what was run.
     """
     same = layers[0] == layers[1]
-    lasting = _lasting(deep)
-    further = PersistentBytes(0.0, *(np.zeros_like(lasting.tasks) for _ in OF_TASKS))
+    persistent = _persistent(deep)
+    further = PersistentBytes(0.0, *(np.zeros_like(persistent.tasks) for _ in OF_TASKS))
     if not same:
-        fewer, more = _lasting(shallow), layers[1] - layers[0]
+        fewer, more = _persistent(shallow), layers[1] - layers[0]
         known = len(fewer.tasks)  # a shallow rehearsal has no signatures that only meet others
         for own, whole, less in (
-            (getattr(one, name) for one in (further, lasting, fewer)) for name in OF_TASKS
+            (getattr(one, name) for one in (further, persistent, fewer)) for name in OF_TASKS
         ):
             own[:known] = (whole[:known] - less) / more
-        further = replace(further, backbone=(lasting.backbone - fewer.backbone) / more)
+        further = replace(further, backbone=(persistent.backbone - fewer.backbone) / more)
     passes, copied = {}, (0.0, 0.0)
     cut = deep.rehearsal.cut
     for bucket, group in list(enumerate(deep.rehearsal.groups))[cut:]:
@@ -94,7 +94,7 @@ def stage_table(
         deeper[at] = 0.0 if same else copied[1]
         backward = _lines(deep, "B", bucket, chunk, tolerance)
         passes[group] = _pass_table(forward, backward, deeper, chunk)
-    return StageTable(layers[1], lasting, further, passes)
+    return StageTable(layers[1], persistent, further, passes)
 
 
 def _copied(windows: Windows, kept: Array, deeper: Array, chunk: int) -> tuple[float, float]:
@@ -354,7 +354,7 @@ def _attention(total: Array, generator: np.random.Generator) -> Array:
     return np.array(found)
 
 
-def _lasting(windows: Windows) -> PersistentBytes:
+def _persistent(windows: Windows) -> PersistentBytes:
     """What lasts: of the backbone, of a task of each signature; and the most that its update takes besides."""
     groups, cut = windows.rehearsal.groups, windows.rehearsal.cut
     alone = {group[0]: number for number, group in enumerate(groups) if number >= cut and len(group) == 1}
@@ -365,23 +365,23 @@ def _lasting(windows: Windows) -> PersistentBytes:
     of_first = alone[groups[0][0]]
     if not cut:  # what is allocated once for all tasks comes with the first one, and is none of its own
         own = (Category.ADAPTERS, Category.GRADIENTS, Category.OPTIMIZER)
-        joined[0] = [sum(windows.lasting(*events[0][0], category) for category in own)]
+        joined[0] = [sum(windows.persistent(*events[0][0], category) for category in own)]
         updated[0] = windows.updated(0, Category.OPTIMIZER)
     tasks, updating, gradients, optimizer = (np.zeros(1 + max(map(max, groups))) for _ in OF_TASKS)
     for signature, number in alone.items():
         tasks[signature] = joined[number][0] + updated[number]
-        gradients[signature] = windows.lasting(*events[number][0], Category.GRADIENTS)
+        gradients[signature] = windows.persistent(*events[number][0], Category.GRADIENTS)
         # Some of it is made by the first update.
-        optimizer[signature] = windows.lasting(*events[number][0], Category.OPTIMIZER) + updated[number]
+        optimizer[signature] = windows.persistent(*events[number][0], Category.OPTIMIZER) + updated[number]
         updating[signature] = max(
             (windows.delta(w).max(initial=0.0) for k in "NU" for w in windows.of(k, number)), default=0.0
         )
     masks = 0.0
     if windows.rehearsal.run.device == "cpu":
         # Its attention keeps the masks of some lengths for their next use.
-        masks = sum(windows.lasting(w.start, w.stop) for w in windows.all if w.action.is_pass)
+        masks = sum(windows.persistent(w.start, w.stop) for w in windows.all if w.action.is_pass)
     # The first bucket has all that is allocated once beside what the task of its signature has.
     joined[0], updated[0] = joined[of_first], updated[of_first]
-    everything = windows.lasting(0, len(windows.recording.stream))
+    everything = windows.persistent(0, len(windows.recording.stream))
     backbone = everything - masks - sum(map(sum, joined)) - sum(updated)
     return PersistentBytes(backbone, tasks, updating, gradients, optimizer)

@@ -233,15 +233,15 @@ def _read(path: Path) -> Entry | None:
 def _assembled(entries: Mapping[Group, Any], singles: Sequence[Group]) -> StageTable:
     """The table of a stage that was run, from the entries of groups."""
     made = {group: StageTable.of_json(entry) for group, entry in entries.items()}
-    lasting, deeper = (
+    persistent, deeper = (
         PersistentBytes(
             min(getattr(made[one], name).backbone for one in singles),
             *(np.array([getattr(getattr(made[one], name), of)[0] for one in singles]) for of in OF_TASKS),
         )
-        for name in ("lasting", "deeper")
+        for name in ("persistent", "deeper")
     )
     passes: dict[Group, PassTable] = {group: next(iter(own.passes.values())) for group, own in made.items()}
-    return StageTable(made[singles[0]].layers, lasting, deeper, passes)
+    return StageTable(made[singles[0]].layers, persistent, deeper, passes)
 
 
 def _entry(table: StageTable, group: Group) -> Entry:
@@ -249,11 +249,11 @@ def _entry(table: StageTable, group: Group) -> Entry:
     own = list(group)
     return replace(
         table,
-        lasting=_only(table.lasting, own),
+        persistent=_only(table.persistent, own),
         deeper=_only(table.deeper, own),
         passes={group: table.passes[group]},
     ).to_json()
 
 
-def _only(lasting: PersistentBytes, signatures: list[int]) -> PersistentBytes:
-    return PersistentBytes(lasting.backbone, *(getattr(lasting, name)[signatures] for name in OF_TASKS))
+def _only(persistent: PersistentBytes, signatures: list[int]) -> PersistentBytes:
+    return PersistentBytes(persistent.backbone, *(getattr(persistent, name)[signatures] for name in OF_TASKS))

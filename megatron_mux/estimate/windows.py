@@ -67,7 +67,7 @@ class Windows:
         # Before each event, and after the last.
         self._live = np.concatenate([[0.0], np.cumsum(np.where(codes < 0, -sizes, sizes))])
         stay = np.isin(blocks, blocks[codes < 0], invert=True)
-        self._lasting = np.abs(sizes) * stay
+        self._persistent = np.abs(sizes) * stay
         self._categories = np.array(stream.categories)[blocks]
         self._layers = np.array([-1 if m.layer is None else m.layer for m in recording.stream.moment_names])
         self._moments = np.array(recording.stream.moments)
@@ -100,16 +100,18 @@ class Windows:
         """Bytes by which these events let grow what is held."""
         return float(self._live[stop] - self._live[start])
 
-    def lasting(self, start: int, stop: int, category: Category | None = None) -> float:
+    def persistent(self, start: int, stop: int, category: Category | None = None) -> float:
         """Bytes allocated by these events that are there at the end of the run; of a category, if one is given."""
-        sizes = self._lasting[start:stop]
+        sizes = self._persistent[start:stop]
         if category is not None:
             sizes = sizes * (self._categories[start:stop] == CATEGORIES.index(category))
         return float(sizes.sum())
 
     def updated(self, bucket: int, category: Category | None = None) -> float:
         """Bytes that a bucket's updates allocated and that are there at the end of the run; of a category, if given."""
-        return sum(self.lasting(w.start, w.stop, category) for w in self._of(bucket) if not w.action.is_pass)
+        return sum(
+            self.persistent(w.start, w.stop, category) for w in self._of(bucket) if not w.action.is_pass
+        )
 
     def _of(self, bucket: int) -> list[Window]:
         every = len(self.rehearsal.groups)

@@ -184,7 +184,7 @@ def adapts_experts(loads: Iterable[TaskLoad]) -> bool:
     return any(site.op in EXPERT_OPS for load in loads for site in load.ops)
 
 
-def lasting_share(task: TaskSpec, shape: BackboneShape, signature: Signature) -> float:
+def persistent_share(task: TaskSpec, shape: BackboneShape, signature: Signature) -> float:
     """Values that a task trains, as a share of those of a task of its signature, which may have a higher rank."""
     whole = TaskSpec.model_validate(signature.task)
     if whole.adapter == task.adapter:

@@ -137,7 +137,7 @@ class PlanEvaluator:
     def resident(self) -> list[float]:
         """`[ranks]` bytes that each rank always holds, those outside its tensors included."""
         memory, ranks = self.memory, self.context.mesh.pipeline
-        stages = memory.lasting.tolist()
+        stages = memory.persistent.tolist()
         return [memory.overhead + sum(stages[rank::ranks]) for rank in range(ranks)]
 
     @cached_property

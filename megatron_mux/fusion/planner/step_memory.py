@@ -19,7 +19,7 @@ from megatron_mux.footprint.signature import Signature
 from megatron_mux.fusion.alignment import Chunk, Slice
 from megatron_mux.fusion.contents import contents_of
 from megatron_mux.fusion.mesh import Mesh
-from megatron_mux.fusion.planner.load import TaskLoad, lasting_share
+from megatron_mux.fusion.planner.load import TaskLoad, persistent_share
 from megatron_mux.fusion.step import Lengths
 from megatron_mux.gpus import Gpu
 from megatron_mux.kernels.attention.short import LONGEST
@@ -121,9 +121,9 @@ class StepMemory:
         self._is[np.arange(len(loads)), list(self._columns.values())] = 1.0
 
     @cached_property
-    def lasting(self) -> Array:
+    def persistent(self) -> Array:
         """`[S]` bytes that last from step to step."""
-        return self._memory.lasting(self._counts)
+        return self._memory.persistent(self._counts)
 
     @cached_property
     def updating(self) -> Array:
@@ -134,7 +134,7 @@ class StepMemory:
     def _counts(self) -> Array:
         """`[signatures]` tasks of each; one of a lower rank is less than one."""
         shares = [
-            lasting_share(load.spec, self._shape, own)
+            persistent_share(load.spec, self._shape, own)
             for load, own in zip(self._loads, self._signatures, strict=True)
         ]
         found: Array = np.array(shares) @ self._is
