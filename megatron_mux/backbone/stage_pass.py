@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_mux.backbone.layer_pieces import LayerPieces
-from megatron_mux.backbone.pieces import Exchanging, Yields, nothing
+from megatron_mux.backbone.pieces import CollectiveGenerator, Yields, nothing
 from megatron_mux.backbone.weight_offload import Key, WeightOffload
 
 
@@ -56,7 +56,7 @@ class StagePass:
         self._trained_from = trained_from
         self._messages = messages
 
-    def forward(self, hidden: Tensor, needed: bool) -> Exchanging[tuple[Tensor, bool]]:
+    def forward(self, hidden: Tensor, needed: bool) -> CollectiveGenerator[tuple[Tensor, bool]]:
         """Compute the layers.
 
         Args:
@@ -77,7 +77,7 @@ class StagePass:
                     hidden, needed = yield from layer.forward(hidden, needed)
         return hidden, needed
 
-    def backward(self, gradient: Tensor | None, to_input: bool) -> Exchanging[Tensor | None]:
+    def backward(self, gradient: Tensor | None, to_input: bool) -> CollectiveGenerator[Tensor | None]:
         """Back-propagate to the adapters.
 
         Args:

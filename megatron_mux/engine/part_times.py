@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_mux import runtime
-from megatron_mux.backbone.pieces import Arriving, Begun, Message
+from megatron_mux.backbone.pieces import IssuedMessage, Message, PendingTensor
 from megatron_mux.clock import Clock, Mark
 from megatron_mux.pipeline.action import Action, TimedAction, TimedPart
 from megatron_mux.pipeline.execute import Timer
@@ -62,7 +62,7 @@ class PassTimes:
         """The piece that began last has been computed."""
         self._parts[-1].stop = self._clock.mark()
 
-    def issued(self, index: int, message: Message | Begun, pending: Arriving) -> None:
+    def issued(self, index: int, message: Message | IssuedMessage, pending: PendingTensor) -> None:
         """Find out when the message arrives."""
         sent = self._sent[index] = _Part(index, self._done[index] - 1, message.kind, self._clock.mark())
         self._parts.append(sent)

@@ -28,7 +28,7 @@ class Link:
 
 
 @dataclass
-class Incoming:
+class PendingReceive:
     """A tensor that is being received.
 
     Attributes:
@@ -70,7 +70,7 @@ class Communicator:
         self._pending: dict[bool, deque[tuple[dist.Work, Tensor]]] = {False: deque(), True: deque()}
         self._most = sends_kept(parallel.pp_size)
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, backward: bool) -> Incoming:
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, backward: bool) -> PendingReceive:
         """Issue a receive from the next rank (`backward`: it sends gradients) or the previous one.
 
         Args:
@@ -79,9 +79,9 @@ class Communicator:
         """
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
         if not tensor.numel():
-            return Incoming(tensor)
+            return PendingReceive(tensor)
         peer, link = self._end(1 if backward else -1, backward)
-        return Incoming(tensor, dist.irecv(tensor, peer, group=link.group, tag=link.tag))
+        return PendingReceive(tensor, dist.irecv(tensor, peer, group=link.group, tag=link.tag))
 
     def send(self, tensor: Tensor, backward: bool) -> None:
         """Issue a send to the previous rank (`backward`) or to the next one; empty tensors are not transferred."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_mux.clock import Clock, Mark
 from megatron_mux.pipeline.action import Action, ChunkId, TimedAction
-from megatron_mux.pipeline.communicate import Communicator, Incoming
+from megatron_mux.pipeline.communicate import Communicator, PendingReceive
 from megatron_mux.pipeline.template import Template
 from megatron_mux.pipeline.transfers import Transfer, issue_order
 
@@ -102,7 +102,7 @@ class _Run:
 
     Attributes:
         with_backward: Stages and chunks of forward passes that a backward pass follows.
-        incoming: Tensors received, or being received, by the action that needs them.
+        pending_receives: Tensors received, or being received, by the action that needs them.
         outgoing: Tensors to be sent, by the action that has computed them.
         alive: Inputs and outputs of chunks whose backward pass is to come.
     """
@@ -114,7 +114,7 @@ class _Run:
     communicator: Communicator
     dtype: torch.dtype
     with_backward: set[tuple[int, ChunkId]]
-    incoming: dict[Action, Incoming] = field(default_factory=dict)
+    pending_receives: dict[Action, PendingReceive] = field(default_factory=dict)
     outgoing: dict[Action, Tensor] = field(default_factory=dict)
     alive: dict[tuple[int, ChunkId], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
@@ -127,7 +127,7 @@ class _Run:
                 self._transfer(event)
                 continue
             self.communicator.heartbeat.at(event)
-            received = self.incoming.pop(event).wait() if event in self.incoming else None
+            received = self.pending_receives.pop(event).wait() if event in self.pending_receives else None
             start = None if clock is None else clock.mark()
             made = self._compute(event, received)
             if clock is not None:
@@ -147,13 +147,13 @@ class _Run:
         sends, receives = (action.stage % self.ranks == self.rank for action in (source, target))
         tensor = self.outgoing.pop(source) if sends else None
         if tensor is not None and receives:
-            self.incoming[target] = Incoming(tensor.detach())
+            self.pending_receives[target] = PendingReceive(tensor.detach())
         elif tensor is not None:
             self.communicator.send(tensor, source.is_backward)
         else:
             dtype = self.dtype if target.is_pass else torch.float64
             shape = self.compute.shape(target)
-            self.incoming[target] = self.communicator.receive(shape, dtype, target.is_backward)
+            self.pending_receives[target] = self.communicator.receive(shape, dtype, target.is_backward)
 
     def _compute(self, action: Action, received: Tensor | None) -> Tensor:
         """Compute the action; returns the tensor for the neighbour, if there is one that needs it."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_mux.attributes import replaced_in
 from megatron_mux.backbone.experts.all_to_all import AllToAll
-from megatron_mux.backbone.experts.exchange import Arriving, Choice, Exchange, Received, Sent
+from megatron_mux.backbone.experts.exchange import Choice, Exchange, PendingRows, Received, Sent
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.permutation import ExpertPermutation
 from megatron_mux.backbone.experts.router import Routes
@@ -114,7 +114,7 @@ class ExpertProbes:
         found = [Probe("exchange", rows, partial(self._exchange, rows)) for rows in self.stage.rows]
         return [*found, Probe("exchange_sizes", 1, self._sizes)]
 
-    def message(self, rows: int) -> Callable[[], Arriving]:
+    def message(self, rows: int) -> Callable[[], PendingRows]:
         """A function that begins to send a micro-batch's rows to their experts. Every rank calls it."""
         exchange = AllToAll(self.ranks)
         exchange.serving = self.serving
@@ -158,10 +158,10 @@ class _Echo(Exchange):
             own.append(layer.held[places[rank] % len(layer.held)])
         self._own = torch.tensor(own, device=self.serving.device)
 
-    def begin(self, routes: Routes) -> tuple[Choice, Arriving]:
+    def begin(self, routes: Routes) -> tuple[Choice, PendingRows]:
         """See `Exchange.begin`: experts of other ranks become those in the same places of this rank."""
         choice = Choice.of(routes, self.serving, self._ranks)
-        return replace(choice, experts=self._own[choice.experts]), Arriving(choice.counts, [])
+        return replace(choice, experts=self._own[choice.experts]), PendingRows(choice.counts, [])
 
     def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
         """See `Exchange.agreed`."""
@@ -170,11 +170,11 @@ class _Echo(Exchange):
 
 
 class _Returned(Sent):
-    def _forth(self, x: Tensor) -> Arriving:
-        return Arriving(x, [])
+    def _forth(self, x: Tensor) -> PendingRows:
+        return PendingRows(x, [])
 
-    def _back(self, y: Tensor) -> Arriving:
-        return Arriving(y, [])
+    def _back(self, y: Tensor) -> PendingRows:
+        return PendingRows(y, [])
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from megatron_mux.split.server.dispatcher import Dispatcher, Outcome, Work
 from megatron_mux.split.server.metrics import Metrics
 from megatron_mux.split.server.policies import Circumstances, ForwardPlan, PolicyName, again, plan_forward
 from megatron_mux.split.server.request_fields import Decision
-from megatron_mux.split.server.session import Pending, Session
+from megatron_mux.split.server.session import PendingBackward, Session
 from megatron_mux.split.server.session_compute import (
     BackwardCall,
     Bodies,
@@ -62,7 +62,7 @@ class SessionRequests:
 
     async def forward(
         self, session: Session, rows: Rows, operation: int
-    ) -> tuple[Tensor, Pending | None, Outcome]:
+    ) -> tuple[Tensor, PendingBackward | None, Outcome]:
         """Compute a forward pass.
 
         Args:
@@ -86,7 +86,7 @@ class SessionRequests:
         call = ForwardCall(body, session.layers, rows, plan.graph, plan.keeps)
         outcome = await self._computed(session, "forward", self._work(session, call, plan.size, plan.kept))
         output, kept = outcome.result
-        return output, Pending(operation, rows, plan, kept, outcome.reservation), outcome
+        return output, PendingBackward(operation, rows, plan, kept, outcome.reservation), outcome
 
     def _work(self, session: Session, call: ForwardCall, size: int, keeps: int = 0) -> Work:
         joins = None if call.graph or self.bodies.copies else ("forward", session.layers, call.rows.training)
@@ -115,7 +115,7 @@ class SessionRequests:
         return plan_forward(self.policy, session.memory, rows, now)
 
     async def backward(
-        self, session: Session, pending: Pending, gradient: Tensor, last: bool
+        self, session: Session, pending: PendingBackward, gradient: Tensor, last: bool
     ) -> tuple[Tensor | None, float | None, Outcome]:
         """Compute a backward pass.
 
@@ -198,11 +198,11 @@ class SessionRequests:
         except UserError as error:
             raise RefusedError("pieces", str(error)) from None
 
-    def free(self, pending: Pending) -> None:
+    def free(self, pending: PendingBackward) -> None:
         """Free what a forward pass keeps for its backward."""
         self.dispatcher.release(pending.reservation)
 
-    def without_graph(self, session: Session, pending: Pending) -> Pending:
+    def without_graph(self, session: Session, pending: PendingBackward) -> PendingBackward:
         """Keep of a forward pass its input instead of its graph, if that has memory of its own."""
         if pending.plan.keeps == "input" or not pending.reservation:
             return pending

@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 Send = Callable[[Message], Awaitable[None]]
 
 
-class Incoming(Protocol):
+class MessageStream(Protocol):
     """A client's messages, in order. PING is answered before it gets here.
 
     Attributes:
@@ -61,7 +61,7 @@ class Incoming(Protocol):
 
     limits: Limits
 
-    def __aiter__(self) -> Incoming: ...
+    def __aiter__(self) -> MessageStream: ...
 
     async def __anext__(self) -> Message: ...
 
@@ -77,7 +77,7 @@ class Handler(Protocol):
         """
         ...
 
-    async def session(self, identity: str, incoming: Incoming, send: Send) -> None:
+    async def session(self, identity: str, incoming: MessageStream, send: Send) -> None:
         """Serve one stream until its client ends it; the stream ends when this returns.
 
         A `RefusedError` is sent to the client as ERROR and ends the stream.

@@ -44,7 +44,7 @@ _REQUESTS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.STATE, Kind.LEAVE})
 
 
 @dataclass(frozen=True, eq=False)
-class Pending:
+class PendingBackward:
     """A forward pass that waits for its gradients.
 
     Attributes:
@@ -111,7 +111,7 @@ class Session:
     holds: int = 0
     stream: asyncio.Task[Any] | None = None
     current: Current | None = None
-    pending: Pending | None = None
+    pending: PendingBackward | None = None
     begun: bool = False
     state: Sequence[Piece] | None = None
     work: Work | None = None

@@ -41,7 +41,7 @@ class ClientStreams:
 
 
 class ServerStream:
-    """A client's messages, in order; see `service.Incoming`.
+    """A client's messages, in order; see `service.MessageStream`.
 
     Args:
         context: gRPC's, of the stream.
