@@ -189,7 +189,7 @@ def simulated(plan: Plan, file: Path, steps: int) -> list[TimedAction]:
         UserError: The plan has no costs, or is inconsistent.
     """
     from megatron_mux.fusion.check import check_plan
-    from megatron_mux.fusion.predicted_turns import with_turns
+    from megatron_mux.fusion.predicted_interleaving import with_interleaving
     from megatron_mux.fusion.step import bucket_costs, step_template
     from megatron_mux.pipeline.simulate import simulate
 
@@ -205,7 +205,7 @@ def simulated(plan: Plan, file: Path, steps: int) -> list[TimedAction]:
     found = simulate(
         step_template(plan, sizes), costs, [bucket.label for bucket in plan.buckets], sizes=sizes
     )
-    return with_turns((timed for stage in found.timed for timed in stage), plan)
+    return with_interleaving((timed for stage in found.timed for timed in stage), plan)
 
 
 def measured(file: Path, plan: Plan) -> list[TimedAction]:

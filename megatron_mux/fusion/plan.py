@@ -52,7 +52,7 @@ class HybridTask:
 
 
 @dataclass(frozen=True)
-class StageTurns:
+class InterleavingCosts:
     """What a stage's launch order was chosen by: predictions for the pass with the most batches.
 
     Attributes:
@@ -99,7 +99,7 @@ class Bucket:
     transfer: _Amounts = ()
     halves: Annotated[bool, Field(strict=True)] = False
     launch: tuple[LaunchOrder, ...] = ()
-    turns: tuple[StageTurns, ...] = ()
+    turns: tuple[InterleavingCosts, ...] = ()
 
     @cached_property
     def tasks(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import Literal, NoReturn
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padding_shares, paper_chunk
 from megatron_mux.fusion.graphs.launch_order import LaunchOrder
-from megatron_mux.fusion.plan import Plan, StageTurns
+from megatron_mux.fusion.plan import InterleavingCosts, Plan
 from megatron_mux.fusion.planner.arrangement import Arrangement
 from megatron_mux.fusion.planner.load import TaskLoad, signature_of
 from megatron_mux.fusion.planner.plan_evaluator import Evaluation, PlanEvaluator
@@ -336,7 +336,7 @@ def _with_launch_orders(plan: Plan, evaluator: PlanEvaluator) -> Plan:
             costs = evaluator.costs.chunks(most)
             for s, layers in enumerate(overlap.stages):
                 ways = [tuple(cost.pass_cost(s, backward) for cost in costs) for backward in (False, True)]
-                turns.append(StageTurns(ways[0], ways[1], layers, overlap.share))
+                turns.append(InterleavingCosts(ways[0], ways[1], layers, overlap.share))
                 launch.append(LaunchOrder(*(overlap.order(ways[way], s, bool(way)) for way in (0, 1))))
         buckets.append(replace(bucket, launch=tuple(launch), turns=tuple(turns)))
     return replace(plan, buckets=tuple(buckets))

@@ -78,7 +78,7 @@ def measure(
         bench.place_weights(stack)
         bench.choose_kernels()
         probes = bench.probes.all(bench.longest_sequence())
-        bench.take_turns(probes, progress)
+        bench.measure_in_rounds(probes, progress)
     timed: dict[str, dict[float, tuple[float, float]]] = {}
     for probe in probes:
         timed.setdefault(probe.name, {})[probe.size] = probe.seconds
@@ -102,7 +102,7 @@ class _Bench:
 
     # -- timing
 
-    def take_turns(self, probes: Sequence[Probe], progress: Progress | None = None) -> None:
+    def measure_in_rounds(self, probes: Sequence[Probe], progress: Progress | None = None) -> None:
         """Time all probes, in several rounds."""
         for turn in range(self.rounds + 1):  # the first one warms up
             for i, probe in enumerate(probes if turn % 2 == 0 else reversed(probes)):
@@ -115,7 +115,7 @@ class _Bench:
     def choose_kernels(self) -> None:
         """Choose the kernels of each BaseOp, by their seconds on the slowest rank."""
         probes = self.probes.adapters.kernels()
-        self.take_turns(probes)
+        self.measure_in_rounds(probes)
         taken = self.backbone.parallel.most([sum(probe.seconds) for probe in probes])
         found: dict[str, dict[str, list[float]]] = {}
         for probe, seconds in zip(probes, taken, strict=True):

@@ -72,13 +72,13 @@ class Probes:
         They have no messages, so also with sequence parallelism all rows pass through all of them.
         """
         stage, batch = self.stage, self.stage.batch(rows)
-        x, turns = stage.input(rows, 1, stage.shape.hidden), self.backbone.angles(batch)[0]
+        x, angles = stage.input(rows, 1, stage.shape.hidden), self.backbone.angles(batch)[0]
 
         def run() -> tuple[Tensor, Sequence[Tensor]]:
             out = x
             with activate(batch):
                 for layer in stage.stacks[name]:
-                    out = attend(layer, out, turns)[0] if name == "attention" else feed_forward(layer, out)
+                    out = attend(layer, out, angles)[0] if name == "attention" else feed_forward(layer, out)
             return out, (x,)
 
         return run

@@ -312,7 +312,7 @@ def test_kernels_are_chosen_by_measurement(
     }
     used.clear()
     adapted = bench.probes.adapters.of(KINDS["LORA"].samples()[0], "linear_qkv", [16], 1)
-    bench.take_turns(adapted)
+    bench.measure_in_rounds(adapted)
     assert set(used) == {"loop"}
 
 

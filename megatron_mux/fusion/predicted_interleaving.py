@@ -10,7 +10,7 @@ from megatron_mux.fusion.plan import Bucket, Plan
 from megatron_mux.pipeline.action import TimedAction, TimedPart
 
 
-def with_turns(actions: Iterable[TimedAction], plan: Plan) -> list[TimedAction]:
+def with_interleaving(actions: Iterable[TimedAction], plan: Plan) -> list[TimedAction]:
     """Add pieces and messages to the passes of a simulated schedule.
 
     The predictions are for the pass with the most batches of its bucket. They are stretched to the time of each pass,
