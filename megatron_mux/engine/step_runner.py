@@ -212,8 +212,8 @@ class StepRunner:
                 reason = f"one sequence of it alone ran out of memory ({reasons[index]})"
                 failures[names] = tasks[names].fail(reason)
                 continue
-            news = f"{names}: out of memory ({reasons[index]}): the step {verb} {then}"
-            self.planning.news.append(news)
+            line = f"{names}: out of memory ({reasons[index]}): the step {verb} {then}"
+            self.planning.log_lines.append(line)
         self.planning.fall_back_to(relieved)
         return failures
 

@@ -131,7 +131,7 @@ def run(scenario: Scenario, parallel: Parallel, path: Path) -> None:
         manifest = checkpoint.load(saver.directory, "backbone")
         assert manifest is not None and [task.step for task in manifest.tasks] == [sum(scenario.steps)] * 4
     if scenario.then == "fail":
-        assert any("out of memory (rank 3" in news for news in engine.planning.news)
+        assert any("out of memory (rank 3" in line for line in engine.planning.log_lines)
     assert scenario.then != "time" or len(timed) > 2 * sum(scenario.steps)
 
 

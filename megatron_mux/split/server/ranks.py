@@ -61,7 +61,7 @@ def watched(parallel: Parallel, program: str) -> Iterator[Parallel]:
     name = f"rank {parallel.rank} (pipeline stage {parallel.pp_rank}, {socket.gethostname()})"
     idle = IDLE_MINUTES * 60.0  # waiting for a command is no stall
     with Liveness(
-        parallel.rank, parallel.world_size, name, idle, _ADVICE, farewell=lambda: None, program=program
+        parallel.rank, parallel.world_size, name, idle, _ADVICE, before_exit=lambda: None, program=program
     ) as liveness:
         yield replace(parallel, heartbeat=liveness)
 

@@ -230,6 +230,6 @@ def test_within_a_budget_no_step_runs_out_of_memory(policy: Any, share: float, e
 
     _, unlimited = trained(None)
     engine, budget = trained(share * unlimited.peak)
-    assert budget.failures and engine.planning.news
-    assert all("the step runs" in said for said in engine.planning.news), engine.planning.news
+    assert budget.failures and engine.planning.log_lines
+    assert all("the step runs" in said for said in engine.planning.log_lines), engine.planning.log_lines
     assert all(engine.progress(name) == (STEPS, STEPS, "finished") for name in engine.tasks)
