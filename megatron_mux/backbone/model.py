@@ -355,14 +355,14 @@ class Backbone:
         )
 
     def _layer(
-        self, i: int, batch: MicroBatch, angles: Angles | None, few: bool, lowest: int, hidden: Tensor
+        self, i: int, batch: MicroBatch, angles: Angles | None, labelled: bool, lowest: int, hidden: Tensor
     ) -> Tensor:
         """Compute the stage's layer `i`, on the last stage with the final norm after its last layer."""
         if not self._computes(i, batch):
             return hidden
         decoder = self.model.decoder
         is_last = self.last and i == len(decoder.layers) - 1
-        trimmed = few and is_last  # labelled rows only
+        trimmed = labelled and is_last  # labelled rows only
         # Below all adapters no expert rank needs the backward; above, all of them take part in it.
         trained = torch.is_grad_enabled() and (i >= lowest or hidden.requires_grad)
         with torch.set_grad_enabled(trained):

@@ -239,7 +239,7 @@ class Session:
 
     async def _forward(self, message: Message) -> Message:
         fields = parse(ForwardFields, message)
-        await self._settle(fields.previous)
+        await self._apply_decision(fields.previous)
         training = Flags.TRAINING in message.flags
         self._check_rows(message, fields, training)
         await self.server.check_draining(self)
@@ -297,7 +297,7 @@ class Session:
 
     async def _state(self, message: Message) -> Message:
         fields = parse(StateFields, message)
-        await self._settle(fields.previous)
+        await self._apply_decision(fields.previous)
         if message.step != self.step:
             raise RefusedError("step", f"the client is at step {message.step}, the session at {self.step}")
         if self.state is None or not fields.first:
@@ -331,11 +331,11 @@ class Session:
 
     async def _leave(self, message: Message) -> Message:
         fields = parse(LeaveFields, message)
-        await self._settle(fields.previous)
+        await self._apply_decision(fields.previous)
         await self.server.leave(self, fields.finished)
         return Message(Kind.BYE, self.number, message.step, message.operation)
 
-    async def _settle(self, decision: Decision | None) -> None:
+    async def _apply_decision(self, decision: Decision | None) -> None:
         """Take the optimizer step that the client has decided on, unless it was taken already."""
         if decision is None or decision.step < self.step:
             return

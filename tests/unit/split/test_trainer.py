@@ -184,7 +184,7 @@ def test_a_restart_between_steps_costs_nothing(
         if not begins or (message.step, message.kind) in asked:
             return False
         asked.add((message.step, message.kind))
-        server._settle(message)
+        server._apply_decision(message)
         server.saved[server.step] = server.body.state("one")  # as a server does that is told to stop
         return True
 
