@@ -33,9 +33,9 @@ class Fit:
 
     Attributes:
         device: The GPU's speeds.
-        memory: The memory of a step with the heaviest micro-batch.
-        rows: Tokens of the heaviest micro-batch.
-        sequences: Sequences of the heaviest micro-batch.
+        memory: The memory of a step with the worst-case micro-batch.
+        rows: Tokens of the worst-case micro-batch.
+        sequences: Sequences of the worst-case micro-batch.
         largest: The most sequences that fit, of the same tasks in the same proportion; 0 if not even one fits.
         mean_rows: Mean tokens of a micro-batch.
         micro_batches: Micro-batches of each pipeline.
@@ -58,7 +58,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether the heaviest micro-batch fits: of the task file, of the batch size asked for, or of one sequence."""
+        """Whether the worst-case micro-batch fits, of a task file, a batch size or one sequence."""
         return self.sequences <= self.largest
 
     @cached_property
@@ -220,10 +220,10 @@ class Fitting:
         """The tasks' step in a given number of micro-batches."""
         step, own = self._tasks, replace(method, parts=count)
         division = step.divided(method.data, count)
-        heaviest = (
-            (self._step(own, step.mix(content, self._recipe)), content) for content in division.heaviest
+        worst_cases = (
+            (self._step(own, step.mix(content, self._recipe)), content) for content in division.worst_cases
         )
-        found, content = max(heaviest, key=lambda pair: pair[0].peak(step.rows(pair[1])))
+        found, content = max(worst_cases, key=lambda pair: pair[0].peak(step.rows(pair[1])))
         rows, sequences = step.rows(content), content.total()
         # Of more sequences in the same proportion.
         largest = largest_batch(lambda more: found.peak(math.ceil(more * rows / sequences)) <= self._memory)

@@ -33,12 +33,12 @@ class Division:
     """A step that is divided among pipelines and micro-batches.
 
     Attributes:
-        heaviest: The micro-batches that no other one contains.
+        worst_cases: The micro-batches that no other one contains.
         micro_batches: Micro-batches of the pipeline that has most rows.
         rows: Rows of that pipeline, over all its micro-batches.
     """
 
-    heaviest: tuple[Content, ...]
+    worst_cases: tuple[Content, ...]
     micro_batches: int
     rows: int
 
@@ -77,11 +77,11 @@ class FileStep:
         """The step on `data` pipelines, in `micro_batches` micro-batches or as many as there can be."""
         pipelines = _pipelines(self._sequences, data, min(micro_batches, self.most(data)))
         longest = max(pipelines, key=lambda own: sum(map(self.rows, own)))
-        heaviest: list[Content] = []
+        worst_cases: list[Content] = []
         for one in sorted((part for own in pipelines for part in own), key=lambda part: -self.rows(part)):
-            if not any(one <= other for other in heaviest):
-                heaviest.append(one)
-        return Division(tuple(heaviest), len(longest), sum(map(self.rows, longest)))
+            if not any(one <= other for other in worst_cases):
+                worst_cases.append(one)
+        return Division(tuple(worst_cases), len(longest), sum(map(self.rows, longest)))
 
     def mix(self, content: Content, recipe: Recipe) -> Recipe:
         """The recipe for such a micro-batch."""

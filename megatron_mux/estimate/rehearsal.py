@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.dry_run.depth import read_info
-from megatron_mux.dry_run.heaviest_batch import STEPS
 from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
+from megatron_mux.dry_run.worst_case_batch import STEPS
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan

@@ -12,9 +12,9 @@ import numpy as np
 
 from megatron_mux.backbone.registry import DENSE, WITH_EXPERTS
 from megatron_mux.dry_run.depth import read_info
-from megatron_mux.dry_run.heaviest_batch import STEPS_THAT_PRUNE
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import STEP, Dtype, Recording, RunSpec, TaskRecords
+from megatron_mux.dry_run.worst_case_batch import STEPS_THAT_PRUNE
 from megatron_mux.errors import UserError
 from megatron_mux.estimate.rehearsal import Rehearsal
 from megatron_mux.estimate.solve import TOLERANCE
