@@ -139,12 +139,12 @@ class PreferenceTokeniser:
         loss: dpo, orpo or kto.
 
     Attributes:
-        template: Renders conversations.
+        chat_template: Renders conversations.
     """
 
     def __init__(self, tokenizer: Any, loss: str) -> None:
         self._tokeniser = Tokeniser(tokenizer, None)
-        self.template = self._tokeniser.template
+        self.chat_template = self._tokeniser.chat_template
         self._tokenizer = tokenizer
         self._orpo = loss == "orpo"
 
@@ -164,7 +164,7 @@ class PreferenceTokeniser:
         else:
             given = record.conversation
             wholes = [replace(given, messages=[*given.messages, *own]) for own in record.completions]
-            chats = [self.template.render(each) for each in wholes]
+            chats = [self.chat_template.render(each) for each in wholes]
             prompt, *whole = self._tokeniser.plain([str(chats[0].prompt), *(chat.text for chat in chats)])
         start = min(common_beginning(prompt, ids) for ids in whole)
         if self._orpo:
