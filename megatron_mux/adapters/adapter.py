@@ -130,7 +130,7 @@ class TaskAdapter(ABC):
             # All A of a BaseOp next to each other, then all B: one product serves neighbours.
             self._ordered += [
                 p
-                for alike in zip(*(own for _, own in modules), strict=True)
+                for alike in zip(*(params for _, params in modules), strict=True)
                 for p in alike
                 if self.tensors[p.key].trained
             ]
@@ -199,10 +199,10 @@ class TaskAdapter(ABC):
         experts, dim = self.host.shape.experts, tensor.expert_dim
         assert experts is not None and dim is not None
         places = torch.arange(tensor.shape[dim])
-        own = torch.tensor(held, dtype=torch.int64)
+        local = torch.tensor(held, dtype=torch.int64)
         if dim == 0:
-            return places.view(experts.count, -1)[own].flatten()
-        return places.view(-1, experts.count)[:, own].flatten()
+            return places.view(experts.count, -1)[local].flatten()
+        return places.view(-1, experts.count)[:, local].flatten()
 
     def fresh(self, key: str) -> Tensor:
         """The initial value of a whole tensor: the same however the backbone is divided."""

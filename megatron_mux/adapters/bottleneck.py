@@ -102,15 +102,15 @@ class BottleneckSpec(AdapterSpec):
         A bottleneck sees the whole output of what it follows. Elsewhere that output is divided over tensor ranks and
         is a head's query, key or value, where no published method puts one.
         """
-        found = super().modules(shape)
-        wrong = short_names(module for module in found if module.column_parallel)
+        modules = super().modules(shape)
+        wrong = short_names(module for module in modules if module.column_parallel)
         if wrong:
             ends = [end.path for op in _ENDS for end in shape.names.ops[op]]
             raise UserError(
                 "target_modules: a BOTTLENECK follows the end of an attention or MLP sublayer, not "
                 f"{', '.join(wrong)}: choose from {', '.join(ends)}"
             )
-        return found
+        return modules
 
     def module_tensors(self, module: Module, shape: BackboneShape) -> dict[str, AdapterTensor]:
         """See `AdapterSpec.module_tensors`: a bottleneck sees the whole output, so nothing is divided."""

@@ -144,14 +144,14 @@ class PrefixTuningSpec(AdapterSpec):
     def config(self, shape: BackboneShape) -> dict[str, Any]:
         """See `AdapterSpec.config`; peft counts key-value heads where it says attention heads."""
         width = _width(shape)
-        found = {
+        fields = {
             "encoder_hidden_size": width,
             "num_attention_heads": shape.kv_heads,
             "num_layers": shape.layers,
             "num_transformer_submodules": 1,
             "token_dim": width,
         }
-        return dict(sorted((super().config(shape) | found).items()))
+        return dict(sorted((super().config(shape) | fields).items()))
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:

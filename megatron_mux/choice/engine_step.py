@@ -116,7 +116,7 @@ class EngineStep(StepMemory):
 
     def tensors(self, rows: int) -> Phases:
         """See `StepMemory.tensors`; gradients exist from the second micro-batch on, and in trials."""
-        contents, found = self._contents(rows), list[tuple[str, int, Array]]()
+        contents, tensors = self._contents(rows), list[tuple[str, int, Array]]()
         for memory, persistent in zip(self._tasks.memories, self._persistent, strict=True):
             lasts = {
                 "parameters": persistent["backbone"],
@@ -143,8 +143,8 @@ class EngineStep(StepMemory):
                         row[AT[part]] = size
                     for part, each in lasts.items():
                         row[AT[part]] = each[stage]
-                    found.append((name, stage, row))
-        names, stages, sizes = zip(*found, strict=True)
+                    tensors.append((name, stage, row))
+        names, stages, sizes = zip(*tensors, strict=True)
         return Phases(names, np.array(stages), np.stack(sizes))
 
     def _contents(self, rows: int) -> Contents:
@@ -167,7 +167,7 @@ class EngineStep(StepMemory):
             pieces += [Slice(task.name, number, 0, task.length) for number in range(count)]
             lengths[task.name] = Lengths(*((task.length,) * count,) * 2)
         prefixed = {task.name for task in self.recipe.adapters if task.virtual_tokens}
-        found: Array = contents_of(
+        contents: Array = contents_of(
             [pieces], lengths, dict.fromkeys(lengths, 0), 1, "cpu", prefixed
         ).attention[0]
-        return found
+        return contents

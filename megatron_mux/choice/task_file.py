@@ -69,18 +69,18 @@ class FileStep:
         """The most micro-batches that `data` pipelines can have: one per record of the pipeline that has most."""
         return max(
             sum(count // self._together[name] for name, count in content.items())
-            for own in _pipelines(self._sequences, data, 1)
-            for content in own
+            for pipeline in _pipelines(self._sequences, data, 1)
+            for content in pipeline
         )
 
     def divided(self, data: int, micro_batches: int) -> Division:
         """The step on `data` pipelines, in `micro_batches` micro-batches or as many as there can be."""
         pipelines = _pipelines(self._sequences, data, min(micro_batches, self.most(data)))
-        longest = max(pipelines, key=lambda own: sum(map(self.rows, own)))
+        longest = max(pipelines, key=lambda p: sum(map(self.rows, p)))
         worst_cases: list[Content] = []
-        for one in sorted((part for own in pipelines for part in own), key=lambda part: -self.rows(part)):
-            if not any(one <= other for other in worst_cases):
-                worst_cases.append(one)
+        for batch in sorted((part for p in pipelines for part in p), key=lambda part: -self.rows(part)):
+            if not any(batch <= other for other in worst_cases):
+                worst_cases.append(batch)
         return Division(tuple(worst_cases), len(longest), sum(map(self.rows, longest)))
 
     def mix(self, content: Content, recipe: Recipe) -> Recipe:
@@ -145,16 +145,16 @@ class TaskFile:
         """
         specs = load_task_file(tasks, data_later=True)
         shape = read_shape(config, quantise)
-        found, problems = [], []
+        adapters, problems = [], []
         for spec in specs:
             try:
-                found.append(TaskAdapters.of(spec, shape))
+                adapters.append(TaskAdapters.of(spec, shape))
             except UserError as error:
                 problems += [f"{tasks}: task {spec.name!r}: {problem}" for problem in error.problems]
         if problems:
             raise UserError(*problems)
         architecture = architecture_of(shape, *experts.read(shape))
-        return cls(tasks, architecture, tuple(found), tuple(specs), shape, quantise)
+        return cls(tasks, architecture, tuple(adapters), tuple(specs), shape, quantise)
 
     def check(self, positions: int | None, length: int | None) -> None:
         """Refuse sequences that are longer than the model or the user allows.

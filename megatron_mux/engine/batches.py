@@ -87,8 +87,8 @@ class Staging:
             self._memory = pinned(size, self._device)
         if self._memory is None:
             return {}
-        own = self._memory[:size].split([batch.buffer.data.size for batch in batches])
-        return {id(batch): place for batch, place in zip(batches, own, strict=True)}
+        parts = self._memory[:size].split([batch.buffer.data.size for batch in batches])
+        return {id(batch): place for batch, place in zip(batches, parts, strict=True)}
 
 
 @dataclass(eq=False)
@@ -115,13 +115,13 @@ class StepBatches:
     def __getitem__(self, chunk_id: ChunkId) -> tuple[MicroBatch, ...]:
         """A batch for each hybrid task with sequences in the chunk; without rows if only other pipelines have any."""
         if chunk_id not in self._laid_out:
-            step, own = self._own(chunk_id)
+            step, local = self._own(chunk_id)
             carry, micro_batch = None, (chunk_id.bucket, chunk_id.micro_batch)
-            if step.chunks(own) > 1:
+            if step.chunks(local) > 1:
                 # Keys and values wait for later chunks of the same micro-batch only.
                 carry = self._carries.setdefault(micro_batch, Carry())
             self._laid_out[chunk_id] = tuple(
-                self._lay_out(batch, micro_batch, carry) for batch in step.batches[own]
+                self._lay_out(batch, micro_batch, carry) for batch in step.batches[local]
             )
         return self._laid_out[chunk_id]
 
@@ -134,18 +134,18 @@ class StepBatches:
 
     def rows(self, chunk_id: ChunkId) -> int:
         """Rows of a chunk, before they are divided among tensor ranks; without laying it out."""
-        step, own = self._own(chunk_id)
-        return sum(batch.rows for batch in step.batches[own])
+        step, local = self._own(chunk_id)
+        return sum(batch.rows for batch in step.batches[local])
 
     def labels(self, chunk_id: ChunkId) -> int:
         """Labelled tokens of a chunk; without laying it out."""
-        step, own = self._own(chunk_id)
-        return sum(batch.labels for batch in step.batches[own])
+        step, local = self._own(chunk_id)
+        return sum(batch.labels for batch in step.batches[local])
 
     def tasks(self, chunk_id: ChunkId) -> list[set[str] | None]:
         """The tasks of each batch of a chunk, None for one with rows of references; without laying it out."""
-        step, own = self._own(chunk_id)
-        return [set(batch.task_rows) if batch.training else None for batch in step.batches[own]]
+        step, local = self._own(chunk_id)
+        return [set(batch.task_rows) if batch.training else None for batch in step.batches[local]]
 
     @property
     def max_rows(self) -> int:
@@ -172,8 +172,8 @@ class StepBatches:
 
     def label(self, action: Action) -> str:
         """Label of a pass in a picture: its tasks, hybrid task by hybrid task."""
-        step, own = self._own(action.chunk_id)
-        return " | ".join("+".join(batch.task_rows) for batch in step.batches[own] if batch.task_rows)
+        step, local = self._own(action.chunk_id)
+        return " | ".join("+".join(batch.task_rows) for batch in step.batches[local] if batch.task_rows)
 
     def _own(self, chunk_id: ChunkId) -> tuple[PreparedStep, ChunkId]:
         """The chunk's step, and the chunk as it is numbered in that step."""

@@ -51,14 +51,14 @@ class _Columns:
     @classmethod
     def of(cls, parts: Sequence[StepPart], names: Sequence[str]) -> _Columns:
         """Of a bucket with these tasks."""
-        found, summed, read, at = list[tuple[StepPart, slice]](), _FIRST_OF_PARTS, _FIRST_OF_PARTS, 3
+        placed, summed, read, at = list[tuple[StepPart, slice]](), _FIRST_OF_PARTS, _FIRST_OF_PARTS, 3
         for part in sorted(parts, key=lambda part: (not part.summed, not part.read)):
             width = part.width(names)
             if width:
-                found.append((part, slice(at, at + width)))
+                placed.append((part, slice(at, at + width)))
                 at += width
                 summed, read = at if part.summed else summed, at if part.read else read
-        return cls(found, summed, read, at)
+        return cls(placed, summed, read, at)
 
 
 class BucketFinalizer:
@@ -141,8 +141,8 @@ class BucketFinalizer:
             params = [self.burst.tasks[name].adapter.flat_params for name in names]
             reduce_gradients(params, parallel, sums, self._buffer)
         if others is not None and parallel.is_first_stage:
-            for part, own in columns.parts:
-                part.on_first_stage(bucket, others[:, own])
+            for part, place in columns.parts:
+                part.on_first_stage(bucket, others[:, place])
         squares = self._updates[index].squared_norms()
         if others is None:
             stats = self._first_stats(bucket, losses, squares, sums)
@@ -163,21 +163,21 @@ class BucketFinalizer:
         columns, rows = self._columns[index], self._rows[index]
         shape, device = (columns.summed - _FAILED, len(rows)), self.burst.parallel.device
         sums = torch.full(shape, float(bucket in self.failed), dtype=torch.float64, device=device)
-        for part, own in columns.parts:
+        for part, place in columns.parts:
             if part.summed:
-                sums[own.start - _FAILED : own.stop - _FAILED] = part.local_sums(bucket, rows)
+                sums[place.start - _FAILED : place.stop - _FAILED] = part.local_sums(bucket, rows)
         return sums
 
     def _first_stats(self, bucket: int, losses: Tensor, squares: Tensor, sums: Tensor) -> Tensor:
         """The statistics that the last stage begins."""
         index, parallel = bucket % len(self._columns), self.burst.parallel
         # Each tensor rank of the last stage has the whole loss of its pipeline.
-        own = losses[self._rows[index]]
+        task_losses = losses[self._rows[index]]
         if parallel.dp_size > 1:
-            dist.all_reduce(own, group=parallel.dp_group)
+            dist.all_reduce(task_losses, group=parallel.dp_group)
         parts = self._columns[index].parts
         more = [part.columns_of_last_stage(bucket) for part, _ in parts if not part.summed]
-        stats = torch.cat([torch.stack([own, squares, *sums], dim=1), *more], dim=1)
+        stats = torch.cat([torch.stack([task_losses, squares, *sums], dim=1), *more], dim=1)
         for part in self.parts:
             part.complete(stats)
         return stats
@@ -201,9 +201,9 @@ class BucketFinalizer:
         if whole is None:
             whole = self._whole.pop(bucket)
             if parallel.tp_size > 1:
-                own = whole[:, _SQUARE : columns.summed].clone()
-                dist.all_reduce(own, group=parallel.tp_group)
-                whole[:, _SQUARE : columns.summed] = own
+                sums = whole[:, _SQUARE : columns.summed].clone()
+                dist.all_reduce(sums, group=parallel.tp_group)
+                whole[:, _SQUARE : columns.summed] = sums
         if parallel.is_last_stage:
             for part, place in columns.parts:
                 part.on_last_stage(bucket, whole[:, place])
@@ -246,10 +246,10 @@ class BucketFinalizer:
             problem = f"its loss was {loss}"
         elif not math.isfinite(norm):
             problem = f"its gradient norm was {norm}"
-        for part, own in columns.parts:
+        for part, place in columns.parts:
             if part.read:
-                problem = problem or part.problem(row[own])
-                fields |= part.fields(step, name, row[own])
+                problem = problem or part.problem(row[place])
+                fields |= part.fields(step, name, row[place])
         reason = f"{problem} at step {task.step + 1}" if problem else ""
         if problem:
             task.life.to("failed", reason)

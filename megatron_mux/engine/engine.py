@@ -64,17 +64,17 @@ class Engine:
         exchange: Exchange | None = None,
         make_update: MakeUpdate | None = None,
     ) -> None:
-        own = [backbone] if isinstance(backbone, Backbone) else list(backbone)
-        self.backbone = own[0]
-        self.stages = {parallel.pp_rank + i * parallel.pp_size: stage for i, stage in enumerate(own)}
+        stages = [backbone] if isinstance(backbone, Backbone) else list(backbone)
+        self.backbone = stages[0]
+        self.stages = {parallel.pp_rank + i * parallel.pp_size: stage for i, stage in enumerate(stages)}
         self.parallel = parallel
-        self.planning = planning or Planning("spatial", parallel.pp_size * len(own), virtual=len(own))
-        base_ops = [op for stage in own for op in stage.base_ops()]
-        shape, weights, vocabulary = self.backbone.shape, self.backbone.module_weight, _vocabulary_of(own)
+        self.planning = planning or Planning("spatial", parallel.pp_size * len(stages), virtual=len(stages))
+        base_ops = [op for stage in stages for op in stage.base_ops()]
+        shape, weights, vocabulary = self.backbone.shape, self.backbone.module_weight, _vocabulary_of(stages)
         self.adapters = AdapterSet(Host(base_ops, parallel, self.backbone.dtype, shape, vocabulary, weights))
         self.adapters.use(self.planning.kernels)
         connect(parallel)
-        self.communicator = Communicator(parallel, closes_ring=len(own) > 1)
+        self.communicator = Communicator(parallel, closes_ring=len(stages) > 1)
         if tries_plans is None:
             tries_plans = runtime.is_gpu(parallel.device)
         self._trials = Trials(self.stages, parallel, self.communicator) if tries_plans else None
@@ -85,7 +85,7 @@ class Engine:
         self._forward = ForwardPasses(self.stages, parallel, self.communicator, self._trials)
         self._tasks: dict[str, TaskState] = {}
         if not parallel.experts.holds_rows:
-            for stage in own:
+            for stage in stages:
                 stage.lowest_adapter = self._lowest_adapter
 
     def _lowest_adapter(self) -> int:
@@ -308,9 +308,9 @@ class Engine:
             UserError: It could not be evaluated; on every rank, so none waits for another.
         """
         given = {} if records is None else {name: records}
-        if isinstance(found := self.evaluate_together([name], given).get(name), UserError):
-            raise found
-        return found
+        if isinstance(result := self.evaluate_together([name], given).get(name), UserError):
+            raise result
+        return result
 
     def evaluate_together(
         self, names: Sequence[str], records: Mapping[str, Records] | None = None
@@ -369,9 +369,9 @@ class Engine:
 
 def _vocabulary_of(stages: Sequence[Backbone]) -> dict[Place, VocabularyPart] | None:
     """The parts of the embedding and of the output layer in a rank's stages."""
-    found: dict[Place, VocabularyPart] = {}
+    parts: dict[Place, VocabularyPart] = {}
     for stage in stages:
         if stage.vocabulary_parts is None:
             return None
-        found |= stage.vocabulary_parts
-    return found
+        parts |= stage.vocabulary_parts
+    return parts

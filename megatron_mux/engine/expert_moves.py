@@ -162,21 +162,21 @@ class HandOver:
         self, adapter: TaskAdapter, new: Mapping[tuple[str, str], _Part], leaving: list[list[Tensor]]
     ) -> _Message:
         """Lay out what leaves this rank, and allocate what comes."""
-        own, host = self._ranks.rank, adapter.host
+        rank, host = self._ranks.rank, adapter.host
         coming: list[list[tuple[_Part, Tensor]]] = [[] for _ in range(self._ranks.size)]
         for part in new.values():
             tensor = adapter.tensors[part.key]
             if tensor.expert_dim is not None:
-                for source, places in self._moving(adapter, tensor, None, own):
-                    if source != own:
+                for source, places in self._moving(adapter, tensor, None, rank):
+                    if source != rank:
                         coming[source].append((part, places))
-        sizes = [[_size(adapter, *one) for one in ones] for ones in coming]
-        incoming, outgoing = [sum(one) for one in sizes], [sum(map(len, one)) for one in leaving]
+        sizes = [[_size(adapter, *piece) for piece in ones] for ones in coming]
+        incoming, outgoing = [sum(part) for part in sizes], [sum(map(len, part)) for part in leaving]
         nothing = torch.empty(0, dtype=host.parameter_dtype)
-        sent = torch.cat([nothing, *(value for one in leaving for value in one)]).to(host.device)
+        sent = torch.cat([nothing, *(value for pieces in leaving for value in pieces)]).to(host.device)
         came = sent.new_empty(sum(incoming))
-        values = came.split([size for one in sizes for size in one])
-        parts = (one for ones in coming for one in ones)
+        values = came.split([size for of_rank in sizes for size in of_rank])
+        parts = (piece for ones in coming for piece in ones)
         arriving = [(part, places, value) for (part, places), value in zip(parts, values, strict=True)]
         return _Message(sent, came, outgoing, incoming, arriving)
 
@@ -225,9 +225,9 @@ def _here(part: _Part, tensor: AdapterTensor, places: Tensor) -> Tensor:
     """Where this rank's part of a tensor has global places."""
     assert part.positions is not None and tensor.expert_dim is not None
     index = torch.as_tensor(np.asarray(part.positions))
-    found = torch.full((tensor.shape[tensor.expert_dim],), -1, dtype=torch.int64)
-    found[index] = torch.arange(len(index))
-    return found[places].to(part.value.device)
+    indices = torch.full((tensor.shape[tensor.expert_dim],), -1, dtype=torch.int64)
+    indices[index] = torch.arange(len(index))
+    return indices[places].to(part.value.device)
 
 
 def _taken(part: _Part, tensor: AdapterTensor, places: Tensor) -> Tensor:

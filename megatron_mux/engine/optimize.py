@@ -68,13 +68,13 @@ class TaskOptimizer:
         return (*self.spec.decay_and_rate(p.key, p.full_shape, p.decay), p.owner)
 
     def _slices(self) -> list[ParamSlice]:
-        found = []
+        slices = []
         for p in self.parameters:
             first, last = self.flat_params.place(p)
             decay, rate, _ = self._alike(p)
             divided = self._tensors[p.key].dim if self._ranks > 1 else None
-            found.append(ParamSlice(p, tuple(p.value.shape), ParamGroup(first, last, decay, rate), divided))
-        return found
+            slices.append(ParamSlice(p, tuple(p.value.shape), ParamGroup(first, last, decay, rate), divided))
+        return slices
 
     @property
     def owned(self) -> list[Tensor]:

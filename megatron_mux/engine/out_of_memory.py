@@ -105,8 +105,8 @@ class FailedBuckets:
     def everywhere(self) -> dict[int, str]:
         """For each bucket that failed on some rank, where and why. Every rank calls it."""
         reasons: dict[int, str] = {}
-        for own in everyones(self._reasons, self._parallel):
-            reasons = own | reasons  # the first rank's counts
+        for theirs in everyones(self._reasons, self._parallel):
+            reasons = theirs | reasons  # the first rank's counts
         return reasons
 
 
@@ -115,6 +115,6 @@ def zeros_for_next_stage(stages: Stages, rows: int, failed: FailedBuckets) -> Te
 
     Other stages overwrite what they received. One row where nothing like that is sent.
     """
-    one = next(iter(stages.values()))
+    stage = next(iter(stages.values()))
     sends = failed.recovers and 0 in stages and not stages[0].last
-    return torch.zeros(rows if sends else 1, 1, one.shape.hidden, dtype=one.dtype, device=one.device)
+    return torch.zeros(rows if sends else 1, 1, stage.shape.hidden, dtype=stage.dtype, device=stage.device)

@@ -94,7 +94,7 @@ def prepare_step(
             made += [packer.forward_only(chunk)] if refers else []
             made.append(packer.trained(chunk, balanced.get((chunk_id.bucket, chunk_id.micro_batch))))
         batches[chunk_id] = tuple(made)
-    tokens = {name: sum(own.tokens) for name, own in lengths.items()}
+    tokens = {name: sum(of_task.tokens) for name, of_task in lengths.items()}
     return PreparedStep(chunked, batches, tokens, problems, extra_examples)
 
 
@@ -133,19 +133,19 @@ class _Packer:
 
     def forward_only(self, chunk: Chunk) -> HostBatch:
         """The same rows of the tasks that have some that are computed forward only."""
-        rows = {name: own for name, task in self.tasks.items() if (own := task.forward_rows) is not None}
+        rows = {name: info for name, task in self.tasks.items() if (info := task.forward_rows) is not None}
         names = {name: rows[name].name if name in rows else name for name in self.tasks}
         chunk = tuple(piece for piece in chunk if piece.task in rows)
         sequences = [self.sequences[piece.task][piece.sequence] for piece in chunk]
         return pack(
-            [own._replace(task=names[own.task]) for own in sequences],
+            [piece._replace(task=names[piece.task]) for piece in sequences],
             tuple(names.values()),
             {names[name]: step for name, step in self.steps.items()},
-            {own.name: own.offset for own in rows.values()},
+            {info.name: info.offset for info in rows.values()},
             self._multiple,
             training=False,
             spans=[(piece.start, piece.stop) for piece in chunk],
-            slots={own.name: own.slot for own in rows.values() if own.slot is not None},
+            slots={info.name: info.slot for info in rows.values() if info.slot is not None},
         )
 
     @property
@@ -158,13 +158,13 @@ def _balanced(
 ) -> dict[tuple[int, int], BalancedSequences]:
     """Sequences that count for a balancing loss, by bucket and micro-batch."""
     coefficients = {name: task.task.spec.training.router_aux_loss_coef for name, task in tasks.items()}
-    coefficients = {name: own for name, own in coefficients.items() if own}
+    coefficients = {name: coefficient for name, coefficient in coefficients.items() if coefficient}
     if not coefficients:
         return {}
     pieces: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for chunk_id, chunks in chunked.chunks.items():
-        own = pieces.setdefault((chunk_id.bucket, chunk_id.micro_batch), [])
-        own += [(piece.task, piece.sequence) for chunk in chunks for piece in chunk]
+        sequences = pieces.setdefault((chunk_id.bucket, chunk_id.micro_batch), [])
+        sequences += [(piece.task, piece.sequence) for chunk in chunks for piece in chunk]
     return balanced_sequences(pieces, coefficients, {name: lengths[name].tokens for name in coefficients})
 
 
@@ -225,14 +225,14 @@ class ReadAhead:
         same = plan == self._plan and steps == self._next
         if not (same and all(self._tasks[name] is task for name, task in tasks.items())):
             self.forget()
-        found = []
+        prepared = []
         for later in range(count):
             if self._coming:
-                found.append(self._coming.popleft().result())
+                prepared.append(self._coming.popleft().result())
             else:
-                found.append(self._prepare(plan, tasks, _after(steps, later)))
+                prepared.append(self._prepare(plan, tasks, _after(steps, later)))
         self._plan, self._tasks, self._next = plan, tasks, _after(steps, count)
-        return found
+        return prepared
 
     def prepare_next(self, count: int) -> None:
         """Prepare so many steps after those that were taken last, and their template, while those run."""

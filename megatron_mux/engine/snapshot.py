@@ -92,7 +92,7 @@ class HostMemory:
             key = tensor.untyped_storage().data_ptr()
             used[key] = used.get(key, 0) + tensor.nbytes
         blocks: dict[int, int] = {}
-        flat, found = list[Tensor](), list[tuple[int, Tensor]]()
+        flat, storages = list[Tensor](), list[tuple[int, Tensor]]()
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage.data_ptr()
@@ -102,11 +102,11 @@ class HostMemory:
             if key not in blocks:
                 blocks[key] = len(flat)
                 flat.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
-            found.append((blocks[key], tensor))
+            storages.append((blocks[key], tensor))
         copies = self._copy(flat)
         return [
             HostCopy(copies[block], tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-            for block, tensor in found
+            for block, tensor in storages
         ]
 
     def _copy(self, flat: Sequence[Tensor]) -> list[Tensor]:

@@ -195,8 +195,8 @@ class TaskState:
 
     def sequence_lengths(self, step: int) -> list[int]:
         """Number of tokens of each sequence of a step (from 0)."""
-        found: list[int] = self.task.data.lengths[self.sampler.batch(step)].tolist()
-        return found
+        lengths: list[int] = self.task.data.lengths[self.sampler.batch(step)].tolist()
+        return lengths
 
     def sequences(self, step: int, pad_to: int) -> list[PackedSequence]:
         """Read the records of a step (from 0), weighted so that its loss is the mean over their labels.

@@ -70,11 +70,11 @@ class TiedRows(StepPart):
         return [(g, part.view_as(g)) for g, part in zip(gradients, parts, strict=True)]
 
     def _gradients(self, name: str) -> list[Tensor]:
-        found = []
+        gradients = []
         for _, parameter in self.burst.tasks[name].adapter.rows.tied:
             assert parameter is not None and parameter.value.grad is not None
-            found.append(parameter.value.grad)
-        return found
+            gradients.append(parameter.value.grad)
+        return gradients
 
 
 def _values(task: TaskState) -> int:

@@ -123,7 +123,7 @@ class TrainStep:
             self._interleaved[action.stage, action.chunk_id] = passes
             made = passes.forward(hidden, needed, self._observer(action, passes))
             outputs = [
-                self._loss_or_output(action, batch, own) for batch, own in zip(batches, made, strict=True)
+                self._loss_or_output(action, batch, out) for batch, out in zip(batches, made, strict=True)
             ]
         else:
             parts: Sequence[Tensor | None] = [None] * len(batches)
@@ -177,12 +177,12 @@ class TrainStep:
         passes = self._interleaved.pop((action.stage, action.chunk_id), None)
         if passes is not None:
             own_parts = zip(gradients, trained, strict=True)
-            used = [own if is_trained else None for own, is_trained in own_parts]
+            used = [gradient if is_trained else None for gradient, is_trained in own_parts]
             passes.backward(outputs, used, self._observer(action, passes))
-        for batch, out, own, is_trained in zip(batches, outputs, gradients, trained, strict=True):
+        for batch, out, grad, is_trained in zip(batches, outputs, gradients, trained, strict=True):
             if passes is None and is_trained and out.requires_grad:  # not below all adapters
                 with activate(batch):
-                    torch.autograd.backward((out,), (own,))
+                    torch.autograd.backward((out,), (grad,))
             if batch.carry is not None:
                 batch.carry.forget(batch.segments, backbone.layers)
 
@@ -215,5 +215,5 @@ class TrainStep:
 
     def label(self, action: Action) -> str:
         """Tasks of the bucket."""
-        own = self.batches.label(action) if action.is_pass else ""
-        return own or self._burst.bucket(action.bucket).label
+        label = self.batches.label(action) if action.is_pass else ""
+        return label or self._burst.bucket(action.bucket).label

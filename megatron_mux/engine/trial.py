@@ -66,10 +66,10 @@ def fullest_moments(
     total = 0
     for action in actions:
         if action.kind == "F":
-            own = kept[action] = rows(action.chunk_id)
-            total += own
+            kept_rows = kept[action] = rows(action.chunk_id)
+            total += kept_rows
             bucket = action.bucket % buckets
-            if own and (most := total + computed(action.chunk_id)) > size[bucket]:
+            if kept_rows and (most := total + computed(action.chunk_id)) > size[bucket]:
                 moments[bucket], size[bucket] = list(kept), most
         elif action.kind == "B":
             total -= kept.pop(Action.of(action.stage, "F", action.chunk_id))
@@ -80,9 +80,9 @@ def actions_of_trial(passes: Sequence[Action], rank: int) -> list[Action]:
     """Forward passes, the backward passes of the last one's bucket, the end of its step; then the others' backward."""
     bucket = passes[-1].bucket
     backward = [Action.of(action.stage, "B", action.chunk_id) for action in reversed(passes)]
-    own = [action for action in backward if action.bucket == bucket]
+    backward_of_bucket = [action for action in backward if action.bucket == bucket]
     others = [action for action in backward if action.bucket != bucket]
-    return [*passes, *own, Action(rank, "N", bucket), Action(rank, "U", bucket), *others]
+    return [*passes, *backward_of_bucket, Action(rank, "N", bucket), Action(rank, "U", bucket), *others]
 
 
 class Trials:
@@ -136,13 +136,13 @@ class Trials:
         if not any(plan == other and _covers(tried, size) for other, tried in self._fitted):
             for passes in filter(None, moments):
                 failed.at = passes[-1]
-                own = actions_of_trial(passes, self._parallel.pp_rank)
+                of_trial = actions_of_trial(passes, self._parallel.pp_rank)
                 later = actions[actions.index(passes[-1]) + 1 :]  # received ahead of their use
-                expected = [*own, *(action for action in later if action.kind == "F")]
-                self.run(failed, partial(self._step, plan, own, expected, failed, make))
+                expected = [*of_trial, *(action for action in later if action.kind == "F")]
+                self.run(failed, partial(self._step, plan, of_trial, expected, failed, make))
             if not failed:
                 growth = self._growth()
-                self._fitted.append((plan, tuple(int(own * growth) for own in size)))
+                self._fitted.append((plan, tuple(int(rows_of_bucket * growth) for rows_of_bucket in size)))
         return failed.everywhere() if self._parallel.total([bool(failed)])[0] else {}
 
     def run(self, failed: FailedBuckets, actions: Callable[[], None]) -> None:
@@ -174,7 +174,7 @@ class Trials:
     def _step(
         self,
         plan: Plan,
-        own: Sequence[Action],
+        actions: Sequence[Action],
         expected: Sequence[Action],
         failed: FailedBuckets,
         make: Callable[[FailedBuckets], TrainStep],
@@ -183,7 +183,7 @@ class Trials:
         compute = make(failed)
         compute.finalizer.skip_all()
         ranks, rank = self._parallel.pp_size, self._parallel.pp_rank
-        template = tuple(tuple(own) if other == rank else () for other in range(ranks))
+        template = tuple(tuple(actions) if other == rank else () for other in range(ranks))
         given = transfers_to(expected, plan.stages, ranks)
         dtype = next(iter(self._stages.values())).dtype
         try:
@@ -201,7 +201,7 @@ def _unobserved(stages: Stages) -> AbstractContextManager[None]:
 
 def _covers(tried: Size, size: Size) -> bool:
     """Whether steps of a size fit if those of another one did."""
-    return all(own >= other for own, other in zip(tried, size, strict=True))
+    return all(tried_size >= other for tried_size, other in zip(tried, size, strict=True))
 
 
 @contextmanager

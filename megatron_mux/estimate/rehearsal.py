@@ -151,8 +151,8 @@ def _log_lengths(short: bool, sizes: int, generator: np.random.Generator) -> npt
     if short:
         least, most = np.log(_ON_CPU[0][0]), np.log(_ON_CPU[1][0])
         return np.tile(generator.uniform(least, most, sizes), (2, 1))
-    found: npt.NDArray[np.float64] = np.log(np.array(_ON_CPU, np.float64)[:, np.arange(sizes) % 3])
-    return found
+    log_lengths: npt.NDArray[np.float64] = np.log(np.array(_ON_CPU, np.float64)[:, np.arange(sizes) % 3])
+    return log_lengths
 
 
 class _Batches(NamedTuple):

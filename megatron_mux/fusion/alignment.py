@@ -143,7 +143,7 @@ def cut_into_chunks(
     Returns:
         C micro-batches, of which some may be empty; no chunk is.
     """
-    records = [tuple(own) for _, own in groupby(items, key=lambda item: (item.task, item.record))]
+    records = [tuple(group) for _, group in groupby(items, key=lambda item: (item.task, item.record))]
     mine = share_out(records, [_cost(record) for record in records], filled.pipelines)[data_rank]
     parts = share_out(mine, [_cost(record) for record in mine], filled.micro_batches[data_rank])
     return tuple(_micro_batch(list(chain(*part)), chunk) if part else () for part in parts)
@@ -243,11 +243,11 @@ def padding_shares(lengths: Mapping[str, Sequence[int]], pad_to: Mapping[str, in
         `plan`: with this alignment; `within_tasks`: if sequences were padded to the longest of their task's batch;
         `zero_padded`: to the longest of all tasks.
     """
-    longest = max((max(own, default=0) for own in lengths.values()), default=0)
+    longest = max((max(tokens, default=0) for tokens in lengths.values()), default=0)
     computed = {
-        "plan": sum(len(own) * pad_to[name] if pad_to else sum(own) for name, own in lengths.items()),
-        "within_tasks": sum(len(own) * max(own, default=0) for own in lengths.values()),
-        "zero_padded": sum(len(own) for own in lengths.values()) * longest,
+        "plan": sum(len(t) * pad_to[name] if pad_to else sum(t) for name, t in lengths.items()),
+        "within_tasks": sum(len(t) * max(t, default=0) for t in lengths.values()),
+        "zero_padded": sum(len(t) for t in lengths.values()) * longest,
     }
-    real = sum(sum(own) for own in lengths.values())
+    real = sum(sum(t) for t in lengths.values())
     return {name: 1 - real / tokens if tokens else 0.0 for name, tokens in computed.items()}

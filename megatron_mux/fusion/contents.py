@@ -39,8 +39,8 @@ def contents_of(
         short: list[int] = []
         runs: list[tuple[int, Hashable]] = []
         for piece in pieces:
-            own, column = lengths[piece.task], columns[piece.task]
-            whole, labelled = own.tokens[piece.sequence], own.labels[piece.sequence]
+            of_task, column = lengths[piece.task], columns[piece.task]
+            whole, labelled = of_task.tokens[piece.sequence], of_task.labels[piece.sequence]
             rows[number, column] += piece.tokens
             labels[number, column] += max(0, min(piece.stop, whole) - max(piece.start, whole - labelled))
             copied[number] += piece.start + piece.tokens * (piece.stop < whole)

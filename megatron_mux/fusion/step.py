@@ -97,8 +97,8 @@ def _halves(
         costs = [
             plan.weights.of(piece.tokens, lengths[piece.task].labels[piece.sequence]) for piece in pieces
         ]
-        one, other = (tuple(half) for half in share_out(pieces, costs, [0.0, 0.0]))
-        first.append((one,) if one else ())
+        first_half, other = (tuple(half) for half in share_out(pieces, costs, [0.0, 0.0]))
+        first.append((first_half,) if first_half else ())
         second.append((other,) if other else ())
     return first, second
 
@@ -131,9 +131,9 @@ def lockstep(steps: Sequence[StepChunks]) -> list[StepChunks]:
     }
     filled = []
     for step in steps:
-        own = {chunk_id: step.chunks.get(chunk_id, ()) for chunk_id in most}
+        cut = {chunk_id: step.chunks.get(chunk_id, ()) for chunk_id in most}
         chunks = {
-            chunk_id: own[chunk_id] + ((),) * (count - len(own[chunk_id])) for chunk_id, count in most.items()
+            chunk_id: cut[chunk_id] + ((),) * (count - len(cut[chunk_id])) for chunk_id, count in most.items()
         }
         filled.append(StepChunks(chunks, sizes))
     return filled
@@ -142,10 +142,10 @@ def lockstep(steps: Sequence[StepChunks]) -> list[StepChunks]:
 def _items(plan: Plan, tasks: Sequence[str], lengths: Mapping[str, Lengths]) -> list[Item]:
     items: list[Item] = []
     for name in tasks:
-        own = lengths[name]
-        for i, (tokens, labels) in enumerate(zip(own.tokens, own.labels, strict=True)):
-            padded = max(tokens, own.pad_to)
-            items.append(Item(name, i, padded, plan.weights.of(padded, labels), i // own.together))
+        of_task = lengths[name]
+        for i, (tokens, labels) in enumerate(zip(of_task.tokens, of_task.labels, strict=True)):
+            padded = max(tokens, of_task.pad_to)
+            items.append(Item(name, i, padded, plan.weights.of(padded, labels), i // of_task.together))
     return items
 
 
@@ -186,11 +186,11 @@ def _passes(plan: Plan, sizes: Sequence[Sequence[int]], period: int) -> Template
         costs = [bucket_costs(bucket) for bucket in plan.buckets]
         return structured(costs, plan.activation_limit or None, sizes, plan.virtual)
     # As if all passes took the same; about as many in flight as interleaved 1F1B has.
-    one = (1.0,) * plan.stages
+    equal = (1.0,) * plan.stages
     alike = []
     for index, bucket in enumerate(plan.buckets):
-        chunks = max((max(own, default=1) for own in sizes[index::period]), default=1)
-        alike.append(BucketCost(bucket.micro_batches, one, one, memory=(1 / chunks,) * plan.stages))
+        chunks = max((max(counts, default=1) for counts in sizes[index::period]), default=1)
+        alike.append(BucketCost(bucket.micro_batches, equal, equal, memory=(1 / chunks,) * plan.stages))
     behind = range(plan.stages - 1, -1, -1)
     limit = (
         [float(warmup_microbatches(count)) for count in behind]

@@ -65,8 +65,8 @@ class RowGroups:
         row = torch.arange(len(self.sequence_ids), dtype=torch.int32, device=self.row_ranges.device)
         # Behind all groups there is one that no row reaches.
         groups = F.pad(self.row_ranges, (0, 0, 0, 1), value=NO_SLOT)
-        own = groups[torch.searchsorted(self.row_ranges[:, 2].contiguous(), row, right=True)]
-        return torch.where(row >= own[:, 1], own[:, 0], NO_SLOT).long()
+        group = groups[torch.searchsorted(self.row_ranges[:, 2].contiguous(), row, right=True)]
+        return torch.where(row >= group[:, 1], group[:, 0], NO_SLOT).long()
 
     @cached_property
     def parts(self) -> int:

@@ -41,7 +41,7 @@ class BucketCost:
             if not getattr(self, name):
                 object.__setattr__(self, name, (0.0,) * (stages - (name == "transfer")))
         of_stages = (self.backward, self.memory, self.working, (*self.transfer, 0.0), self.update)
-        if not stages or any(len(own) != stages for own in of_stages):
+        if not stages or any(len(values) != stages for values in of_stages):
             raise ValueError(f"a bucket's costs must all be for the same number of stages: {self}")
         if self.micro_batches < 0 or self.chunks < 1:
             raise ValueError(f"a bucket has at least 0 micro-batches of at least 1 chunk: {self}")

@@ -121,7 +121,7 @@ def _check_forward_first(template: Template, actions: Sequence[Action], sizes: S
 
 def _check_ends(template: Template, rank: int, each: int, sizes: Sizes, period: int) -> None:
     """On one rank: every bucket's step ends once, after its backward passes and before its next step begins."""
-    left = [sum(own) * each for own in sizes]
+    left = [sum(chunks) * each for chunks in sizes]
     normed = updated = 0  # buckets end in their order
     for action in template[rank]:
         if action.kind in ("F", "N") and action.bucket - period >= updated:
@@ -159,12 +159,12 @@ def _check_links(template: Template, stages: int) -> None:
             sent, taken = (
                 [
                     action
-                    for action in template[own % ranks]
-                    if action.stage == own
+                    for action in template[stage % ranks]
+                    if action.stage == stage
                     and action.is_backward == backward
                     and (action.is_pass or stages == ranks)
                 ]
-                for own in (first, second)
+                for stage in (first, second)
             )
             for theirs, ours in zip(sent, taken, strict=True):
                 if (theirs.kind, theirs.chunk_id) != (ours.kind, ours.chunk_id):

@@ -105,13 +105,13 @@ class Communicator:
 
     def _end(self, step: int, backward: bool) -> tuple[int, Link]:
         """The neighbour `step` ranks away, by its rank in the world, and the link with it in a direction."""
-        own, ranks = self.parallel.pp_rank, len(self._ring)
-        return self._ring[(own + step) % ranks], self._links[step, backward]
+        rank, ranks = self.parallel.pp_rank, len(self._ring)
+        return self._ring[(rank + step) % ranks], self._links[step, backward]
 
 
 def _links(parallel: Parallel, ring: list[int], closes_ring: bool) -> dict[tuple[int, bool], Link]:
     """This rank's links, by neighbour (-1: the previous rank, 1: the next one) and direction (backward?)."""
-    own, ranks = parallel.pp_rank, len(ring)
+    rank, ranks = parallel.pp_rank, len(ring)
     if parallel.device.type == "cpu":
         # gloo tells messages between two ranks apart by tag.
         return {
@@ -124,7 +124,7 @@ def _links(parallel: Parallel, ring: list[int], closes_ring: bool) -> dict[tuple
     groups = pair_groups(ring, pairs, parallel.device)
     # The sender's neighbour is this way; a pair of two ranks that closes a ring has links both ways.
     return {
-        (1 if own == pair[0] else -1, backward): Link(group)
+        (1 if rank == pair[0] else -1, backward): Link(group)
         for (pair, backward), group in groups.items()
-        if own in pair
+        if rank in pair
     }

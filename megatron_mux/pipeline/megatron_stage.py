@@ -163,10 +163,10 @@ class MegatronStage:
             if self.is_last_stage:
                 output = self._finish(action.chunk_id, output, loss_function, bucket.divisor)
         if not self.is_last_stage and (not isinstance(output, Tensor) or tuple(output.shape) != bucket.shape):
-            found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            described = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(
                 f"bucket {bucket.name!r} is said to send {list(bucket.shape)} to the next stage, but its micro-batch "
-                f"{action.micro_batch} made {found}: its seq_length or micro_batch_size is not that of its data"
+                f"{action.micro_batch} made {described}: its seq_length or micro_batch_size is not that of its data"
             )
         result: Tensor = output
         return result

@@ -159,17 +159,17 @@ class StructuredRun:
 
     def peaks(self) -> list[float]:
         """`[ranks]` most bytes that each rank keeps between forward and backward passes and takes in one of them."""
-        found = []
+        moments = []
         for passes in self.passes:
             kept = most = 0.0
             for kind, stage, number in passes:
                 bucket = self.buckets[self.bucket[number]]
-                own = bucket.memory[stage]
-                now = kept + own if kind == "F" else kept
+                size = bucket.memory[stage]
+                now = kept + size if kind == "F" else kept
                 most = max(most, now + bucket.working[stage])
-                kept = now if kind == "F" else kept - own
-            found.append(most)
-        return found
+                kept = now if kind == "F" else kept - size
+            moments.append(most)
+        return moments
 
     def _run(self) -> None:
         """Schedule until no rank has anything left to do."""
@@ -182,15 +182,15 @@ class StructuredRun:
     def _next(self, rank: int, now: float) -> None:
         """Begin the next pass of a free rank: one of its warm-up, else a backward, else any forward."""
         by = now + self.tolerance
-        own = self.own[rank]
-        for stage in own:
+        stages = self.own[rank]
+        for stage in stages:
             ahead = self.forwards[stage] - self.backwards[stage]
             if ahead < self.warmups[stage] and self._is_forward_ready(stage, by):
                 return self._begin_forward(rank, stage, now)
-        for stage in own:
+        for stage in stages:
             if self._is_backward_ready(stage, by):
                 return self._begin_backward(rank, stage, now)
-        for stage in reversed(own):
+        for stage in reversed(stages):
             if self._is_forward_ready(stage, by):
                 return self._begin_forward(rank, stage, now)
         return None

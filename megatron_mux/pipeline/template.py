@@ -50,7 +50,7 @@ def one_f_one_b(stages: int, sizes: Sizes, period: int | None = None) -> Templat
     last = {(chunk_id.bucket, chunk_id.micro_batch): i for i, chunk_id in enumerate(forward)}
     needed = [max(i, last[chunk_id.bucket, chunk_id.micro_batch]) + 1 for i, chunk_id in enumerate(backward)]
     # Forwards that may have run by then: none of a bucket's next step.
-    ends = list(accumulate(sum(own) for own in sizes))
+    ends = list(accumulate(sum(chunks) for chunks in sizes))
     ahead = (period or len(sizes)) - 1
     most = [ends[min(chunk_id.bucket + ahead, len(sizes) - 1)] for chunk_id in backward]
     return tuple(
@@ -194,7 +194,7 @@ def _ended(actions: Sequence[Action], rank: int, each: int, sizes: Sizes, period
     Args:
         each: Number of stages on the rank.
     """
-    left = [sum(own) * each for own in sizes]  # backward passes to come
+    left = [sum(chunks) * each for chunks in sizes]  # backward passes to come
     normed = updated = 0
 
     def norms() -> Iterator[Action]:

@@ -59,17 +59,17 @@ def constants_of(
         cached: `[n]` log-probabilities of all its sequences under the reference; None: zeros.
     """
     chosen = list(sequences)
-    found = np.zeros((_CONSTANTS, len(chosen)))
+    constants = np.zeros((_CONSTANTS, len(chosen)))
     good = data.desirable[chosen]
-    found[0] = data.starts[chosen] if spec.loss == "orpo" else 0
-    found[1] = data.completion_counts[chosen]
-    found[2] = np.where(good, spec.desirable_weight, spec.undesirable_weight)
+    constants[0] = data.starts[chosen] if spec.loss == "orpo" else 0
+    constants[1] = data.completion_counts[chosen]
+    constants[2] = np.where(good, spec.desirable_weight, spec.undesirable_weight)
     if spec.loss == "orpo":
-        found[2] = 1 / data.label_counts[chosen][0::2].sum()
-    found[3] = np.where(good, 1.0, -1.0)
+        constants[2] = 1 / data.label_counts[chosen][0::2].sum()
+    constants[3] = np.where(good, 1.0, -1.0)
     if cached is not None:
-        found[4] = cached[chosen]
-    return found
+        constants[4] = cached[chosen]
+    return constants
 
 
 @dataclass(frozen=True)
@@ -146,11 +146,11 @@ class PreferenceLosses(StepPart):
 
     def before_steps(self, stages: Stages, communicator: Communicator) -> None:
         """Compute KTO's KL term of each task that has one; only bursts of one step have such tasks."""
-        mismatched = {name: own for name, own in self.burst.steps[0].extra_examples.items() if own}
+        mismatched = {name: read for name, read in self.burst.steps[0].extra_examples.items() if read}
         if mismatched:
             log_probs = LogProbs(stages, self.burst.parallel, communicator)
-            found = log_probs.on_last_stage(self._wanted(mismatched))
-            self._kl = {name: kl_term(own) for name, own in zip(mismatched, found, strict=True)}
+            sums = log_probs.on_last_stage(self._wanted(mismatched))
+            self._kl = {name: kl_term(own_sums) for name, own_sums in zip(mismatched, sums, strict=True)}
 
     def _wanted(self, mismatched: Mapping[str, Sequence[Example]]) -> list[Wanted]:
         """What the KL terms need, in passes of no more sequences than a micro-batch that trains has of these tasks.
@@ -163,10 +163,10 @@ class PreferenceLosses(StepPart):
             passes = bucket.micro_batches * self.burst.parallel.dp_size
             most |= dict.fromkeys(names, sum(len(mismatched[name]) for name in names) // passes)
         wanted = []
-        for name, own in mismatched.items():
+        for name, read in mismatched.items():
             task = self.burst.tasks[name]
             assert isinstance(task, PreferenceTask)
-            wanted.append(Wanted(task, own.__getitem__, range(len(own)), batch_size=max(2, most[name])))
+            wanted.append(Wanted(task, read.__getitem__, range(len(read)), batch_size=max(2, most[name])))
         return wanted
 
     def width(self, names: Sequence[str]) -> int:
@@ -201,18 +201,18 @@ class PreferenceLosses(StepPart):
         """Set the factors of a batch's rows."""
         if batch.row_scale is None or not batch.training:
             return
-        own = [one for name, one in self._of(bucket).items() if name in batch.task_rows]
+        tasks = [task for name, task in self._of(bucket).items() if name in batch.task_rows]
         with torch.enable_grad():
             nll_sums = self._policy.detach().requires_grad_()
-            losses = [one.loss.per_record(self._sums(one, nll_sums)).sum() / one.records for one in own]
+            losses = [task.loss.per_record(self._sums(task, nll_sums)).sum() / task.records for task in tasks]
             (factors,) = torch.autograd.grad(losses, [nll_sums], [torch.ones_like(loss) for loss in losses])
         factors[0] = 1.0
         batch.row_scale.factors = factors[self._places(self.burst.step(bucket), batch)]
 
     def _sums(self, task: _StepTask, nll_sums: Tensor) -> SequenceSums:
-        own, part = slice(task.first, task.stop), nll_sums[task.places]
-        reference = self._cached[own] - self._live[task.places][0::2]
-        constants = self._tokens[own], self._weights[own], self._signs[own]
+        sequences, part = slice(task.first, task.stop), nll_sums[task.places]
+        reference = self._cached[sequences] - self._live[task.places][0::2]
+        constants = self._tokens[sequences], self._weights[sequences], self._signs[sequences]
         return SequenceSums(
             -part[0::2], -part[1::2], reference, *constants, self._kl.get(task.name, self._no_kl)
         )
@@ -220,18 +220,18 @@ class PreferenceLosses(StepPart):
     def after_passes(self, bucket: int, losses: Tensor) -> None:
         """Set the losses of a bucket's preference tasks to this pipeline's share, and compute their figures."""
         names = self.burst.bucket(bucket).tasks
-        own = {name: one for name, one in self._of(bucket).items() if name in names}
-        if not own:
+        tasks = {name: task for name, task in self._of(bucket).items() if name in names}
+        if not tasks:
             return
         dp_size = self.burst.parallel.dp_size
         if dp_size > 1:
-            places = torch.cat([torch.arange(one.places.start, one.places.stop) for one in own.values()])
+            places = torch.cat([torch.arange(task.places.start, task.places.stop) for task in tasks.values()])
             self._sum_pipelines(runtime.to_device(places, self._policy.device))
         figures = torch.zeros(len(names), FIGURES, dtype=torch.float64, device=losses.device)
-        for name, one in own.items():
-            sums = self._sums(one, self._policy)
-            losses[one.task] = one.loss.per_record(sums).mean() / dp_size
-            figures[names.index(name)] = one.loss.figures(sums)
+        for name, task in tasks.items():
+            sums = self._sums(task, self._policy)
+            losses[task.task] = task.loss.per_record(sums).mean() / dp_size
+            figures[names.index(name)] = task.loss.figures(sums)
         self._figures[bucket] = figures
 
     def columns_of_last_stage(self, bucket: int) -> Tensor:
@@ -266,17 +266,17 @@ def named(
         records: Records.
     """
     chosen, rejected, right, chosen_logps, rejected_logps, extra, ratio, odds = figures
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     if good:
-        found |= {"rewards/chosen": chosen / good, "logps/chosen": chosen_logps / good}
+        metrics |= {"rewards/chosen": chosen / good, "logps/chosen": chosen_logps / good}
     if bad:
-        found |= {"rewards/rejected": rejected / bad, "logps/rejected": rejected_logps / bad}
+        metrics |= {"rewards/rejected": rejected / bad, "logps/rejected": rejected_logps / bad}
     if good and bad:
-        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
     if loss.loss != "kto":
-        found["rewards/accuracies"] = right / records
+        metrics["rewards/accuracies"] = right / records
     if loss.loss == "orpo":
-        found |= {"nll_loss": extra, "log_odds_ratio": ratio / records, "log_odds_chosen": odds / records}
+        metrics |= {"nll_loss": extra, "log_odds_ratio": ratio / records, "log_odds_chosen": odds / records}
     elif loss.variant == "kto":
-        found["kl"] = extra
-    return found
+        metrics["kl"] = extra
+    return metrics

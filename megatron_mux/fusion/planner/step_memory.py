@@ -115,7 +115,7 @@ class StepMemory:
         self._share = 1 + allowance.share
         place = {signature: i for i, signature in enumerate(memory.signatures)}
         self._signatures = [load.signature(shape) for load in loads]
-        self._columns = {load.name: place[own] for load, own in zip(loads, self._signatures, strict=True)}
+        self._columns = {load.name: place[sig] for load, sig in zip(loads, self._signatures, strict=True)}
         self._prefixed = {load.name for load in loads if load.virtual_tokens}
         self._is = np.zeros((len(loads), len(place)))
         self._is[np.arange(len(loads)), list(self._columns.values())] = 1.0
@@ -134,11 +134,11 @@ class StepMemory:
     def _counts(self) -> Array:
         """`[signatures]` tasks of each; one of a lower rank is less than one."""
         shares = [
-            persistent_share(load.spec, self._shape, own)
-            for load, own in zip(self._loads, self._signatures, strict=True)
+            persistent_share(load.spec, self._shape, signature)
+            for load, signature in zip(self._loads, self._signatures, strict=True)
         ]
-        found: Array = np.array(shares) @ self._is
-        return found
+        counts: Array = np.array(shares) @ self._is
+        return counts
 
     def of_chunks(self, chunks: Sequence[Chunk]) -> Taken:
         """What exactly these chunks keep, and take besides."""
@@ -183,8 +183,8 @@ class StepMemory:
             tokens = length or load.longest_sequence
             lengths[load.name] = Lengths((tokens,) * load.together, (tokens,) * load.together)
             records.append(tuple(Slice(load.name, i, 0, tokens) for i in range(load.together)))
-        found = self._taken(self._contents(records, lengths))
-        return found.kept + found.working
+        taken = self._taken(self._contents(records, lengths))
+        return taken.kept + taken.working
 
     @cached_property
     def records(self) -> Array:
@@ -199,8 +199,8 @@ class StepMemory:
             starts.append(len(micro_batches))
             slices = [Slice(load.name, i, 0, tokens) for i, tokens in enumerate(load.tokens)]
             micro_batches += [slices[i : i + load.together] for i in range(0, len(slices), load.together)]
-        found = self._taken(self._contents(micro_batches, lengths))
-        return np.array([np.maximum.reduceat(own, starts) for own in (found.kept, found.working)])
+        taken = self._taken(self._contents(micro_batches, lengths))
+        return np.array([np.maximum.reduceat(values, starts) for values in (taken.kept, taken.working)])
 
     @cached_property
     def _step(self) -> Contents:
@@ -222,5 +222,5 @@ class StepMemory:
         )
 
     def _taken(self, contents: Contents) -> Taken:
-        found = self._memory.passes(contents)
-        return Taken(found.kept * self._share, found.working * self._share)
+        passes = self._memory.passes(contents)
+        return Taken(passes.kept * self._share, passes.working * self._share)

@@ -48,8 +48,8 @@ class ExpertProbes:
 
     def routes(self, rows: int) -> Routes:
         """Experts of this rank's rows of a micro-batch of so many."""
-        own = self._selected[: self.stage.own(rows)]
-        return Routes(own, torch.ones(own.shape, dtype=self.stage.dtype, device=own.device))
+        selected = self._selected[: self.stage.own(rows)]
+        return Routes(selected, torch.ones(selected.shape, dtype=self.stage.dtype, device=selected.device))
 
     def given(self, batch: MicroBatch) -> Received:
         """What this rank's experts would compute of a micro-batch."""
@@ -72,14 +72,14 @@ class ExpertProbes:
     def parts(self, rows: int) -> list[Probe]:
         """Routed experts, shared ones, and the whole half layer."""
         layer, stage = self.layer, self.stage
-        found = [
+        probes = [
             Probe("experts", rows, partial(self._routed, rows)),
             Probe("experts_half", rows, partial(self._half, rows), cold=True),
         ]
         if layer.shared_experts is not None:
             make = partial(stage.of_module, layer.shared_experts, rows, stage.shape.hidden)
-            found.append(Probe("shared", rows, make))
-        return found
+            probes.append(Probe("shared", rows, make))
+        return probes
 
     def _routed(self, rows: int) -> Run:
         """From rows as they come to this rank's experts to their weighted sums."""
@@ -111,8 +111,8 @@ class ExpertProbes:
         """One message of rows, and agreeing on the sizes of messages; none where a process has all experts."""
         if self.ranks.group.size() == 1:
             return []
-        found = [Probe("exchange", rows, partial(self._exchange, rows)) for rows in self.stage.rows]
-        return [*found, Probe("exchange_sizes", 1, self._sizes)]
+        probes = [Probe("exchange", rows, partial(self._exchange, rows)) for rows in self.stage.rows]
+        return [*probes, Probe("exchange_sizes", 1, self._sizes)]
 
     def message(self, rows: int) -> Callable[[], PendingRows]:
         """A function that begins to send a micro-batch's rows to their experts. Every rank calls it."""
@@ -152,11 +152,11 @@ class _Echo(Exchange):
         self._ranks = ranks
         self.serving, self.traffic = layer.exchange.serving, Traffic(ranks.group.size())
         places: dict[int, int] = {}
-        own = []
+        local = []
         for rank in self.serving.tolist():
             places[rank] = places.get(rank, -1) + 1
-            own.append(layer.held[places[rank] % len(layer.held)])
-        self._own = torch.tensor(own, device=self.serving.device)
+            local.append(layer.held[places[rank] % len(layer.held)])
+        self._own = torch.tensor(local, device=self.serving.device)
 
     def begin(self, routes: Routes) -> tuple[Choice, PendingRows]:
         """See `Exchange.begin`: experts of other ranks become those in the same places of this rank."""

@@ -336,17 +336,17 @@ def up_kernel(
     total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     for i in range(sharing):
         term = entry + i * _FIELDS
-        own = _expand_tile(
+        out = _expand_tile(
             term, latent, latent_stride, rows, row_mask, features, count,
             True, FACTORS, ALIGNED, ROWS, RANKS, WIDTH, PRECISION,
         )  # fmt: skip
         if BIASED:
             bias = _pointer(term, _UP_BIAS, latent.dtype.element_ty, ALIGNED)
-            own += tl.load(bias + features, mask=mask, other=0.0).to(tl.float32)[None, :]
-        own *= _number(term, _SCALE)
+            out += tl.load(bias + features, mask=mask, other=0.0).to(tl.float32)[None, :]
+        out *= _number(term, _SCALE)
         if FACTORS is not None:
-            own *= _factors_of(term, _UP_FACTORS, features, count, FACTORS)[None, :]
-        total += own
+            out *= _factors_of(term, _UP_FACTORS, features, count, FACTORS)[None, :]
+        total += out
     places = _places_of(output, stride, entry, rows, features, count, True, ALIGNED)
     _add_to(places, row_mask[:, None] & mask[None, :], total)
 
@@ -370,13 +370,13 @@ def input_gradient_kernel(
     total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     for i in range(at, end):
         entry = entries + i * _FIELDS
-        own = _expand_tile(
+        out = _expand_tile(
             entry, d_latent, latent_stride, rows, row_mask, features, width,
             False, FACTORS, ALIGNED, ROWS, RANKS, WIDTH, PRECISION,
         )  # fmt: skip
         if DROPOUT and _integer(entry, _THRESHOLD) > -32768:
             row_hash = _row_hash(entry, rows, row_mask, steps, sequence_ids, token_index)
-            own = tl.where(_kept(entry, row_hash, features, ALIGNED), own * _number(entry, _KEEP_SCALE), 0.0)
-        total += own
+            out = tl.where(_kept(entry, row_hash, features, ALIGNED), out * _number(entry, _KEEP_SCALE), 0.0)
+        total += out
     places = _places_of(gradient, stride, entries, rows, features, width, False, ALIGNED)
     _add_to(places, row_mask[:, None] & (features < width)[None, :], total)

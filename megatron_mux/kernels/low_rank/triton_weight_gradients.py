@@ -64,8 +64,8 @@ def _outer_block(
             entry, values, stride, rows, row_mask, row_hash, features, width,
             UP, DROPOUT, OUTPUT_FACTORS, ALIGNED,
         )  # fmt: skip
-        own = _latent_of(entry, latent, latent_stride, rows, row_mask, ranks, rank, FACTORS, ALIGNED)
-        total = tl.dot(tl.trans(block), own, total, input_precision=PRECISION)
+        factors = _latent_of(entry, latent, latent_stride, rows, row_mask, ranks, rank, FACTORS, ALIGNED)
+        total = tl.dot(tl.trans(block), factors, total, input_precision=PRECISION)
     if UP:
         total *= _number(entry, _SCALE)
     if DROPOUT:
@@ -82,9 +82,9 @@ def _down_factors_gradient(
     total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
     for start in range(first, stop, ROWS):
         rows = start + tl.arange(0, ROWS)
-        own = _latent_of(entry, latent, latent_stride, rows, rows < stop, ranks, rank, None, ALIGNED)
+        factors = _latent_of(entry, latent, latent_stride, rows, rows < stop, ranks, rank, None, ALIGNED)
         gradient = _latent_of(entry, d_latent, latent_stride, rows, rows < stop, ranks, rank, None, ALIGNED)
-        total += own.to(tl.float32) * gradient.to(tl.float32)
+        total += factors.to(tl.float32) * gradient.to(tl.float32)
     _add_to(
         _pointer(entry, _DOWN_FACTORS_GRADIENT, tl.float32, False) + ranks, ranks < rank, _sum_rows(total)
     )
@@ -213,10 +213,10 @@ def weight_gradient_kernel(
     mask = (features < width)[:, None] & (ranks < rank)[None, :]
     if UP:
         gradient = _pointer(entry, _UP_GRADIENT, tl.float32, ALIGNED)
-        own = latent
+        factors = latent
     else:
         gradient = _pointer(entry, _DOWN_GRADIENT, tl.float32, ALIGNED)
-        own = d_latent
+        factors = d_latent
     count = (stop - first) // PART
     number = part - first // PART
     divided = (parts > 0) & (count >= 2) & (gradient.to(tl.int64) != 0)
@@ -234,12 +234,12 @@ def weight_gradient_kernel(
         steps = tl.load(group + 3)
         if DROPOUT and _integer(entry, _THRESHOLD) > -32768:
             total = _outer_block(
-                entry, values, stride, own, latent_stride, first, stop, steps, sequence_ids, token_index, features,
+                entry, values, stride, factors, latent_stride, first, stop, steps, sequence_ids, token_index, features,
                 width, ranks, rank, UP, DROPOUT, FACTORS, FACTORS, ALIGNED, PRECISION, ROWS, RANKS, WIDTH,
             )  # fmt: skip
         else:
             total = _outer_block(
-                entry, values, stride, own, latent_stride, first, stop, steps, sequence_ids, token_index, features,
+                entry, values, stride, factors, latent_stride, first, stop, steps, sequence_ids, token_index, features,
                 width, ranks, rank, UP, False, FACTORS, FACTORS, ALIGNED, PRECISION, ROWS, RANKS, WIDTH,
             )  # fmt: skip
         if divided:

@@ -57,8 +57,8 @@ class SessionRequests:
     swapping: Swapping | None = field(init=False)
 
     def __post_init__(self) -> None:
-        own = self.bodies.copies
-        self.swapping = Swapping(self.bodies, self.dispatcher, self.sessions) if own else None
+        copies = self.bodies.copies
+        self.swapping = Swapping(self.bodies, self.dispatcher, self.sessions) if copies else None
 
     async def forward(
         self, session: Session, rows: Rows, operation: int
@@ -102,15 +102,15 @@ class SessionRequests:
         )
 
     def _plan(self, session: Session, rows: int) -> ForwardPlan:
-        others = [one for one in self.sessions.values() if one is not session]
+        others = [s for s in self.sessions.values() if s is not session]
         now = Circumstances(
             free=self.dispatcher.scheduler.free,
             waits=self.dispatcher.is_short,
-            largest=max((one.memory.backward for one in others), default=0),
+            largest=max((s.memory.backward for s in others), default=0),
             answer_s=session.answer_s,
             reforward_s=session.seconds_of("forward", rows),
             host_rate=self.bodies.host_rate,
-            others=tuple(one.offer for one in others if not one.pending and one.answer_s),
+            others=tuple(s.offer for s in others if not s.pending and s.answer_s),
         )
         return plan_forward(self.policy, session.memory, rows, now)
 

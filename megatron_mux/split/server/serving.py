@@ -342,7 +342,7 @@ class SplitServer:
         self.draining = True
         loop = asyncio.get_running_loop()
         until = loop.time() + grace_s
-        while loop.time() < until and any(one.begun and one.stream for one in self.sessions.values()):
+        while loop.time() < until and any(s.begun and s.stream for s in self.sessions.values()):
             await asyncio.sleep(0.05)
         for session in list(self.sessions.values()):
             if session.name not in self.sessions:

@@ -133,7 +133,7 @@ class Session:
         kinds, named_bytes = _REQUESTS, 0
         if self.proposal.uploads:
             tensors = self.proposal.adapter_spec().tensors(shape).values()
-            kinds, named_bytes = kinds | {Kind.UPLOAD}, 8 * sum(math.prod(one.shape) for one in tensors)
+            kinds, named_bytes = kinds | {Kind.UPLOAD}, 8 * sum(math.prod(t.shape) for t in tensors)
         norm = self.server.options.most_norm
         return Limits(kinds, self.proposal.rows, shape.hidden, self.wire, named_bytes, norm=norm)
 
@@ -152,8 +152,8 @@ class Session:
     def note_seconds(self, kind: str, seconds: float, rows: int) -> None:
         """Note how long rows were computed, `forward` or `backward`."""
         before = self._seconds.get(kind)
-        own = seconds / max(rows, 1)
-        self._seconds[kind] = own if before is None else 0.8 * before + 0.2 * own
+        per_row = seconds / max(rows, 1)
+        self._seconds[kind] = per_row if before is None else 0.8 * before + 0.2 * per_row
 
     def seconds_of(self, kind: str, rows: int) -> float:
         """How long rows will probably be computed; 0 if nothing is known yet."""
