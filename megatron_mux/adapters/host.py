@@ -30,7 +30,6 @@ class Site:
     """A module that a task targets, inside a BaseOp of this stage.
 
     Attributes:
-        module: The module.
         info: The BaseOp.
         part: Its place in the BaseOp's output on this rank.
     """

@@ -20,7 +20,6 @@ class Command(NamedTuple):
     """The command line of a method.
 
     Attributes:
-        flags: The flags.
         program: The program they are for.
         elsewhere: Why this engine cannot run the method; None if it can.
         remarks: Warnings for runs with another program.

@@ -36,7 +36,6 @@ class MemoryAnswer:
     """The answer to a question.
 
     Attributes:
-        question: The question.
         ranking: All methods, ranked; None if not asked for or refused.
         trace: A traced step on one GPU or with plain data parallelism; None if not asked for or refused.
         refusals: Why an estimator refused, where another one answers.
@@ -59,7 +58,6 @@ class MemoryAnswer:
         """Ask the methods that `--method` names.
 
         Args:
-            question: The question.
             arguments: Parsed arguments of the tool.
             file: The tasks that train together; None for full fine-tuning, or for one traced task.
             tables: Of the tasks' bytes.

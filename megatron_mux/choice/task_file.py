@@ -44,11 +44,7 @@ class Division:
 
 
 class FileStep:
-    """One optimizer step of tasks that are trained together.
-
-    Args:
-        tasks: The tasks.
-    """
+    """One optimizer step of tasks that are trained together."""
 
     def __init__(self, tasks: Sequence[TaskAdapters]) -> None:
         self.tasks = tuple(tasks)

@@ -108,7 +108,6 @@ class HandOver:
         """Attach a task anew, in the state that it had before experts moved. A collective.
 
         Args:
-            task: The task.
             adapters: Where to.
             old: What this rank held of its state.
 

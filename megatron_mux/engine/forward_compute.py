@@ -45,7 +45,6 @@ class ForwardCompute(ABC):
 
         Args:
             number: Of the micro-batch.
-            batch: The micro-batch.
             nll: `[N]` fp32 negative log-likelihoods of its labels.
             tokens: `[N]` int64, the likeliest token in the place of each.
         """

@@ -60,7 +60,6 @@ def prepare_step(
     """Prepare one step of a plan.
 
     Args:
-        plan: The plan.
         tasks: Its tasks, in its order.
         steps: The step of each task, from 0.
         parallel: Where this rank stands.
@@ -214,7 +213,6 @@ class ReadAhead:
         """The next steps, prepared now unless they were ahead.
 
         Args:
-            plan: The plan.
             tasks: Its tasks, in its order.
             count: How many steps.
 

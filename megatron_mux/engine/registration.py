@@ -15,7 +15,6 @@ def attach(adapters: AdapterSet, task: Task, load: TaskLoad) -> TaskState:
 
     Args:
         adapters: Where to.
-        task: The task.
         load: What the planner knows of it.
 
     Raises:

@@ -58,7 +58,6 @@ class StepPart(ABC):
 
         Args:
             bucket: Its index, counted on over the steps of a burst.
-            batch: The batch.
             nll: `[N]` fp32 negative log-likelihoods of its labelled rows.
         """
 

@@ -84,7 +84,6 @@ class StepRunner:
         """Take steps of a plan that begins now.
 
         Args:
-            plan: The plan.
             tasks: All registered tasks.
             max_steps: Steps to take at the most.
             timer: Called with each action of this rank as it is done.
@@ -187,7 +186,6 @@ class StepRunner:
 
         Args:
             plan: The plan that did not fit.
-            tasks: Its tasks.
             failed: The buckets.
             reasons: Where and why, by bucket.
             verb: What becomes of the step.

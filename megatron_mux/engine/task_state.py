@@ -202,7 +202,6 @@ class TaskState:
         """Read the records of a step (from 0), weighted so that its loss is the mean over their labels.
 
         Args:
-            step: The step.
             pad_to: Pad shorter sequences to so many tokens, with tokens that are no labels and that no token of the
                 sequence attends to.
 

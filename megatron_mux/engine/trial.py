@@ -120,7 +120,6 @@ class Trials:
         """Try a plan unless steps as large have fitted. Every rank calls it before it runs `actions`.
 
         Args:
-            plan: The plan.
             actions: This rank's.
             rows, labels: Return the number of rows, and of labels, of a chunk.
             make: Makes what computes the actions, with micro-batches of its own.

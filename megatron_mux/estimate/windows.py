@@ -27,7 +27,6 @@ class Window:
 
     Attributes:
         step: From 0.
-        action: The action.
         start, stop: Its first event, and the one behind its last.
     """
 

@@ -51,7 +51,6 @@ class Item:
     """One sequence of a step.
 
     Attributes:
-        task: Its task.
         sequence: Its number within the task's step.
         tokens: Its length, padding included.
         cost: What it weighs when micro-batches are balanced.

@@ -44,7 +44,6 @@ def check_plan(plan: Plan, backbone: str, mesh: Mesh, tasks: Sequence[str]) -> N
     """Refuse a plan that is not for this run.
 
     Args:
-        plan: The plan.
         backbone: The backbone's fingerprint.
         mesh: The ranks of the run.
         tasks: The tasks to train.

@@ -326,7 +326,6 @@ def shrink_bucket(plan: Plan, index: int, records: Mapping[str, int]) -> Plan | 
     """The plan with less of a bucket in memory at a time; None if the bucket already computes single records.
 
     Args:
-        plan: The plan.
         index: The bucket: it is cut into twice as many micro-batches or, once those hold one record, into its tasks.
         records: Number of records in a step of each task.
     """

@@ -157,7 +157,6 @@ def step_template(plan: Plan, sizes: Sequence[Sequence[int]]) -> Template:
     schedule: `1f1b`; or, a step at a time, `gpipe` and, for steps whose micro-batches allow it, `interleaved`.
 
     Args:
-        plan: The plan.
         sizes: From `step_chunks`; of several steps, one after the other.
     """
     period = len(plan.buckets)

@@ -166,7 +166,6 @@ def links_of(topology: Topology, traffic: Traffic) -> Links:
     """Return the links of a topology: from its master, or without one from every worker to every other one.
 
     Args:
-        topology: The topology.
         traffic: What a step sends; without a master, each worker has the same share of the tokens.
     """
     nodes = tuple(worker.node for worker in topology.workers)

@@ -78,7 +78,6 @@ class PlacementProblem:
         """[N] expected experts of a token that are on each worker.
 
         Args:
-            layer: The layer.
             owners: [E] worker of each expert.
         """
         rows = np.bincount(owners, self.access[layer], minlength=self.workers)
@@ -173,7 +172,6 @@ def make_problem(
     """Combine a profile and a topology to a problem.
 
     Args:
-        profile: The access profile.
         topology: The topology; with the objective `full` and without a master, every worker sends tokens.
         traffic: What a step sends.
         objective: `vela` or `full`.

@@ -65,7 +65,6 @@ def sets_of(profile: AccessProfile, seed: int = 0) -> tuple[RoutedSets, ...]:
     any), and then weighted so that each expert has its access probability.
 
     Args:
-        profile: The access profile.
         seed: Seed of drawn sets.
     """
     return tuple(_sets_of_layer(profile, layer, seed) for layer in range(profile.model.layers))

@@ -138,7 +138,6 @@ class TimedAction:
     """When an action ran, measured or simulated.
 
     Attributes:
-        action: The action.
         start, stop: Seconds, without the time spent waiting for a neighbour's tensor. Measured times are on the host's
             monotonic clock, simulated ones start from zero.
         label: Text shown on the action in pictures.

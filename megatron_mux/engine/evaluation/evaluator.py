@@ -34,7 +34,6 @@ class Sample:
     """What a task generates on a held-out prompt, as text.
 
     Attributes:
-        prompt: The prompt.
         completion: What was generated.
         reference: The record's own completion.
     """
@@ -239,7 +238,6 @@ def _result(task: HeldOut, sums: Sequence[float]) -> EvalResult:
     """The figures of a task.
 
     Args:
-        task: The task.
         sums: A row of what `Evaluator._sums` returns, over all records.
     """
     nll, labels, predicted, counted, likeliest = sums

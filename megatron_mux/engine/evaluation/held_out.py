@@ -47,7 +47,6 @@ class HeldOut:
 
     Attributes:
         task: The task, attached.
-        records: The records.
     """
 
     task: TaskState

@@ -32,7 +32,6 @@ class _Asked:
     """A held-out record as a prompt.
 
     Attributes:
-        task: The task.
         prompt: `[L]` int64.
         reference: The record's own completion, tokens, uncut.
     """

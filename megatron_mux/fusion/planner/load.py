@@ -49,7 +49,6 @@ class TaskLoad:
     """One task.
 
     Attributes:
-        name: Its name.
         tokens: Tokens of each sequence of a typical step.
         labels: Labelled tokens of each.
         max_length: What sequences are cut to.

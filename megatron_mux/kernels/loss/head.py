@@ -268,7 +268,6 @@ def weighted_loss(
         hidden: `[N, H]` of the labelled rows, the same on every tensor rank.
         labels: `[N]` int64.
         weights: `[N]`, of each label in the sum.
-        layer: The output layer.
         smoothing: `[N]` share of each label that is spread evenly over the vocabulary, as `transformers`' LabelSmoother
             does; None: zero for all.
 
@@ -287,7 +286,6 @@ def predict(hidden: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[Tensor,
     Args:
         hidden: `[N, H]` of the labelled rows, the same on every tensor rank.
         labels: `[N]` int64.
-        layer: The output layer.
 
     Returns:
         `[N]` negative log-likelihoods and `[N]` int64 tokens (the lowest index among equals).

@@ -173,7 +173,6 @@ def _without_master(problem: PlacementProblem, part_of: Sequence[int], seconds: 
     """A bound from what leaves the parts of the topology.
 
     Args:
-        problem: The problem.
         part_of: [N] part of each worker.
         seconds: Time limit.
     """

@@ -121,7 +121,6 @@ class SetTable:
         """Return the experts of each fast and of each slow worker that take the least seconds.
 
         Args:
-            layer: The layer.
             count: Experts on fast workers.
         """
         by_set = np.where(self.sizes == count, self._by_set()[layer], np.inf)

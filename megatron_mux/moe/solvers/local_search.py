@@ -31,7 +31,6 @@ def improve(
     """Improve a placement until no single change helps.
 
     Args:
-        problem: The problem.
         owners: [L][E] placement that fits the capacities.
         deadline: Value of `time.perf_counter` at which to stop.
         bound: A lower bound of the objective; a placement that has reached it is left as it is.

@@ -69,7 +69,6 @@ def _dealt(problem: PlacementProblem, divided: list[tuple[_Parts, _Parts]], kind
     """[L][E] workers: larger parts of a layer to workers with more room left; capacities may be exceeded.
 
     Args:
-        problem: The problem.
         divided: [L] parts of fast and of slow workers.
         kinds: Fast and slow workers.
     """

@@ -30,7 +30,6 @@ def replace_replicas(
 
     Args:
         problem: A problem that allows replicas.
-        layer: The layer.
         row: [E] the workers of each expert.
         prices: [E][N] seconds of a step that it costs to have an expert on a worker; 0 where it is.
         counts: [N] experts that each worker holds over all layers; kept up to date.

@@ -19,7 +19,6 @@ class SearchState:
     """One worker for each expert, and the layers' visits and rows.
 
     Args:
-        problem: The problem.
         owners: [L][E] first placement, which fits the capacities or does not; it is copied.
 
     Attributes:

@@ -49,9 +49,6 @@ class SplitBackbone(Backbone):
     Args:
         front, back: The client's layers, from `load_ends`.
         remote: Computes the layers between them.
-
-    Attributes:
-        front, back, remote: The arguments.
     """
 
     def __init__(self, front: Backbone, back: Backbone, remote: RemoteBody) -> None:

@@ -90,7 +90,6 @@ class ServerConnection:
 
     Attributes:
         step: Optimizer steps that the client has done.
-        proposal, totals: The arguments.
         wire: Dtype of what is sent.
     """
 

@@ -68,7 +68,6 @@ class ClientRun:
     Attributes:
         options: What the user asked for.
         info: The backbone, with the whole one's fingerprint.
-        task: The task.
         files: Opens data files.
         front, back: The client's layers.
         proposal: What the client asks the server for at step 0.

@@ -77,7 +77,6 @@ class Kept:
     """A forward pass that waits for its backward.
 
     Attributes:
-        batch: The micro-batch.
         inputs: `[T, 1, H]` of each session, leaves of the graph.
         output: `[all T, 1, H]`, of this rank's layers.
         received: What came from the pipeline stage before.
