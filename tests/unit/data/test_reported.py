@@ -76,7 +76,7 @@ def test_a_sequence_has_one_beginning_and_one_end(end: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "wanted"),
+    ("chat_template", "wanted"),
     [
         (LAST_CLOSES_DIFFERENTLY, "Noted.<|im_end|>Done.</s>"),
         (END_AFTER_LAST, "Noted.Done.\n</s>"),
@@ -119,7 +119,7 @@ def test_what_is_learned_does_not_depend_on_what_users_say(
     assert first == second
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("chat_template", [CHATML, MARKED])
 @pytest.mark.parametrize(
     "said", [{"weight": 0}, {"train": False}, {"loss": False}, {"trainable": False}, {"masked": True}]
 )
