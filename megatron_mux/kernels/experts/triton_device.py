@@ -57,8 +57,8 @@ def product_kernel(
     for first in range(0, inner, INNER):
         mask = first + features < inner
         block = tl.load(values, mask=row_mask[:, None] & mask[None, :], other=0.0)
-        own = tl.load(matrix, mask=mask[:, None] & out_mask[None, :], other=0.0)
-        total = tl.dot(block, own, total, input_precision=PRECISION)
+        piece = tl.load(matrix, mask=mask[:, None] & out_mask[None, :], other=0.0)
+        total = tl.dot(block, piece, total, input_precision=PRECISION)
         values += INNER
         matrix += INNER * in_stride
     places = rows.to(tl.int64)[:, None] * y_stride + out[None, :]

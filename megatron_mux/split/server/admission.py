@@ -34,14 +34,14 @@ class AdmissionController:
         capacity: Bytes.
         shared: Whether sessions share memory. If whole tasks are moved out to make room for others, each must fit by
             itself.
-        own: Bytes of parameters that each session has for itself.
+        own_bytes: Bytes of parameters that each session has for itself.
         share: Part of the capacity that one client's sessions may be promised, where sessions share memory.
     """
 
-    def __init__(self, capacity: int, shared: bool = True, own: int = 0, share: float = 1.0) -> None:
+    def __init__(self, capacity: int, shared: bool = True, own_bytes: int = 0, share: float = 1.0) -> None:
         self._capacity = capacity
         self._shared = shared
-        self._own = own
+        self._own = own_bytes
         self._most_each = int(capacity * share) if shared else capacity
         self._claims: dict[str, _Claim] = {}
 
