@@ -114,7 +114,7 @@ def _shares(specs: Sequence[Any], data: Sequence[Any]) -> dict[str, float]:
     from megatron_mux.data.sampler import Sampler
     from megatron_mux.fusion.alignment import padded_lengths, padding_shares
     from megatron_mux.fusion.plan import plan_for
-    from megatron_mux.fusion.step import Lengths, step_grid
+    from megatron_mux.fusion.step import Lengths, step_chunks
 
     dense, padded, longest = (list[tuple[int, dict[str, float]]]() for _ in range(3))
     plan = plan_for("spatial", {spec.name: 1 for spec in specs}, 1, chunk=64)
@@ -131,9 +131,11 @@ def _shares(specs: Sequence[Any], data: Sequence[Any]) -> dict[str, float]:
         }
         real = sum(map(sum, lengths.values()))
         dense.append((real, padding_shares(lengths, {})))
-        grid = step_grid(plan, {name: Lengths(tuple(own), (0,) * len(own)) for name, own in lengths.items()})
+        chunked = step_chunks(
+            plan, {name: Lengths(tuple(own), (0,) * len(own)) for name, own in lengths.items()}
+        )
         computed += sum(
-            piece.tokens for chunks in grid.chunks.values() for chunk in chunks for piece in chunk
+            piece.tokens for chunks in chunked.chunks.values() for chunk in chunks for piece in chunk
         )
         padded.append((real, padding_shares(lengths, padded_lengths("max-length", limits))))
         longest.append((real, padding_shares(lengths, padded_lengths("longest", limits))))

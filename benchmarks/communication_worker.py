@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from workload import RANK, TaskShape, random_records
 
 from megatron_mux.backbone.communication import GroupExchange, MulticastExchange, make_exchange
-from megatron_mux.backbone.exchange import Exchange, Pending
+from megatron_mux.backbone.exchange import Exchange, PendingResult
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import Message
 from megatron_mux.engine import Engine, Task
@@ -101,7 +101,7 @@ def swept(
     rows = max(1, size // (hidden * dtype.itemsize))
     tensor = torch.zeros(rows, 1, hidden, dtype=dtype, device=parallel.device)
 
-    def issue(count: int) -> list[Pending]:
+    def issue(count: int) -> list[PendingResult]:
         return [exchange.issue(Message("all_reduce", tensor)) for _ in range(count)]
 
     def send(count: int) -> None:

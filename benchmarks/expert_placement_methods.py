@@ -12,7 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 from megatron_mux.moe.access_profile import AccessProfile
-from megatron_mux.moe.links import Traffic, bytes_beside
+from megatron_mux.moe.links import Traffic, routing_bytes
 from megatron_mux.moe.placement import Placement
 from megatron_mux.moe.placement_cost import PlacementProblem
 from megatron_mux.moe.solvers.solve import Comparison, solve
@@ -116,7 +116,7 @@ def solved(profile: AccessProfile, topology: Topology, tokens: int, slack: float
     """Place experts on a team's workers; see `place`."""
     model = profile.model
     assert model.hidden_size is not None
-    traffic = Traffic(tokens, 2.0 * model.hidden_size, bytes_beside(profile.top_k))
+    traffic = Traffic(tokens, 2.0 * model.hidden_size, routing_bytes(profile.top_k))
     slots = math.ceil(slack * model.layers * model.experts / len(topology.workers))
     return solve(profile, topology.with_slots(slots), traffic, "full", seconds=SEARCH_SECONDS)
 

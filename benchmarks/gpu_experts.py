@@ -153,7 +153,7 @@ def make(
         made = adapters.add(TaskSpec.model_validate(spec), 9)
         for own in made.parameters:
             own.value.data.normal_(0, own.value.shape[-1] ** -0.5)
-        made.arena.refresh()
+        made.flat_params.refresh()
     adapters.prepare()
     names = tuple(f"task-{task}" for task in range(len(lengths)))
     sequences = [
@@ -187,7 +187,7 @@ def reference(case: Case, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, list[T
     wide = [
         [
             tensor.detach().double().cpu().requires_grad_()
-            for tensor in map(adapter.arena.copy_of, adapter.parameters)
+            for tensor in map(adapter.flat_params.copy_of, adapter.parameters)
         ]
         for adapter in case.adapters.tasks.values()
     ]

@@ -208,9 +208,9 @@ def train_together(run_spec: Mapping[str, Any], device: torch.device) -> None:
         for tensor in tensors:
             if tensor.untyped_storage().nbytes():
                 tensor.normal_(0.0, 0.02)
-        for unit in stage.residence.units.values():
-            assert unit.fetched is not None
-            unit.fetched.share.random_(0, 60)  # bytes that are numbers below 0.01 in any precision
+        for group in stage.offload.groups.values():
+            assert group.fetched is not None
+            group.fetched.share.random_(0, 60)  # bytes that are numbers below 0.01 in any precision
     planning = Planning("auto", given.plan.stages, given=given.plan)
     engine = Engine(stages, parallel, planning)
     engine.register_tasks(

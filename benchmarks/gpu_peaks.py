@@ -69,7 +69,7 @@ def _predicted(row: Any, side: Mapping[str, Any], device: str) -> int:
     from megatron_mux.estimate.tables import Tables
     from megatron_mux.footprint.signature import Signature
     from megatron_mux.fusion.plan import plan_for
-    from megatron_mux.fusion.planner.load import lasting_share
+    from megatron_mux.fusion.planner.load import persistent_share
     from megatron_mux.gpus import assumed
     from megatron_mux.memory.untraced import THREADS, cublas_of
 
@@ -85,12 +85,12 @@ def _predicted(row: Any, side: Mapping[str, Any], device: str) -> int:
     shape = read_info(config, row.quantise).shape
     counts = np.zeros(len(distinct))
     for spec in work.specs:
-        counts[columns[spec.name]] += lasting_share(spec, shape, signatures[spec.name])
+        counts[columns[spec.name]] += persistent_share(spec, shape, signatures[spec.name])
     steps = _steps_measured(row, side)
     passes = max(_step_bytes(work, plan, number, columns, memory) for number in range(steps))
     model = 2 * _parameters(work.config)
     most = max(passes, float(memory.updating(counts)[0]))
-    return int(model + memory.lasting(counts)[0] + most + THREADS * cublas_of(gpu))
+    return int(model + memory.persistent(counts)[0] + most + THREADS * cublas_of(gpu))
 
 
 def _steps_measured(row: Any, side: Mapping[str, Any]) -> int:
@@ -104,15 +104,18 @@ def _steps_measured(row: Any, side: Mapping[str, Any]) -> int:
 def _step_bytes(work: Any, plan: Any, number: int, columns: Mapping[str, int], memory: Any) -> float:
     """The most that a step's chunks hold at a time: all go forward, then backward in the reverse order."""
     from megatron_mux.fusion.contents import contents_of
-    from megatron_mux.fusion.step import Lengths, step_grid
+    from megatron_mux.fusion.step import Lengths, step_chunks
 
     lengths = {}
     for spec, own in zip(work.specs, work.step(number), strict=True):
         labels = tuple(int(labelled[1:].sum()) for _, labelled in own)
         lengths[spec.name] = Lengths(tuple(len(ids) for ids, _ in own), labels)
-    grid = step_grid(plan, lengths)
-    units = [[piece for chunk in grid.chunks[unit] for piece in chunk] for unit in sorted(grid.chunks)]
-    contents = contents_of(units, lengths, columns, len(set(columns.values())), "cuda")
+    chunked = step_chunks(plan, lengths)
+    micro_batches = [
+        [piece for chunk in chunked.chunks[chunk_id] for piece in chunk]
+        for chunk_id in sorted(chunked.chunks)
+    ]
+    contents = contents_of(micro_batches, lengths, columns, len(set(columns.values())), "cuda")
     taken = memory.passes(contents)
     return float((taken.kept.cumsum(axis=0) + taken.working).max())
 

@@ -17,7 +17,7 @@ from megatron_mux.engine import Engine, Planning
 from megatron_mux.engine.step_runner import StepRunner
 from megatron_mux.engine.train_step import TrainStep
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.pipeline.action import Action, ChunkId
 from megatron_mux.pipeline.execute import Timer, execute
 from megatron_mux.pipeline.template import Template
 from megatron_mux.runtime import Parallel
@@ -57,15 +57,15 @@ class _Runner(StepRunner):
         if self.parallel.device.type == "cpu":
             schedules.torch = _TorchWithoutCuda()
         (stage,) = self.stages.values()
-        units = [action.unit for action in template[self.parallel.pp_rank] if action.kind == "F"]
-        rows = {compute.batches[unit][0].rows for unit in units}
-        if len(plan.buckets) != 1 or len(rows) != 1 or len(compute.batches[units[0]]) != 1:
+        chunk_ids = [action.chunk_id for action in template[self.parallel.pp_rank] if action.kind == "F"]
+        rows = {compute.batches[chunk_id][0].rows for chunk_id in chunk_ids}
+        if len(plan.buckets) != 1 or len(rows) != 1 or len(compute.batches[chunk_ids[0]]) != 1:
             raise ValueError("Megatron-Core's schedule needs micro-batches of one task with equal rows")
         schedules.forward_backward_pipelining_without_interleaving(
             forward_step_func=_forward_step,
-            data_iterator=iter(units),
-            model=_Stage(compute, self.parallel.pp_rank, stage.model, len(units)),
-            num_microbatches=len(units),
+            data_iterator=iter(chunk_ids),
+            model=_Stage(compute, self.parallel.pp_rank, stage.model, len(chunk_ids)),
+            num_microbatches=len(chunk_ids),
             seq_length=rows.pop(),
             micro_batch_size=1,
         )
@@ -99,12 +99,12 @@ class _Stage(nn.Module):
         """Receive the previous stage's output; called before each forward pass."""
         self.hidden = tensors[0]
 
-    def forward(self, unit: Unit) -> Tensor:
+    def forward(self, chunk_id: ChunkId) -> Tensor:
         """Return the hidden states, or on the last stage the loss."""
-        return self.compute.forward(Action.of(self.stage, "F", unit), self.hidden)
+        return self.compute.forward(Action.of(self.stage, "F", chunk_id), self.hidden)
 
 
-def _forward_step(units: Iterator[Unit], model: _Stage) -> tuple[Tensor, Any]:
+def _forward_step(chunk_ids: Iterator[ChunkId], model: _Stage) -> tuple[Tensor, Any]:
     """The `forward_step_func` of Megatron-Core's schedules."""
     # The schedule divides the loss by the number of micro-batches; ours are weighted already.
-    return model(next(units)), lambda loss: (loss * model.micro_batches, {"loss": loss.detach()})
+    return model(next(chunk_ids)), lambda loss: (loss * model.micro_batches, {"loss": loss.detach()})

@@ -29,7 +29,7 @@ CORE = (
 PARTS = (
     "backbone/experts/at_start.py", "backbone/experts/from_master.py", "backbone/experts/master_exchange.py",
     "batch/balancing.py",
-    "backbone/residence.py", "engine/balancing_loss.py", "engine/expert_managers.py", "engine/expert_moves.py",
+    "backbone/weight_offload.py", "engine/balancing_loss.py", "engine/expert_managers.py", "engine/expert_moves.py",
     "engine/forward_passes.py", "engine/hand_over.py", "engine/log_probs.py", "engine/optional_parts.py",
     "engine/preference", "engine/reference.py", "engine/tied_rows.py", "fusion/planner/load.py",
 )  # fmt: skip
@@ -42,7 +42,7 @@ NAMES = {
         "is_preference", "needs_kl", "refers_in_steps", "needs_reference", "preferences", "mismatched", "reference",
         "figures", "scales",
     ),
-    "balancing losses": ("coefficients", "router_aux_loss_coef", "tally", "balanced"),
+    "balancing losses": ("coefficients", "router_aux_loss_coef", "router_loads", "balanced"),
     "tied rows": ("_tied",),
     "saves": ("_saver", "saver", "lock"),
 }  # fmt: skip

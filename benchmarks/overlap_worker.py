@@ -275,7 +275,7 @@ class _Steps:
 
     def values(self, name: str) -> torch.Tensor:
         """A task's adapter on this rank, flat."""
-        return self.engine.adapters.tasks[name].arena.values.clone()
+        return self.engine.adapters.tasks[name].flat_params.values.clone()
 
     def close(self) -> None:
         """Leave the backbone to others."""

@@ -90,7 +90,7 @@ def train(file: Path, model: Path, tls: Path, name: str, address: str) -> None:
 
         def decide(self, step: int, norm: float, skip: bool) -> None:
             super().decide(step, norm, skip)
-            own = self.tally
+            own = self.totals
             line = {
                 "ended": time.monotonic(),
                 "cpu_s": time.process_time(),

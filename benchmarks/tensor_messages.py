@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.backbone.exchange import Course, Exchange, Pending, interleave
+from megatron_mux.backbone.exchange import Course, Exchange, PendingResult, interleave
 from megatron_mux.backbone.pieces import Message
 from megatron_mux.engine import interleaved
 
@@ -149,7 +149,7 @@ class TimedPass:
         """It has been computed."""
         self.pieces.append(TimedPiece(index, self._start, time.perf_counter(), None))
 
-    def issued(self, index: int, message: Message, pending: Pending) -> None:
+    def issued(self, index: int, message: Message, pending: PendingResult) -> None:
         """It has a message."""
         sent = message.tensor.numel(), message.tensor.dtype
         self.pieces[-1] = replace(self.pieces[-1], message=sent)

@@ -21,7 +21,7 @@ _AT_ONCE = 8
 
 
 @dataclass(eq=False)
-class Leaving:
+class PendingSend:
     """A message on its way, which must not change meanwhile."""
 
     work: dist.Work | None
@@ -43,14 +43,14 @@ class Outbox:
     """
 
     most: int
-    _leaving: deque[Leaving] = field(default_factory=deque)
+    _sends: deque[PendingSend] = field(default_factory=deque)
 
-    def send(self, message: Tensor, to: int, group: dist.ProcessGroup) -> Leaving:
+    def send(self, message: Tensor, to: int, group: dist.ProcessGroup) -> PendingSend:
         """Send a contiguous tensor to a rank of a group."""
-        if len(self._leaving) >= self.most:
-            self._leaving.popleft().wait()
-        self._leaving.append(Leaving(dist.isend(message, group=group, group_dst=to), message))
-        return self._leaving[-1]
+        if len(self._sends) >= self.most:
+            self._sends.popleft().wait()
+        self._sends.append(PendingSend(dist.isend(message, group=group, group_dst=to), message))
+        return self._sends[-1]
 
 
 _REFUSED: dict[Feature, str] = {

@@ -22,7 +22,7 @@ def all_logits(backbone: Backbone, batch: MicroBatch, hidden: Tensor | None = No
     if hidden is None:
         hidden = backbone.forward(batch)
     parallel = backbone.parallel
-    with torch.no_grad(), backbone.residence.using("head"):
+    with torch.no_grad(), backbone.offload.using("head"):
         ends = backbone.vocabulary
         rows, layer = ends.all_rows(hidden), ends.output_layer(batch.task_rows, share=False)
         wide = torch.promote_types(rows.dtype, torch.float32)

@@ -208,17 +208,19 @@ def held_bytes(stages: Any) -> int:
         for parameter in stage.model.parameters():
             storage = parameter.untyped_storage()
             found[storage._cdata] = storage.nbytes()
-        for unit in stage.residence.units.values():
+        for group in stage.offload.groups.values():
             held = (
-                [] if unit.dequantised is None else [t for m in unit.dequantised.matrices for t in m.tensors]
+                []
+                if group.dequantised is None
+                else [t for m in group.dequantised.matrices for t in m.tensors]
             )
-            for tensor in [*held, *([] if unit.fetched is None else [unit.fetched.share])]:
+            for tensor in [*held, *([] if group.fetched is None else [group.fetched.share])]:
                 found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
     return sum(found.values())
 
 
 def predicted_bytes(stages: Any, size: int, sharded: bool = False) -> float:
-    """The same by the sizes of the architecture's units, of the rank's stages."""
+    """The same by the sizes of the architecture's counts, of the rank's stages."""
     from megatron_mux.memory.forms import stages as forms
     from megatron_mux.memory.forms.architecture import architecture_of
     from megatron_mux.memory.forms.method import ParallelConfig
@@ -230,7 +232,7 @@ def predicted_bytes(stages: Any, size: int, sharded: bool = False) -> float:
         each = shape.layers // parallel.pp_size
         layers = [range(i * each, (i + 1) * each) for i in range(parallel.pp_size)]
     own = forms.stages(architecture_of(shape), method, layers)[parallel.pp_rank]
-    held = dataclasses.replace(own, units=tuple(unit.bytes(size) for unit in own.units))
+    held = dataclasses.replace(own, counts=tuple(part.bytes(size) for part in own.counts))
     return float(held.divided(method) if sharded else held.values)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megatron_mux.adapters.arena import Arena
+from megatron_mux.adapters.flat_params import FlatParams
 from megatron_mux.adapters.host import Host, Site
 from megatron_mux.adapters.own_rows import TaskRows
 from megatron_mux.adapters.parameter import AdapterParameter
@@ -91,7 +91,7 @@ class TaskAdapter(ABC):
     Attributes:
         parameters: Local parameters, in the order of layers.
         fixed: Local tensors that are not trained.
-        arena: Storage of `parameters`, their gradients and copies.
+        flat_params: Storage of `parameters`, their gradients and copies.
         slot: The smallest integer that no other attached task has: see `kernels.groups.RowGroups`.
         at: Index of a BaseOp in `host.base_ops` to the method there.
         rows: The rows of the embedding and of the output layer that the task trains.
@@ -115,13 +115,13 @@ class TaskAdapter(ABC):
         self.rows = TaskRows(host, self.name, self.spec.own_rows(host.shape), self.make, initial is None)
         # What `adapt` has not ordered belongs to no module.
         others = [p for p in self.parameters if p not in set(self._ordered)]
-        self.arena = Arena(
+        self.flat_params = FlatParams(
             [(p, self._starts.pop(p.key)) for p in (*others, *self._ordered)],
             host.device,
             host.parameter_dtype,
             host.dtype,
         )
-        self.rows.find(self.arena)
+        self.rows.find(self.flat_params)
         self.initial = None
 
     def build(self) -> None:
@@ -131,7 +131,7 @@ class TaskAdapter(ABC):
             # All A of a BaseOp next to each other, then all B: one product serves neighbours.
             self._ordered += [
                 p
-                for alike in zip(*(own for _, own in modules), strict=True)
+                for alike in zip(*(params for _, params in modules), strict=True)
                 for p in alike
                 if self.tensors[p.key].trained
             ]
@@ -202,10 +202,10 @@ class TaskAdapter(ABC):
         experts, dim = self.host.shape.experts, tensor.expert_dim
         assert experts is not None and dim is not None
         places = torch.arange(tensor.shape[dim])
-        own = torch.tensor(held, dtype=torch.int64)
+        local = torch.tensor(held, dtype=torch.int64)
         if dim == 0:
-            return places.view(experts.count, -1)[own].flatten()
-        return places.view(-1, experts.count)[:, own].flatten()
+            return places.view(experts.count, -1)[local].flatten()
+        return places.view(-1, experts.count)[:, local].flatten()
 
     def fresh(self, key: str) -> Tensor:
         """The initial value of a whole tensor: the same however the backbone is divided."""
@@ -244,7 +244,7 @@ class TaskAdapter(ABC):
         else:
             local = record.slice_of(self.fresh(key) if given is None or key not in given else given[key])
         local = local.to(dtype=self.host.parameter_dtype).contiguous()
-        if tensor.trained:  # the arena has its storage
+        if tensor.trained:  # its storage is flat
             self._starts[key] = local
             record.value = nn.Parameter(torch.empty(0, dtype=local.dtype, device=self.host.device))
             self.parameters.append(record)

@@ -31,7 +31,6 @@ class AdapterSet:
         host: The stage.
 
     Attributes:
-        host: The argument.
         ops: Its BaseOps with their adapters.
     """
 

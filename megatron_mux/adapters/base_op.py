@@ -121,7 +121,7 @@ class AttachedBaseOp:
                 task: (adapter, adapter.stages - {"low_rank"} - (adapter.grouped & grouped))
                 for task, adapter in self._adapters.items()
             }
-            self._others[grouped] = {task: own for task, own in left.items() if own[1]}
+            self._others[grouped] = {task: stages for task, stages in left.items() if stages[1]}
         return self._others[grouped]
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -148,8 +148,8 @@ class AttachedBaseOp:
         if not others:
             return {}
         rows = batch.task_rows
-        present = {rows[task]: own for task, own in others.items() if task in rows}
-        present = {own: present[own] for own in sorted(present) if own[0] < own[1]}
+        present = {rows[task]: stages for task, stages in others.items() if task in rows}
+        present = {span: present[span] for span in sorted(present) if span[0] < span[1]}
         for adapter, stages in present.values():
             if "extend" in stages:
                 adapter.extend(batch)
@@ -220,10 +220,10 @@ class AttachedBaseOp:
         others = dict(_of_stage(present, "product")) if present else {}
         if not others:
             return y
-        own = dict(zip(others, _split_rows(x, list(others)), strict=True))
+        inputs = dict(zip(others, _split_rows(x, list(others)), strict=True))
 
         def dispatch(rows: Rows, adapter: Adapter) -> RowFunction:
-            return lambda piece: adapter.product(own[rows], piece, batch)
+            return lambda piece: adapter.product(inputs[rows], piece, batch)
 
         return _map_rows(y, {rows: dispatch(rows, a) for rows, a in others.items()})
 
@@ -308,7 +308,7 @@ class Tables:
         self, terms: Collection[Mapping[str, Sequence[Term]]], chosen: KernelName | None, divided: bool
     ) -> None:
         def of(stage: str) -> list[Term]:
-            return [term for own in terms for term in own.get(stage, ())]
+            return [term for by_stage in terms for term in by_stage.get(stage, ())]
 
         low_rank, before, after = of("low_rank"), of("before"), of("after")
         self.low_rank = TermTable(low_rank)
@@ -341,8 +341,8 @@ def _of_stage(present: Present, stage: str) -> Iterator[tuple[Rows, Adapter]]:
 
 def _within(present: Present, start: int, count: int) -> Present:
     """Cut row ranges to the `count` rows from `start`, counted from there; empty ranges are dropped."""
-    cut = {(max(a - start, 0), min(b - start, count)): own for (a, b), own in present.items()}
-    return {(a, b): own for (a, b), own in cut.items() if a < b}
+    cut = {(max(a - start, 0), min(b - start, count)): of_rows for (a, b), of_rows in present.items()}
+    return {(a, b): of_rows for (a, b), of_rows in cut.items() if a < b}
 
 
 def _split_rows(x: Tensor, rows: list[Rows]) -> list[Tensor]:

@@ -52,13 +52,13 @@ class _After(Adapter):
 
     def after(self, y: Tensor) -> Tensor:
         """See `Adapter.after`."""
-        down, down_bias, up, up_bias = (self.owner.arena.rounded(p) for p in self.weights)
+        down, down_bias, up, up_bias = (self.owner.flat_params.rounded(p) for p in self.weights)
         hidden = self.activation(F.linear(y, down, down_bias))
         return torch.add(y, F.linear(hidden, up, up_bias), alpha=self.scaling)
 
     def row_terms(self, stage: Grouped, slot: int) -> list[Term]:
         """See `Adapter.row_terms`."""
-        down, down_bias, up, up_bias = map(self.owner.arena.copy_of, self.weights)
+        down, down_bias, up, up_bias = map(self.owner.flat_params.copy_of, self.weights)
         gradients: list[Any] = [p.value.grad for p in self.weights]
         activation = BiasedActivation(
             self.owner.spec.non_linearity, down_bias, up_bias, gradients[1], gradients[3]
@@ -102,15 +102,15 @@ class BottleneckSpec(AdapterSpec):
         A bottleneck sees the whole output of what it follows. Elsewhere that output is divided over tensor ranks and
         is a head's query, key or value, where no published method puts one.
         """
-        found = super().modules(shape)
-        wrong = short_names(module for module in found if module.column_parallel)
+        modules = super().modules(shape)
+        wrong = short_names(module for module in modules if module.column_parallel)
         if wrong:
             ends = [end.path for op in _ENDS for end in shape.names.ops[op]]
             raise UserError(
                 "target_modules: a BOTTLENECK follows the end of an attention or MLP sublayer, not "
                 f"{', '.join(wrong)}: choose from {', '.join(ends)}"
             )
-        return found
+        return modules
 
     def module_tensors(self, module: Module, shape: BackboneShape) -> dict[str, AdapterTensor]:
         """See `AdapterSpec.module_tensors`: a bottleneck sees the whole output, so nothing is divided."""

@@ -255,13 +255,13 @@ class DiffPruningSpec(AdapterSpec):
 
     def modules(self, shape: BackboneShape) -> list[Module]:
         """See `AdapterSpec.modules`; the regulariser counts elements where tensor ranks divide them."""
-        found = super().modules(shape)
-        whole = short_names(module for module in found if module.replicated)
+        modules = super().modules(shape)
+        whole = short_names(module for module in modules if module.replicated)
         if whole:
             raise UserError(
                 f"target_modules: {', '.join(whole)} cannot be pruned: every tensor rank has them whole; name others"
             )
-        return found
+        return modules
 
     def module_tensors(self, module: Module, shape: BackboneShape) -> dict[str, AdapterTensor]:
         """See `AdapterSpec.module_tensors`: divided as the weight is."""

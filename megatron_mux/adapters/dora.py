@@ -49,24 +49,24 @@ class DoraTerms(LowRankTerms):
         self, owner: TaskAdapter, products: Sequence[Product], magnitudes: Sequence[AdapterParameter]
     ) -> None:
         super().__init__(owner, products)
-        self.magnitudes = [_Magnitude(owner, *own) for own in zip(products, magnitudes, strict=True)]
+        self.magnitudes = [_Magnitude(owner, *pair) for pair in zip(products, magnitudes, strict=True)]
         self.info: Any = products[0].site.info
         self._norms: tuple[tuple[int, int], Tensor] | None = None
 
     def product(self, x: Tensor, y: Tensor, batch: MicroBatch) -> Tensor:
         """See `Adapter.product`."""
         module, spec = self.info.module, self.owner.spec
-        norms = self.norms(batch).split([len(own.columns) for own in self.magnitudes])
-        ratios = [own.value / norm for own, norm in zip(self.magnitudes, norms, strict=True)]
+        norms = self.norms(batch).split([len(magnitude.columns) for magnitude in self.magnitudes])
+        ratios = [magnitude.value / norm for magnitude, norm in zip(self.magnitudes, norms, strict=True)]
         if batch.training and spec.dropout:
-            for own, ratio in zip(self.magnitudes, ratios, strict=True):
-                arguments = x, *own.matrices(), ratio - 1, module.weight, own, batch
+            for magnitude, ratio in zip(self.magnitudes, ratios, strict=True):
+                arguments = x, *magnitude.matrices(), ratio - 1, module.weight, magnitude, batch
                 change: Tensor = _DroppedChange.apply(*arguments)  # type: ignore[no-untyped-call]
-                y = y.index_add(1, own.columns, change)
+                y = y.index_add(1, magnitude.columns, change)
             return y
         factors = torch.ones(y.shape[1], dtype=ratios[0].dtype, device=y.device)
-        for own, ratio in zip(self.magnitudes, ratios, strict=True):
-            factors = factors.index_copy(0, own.columns, ratio)
+        for magnitude, ratio in zip(self.magnitudes, ratios, strict=True):
+            factors = factors.index_copy(0, magnitude.columns, ratio)
         has_bias = self.info.column_parallel and not module.skip_bias_add
         rescaled: Tensor = _Rescaled.apply(y, factors, module.bias if has_bias else None)  # type: ignore[no-untyped-call]
         return rescaled
@@ -74,10 +74,10 @@ class DoraTerms(LowRankTerms):
     @torch.no_grad()
     def norms(self, batch: MicroBatch) -> Tensor:
         """Norms of the rows of all modules, one module after the other; computed anew after an optimizer step."""
-        at = batch.task_steps[self.owner.name], self.owner.arena.version
+        at = batch.task_steps[self.owner.name], self.owner.flat_params.version
         if self._norms is not None and self._norms[0] == at:
             return self._norms[1]
-        squares = torch.cat([own.squares(self.info.module.weight) for own in self.magnitudes])
+        squares = torch.cat([magnitude.squares(self.info.module.weight) for magnitude in self.magnitudes])
         parallel = self.owner.host.parallel
         if parallel.tp_size > 1 and not self.info.column_parallel:
             dist.all_reduce(squares, group=parallel.tp_group)
@@ -105,7 +105,7 @@ class _Magnitude:
         """A and B in the compute dtype, through which autograd reaches the parameters."""
         down, up = self.product.down, self.product.up
         assert isinstance(down, AdapterParameter) and isinstance(up, AdapterParameter)
-        return self.owner.arena.rounded(down), self.owner.arena.rounded(up)
+        return self.owner.flat_params.rounded(down), self.owner.flat_params.rounded(up)
 
     def rows(self, weight: Tensor) -> Tensor:
         """`[c, K]` of the BaseOp's weight `[N, K]`."""
@@ -140,8 +140,8 @@ class _Magnitude:
         chunks = [rows] if rows.dtype == down.dtype else rows.split(max(1, _CHUNK // rows.shape[1]))
         wide = [chunk.to(down.dtype) @ down.t() for chunk in chunks]
         if self._of_weight is None:
-            own = [torch.linalg.vector_norm(chunk.to(down.dtype), dim=1).square() for chunk in chunks]
-            self._of_weight = torch.cat(own)
+            squares = [torch.linalg.vector_norm(chunk.to(down.dtype), dim=1).square() for chunk in chunks]
+            self._of_weight = torch.cat(squares)
         inner = torch.cat(wide).mul_(2 * scale).addmm_(up, down @ down.t(), alpha=scale * scale)
         return self._of_weight + inner.mul_(up).sum(dim=1)
 
@@ -186,15 +186,15 @@ class _Pieces:
 
     @classmethod
     def of(
-        cls, x: Tensor, down: Tensor, up: Tensor, weight: Tensor, own: _Magnitude, keep: Tensor
+        cls, x: Tensor, down: Tensor, up: Tensor, weight: Tensor, magnitude: _Magnitude, keep: Tensor
     ) -> _Pieces:
         """Compute them, with a mask `[n, K]`."""
-        x = (x * keep).mul_(1.0 / (1.0 - own.owner.spec.dropout))
+        x = (x * keep).mul_(1.0 / (1.0 - magnitude.owner.spec.dropout))
         latent = F.linear(x, down)
-        y = F.linear(x, own.rows(weight)).add_(latent @ up.t(), alpha=own.product.scale)
-        if own.product.subtracted is not None:
-            first_down, first_up = own.product.subtracted
-            y.sub_(F.linear(x, first_down) @ first_up.t(), alpha=own.product.scale)
+        y = F.linear(x, magnitude.rows(weight)).add_(latent @ up.t(), alpha=magnitude.product.scale)
+        if magnitude.product.subtracted is not None:
+            first_down, first_up = magnitude.product.subtracted
+            y.sub_(F.linear(x, first_down) @ first_up.t(), alpha=magnitude.product.scale)
         return cls(x, latent, y)
 
 
@@ -212,31 +212,31 @@ class _DroppedChange(torch.autograd.Function):
         up: Tensor,
         change: Tensor,
         weight: Tensor,
-        own: _Magnitude,
+        magnitude: _Magnitude,
         batch: MicroBatch,
     ) -> Tensor:
         ctx.save_for_backward(x, down, up, change, weight)
-        ctx.own, ctx.batch = own, batch
-        keep = own.keep(batch, x.shape[1])
-        return (_Pieces.of(x, down, up, weight, own, keep).y * change).to(x.dtype)
+        ctx.magnitude, ctx.batch = magnitude, batch
+        keep = magnitude.keep(batch, x.shape[1])
+        return (_Pieces.of(x, down, up, weight, magnitude, keep).y * change).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, down, up, change, weight = ctx.saved_tensors
-        own: _Magnitude = ctx.own
-        keep = own.keep(ctx.batch, x.shape[1])
-        scale = own.product.scale
-        pieces = _Pieces.of(x, down, up, weight, own, keep)
+        magnitude: _Magnitude = ctx.magnitude
+        keep = magnitude.keep(ctx.batch, x.shape[1])
+        scale = magnitude.product.scale
+        pieces = _Pieces.of(x, down, up, weight, magnitude, keep)
         d_change = (pieces.y * dy.to(change.dtype)).sum(dim=0)
         d_product = (dy * change).to(x.dtype)
         d_latent = (d_product @ up).mul_(scale)
         d_up = (d_product.t() @ pieces.latent).mul_(scale)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = (d_product @ own.rows(weight)).add_(d_latent @ down)
-            if own.product.subtracted is not None:
-                first_down, first_up = own.product.subtracted
+            dx = (d_product @ magnitude.rows(weight)).add_(d_latent @ down)
+            if magnitude.product.subtracted is not None:
+                first_down, first_up = magnitude.product.subtracted
                 dx.sub_((d_product @ first_up) @ first_down, alpha=scale)
-            dx = (dx * keep).mul_(1.0 / (1.0 - own.owner.spec.dropout))
+            dx = (dx * keep).mul_(1.0 / (1.0 - magnitude.owner.spec.dropout))
         return dx, d_latent.t() @ pieces.x, d_up, d_change, None, None, None

@@ -55,7 +55,7 @@ class ExpertTerms(Adapter):
         """A matrix in the compute dtype, and where its gradient goes."""
         gradient = matrix.value.grad
         assert gradient is not None
-        return self.owner.arena.copy_of(matrix), gradient
+        return self.owner.flat_params.copy_of(matrix), gradient
 
 
 class AttachedExperts(AttachedBaseOp):

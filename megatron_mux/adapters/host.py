@@ -30,7 +30,6 @@ class Site:
     """A module that a task targets, inside a BaseOp of this stage.
 
     Attributes:
-        module: The module.
         info: The BaseOp.
         part: Its place in the BaseOp's output on this rank.
     """
@@ -129,6 +128,6 @@ class Host:
         wanted = {module.path: module for module in modules}
         for op, info in self._ops:
             placed = [(wanted.get(f"{info.hf_prefix}.{path}"), part) for path, part in info.parts.items()]
-            found = [Site(module, info, part) for module, part in placed if module is not None]
-            if found:
-                yield op, found
+            sites = [Site(module, info, part) for module, part in placed if module is not None]
+            if sites:
+                yield op, sites

@@ -114,37 +114,37 @@ def orthogonal(module: Module, rank: int, seed: int) -> dict[str, Tensor]:
     return {DOWN: (left @ q[0::2]).t() / 10, UP: right.t() @ q[1::2] / 10}
 
 
-def magnitude(weight: Tensor, scale: float, own: Mapping[str, Tensor]) -> Tensor:
+def magnitude(weight: Tensor, scale: float, tensors: Mapping[str, Tensor]) -> Tensor:
     """`[N]` norms of the weight's rows with the product of A and B.
 
     Args:
         weight: `[N, K]`.
         scale: Factor of the product.
-        own: A and B; with kept initial factors, whose product goes away.
+        tensors: A and B; with kept initial factors, whose product goes away.
     """
     whole = weight
-    if FIRST_DOWN not in own:  # else the two products cancel
-        whole = weight + scale * own[UP].to(weight) @ own[DOWN].to(weight)
+    if FIRST_DOWN not in tensors:  # else the two products cancel
+        whole = weight + scale * tensors[UP].to(weight) @ tensors[DOWN].to(weight)
     norms: Tensor = torch.linalg.vector_norm(whole, dim=1)
     return norms
 
 
-def joined(own: dict[str, Tensor]) -> dict[str, Tensor]:
+def joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """A module's tensors as plain LoRA of twice the rank: peft's conversion, `[A; A0]` and `[B, -B0]`."""
-    found = dict(own)
-    first_down, first_up = found.pop(FIRST_DOWN), found.pop(FIRST_UP)
-    found[DOWN] = torch.cat((own[DOWN], first_down))
-    found[UP] = torch.cat((own[UP], -first_up), dim=1)
-    return found
+    joined_tensors = dict(tensors)
+    first_down, first_up = joined_tensors.pop(FIRST_DOWN), joined_tensors.pop(FIRST_UP)
+    joined_tensors[DOWN] = torch.cat((tensors[DOWN], first_down))
+    joined_tensors[UP] = torch.cat((tensors[UP], -first_up), dim=1)
+    return joined_tensors
 
 
-def parted(own: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+def parted(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
     """The inverse of `joined`; tensors that are not of twice the rank stay as they are."""
-    down, up = own.get(DOWN), own.get(UP)
+    down, up = tensors.get(DOWN), tensors.get(UP)
     if down is None or up is None or down.shape[0] != 2 * rank or up.shape[1] != 2 * rank:
-        return own
+        return tensors
     return {
-        **own,
+        **tensors,
         DOWN: down[:rank],
         UP: up[:, :rank].contiguous(),
         FIRST_DOWN: down[rank:],

@@ -85,10 +85,10 @@ class AdapterSpec(Section, ABC):
             UserError: A target is not a module of the backbone, or not one that the kind can have.
         """
         targets, strict = self.targets(shape), self.adapter_name_or_path is None
-        found = match_targets(targets, shape.modules)
+        modules = match_targets(targets, shape.modules)
         layers, pattern = (getattr(self, name, None) for name in ("layers_to_transform", "layers_pattern"))
-        found = within_layers(layers, pattern, targets, found, strict)
-        return without(getattr(self, "exclude_modules", None), found, strict)
+        modules = within_layers(layers, pattern, targets, modules, strict)
+        return without(getattr(self, "exclude_modules", None), modules, strict)
 
     # -- its tensors, and their files
 
@@ -123,7 +123,7 @@ class AdapterSpec(Section, ABC):
             UserError: It targets what it cannot have.
             ValueError: The kind divides a tensor otherwise than `module_tensors` allows.
         """
-        found = dict(self.shared_tensors(shape))
+        tensors = dict(self.shared_tensors(shape))
         for module in self.modules(shape):
             width = module.out_features if module.column_parallel else module.in_features
             for name, tensor in self.module_tensors(module, shape).items():
@@ -132,22 +132,22 @@ class AdapterSpec(Section, ABC):
                     tensor = replace(tensor, dim=None, on_output=False)
                 if tensor.dim is not None and tensor.shape[tensor.dim] != width:
                     raise ValueError(f"{key}: tensor ranks divide {width} features, not {tensor}")
-                found[key] = tensor
+                tensors[key] = tensor
         for matrix in self.own_rows(shape):
             layer, dim = (matrix.layers(shape)[0], 0) if matrix.tokens is None else (None, None)
-            found[matrix.key] = AdapterTensor(matrix.size(shape), layer, of_backbone, dim)
-        return found
+            tensors[matrix.key] = AdapterTensor(matrix.size(shape), layer, of_backbone, dim)
+        return tensors
 
     def is_alike(self, shape: BackboneShape, layers: range) -> bool:
         """Whether each of these layers has tensors of the same shapes in the same places, or none has any."""
-        found: dict[int, list[str]] = {layer: [] for layer in layers}
+        paths: dict[int, list[str]] = {layer: [] for layer in layers}
         for module in self.modules(shape):
-            if module.layer in found:
-                found[module.layer].append(module.op)
+            if module.layer in paths:
+                paths[module.layer].append(module.op)
         for tensor in self.tensors(shape).values():
-            if tensor.layer in found:
-                found[tensor.layer].append(f"{tensor.shape} {tensor.dim} {tensor.trained}")
-        return len({tuple(sorted(own)) for own in found.values()}) == 1
+            if tensor.layer in paths:
+                paths[tensor.layer].append(f"{tensor.shape} {tensor.dim} {tensor.trained}")
+        return len({tuple(sorted(of_layer)) for of_layer in paths.values()}) == 1
 
     def in_files(self, tensors: Mapping[str, Tensor], shape: BackboneShape) -> dict[str, Tensor]:
         """The tensors as `adapter_model.safetensors` has them, from those of `tensors`."""
@@ -159,18 +159,18 @@ class AdapterSpec(Section, ABC):
 
     def config(self, shape: BackboneShape) -> dict[str, Any]:
         """The content of `adapter_config.json`, keys in order: `all-linear` is spelled out."""
-        found = {name: f.default for name, f in self.refused.items() if f.default is not NOT_STORED}
-        found |= {name: getattr(self, name) for name in type(self).model_fields}
-        del found["adapter_name_or_path"]
-        if "fan_in_fan_out" in found:
-            found["fan_in_fan_out"] = shape.names.transposed
-        if "target_modules" in found:
+        fields = {name: f.default for name, f in self.refused.items() if f.default is not NOT_STORED}
+        fields |= {name: getattr(self, name) for name in type(self).model_fields}
+        del fields["adapter_name_or_path"]
+        if "fan_in_fan_out" in fields:
+            fields["fan_in_fan_out"] = shape.names.transposed
+        if "target_modules" in fields:
             targets = self.targets(shape)
             every = isinstance(targets, str) and targets.lower() == ALL_LINEAR
-            found["target_modules"] = (
+            fields["target_modules"] = (
                 short_names(m for m in shape.modules if not m.experts) if every else targets
             )
-        return dict(sorted(found.items()))
+        return dict(sorted(fields.items()))
 
     # -- its cost
 

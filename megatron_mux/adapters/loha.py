@@ -60,10 +60,10 @@ class _Changes(Adapter):
 
     def product(self, x: Tensor, y: Tensor, batch: MicroBatch) -> Tensor:
         """See `Adapter.product`."""
-        for own in self.changes:
-            factors = (factor.value for factor in own.factors)
-            added: Tensor = _ChangeProduct.apply(x, *factors, own.scale)  # type: ignore[no-untyped-call]
-            y = y + added if own.columns is None else y.index_add(1, own.columns, added)
+        for change_of_op in self.changes:
+            factors = (factor.value for factor in change_of_op.factors)
+            added: Tensor = _ChangeProduct.apply(x, *factors, change_of_op.scale)  # type: ignore[no-untyped-call]
+            y = y + added if change_of_op.columns is None else y.index_add(1, change_of_op.columns, added)
         return y
 
 
@@ -147,9 +147,9 @@ class LohaSpec(LowRankSpec):
             raise UserError(
                 f"LOHA is not possible for the transposed weights of a {shape.family}, as in peft: choose LORA"
             )
-        found = super().modules(shape)
-        self.check_patterns(found)
-        return found
+        modules = super().modules(shape)
+        self.check_patterns(modules)
+        return modules
 
     @property
     def rank(self) -> int:

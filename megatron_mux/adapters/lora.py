@@ -75,17 +75,17 @@ class Lora(TaskAdapter):
         name = key.removeprefix(tensor_key(self._module.path, ""))
         if name in self.spec.computed and self._computed is None:
             self._computed = self._compute(self._module)
-        found = (self._computed or {}).get(name)
-        return super().fresh(key) if found is None else found
+        value = (self._computed or {}).get(name)
+        return super().fresh(key) if value is None else value
 
     def _compute(self, module: Module) -> dict[str, Tensor]:
         """A module's initial values that depend on its weight or on each other, by the end of their key."""
         spec, method, rank = self.spec, self.spec.init_lora_weights, self.spec.rank_of(module)
-        found: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         if method == "orthogonal":
-            found = initial.orthogonal(module, rank, self.seed)
+            values = initial.orthogonal(module, rank, self.seed)
         if not (spec.takes_away or spec.use_dora):
-            return found
+            return values
         if self.host.weights is None:
             raise UserError(
                 "use_dora, and init_lora_weights pissa and olora, start from the backbone's weights, which are not "
@@ -93,16 +93,16 @@ class Lora(TaskAdapter):
             )
         weight, scale = self.host.weights(module.path), spec.scale_of(module)
         if weight is None:  # the values do not matter
-            return found
+            return values
         weight = weight.to(self.host.parameter_dtype)
         if spec.takes_away:
-            found = initial.factors(method, weight, rank, scale, self.seed, module.path)
+            values = initial.factors(method, weight, rank, scale, self.seed, module.path)
         if spec.use_dora:
-            own = found or {
+            factors = values or {
                 name: super(Lora, self).fresh(tensor_key(module.path, name)) for name in (DOWN, UP)
             }
-            found[MAGNITUDE] = initial.magnitude(weight, scale, own)
-        return found
+            values[MAGNITUDE] = initial.magnitude(weight, scale, factors)
+        return values
 
 
 class LoraSpec(SavesTokens, LowRankSpec):
@@ -191,22 +191,22 @@ class LoraSpec(SavesTokens, LowRankSpec):
 
     def modules(self, shape: BackboneShape) -> list[Module]:
         """See `AdapterSpec.modules`; routed experts are named by `target_parameters`."""
-        found = super().modules(shape)
+        modules = super().modules(shape)
         parameters = match_parameters(self.target_parameters or (), shape.modules)
-        if parameters or self._beside_experts(found, shape):
-            self._refuse_beside_experts()
-        wanted = {module.path for module in (*found, *parameters)}
-        found = [module for module in shape.modules if module.path in wanted]
-        for module in found:
+        if parameters or self._left_out_by_peft(modules, shape):
+            self._refuse_with_parameters()
+        wanted = {module.path for module in (*modules, *parameters)}
+        modules = [module for module in shape.modules if module.path in wanted]
+        for module in modules:
             initial.check_rank(self.init_lora_weights, self.rank_of(module), module, shape)
-        self.check_patterns(found)
-        return found
+        self.check_patterns(modules)
+        return modules
 
-    def _refuse_beside_experts(self) -> None:
+    def _refuse_with_parameters(self) -> None:
         """Refuse what peft cannot have where it adapts parameters, not modules."""
-        own = {"lora_dropout": self.lora_dropout > 0, "use_dora": self.use_dora}
-        own["init_lora_weights"] = self.takes_away or self.init_lora_weights == "orthogonal"
-        for name in (name for name, is_set in own.items() if is_set):
+        refused = {"lora_dropout": self.lora_dropout > 0, "use_dora": self.use_dora}
+        refused["init_lora_weights"] = self.takes_away or self.init_lora_weights == "orthogonal"
+        for name in (name for name, is_set in refused.items() if is_set):
             raise UserError(
                 f"{name}: must be {'0' if name == 'lora_dropout' else 'its default'} with target_parameters, and with "
                 "MLPs and shared experts of a backbone with routed experts, as in peft: leave it out, or name modules "
@@ -214,7 +214,7 @@ class LoraSpec(SavesTokens, LowRankSpec):
             )
 
     @staticmethod
-    def _beside_experts(modules: Sequence[Module], shape: BackboneShape) -> list[Module]:
+    def _left_out_by_peft(modules: Sequence[Module], shape: BackboneShape) -> list[Module]:
         """Those of the modules that peft leaves out, without a word, unless `target_parameters` names their weights."""
         if shape.experts is None:
             return []
@@ -225,11 +225,11 @@ class LoraSpec(SavesTokens, LowRankSpec):
         config, named = super().config(shape), super().modules(shape)
         if self.takes_away:
             config |= self._joined_fields()
-        beside = self._beside_experts(named, shape)
-        if beside:
-            config["target_modules"] = [module.path for module in named if module not in beside]
+        left_out = self._left_out_by_peft(named, shape)
+        if left_out:
+            config["target_modules"] = [module.path for module in named if module not in left_out]
             config["target_parameters"] = [
-                *(self.target_parameters or ()), *(f"{module.path}.weight" for module in beside)
+                *(self.target_parameters or ()), *(f"{module.path}.weight" for module in left_out)
             ]  # fmt: skip
         return config
 
@@ -249,20 +249,20 @@ class LoraSpec(SavesTokens, LowRankSpec):
 
     def in_files(self, tensors: Mapping[str, Tensor], shape: BackboneShape) -> dict[str, Tensor]:
         """See `AdapterSpec.in_files`: with a subtracted product, plain LoRA of twice the rank."""
-        return self._converted(tensors, shape, lambda own, module: initial.joined(own))
+        return self._converted(tensors, shape, lambda tensors_, module: initial.joined(tensors_))
 
     def from_files(self, tensors: Mapping[str, Tensor], shape: BackboneShape) -> dict[str, Tensor]:
         """See `AdapterSpec.from_files`."""
         return self._converted(tensors, shape, self._parted)
 
-    def _parted(self, own: dict[str, Tensor], module: Module) -> dict[str, Tensor]:
-        found = initial.parted(own, self.rank_of(module))
-        if FIRST_DOWN not in found and DOWN in found and initial.is_random(self.init_lora_weights):
+    def _parted(self, tensors: dict[str, Tensor], module: Module) -> dict[str, Tensor]:
+        parts = initial.parted(tensors, self.rank_of(module))
+        if FIRST_DOWN not in parts and DOWN in parts and initial.is_random(self.init_lora_weights):
             raise UserError(
                 f"init_lora_weights: the initial values of {self.init_lora_weights} are random, and the adapter to "
                 "start from lacks them: save it with path_initial_model_for_weight_conversion, as plain LoRA"
             )
-        return found
+        return parts
 
     def _converted(
         self,
@@ -274,8 +274,8 @@ class LoraSpec(SavesTokens, LowRankSpec):
         for module in self.modules(shape) if self.takes_away else ():
             prefix = tensor_key(module.path, "")
             names = [name for name in (DOWN, UP, MAGNITUDE, FIRST_DOWN, FIRST_UP) if prefix + name in left]
-            own = convert({name: left.pop(prefix + name) for name in names}, module)
-            left |= {prefix + name: tensor for name, tensor in own.items()}
+            converted = convert({name: left.pop(prefix + name) for name in names}, module)
+            left |= {prefix + name: tensor for name, tensor in converted.items()}
         return left
 
     def key_path(self, module: Module) -> str:
@@ -300,17 +300,17 @@ class LoraSpec(SavesTokens, LowRankSpec):
             }
         inputs, outputs = (None, 0) if module.column_parallel else (1, None)
         sizes = (rank, module.in_features), (module.out_features, rank)
-        found = {
+        tensors = {
             DOWN: AdapterTensor(sizes[0], layer, down, inputs),
             UP: AdapterTensor(sizes[1], layer, up, outputs),
         }
         if self.use_dora:
-            found[MAGNITUDE] = AdapterTensor(sizes[1][:1], layer, constant(1.0), outputs)
+            tensors[MAGNITUDE] = AdapterTensor(sizes[1][:1], layer, constant(1.0), outputs)
         if self.takes_away:
             fixed: dict[str, Any] = {"trained": False, "derived": True}
-            found[FIRST_DOWN] = AdapterTensor(sizes[0], layer, constant(0.0), inputs, **fixed)
-            found[FIRST_UP] = AdapterTensor(sizes[1], layer, constant(0.0), outputs, **fixed)
-        return found
+            tensors[FIRST_DOWN] = AdapterTensor(sizes[0], layer, constant(0.0), inputs, **fixed)
+            tensors[FIRST_UP] = AdapterTensor(sizes[1], layer, constant(0.0), outputs, **fixed)
+        return tensors
 
     def _drawn(self, rank: int) -> tuple[Init, Init]:
         """What A and B are drawn from."""
@@ -330,17 +330,17 @@ class LoraSpec(SavesTokens, LowRankSpec):
 
     def curve(self, modules: int) -> Curve:
         """See `AdapterSpec.curve`."""
-        found = super().curve(modules)
-        return found._replace(name=found.name.replace("LORA", "LORA_DORA")) if self.use_dora else found
+        curve = super().curve(modules)
+        return curve._replace(name=curve.name.replace("LORA", "LORA_DORA")) if self.use_dora else curve
 
     def work(self, place: BaseOpWidths) -> Work:
         """See `AdapterSpec.work`: DoRA reads the weight and its own product; with dropout it has a second product."""
-        found = super().work(place)
+        work = super().work(place)
         if not self.use_dora:
-            return found
+            return work
         elements = place.in_features * place.out_features
         again = 2 * elements if self.dropout else 0
-        return Work(found.flops + again, found.moved + 3 * place.out_features, elements)
+        return Work(work.flops + again, work.moved + 3 * place.out_features, elements)
 
 
 def _dora(sample: Sample, op: BaseOpName, names: Sequence[str]) -> AdapterSpec:

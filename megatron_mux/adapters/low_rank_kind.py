@@ -169,8 +169,8 @@ class LowRankTerms(Adapter):
 
     def low_rank(self, slot: int) -> list[Term]:
         """See `Adapter.low_rank`."""
-        found = [self._term(product, slot) for product in self.products]
-        return [*found, *(self._subtracted(own, slot) for own in self.products if own.subtracted)]
+        terms = [self._term(product, slot) for product in self.products]
+        return [*terms, *(self._subtracted(product, slot) for product in self.products if product.subtracted)]
 
     def _term(self, product: Product, slot: int) -> Term:
         owner, site = self.owner, product.site
@@ -205,4 +205,4 @@ class LowRankTerms(Adapter):
         """A matrix in the compute dtype, and where its gradient goes."""
         if isinstance(matrix, Tensor):
             return matrix, None
-        return self.owner.arena.copy_of(matrix), matrix.value.grad
+        return self.owner.flat_params.copy_of(matrix), matrix.value.grad

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.adapters.arena import Arena
+from megatron_mux.adapters.flat_params import FlatParams
 from megatron_mux.adapters.host import Host
 from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.adapters.vocabulary_fields import OwnMatrix
@@ -37,7 +37,7 @@ class TaskRows:
 
     Attributes:
         tied: Rows that stand for both matrices: their parameter on this rank, None if it has neither end.
-        found: Once the adapter has its arena, the rows by matrix.
+        found: Once the adapter has its flat parameters, the rows by matrix.
 
     Raises:
         UserError: The backbone is divided in a way that has no place for them.
@@ -88,15 +88,15 @@ class TaskRows:
             dist.all_reduce(rows, group=host.parallel.tp_group)
         return rows.cpu()
 
-    def find(self, arena: Arena) -> None:
-        """Make `found`, of parameters that have their storage in `arena`."""
+    def find(self, flat_params: FlatParams) -> None:
+        """Make `found`, of parameters that are views of `flat_params`."""
         host = self._host
         for matrix, parameter in self._made:
             for place in matrix.places:
                 part = (host.vocabulary or {}).get(place)
                 if part is None:
                     continue
-                values, gradient = arena.copy_of(parameter), parameter.value.grad
+                values, gradient = flat_params.copy_of(parameter), parameter.value.grad
                 assert gradient is not None
                 tokens, held = None, slice(0, values.shape[0])
                 if matrix.tokens is not None:

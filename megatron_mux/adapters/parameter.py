@@ -36,7 +36,7 @@ class AdapterParameter:
 
     @property
     def precedence(self) -> tuple[bool, ...]:
-        """Its place in an `Arena`: the lowest comes first."""
+        """Its place in `FlatParams`: the lowest comes first."""
         return not self.of_stage, not self.partial, not self.decay, not self.owner
 
     def slice_of(self, full: Tensor) -> Tensor:

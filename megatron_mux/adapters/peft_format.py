@@ -51,8 +51,8 @@ def read_adapter(directory: Path | str, spec: AdapterSpec, shape: BackboneShape)
     ]
     if not problems:
         tensors = spec.from_files(tensors, shape)
-        found = check_tensors(tensors, spec, shape)
-        problems = [f"{Path(directory) / WEIGHTS}: {problem}" for problem in found]
+        checked = check_tensors(tensors, spec, shape)
+        problems = [f"{Path(directory) / WEIGHTS}: {problem}" for problem in checked]
     if problems:
         raise UserError(*problems)
     return tensors

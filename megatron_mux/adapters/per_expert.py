@@ -35,7 +35,7 @@ def fused_config(config: Mapping[str, Any], keys: Collection[str]) -> dict[str, 
     Raises:
         UserError: The adapter cannot be represented exactly so.
     """
-    roles = {_ROLES[found["name"]] for key in keys if (found := _KEY.fullmatch(key)) is not None}
+    roles = {_ROLES[match["name"]] for key in keys if (match := _KEY.fullmatch(key)) is not None}
     if not roles:
         return dict(config)
     if len(roles & {"gate", "up"}) == 1:
@@ -69,7 +69,7 @@ def fused_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         UserError: Some expert of a layer lacks some of the tensors that others have.
     """
-    found: dict[str, dict[tuple[int, str], dict[str, Tensor]]] = {}
+    of_matrices: dict[str, dict[tuple[int, str], dict[str, Tensor]]] = {}
     others: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
@@ -77,18 +77,18 @@ def fused_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             others[key] = tensor
         else:
             place = int(match["expert"]), _ROLES[match["name"]]
-            found.setdefault(match["layer"], {}).setdefault(place, {})[match["side"]] = tensor
-    if not found:
+            of_matrices.setdefault(match["layer"], {}).setdefault(place, {})[match["side"]] = tensor
+    if not of_matrices:
         return others
-    roles = {role for of_layer in found.values() for _, role in of_layer}
-    count = 1 + max(expert for of_layer in found.values() for expert, _ in of_layer)
-    for layer, of_layer in found.items():
+    roles = {role for of_layer in of_matrices.values() for _, role in of_layer}
+    count = 1 + max(expert for of_layer in of_matrices.values() for expert, _ in of_layer)
+    for layer, of_layer in of_matrices.items():
         for expert in range(count):
             if any(of_layer.get((expert, role), {}).keys() != {"A", "B"} for role in roles):
                 raise UserError(f"{layer}: expert {expert} lacks adapters that other experts have")
-    rank = next(iter(next(iter(found.values())).values()))["A"].shape[0] * (2 if "gate" in roles else 1)
+    rank = next(iter(next(iter(of_matrices.values())).values()))["A"].shape[0] * (2 if "gate" in roles else 1)
     made = {key: _padded(tensor, rank, key) for key, tensor in others.items()}
-    for layer, of_layer in found.items():
+    for layer, of_layer in of_matrices.items():
         for role in sorted(roles - {"up"}):
             inner = ".base_layer" if role == "gate" and "down" in roles else ""
             both = [_pair(of_layer, expert, role) for expert in range(count)]
@@ -104,12 +104,12 @@ def _pair(
     of_layer: Mapping[tuple[int, str], Mapping[str, Tensor]], expert: int, role: str
 ) -> tuple[Tensor, Tensor]:
     """A and B of an expert's down projection, or of its gate and up projections together."""
-    own = of_layer[expert, role]
+    factors = of_layer[expert, role]
     if role == "down":
-        return own["A"], own["B"]
+        return factors["A"], factors["B"]
     up = of_layer[expert, "up"]
-    block: Tensor = torch.block_diag(own["B"], up["B"])
-    return torch.cat((own["A"], up["A"])), block
+    block: Tensor = torch.block_diag(factors["B"], up["B"])
+    return torch.cat((factors["A"], up["A"])), block
 
 
 def _padded(tensor: Tensor, rank: int, key: str) -> Tensor:

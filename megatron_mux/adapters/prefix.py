@@ -55,16 +55,16 @@ class _Prefix(Adapter):
 
     def extend(self, batch: MicroBatch) -> None:
         """Add key and value, `[P, key-value heads on this rank, D]` each, to the micro-batch for core attention."""
-        owner, table = self.owner, self.owner.table
-        pair, gradient = self._own(owner.arena.copy_of(table)), self._own(table.value.grad)
+        owner, prefix = self.owner, self.owner.prefix
+        pair, gradient = self._own(owner.flat_params.copy_of(prefix)), self._own(prefix.value.grad)
         made: Any = _KeyAndValue.apply(owner.host.anchor, pair, gradient)  # type: ignore[no-untyped-call]
         batch.prefix.setdefault(self.layer, {})[owner.name] = made
 
-    def _own(self, table: Tensor | None) -> Tensor:
-        """The layer's part of the table, or of its gradient: `[P, 2, key-value heads on this rank, D]`."""
-        assert table is not None
+    def _own(self, prefix: Tensor | None) -> Tensor:
+        """The layer's part of the prefix, or of its gradient: `[P, 2, key-value heads on this rank, D]`."""
+        assert prefix is not None
         shape, (first, stop) = self.owner.host.shape, self.owner.heads
-        whole: Tensor = table.unflatten(1, (-1, 2, shape.kv_heads, shape.head_dim))
+        whole: Tensor = prefix.unflatten(1, (-1, 2, shape.kv_heads, shape.head_dim))
         return whole[:, self.place, :, first:stop]
 
 
@@ -79,7 +79,7 @@ class PrefixTuning(TaskAdapter):
         if self.places:
             width = 2 * _width(shape)
             index = torch.cat([torch.arange(layer * width, (layer + 1) * width) for layer in self.places])
-            self.table = self.make(_KEY, dim=1, index=index)
+            self.prefix = self.make(_KEY, dim=1, index=index)
         super().build()
 
     def adapt(self, modules: list[tuple[Site, list[AdapterParameter]]]) -> _Prefix:
@@ -144,14 +144,14 @@ class PrefixTuningSpec(AdapterSpec):
     def config(self, shape: BackboneShape) -> dict[str, Any]:
         """See `AdapterSpec.config`; peft counts key-value heads where it says attention heads."""
         width = _width(shape)
-        found = {
+        fields = {
             "encoder_hidden_size": width,
             "num_attention_heads": shape.kv_heads,
             "num_layers": shape.layers,
             "num_transformer_submodules": 1,
             "token_dim": width,
         }
-        return dict(sorted((super().config(shape) | found).items()))
+        return dict(sorted((super().config(shape) | fields).items()))
 
     @classmethod
     def samples(cls) -> Sequence[Sample]:

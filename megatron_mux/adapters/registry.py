@@ -25,7 +25,7 @@ def by_type(kinds: Iterable[type[AdapterSpec]]) -> dict[str, type[AdapterSpec]]:
     Raises:
         ValueError: Two kinds take the same, or one leaves out what every kind must say.
     """
-    found: dict[str, type[AdapterSpec]] = {}
+    by_name: dict[str, type[AdapterSpec]] = {}
     for kind in kinds:
         name = kind.kind()
         left_out = {
@@ -34,10 +34,10 @@ def by_type(kinds: Iterable[type[AdapterSpec]]) -> dict[str, type[AdapterSpec]]:
         }
         if left_out:
             raise ValueError(f"adapter kind {name} lacks {', '.join(sorted(left_out))}")
-        if name in found:
-            raise ValueError(f"two adapter kinds are called {name}: {found[name]} and {kind}")
-        found[name] = kind
-    return found
+        if name in by_name:
+            raise ValueError(f"two adapter kinds are called {name}: {by_name[name]} and {kind}")
+        by_name[name] = kind
+    return by_name
 
 
 KINDS = by_type(importlib.import_module(f"megatron_mux.adapters.{name}").KIND for name in _FILES)

@@ -119,14 +119,14 @@ class _Patterns:
 
     def matching(self, path: str) -> set[int]:
         """Numbers of the patterns that match a module's path, or its end after a dot."""
-        found = {i for i, expression in self._expressions if expression.match(path)}
+        matches = {i for i, expression in self._expressions if expression.match(path)}
         for end in ends(path):
             for dots in self._dots.get(len(end), ()):
                 characters = list(end)
                 for at in dots:
                     characters[at] = "."
-                found.add(self._names.get("".join(characters), -1))
-        return found - {-1}
+                matches.add(self._names.get("".join(characters), -1))
+        return matches - {-1}
 
 
 _compiled = lru_cache(maxsize=16)(_Patterns)
@@ -222,5 +222,5 @@ def _listed(value: Sequence[str] | str | None) -> Sequence[str]:
 
 
 def _index(path: str, patterns: Sequence[re.Pattern[str]]) -> int | None:
-    found = next((match for pattern in patterns if (match := pattern.match(path))), None)
-    return None if found is None else int(found["index"])
+    matched = next((match for pattern in patterns if (match := pattern.match(path))), None)
+    return None if matched is None else int(matched["index"])

@@ -106,11 +106,11 @@ def _match_text(text: str, modules: Sequence[Module]) -> list[Module]:
         expression = re.compile(text)
     except re.error as error:
         raise UserError(f"target_modules: {text!r} is not a regular expression: {error}") from None
-    found = [module for module in modules if expression.fullmatch(module.path)]
-    if not found:
+    matched = [module for module in modules if expression.fullmatch(module.path)]
+    if not matched:
         _refuse_outside([text], modules)
         raise UserError(f"target_modules: no module matches {text!r}: choose from {_choices(modules)}")
-    return found
+    return matched
 
 
 def short_names(modules: Iterable[Module]) -> list[str]:

@@ -47,8 +47,8 @@ class AdapterTensor:
 
 def blank(tensors: Mapping[str, AdapterTensor]) -> dict[str, Tensor]:
     """Zeros without storage in place of an adapter's stored values, by key: for those that are known elsewhere."""
-    stored = {key: own for key, own in tensors.items() if own.stored and not own.derived}
-    return {key: torch.zeros(()).expand(own.shape) for key, own in stored.items()}
+    stored = {key: tensor for key, tensor in tensors.items() if tensor.stored and not tensor.derived}
+    return {key: torch.zeros(()).expand(tensor.shape) for key, tensor in stored.items()}
 
 
 def constant(value: float) -> Init:

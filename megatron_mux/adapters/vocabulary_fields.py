@@ -118,7 +118,7 @@ def _own_rows(
             f"{_TYING}: with {_SAVED} it trains one copy for the embedding and the output layer, which is not "
             f"supported: leave it out (the copies are then independent), or use {_TOKENS}"
         )
-    found = [OwnMatrix(f"{_prefix(place, shape)}.weight", (place,)) for place in copied]
+    matrices = [OwnMatrix(f"{_prefix(place, shape)}.weight", (place,)) for place in copied]
     for matrix in _token_rows(shape, by_name or {}, ensure_tying):
         both = [place for place in matrix.places if place in copied]
         if both:
@@ -126,21 +126,21 @@ def _own_rows(
             raise UserError(
                 f"{_TOKENS}: {_SAVED} already trains all rows of {_name(both[0], shape)}{reason}: choose one of them"
             )
-        found.append(matrix)
-    return tuple(found)
+        matrices.append(matrix)
+    return tuple(matrices)
 
 
 def _token_rows(
     shape: BackboneShape, by_name: Mapping[str, Sequence[int]], ensure_tying: bool
 ) -> list[OwnMatrix]:
     tokens: dict[Place, tuple[int, ...]] = {}
-    for name, own in by_name.items():
+    for name, ids in by_name.items():
         place = _place(name, shape, _TOKENS)
         if place in tokens:
             raise UserError(f"{_TOKENS}: names {_name(place, shape)} twice: name it once, with all tokens")
-        if max(own) >= shape.vocab:
-            raise UserError(f"{_TOKENS}: {max(own)} is no token: the backbone's vocabulary has {shape.vocab}")
-        tokens[place] = tuple(own)
+        if max(ids) >= shape.vocab:
+            raise UserError(f"{_TOKENS}: {max(ids)} is no token: the backbone's vocabulary has {shape.vocab}")
+        tokens[place] = tuple(ids)
     places = tuple(sorted(tokens))
     if shape.tied and "embedding" in tokens:
         if tokens.get("head", tokens["embedding"]) == tokens["embedding"]:

@@ -27,7 +27,7 @@ from megatron_mux.fusion.schedules import PIPELINE_SCHEDULES, Schedule
 if TYPE_CHECKING:
     import torch
 
-    from megatron_mux.backbone.residence import Kind
+    from megatron_mux.backbone.weight_offload import Kind
     from megatron_mux.quantised.scheme import QuantMethod
     from megatron_mux.shape import BackboneShape
 

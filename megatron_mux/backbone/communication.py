@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.backbone.exchange import Exchange, Pending
+from megatron_mux.backbone.exchange import Exchange, PendingResult
 from megatron_mux.backbone.pieces import Message
 from megatron_mux.process_groups import bounded_tensor_group
 from megatron_mux.runtime import Parallel, is_gpu
@@ -43,11 +43,11 @@ class GroupExchange(Exchange):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def issue(self, message: Message) -> Pending:
+    def issue(self, message: Message) -> PendingResult:
         """See `Exchange.issue`."""
         tensor = message.tensor.contiguous()
         made = _made_of(message, tensor, self._group)
-        return Pending(made, _collective(message, made, tensor, self._group, async_op=True), tensor)
+        return PendingResult(made, _collective(message, made, tensor, self._group, async_op=True), tensor)
 
 
 class MulticastExchange(Exchange):
@@ -68,7 +68,7 @@ class MulticastExchange(Exchange):
         # Of high priority: blocks of a message start before those of products that wait already.
         self._stream = torch.cuda.Stream(slot.device, priority=-1)
 
-    def issue(self, message: Message) -> Pending:
+    def issue(self, message: Message) -> PendingResult:
         """See `Exchange.issue`."""
         tensor = message.tensor.contiguous()
         made = _made_of(message, tensor, self._group)
@@ -78,7 +78,7 @@ class MulticastExchange(Exchange):
                 one.record_stream(self._stream)
             self._send(message, made, tensor)
             arrived = self._stream.record_event()
-        return Pending(made, arrived, tensor)
+        return PendingResult(made, arrived, tensor)
 
     def _send(self, message: Message, made: Tensor, tensor: Tensor) -> None:
         """Exchange on the current stream. What decides on the way there is the same on all ranks."""

@@ -21,14 +21,14 @@ from torch import Tensor
 from megatron_mux.backbone.experts.exchange import Received, Rows, Sent
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.router import Routes
-from megatron_mux.backbone.pieces import Begun, Exchanging, Piece, Yields, received
+from megatron_mux.backbone.pieces import CollectiveGenerator, IssuedMessage, Piece, Yields, received
 from megatron_mux.batch.micro_batch import MicroBatch, activate
 
 
 class CutMlp(Protocol):
     """What follows attention in a layer, as generators: `CutExperts`, or an MLP that tensor ranks divide."""
 
-    def forward(self, normed: Tensor, needed: bool) -> Exchanging[tuple[Tensor, bool]]:
+    def forward(self, normed: Tensor, needed: bool) -> CollectiveGenerator[tuple[Tensor, bool]]:
         """Compute rows.
 
         Args:
@@ -40,7 +40,7 @@ class CutMlp(Protocol):
         """
         ...
 
-    def backward(self, gradient: Tensor | None) -> Exchanging[Tensor | None]:
+    def backward(self, gradient: Tensor | None) -> CollectiveGenerator[Tensor | None]:
         """Back-propagate the output's gradient to the adapters. Returns the input's gradient if that is needed."""
         ...
 
@@ -69,7 +69,7 @@ class CutExperts:
         """How often it yields: not at all where this process has all experts."""
         return Yields(0, 0) if layer.exchange is None else Yields(3, 2)
 
-    def forward(self, normed: Tensor, needed: bool) -> Exchanging[tuple[Tensor, bool]]:
+    def forward(self, normed: Tensor, needed: bool) -> CollectiveGenerator[tuple[Tensor, bool]]:
         """See `CutMlp.forward`."""
         layer, trained = self._layer, self._trained and torch.is_grad_enabled()
         with activate(self._batch):
@@ -82,18 +82,18 @@ class CutExperts:
             y, trained = self._compute_experts(arrived, needed)
         else:
             choice, sizes = layer.exchange.begin(Routes(routes.experts, weights))
-            told = received((yield Begun("sizes", sizes)))
+            told = received((yield IssuedMessage("sizes", sizes)))
             self._sent = sent = layer.exchange.agreed(choice, told)
             self._rows = rows = Rows(sent)
             leaving = rows.forth(x, weights, slots)
             shared, shared_trained = self._compute_shared(normed, needed)
-            arrived = rows.arrived(received((yield Begun("rows", leaving))))
+            arrived = rows.arrived(received((yield IssuedMessage("rows", leaving))))
             y, _ = self._compute_experts(arrived, trained)
-            y = sent.collected(received((yield Begun("results", sent.back(y, "results")))))
+            y = sent.collected(received((yield IssuedMessage("results", sent.back(y, "results")))))
         output = y.unsqueeze(1)
         return output if shared is None else output + shared, trained or shared_trained
 
-    def backward(self, gradient: Tensor | None) -> Exchanging[Tensor | None]:
+    def backward(self, gradient: Tensor | None) -> CollectiveGenerator[Tensor | None]:
         """See `CutMlp.backward`."""
         assert gradient is not None
         sent, rows = self._sent, self._rows
@@ -104,10 +104,10 @@ class CutExperts:
         else:
             leaving = sent.forth(dy.index_select(0, sent.rows), "result gradients")
             (d_shared,) = self._back_shared(gradient)
-            dy = received((yield Begun("result gradients", leaving)))
+            dy = received((yield IssuedMessage("result gradients", leaving)))
             dx, dweights = self._experts.backward(dy)
             leaving = rows.back(*self._whole(dx, dweights, dy))
-            dx, dweights = rows.returned(received((yield Begun("row gradients", leaving))))
+            dx, dweights = rows.returned(received((yield IssuedMessage("row gradients", leaving))))
         (d_normed,) = self._router.backward(dx, dweights)
         if d_normed is None or d_shared is None:
             return d_shared if d_normed is None else d_normed

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from megatron_mux.backbone.pieces import Arriving, Begun, Exchanging, Message
+from megatron_mux.backbone.pieces import CollectiveGenerator, IssuedMessage, Message, PendingTensor
 from megatron_mux.batch.micro_batch import MicroBatch, activate
 
 Made = TypeVar("Made")
@@ -19,7 +19,7 @@ class Exchange(ABC):
     """Issues the messages of one rank to other tensor ranks, in the same order on all of them."""
 
     @abstractmethod
-    def issue(self, message: Message) -> Pending:
+    def issue(self, message: Message) -> PendingResult:
         """Begin to exchange a message, after what the current stream has computed so far.
 
         The host waits for nothing: neither for the computation nor for the other ranks.
@@ -27,7 +27,7 @@ class Exchange(ABC):
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingResult:
     """A message on its way.
 
     Attributes:
@@ -55,7 +55,7 @@ class Course(Generic[Made]):
         batch: Its micro-batch.
     """
 
-    steps: Exchanging[Made]
+    steps: CollectiveGenerator[Made]
     batch: MicroBatch
 
 
@@ -70,7 +70,7 @@ class Observer(Protocol):
         """The piece has been computed, or enqueued on a GPU."""
         ...
 
-    def issued(self, index: int, message: Message | Begun, pending: Arriving) -> None:
+    def issued(self, index: int, message: Message | IssuedMessage, pending: PendingTensor) -> None:
         """The message after the piece is on its way."""
         ...
 
@@ -95,7 +95,7 @@ def interleave(
     Raises:
         RuntimeError: The order ends before some computation does, or goes on after its end.
     """
-    pending: list[Arriving | None] = [None] * len(courses)
+    pending: list[PendingTensor | None] = [None] * len(courses)
     made: dict[int, Made] = {}
     for index in order:
         if index in made:
@@ -114,7 +114,7 @@ def interleave(
         if observer is not None:
             observer.ends(index)
         if message is not None:
-            sent = message.arriving if isinstance(message, Begun) else exchange.issue(message)
+            sent = message.pending if isinstance(message, IssuedMessage) else exchange.issue(message)
             pending[index] = sent
             if observer is not None:
                 observer.issued(index, message, sent)

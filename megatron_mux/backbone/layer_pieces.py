@@ -26,7 +26,7 @@ from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.latent_attention import LatentAttention
 from megatron_mux.backbone.layer import after_mlp, attend, before_attention, before_mlp
 from megatron_mux.backbone.pieces import (
-    Exchanging,
+    CollectiveGenerator,
     Message,
     MessageKind,
     Piece,
@@ -57,7 +57,7 @@ class TensorMessages:
         count = 0 if not self.divided else 2 if self.sequence_parallel else 1
         return Yields(count, count)
 
-    def spread(self, normed: Tensor) -> Exchanging[Tensor]:
+    def spread(self, normed: Tensor) -> CollectiveGenerator[Tensor]:
         """Its input: all rows."""
         if not self.divided:
             # As Megatron does: the strides of a view decide which product a matrix library computes, to the bit.
@@ -66,17 +66,17 @@ class TensorMessages:
             return normed
         return received((yield Message("all_gather", normed)))
 
-    def spread_backward(self, gradient: Tensor | None) -> Exchanging[Tensor | None]:
+    def spread_backward(self, gradient: Tensor | None) -> CollectiveGenerator[Tensor | None]:
         """The input's gradient, summed."""
         if not self.divided:
             return gradient
         return (yield None if gradient is None else Message(self._summing, gradient))
 
-    def sum(self, partial: Tensor) -> Exchanging[Tensor]:
+    def sum(self, partial: Tensor) -> CollectiveGenerator[Tensor]:
         """Its output, summed."""
         return received((yield Message(self._summing, partial))) if self.divided else partial
 
-    def sum_backward(self, gradient: Tensor | None) -> Exchanging[Tensor | None]:
+    def sum_backward(self, gradient: Tensor | None) -> CollectiveGenerator[Tensor | None]:
         """The output's gradient: all rows."""
         if not self.sequence_parallel:
             return gradient
@@ -89,7 +89,7 @@ class TensorMessages:
 
 @dataclass
 class LayerPieces:
-    """A layer's forward and backward on one micro-batch, as generators; see `pieces.Exchanging`.
+    """A layer's forward and backward on one micro-batch, as generators; see `pieces.CollectiveGenerator`.
 
     Attributes:
         layer: Megatron's transformer layer.
@@ -119,7 +119,7 @@ class LayerPieces:
         self._input: tuple[Tensor, bool] | None = None  # to compute the layer again
         self.trained = False
 
-    def forward(self, x: Tensor, needed: bool) -> Exchanging[tuple[Tensor, bool]]:
+    def forward(self, x: Tensor, needed: bool) -> CollectiveGenerator[tuple[Tensor, bool]]:
         """Compute the layer.
 
         Args:
@@ -136,7 +136,7 @@ class LayerPieces:
             self._input = x, needed
         return output, self.trained
 
-    def backward(self, dx: Tensor) -> Exchanging[Tensor | None]:
+    def backward(self, dx: Tensor) -> CollectiveGenerator[Tensor | None]:
         """Back-propagate the output's gradient to the adapters. Returns the input's gradient if that is needed."""
         if self._input is not None:
             again, self._input = self._input, None
@@ -154,7 +154,9 @@ class LayerPieces:
         d_normed = yield from self.messages.spread_backward(d_normed)
         return pieces.begin.backward(d_residual, d_normed)[0]
 
-    def _compute(self, x: Tensor, needed: bool, again: bool = False) -> Exchanging[tuple[Tensor, bool]]:
+    def _compute(
+        self, x: Tensor, needed: bool, again: bool = False
+    ) -> CollectiveGenerator[tuple[Tensor, bool]]:
         layer, pieces = self.layer, _Pieces(self.anchor, self._cut_mlp(again))
         self._pieces = pieces
         if not self.batch.rows:
@@ -216,7 +218,7 @@ class _DividedMlp:
         self._mlp, self._batch, self._messages = mlp, batch, messages
         self._piece = Piece(anchor)
 
-    def forward(self, normed: Tensor, needed: bool) -> Exchanging[tuple[Tensor, bool]]:
+    def forward(self, normed: Tensor, needed: bool) -> CollectiveGenerator[tuple[Tensor, bool]]:
         """See `CutMlp.forward`."""
         normed = yield from self._messages.spread(normed)
         with activate(self._batch), without_collectives(self._mlp.linear_fc1, self._mlp.linear_fc2):
@@ -224,7 +226,7 @@ class _DividedMlp:
         partial, trained = self._piece.output(partial)
         return (yield from self._messages.sum(partial)), trained
 
-    def backward(self, gradient: Tensor | None) -> Exchanging[Tensor | None]:
+    def backward(self, gradient: Tensor | None) -> CollectiveGenerator[Tensor | None]:
         """See `CutMlp.backward`."""
         (d_normed,) = self._piece.backward((yield from self._messages.sum_backward(gradient)))
         return (yield from self._messages.spread_backward(d_normed))

@@ -27,11 +27,11 @@ from megatron_mux.backbone.model_directory import open_checkpoint
 from megatron_mux.backbone.module_weights import ModuleWeights
 from megatron_mux.backbone.pieces import Yields
 from megatron_mux.backbone.registry import BackboneInfo, info_without_weights, read_backbone_info
-from megatron_mux.backbone.residence import Kind, Residence
 from megatron_mux.backbone.rotary import Angles, StageRotary
 from megatron_mux.backbone.split import Split, even_split, stage_layers
 from megatron_mux.backbone.stage_pass import Pieces, StagePass
 from megatron_mux.backbone.vocabulary import Vocabulary
+from megatron_mux.backbone.weight_offload import Kind, WeightOffload
 from megatron_mux.base_ops import BaseOpInfo
 from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.errors import UserError
@@ -59,7 +59,7 @@ class Backbone:
         placement: Which expert ranks hold which experts; None without experts.
         vocabulary: Its embedding and output layer, and the rows of them that tasks train themselves.
         module_weight: Reads the whole weight of a linear module from its file.
-        residence: Where its parameters live; unless resident, they can be read while their unit is in use only.
+        residence: Where its parameters live; unless resident, they can be read while their group is in use only.
         lowest_adapter: Returns the lowest layer in which some task has an adapter: by this stage's modules, unless
             somebody knows better because most adapters are on another rank.
     """
@@ -88,13 +88,13 @@ class Backbone:
         self.first, self.last = ends and layers.start == 0, ends and layers.stop == shape.layers
         self.placement = placement_or_default(shape, parallel, placement)
         self.model: Any = self._build(recompute == "selective")
-        self.residence = Residence(residence, parallel)
+        self.offload = WeightOffload(residence, parallel)
         self.module_weight = ModuleWeights(info, source, dtype, self.device.type == "cuda")
         part = dataclasses.replace(weights.Part.of(parallel, self.placement), ends=ends)
-        weights.load(self.model, shape, layers, source, info.stored, self.residence, part, dtype, embedding)
+        weights.load(self.model, shape, layers, source, info.stored, self.offload, part, dtype, embedding)
         self.lowest_adapter: Callable[[Backbone], int] = _lowest_attached
         self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
-        self.vocabulary = Vocabulary(self.model, shape, parallel, dtype, self.residence)
+        self.vocabulary = Vocabulary(self.model, shape, parallel, dtype, self.offload)
         self._rotary = StageRotary(shape, layers, dtype, self.device)
 
     def _build(self, recompute_attention: bool) -> Any:
@@ -139,7 +139,7 @@ class Backbone:
             recompute: What to compute again in the backward: nothing, whole layers (`full`), or core attention.
             split: Layers of each stage; by default one stage to a rank, with the layers divided evenly.
             stage: The stage to load; by default this rank's first.
-            residence: Where weights live between uses: see `Residence`.
+            residence: Where weights live between uses: see `WeightOffload`.
             config_only: Do not look for weights: make parameters with undefined values.
             placement: Which expert ranks hold which experts; by default neighbouring ones share a rank.
             ends: Whether the first stage embeds tokens, and the last one has the final norm and the output layer.
@@ -194,8 +194,8 @@ class Backbone:
         return layers.hidden
 
     def begin_layers(self, hidden: Tensor, trained_from: int) -> Layers:
-        """Begin a pass through this stage's layers: see `Residence.layers`."""
-        return self.residence.layers(hidden, trained_from) if self.residence.units else Layers(hidden)
+        """Begin a pass through this stage's layers: see `WeightOffload.layers`."""
+        return self.offload.layers(hidden, trained_from) if self.offload.groups else Layers(hidden)
 
     def begin(self, batch: MicroBatch, needed: bool, labelled_only: bool = False) -> StagePass:
         """Begin to compute this stage on a micro-batch with its messages left to the caller.
@@ -225,7 +225,7 @@ class Backbone:
             else None
             for i in range(len(self.layers))
         ]
-        return StagePass(layers, self.residence, trained_from, self._messages)
+        return StagePass(layers, self.offload, trained_from, self._messages)
 
     @property
     def pieces(self) -> Pieces:
@@ -304,7 +304,7 @@ class Backbone:
             UserError: Weights are not resident.
         """
         assert self.placement is not None
-        if self.residence.units:
+        if self.offload.groups:
             raise UserError(
                 "Experts cannot move: that needs --mux-backbone-weights resident and no quantisation."
             )
@@ -318,7 +318,7 @@ class Backbone:
     @property
     def in_step(self) -> bool:
         """Whether data-parallel ranks must make the same passes, because each needs what others hold."""
-        return self.residence.in_step or (self.placement is not None and self.parallel.experts.over_data)
+        return self.offload.in_step or (self.placement is not None and self.parallel.experts.over_data)
 
     def traffic(self) -> dict[int, Traffic]:
         """What this rank has exchanged for the experts of each layer; layers without an exchange are left out."""
@@ -349,14 +349,14 @@ class Backbone:
         )
 
     def _layer(
-        self, i: int, batch: MicroBatch, angles: Angles | None, few: bool, lowest: int, hidden: Tensor
+        self, i: int, batch: MicroBatch, angles: Angles | None, labelled: bool, lowest: int, hidden: Tensor
     ) -> Tensor:
         """Compute the stage's layer `i`, on the last stage with the final norm after its last layer."""
         if not self._computes(i, batch):
             return hidden
         decoder = self.model.decoder
         is_last = self.last and i == len(decoder.layers) - 1
-        trimmed = few and is_last  # labelled rows only
+        trimmed = labelled and is_last  # labelled rows only
         # Below all adapters no expert rank needs the backward; above, all of them take part in it.
         trained = torch.is_grad_enabled() and (i >= lowest or hidden.requires_grad)
         with torch.set_grad_enabled(trained):
@@ -370,7 +370,7 @@ class Backbone:
         """The last stage without layers: the final norm, of labelled rows alone if these were asked for."""
         if labelled_only:
             hidden, batch = hidden.index_select(0, batch.label_rows), batch.labelled
-        with activate(batch), self.residence.using("head"):
+        with activate(batch), self.offload.using("head"):
             normed: Tensor = self.model.decoder.final_layernorm(hidden)
         return normed
 

@@ -33,8 +33,8 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"The backbone {path} is not a directory.")
     if is_megatron(path):
         places = _with_parent(path, locate(path))
-        beside = next((place / _CONFIG for place in places if (place / _CONFIG).is_file()), None)
-        return read_json(beside) if beside is not None else _from_arguments(places[0])
+        config = next((place / _CONFIG for place in places if (place / _CONFIG).is_file()), None)
+        return read_json(config) if config is not None else _from_arguments(places[0])
     if not (path / _CONFIG).is_file():
         _refuse_adapter(path)
         raise UserError(

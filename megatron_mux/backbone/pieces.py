@@ -39,8 +39,8 @@ class Message:
     tensor: Tensor
 
 
-class Arriving(Protocol):
-    """A message on its way here."""
+class PendingTensor(Protocol):
+    """A tensor that is being received."""
 
     @property
     def work(self) -> Any:
@@ -53,20 +53,20 @@ class Arriving(Protocol):
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A message that whoever yields it has sent: expert ranks have connections of their own.
+class IssuedMessage:
+    """A message that whoever yields it has issued: expert ranks have connections of their own.
 
     Attributes:
         kind: Names it.
-        arriving: Its result.
+        pending: Its result.
     """
 
     kind: str
-    arriving: Arriving
+    pending: PendingTensor
 
 
-Exchanging = Generator[Message | Begun | None, Tensor | None, Made]
-"""Yields messages, is sent their results, and returns what it has made."""
+CollectiveGenerator = Generator[Message | IssuedMessage | None, Tensor | None, Made]
+"""Yields collectives (`Message`), is sent their results, and returns what it has made."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Yields:
         return Yields(self.forward, self.forward + self.backward)
 
 
-def nothing(times: int) -> Exchanging[None]:
+def nothing(times: int) -> CollectiveGenerator[None]:
     """Yield so often without a message."""
     for _ in range(times):
         yield None

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_mux.backbone.layer_pieces import LayerPieces
-from megatron_mux.backbone.pieces import Exchanging, Yields, nothing
-from megatron_mux.backbone.residence import Key, Residence
+from megatron_mux.backbone.pieces import CollectiveGenerator, Yields, nothing
+from megatron_mux.backbone.weight_offload import Key, WeightOffload
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class StagePass:
 
     Args:
         layers: Of the stage; None where this rank has nothing to compute.
-        residence: Where their weights live.
+        offload: Where their weights live.
         trained_from: The first layer of the stage with an adapter.
         messages: How often each layer yields, each way; those of recomputation count as backward.
     """
@@ -47,16 +47,16 @@ class StagePass:
     def __init__(
         self,
         layers: Sequence[LayerPieces | None],
-        residence: Residence,
+        offload: WeightOffload,
         trained_from: int,
         messages: Sequence[Yields],
     ) -> None:
         self._layers = layers
-        self._residence = residence
+        self._offload = offload
         self._trained_from = trained_from
         self._messages = messages
 
-    def forward(self, hidden: Tensor, needed: bool) -> Exchanging[tuple[Tensor, bool]]:
+    def forward(self, hidden: Tensor, needed: bool) -> CollectiveGenerator[tuple[Tensor, bool]]:
         """Compute the layers.
 
         Args:
@@ -70,14 +70,14 @@ class StagePass:
         hidden = hidden.detach()
         for i, layer in enumerate(self._layers):
             following: Key = i + 1 if i + 1 < len(self._layers) else "head"
-            with self._residence.using(i, following):
+            with self._offload.using(i, following):
                 if layer is None:
                     yield from nothing(self._messages[i].forward)
                 else:
                     hidden, needed = yield from layer.forward(hidden, needed)
         return hidden, needed
 
-    def backward(self, gradient: Tensor | None, to_input: bool) -> Exchanging[Tensor | None]:
+    def backward(self, gradient: Tensor | None, to_input: bool) -> CollectiveGenerator[Tensor | None]:
         """Back-propagate to the adapters.
 
         Args:
@@ -92,7 +92,7 @@ class StagePass:
             if i < lowest:
                 yield from nothing(self._messages[i].backward)
                 continue
-            with self._residence.using(i, i - 1 if i > lowest else None):
+            with self._offload.using(i, i - 1 if i > lowest else None):
                 if layer is None or gradient is None or not layer.trained:
                     yield from nothing(self._messages[i].backward)
                 else:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mux.backbone.residence import Key, Residence
+from megatron_mux.backbone.weight_offload import Key, WeightOffload
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.kernels.embedding_noise import EmbeddingNoise
 from megatron_mux.kernels.loss.head import OutputLayer, predict, weighted_loss
@@ -30,7 +30,7 @@ class Vocabulary:
         shape: The backbone's, `padded_vocab` as divided here.
         parallel: Ranks, groups and device of this process.
         dtype: Of hidden states.
-        residence: Where the weights live.
+        offload: Where the weights live.
 
     Attributes:
         parts: This rank's part of each matrix that the stage has; empty on expert managers.
@@ -43,10 +43,10 @@ class Vocabulary:
         shape: BackboneShape,
         parallel: Parallel,
         dtype: torch.dtype,
-        residence: Residence,
+        offload: WeightOffload,
     ) -> None:
         self._model, self._shape, self._parallel = model, shape, parallel
-        self._dtype, self._residence = dtype, residence
+        self._dtype, self._offload = dtype, offload
         self._group = parallel.tp_group if parallel.tp_size > 1 else None
         self._anchor = torch.zeros(0, device=parallel.device, requires_grad=True)
         self._scale: Tensor | None = None
@@ -75,7 +75,7 @@ class Vocabulary:
 
     def _in_place(self, key: Key, following: Key | None = None) -> AbstractContextManager[None]:
         """Context in which an end's weights are in place; those of a resident backbone always are."""
-        return self._residence.using(key, following) if self._residence.units else nullcontext()
+        return self._offload.using(key, following) if self._offload.groups else nullcontext()
 
     @property
     def embeds_own(self) -> bool:

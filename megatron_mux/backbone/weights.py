@@ -1,6 +1,6 @@
 """Filling a rank's parameters from the checkpoint, by a plan of which part of which stored tensor goes where.
 
-The plan consists of names and ranges. Filling reads exactly what the plan says, unit by unit, a MiB at a time: a rank
+The plan consists of names and ranges. Filling reads exactly what the plan says, group by group, a MiB at a time: a rank
 never holds more than its own shard and one chunk.
 """
 
@@ -17,8 +17,8 @@ from megatron_mux.backbone import columns, resolve
 from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.quantised_source import QuantisedSource
-from megatron_mux.backbone.residence import Key, Residence, unit_of
-from megatron_mux.backbone.weight_unit import WeightUnit
+from megatron_mux.backbone.weight_group import WeightGroup
+from megatron_mux.backbone.weight_offload import Key, WeightOffload, weight_group_of
 from megatron_mux.base_ops import EXPERT_OPS, BaseOpName
 from megatron_mux.expert_shape import Placement
 from megatron_mux.quantised.matrix import QuantisedMatrix
@@ -224,7 +224,7 @@ def load(
     layers: range,
     source: Checkpoint | NoWeights,
     stored: dict[str, str],
-    home: Residence,
+    offload: WeightOffload,
     part: Part,
     dtype: torch.dtype,
     embedding: nn.Parameter | None = None,
@@ -237,7 +237,7 @@ def load(
         layers: Global indices of the stage's layers.
         source: To read from.
         stored: Stored name of each tensor, from `resolve`.
-        home: Where the parameters live.
+        offload: Where the parameters live.
         part: Of this rank.
         dtype: Of the parameters.
         embedding: Of another stage of this process, which the output layer shares if the backbone ties the two.
@@ -246,7 +246,7 @@ def load(
         UserError: A file cannot be read.
         RuntimeError: The plan does not fill all parameters of the model, or others.
     """
-    parallel = home.parallel
+    parallel = offload.parallel
     has_both = len(layers) == shape.layers and part.ends and not part.experts_only
     tied_here = shape.tied and (has_both or embedding is not None)
     if tied_here:
@@ -257,27 +257,27 @@ def load(
     wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if wanted != filled.keys():
         raise RuntimeError(f"the weight plan and the model differ in {sorted(wanted ^ filled.keys())}")
-    units: dict[Key, Plan] = {}
+    groups: dict[Key, Plan] = {}
     for name, pieces in filled.items():
-        units.setdefault(unit_of(name, len(layers)), {})[name] = pieces
+        groups.setdefault(weight_group_of(name, len(layers)), {})[name] = pieces
     reader = _Reader(shape, source, stored, parallel.device, dtype)
     with source:
-        for key, own in units.items():
+        for key, own in groups.items():
             parallel.heartbeat.at(Reading(layers[key] if isinstance(key, int) else None), long=True)
-            home.store(key, *reader.fill(model, own))
+            offload.store(key, *reader.fill(model, own))
             if isinstance(key, int):
-                _select_experts(model.decoder.layers[key].mlp, home.units.get(key))
+                _select_experts(model.decoder.layers[key].mlp, offload.groups.get(key))
     if tied_here:
         shared = model.embedding.word_embeddings.weight if embedding is None else embedding
         model.output_layer.register_parameter("weight", shared)
-        home.tie("head", "embedding")
+        offload.tie("head", "embedding")
 
 
-def _select_experts(mlp: Any, unit: WeightUnit | None) -> None:
+def _select_experts(mlp: Any, group: WeightGroup | None) -> None:
     """Let a layer's quantised experts be dequantised once their rows are known."""
-    if isinstance(mlp, MoELayer) and unit is not None and unit.dequantised is not None:
+    if isinstance(mlp, MoELayer) and group is not None and group.dequantised is not None:
         parameters = mlp.experts_fc1.weight, mlp.experts_fc2.weight
-        mlp.dequantise = unit.dequantised.on_demand(parameters)
+        mlp.dequantise = group.dequantised.on_demand(parameters)
 
 
 class _Reader:

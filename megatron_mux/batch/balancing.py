@@ -138,15 +138,15 @@ class Balance:
 
     Attributes:
         layer: Global index of the layer.
-        numbers: `[R]` int64, the number of each row's sequence in the tally.
-        tally: Of the micro-batch.
+        numbers: `[R]` int64, the number of each row's sequence in the loads.
+        loads: Of the micro-batch.
         group: Tensor ranks that divide the rows of each sequence; None: this rank has them all.
         again: Whether the pass is computed again for its backward, and so is counted already.
     """
 
     layer: int
     numbers: Tensor
-    tally: RouterLoadAccumulator
+    loads: RouterLoadAccumulator
     group: dist.ProcessGroup | None
     again: bool
 
@@ -162,7 +162,7 @@ class Balance:
         """
         scores, chosen = ranked()
         if not self.again:
-            self.tally.add(self.layer, self.numbers, scores, chosen, self.group)
+            self.loads.add(self.layer, self.numbers, scores, chosen, self.group)
         if not weights.requires_grad:
             return weights
         attached: Tensor = _Attach.apply(weights, scores, self)  # type: ignore[no-untyped-call]
@@ -180,7 +180,7 @@ class _Attach(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         balance: Balance = ctx.balance
-        return gradient, balance.tally.gradient(balance.layer, balance.numbers), None
+        return gradient, balance.loads.gradient(balance.layer, balance.numbers), None
 
 
 @dataclass(frozen=True)
@@ -188,18 +188,18 @@ class BalancedRows:
     """The rows of a chunk that count for the loss, on the device.
 
     Attributes:
-        tally: Of its micro-batch.
+        loads: Of its micro-batch.
         numbers: `[T]` int64, see `BalancedSequences.arrays`.
     """
 
-    tally: RouterLoadAccumulator
+    loads: RouterLoadAccumulator
     numbers: Tensor
 
     count: ClassVar[bool] = True
 
     def in_layer(self, layer: int, rows: slice, group: dist.ProcessGroup | None, again: bool) -> Balance:
         """The loss of some rows in a layer; see `Balance` for the arguments."""
-        return Balance(layer, self.numbers[rows], self.tally, group, again)
+        return Balance(layer, self.numbers[rows], self.loads, group, again)
 
 
 @dataclass(frozen=True)
@@ -207,11 +207,11 @@ class NoBalancedRows:
     """A chunk of which no row counts.
 
     Attributes:
-        tally: Of its micro-batch, if an earlier chunk has made it.
+        loads: Of its micro-batch, if an earlier chunk has made it.
         count: Whether rows count.
     """
 
-    tally: RouterLoadAccumulator | None = None
+    loads: RouterLoadAccumulator | None = None
 
     count: ClassVar[bool] = False
 
@@ -231,19 +231,19 @@ NO_ROWS = NoBalancedRows()
 
 
 def balanced_rows(
-    arrays: Mapping[str, Tensor], tally: RouterLoadAccumulator | None
+    arrays: Mapping[str, Tensor], loads: RouterLoadAccumulator | None
 ) -> BalancedRows | NoBalancedRows:
     """The rows of a chunk that count.
 
     Args:
         arrays: Of the chunk; those of `BalancedSequences.arrays` among them if some rows count.
-        tally: That of the micro-batch, if an earlier chunk has made it.
+        loads: That of the micro-batch, if an earlier chunk has made it.
     """
     if "balanced_numbers" not in arrays:
-        return NoBalancedRows(tally)
+        return NoBalancedRows(loads)
     weights = arrays["balanced_weights"].view(torch.float64)
-    tally = tally or RouterLoadAccumulator(weights, arrays["balanced_tasks"])
-    return BalancedRows(tally, arrays["balanced_numbers"])
+    loads = loads or RouterLoadAccumulator(weights, arrays["balanced_tasks"])
+    return BalancedRows(loads, arrays["balanced_numbers"])
 
 
 def balanced_sequences(

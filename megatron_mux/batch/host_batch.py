@@ -128,7 +128,7 @@ class HostBatch:
         device: torch.device | str = "cpu",
         carry: Carry | None = None,
         staging: Tensor | None = None,
-        tally: RouterLoadAccumulator | None = None,
+        loads: RouterLoadAccumulator | None = None,
         cache: KeyValueCache | None = None,
     ) -> MicroBatch:
         """Take the batch to a device. The host does not wait.
@@ -139,7 +139,7 @@ class HostBatch:
             staging: Pinned memory of the buffer's size, to be left alone until the device has copied it; None takes
                 some from torch, which may wait for the device to get it.
             cache: See `MicroBatch.cache`; then spans may leave tokens out without a `carry`.
-            tally: That of the micro-batch, if an earlier chunk has made it; None: this one makes it, if it needs one.
+            loads: Those of the micro-batch, if an earlier chunk has made it; None: this one makes it, if it needs one.
         """
         whole = torch.from_numpy(self.buffer.data)
         if torch.device(device).type == "cuda":
@@ -173,7 +173,7 @@ class HostBatch:
             label_rows=arrays["label_rows"],
             carry=carry,
             label_batch=labelled,
-            balanced=balanced_rows(arrays, tally),
+            balanced=balanced_rows(arrays, loads),
             cache=cache,
             **common,
         )
@@ -184,7 +184,7 @@ class HostBatch:
             rows=present.rows,
             steps=present.steps,
             training=self.training,
-            table=arrays[f"{prefix}table"].view(-1, 4),
+            row_ranges=arrays[f"{prefix}row_ranges"].view(-1, 4),
             tiles=arrays[f"{prefix}tiles"].view(-1, 3),
             sequence_ids=arrays[f"{prefix}sequence_ids"],
             token_index=arrays[f"{prefix}token_index"],

@@ -240,13 +240,13 @@ def _wide(rows: _Rows, labelled: _Rows, labels: _Labels) -> dict[str, Array]:
 
 
 def _narrow(rows: _Rows, present: PresentTasks) -> dict[str, Array]:
-    """Arrays of 32 bits of rows, with the table and the tiles of their `RowGroups`, flat."""
+    """Arrays of 32 bits of rows, with the ranges and the tiles of their `RowGroups`, flat."""
     of_tasks = zip(present.slots, present.rows, present.steps, strict=True)
-    table = [(slot, *own, step) for slot, own, step in of_tasks]
+    row_ranges = [(slot, *own, step) for slot, own, step in of_tasks]
     tiles = list(tiles_of(present.rows))
     return {
         "token_index": rows.token_index,
         "sequence_ids": rows.sequence_ids,
-        "table": np.array(table, np.int32).reshape(-1),
+        "row_ranges": np.array(row_ranges, np.int32).reshape(-1),
         "tiles": np.array(tiles, np.int32).reshape(-1),
     }

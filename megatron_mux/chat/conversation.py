@@ -75,7 +75,7 @@ class Conversation:
         self.seconds = 0.0
         self._tokenizer = tokenizer
         self._max_new_tokens = max_new_tokens
-        self._template = bool(tokenizer.chat_template) and not plain
+        self._has_chat_template = bool(tokenizer.chat_template) and not plain
         self._positions = backbone.shape.position_limit
         shape, vocabulary, weights = backbone.shape, backbone.vocabulary_parts, backbone.module_weight
         self._adapters = AdapterSet(
@@ -124,8 +124,8 @@ class Conversation:
 
     def _prompt(self, name: str, text: str) -> Any:
         turns = self._turns[name]
-        if self._template:
-            tokens = self._by_template(turns, text)
+        if self._has_chat_template:
+            tokens = self._by_chat_template(turns, text)
         else:
             before = "".join(f"{question}{answer}\n" for question, answer in turns)
             tokens = self._tokenizer(before + text)["input_ids"]
@@ -141,7 +141,7 @@ class Conversation:
             )
         return np.array(tokens, np.int64)
 
-    def _by_template(self, turns: Sequence[tuple[str, str]], text: str) -> list[int]:
+    def _by_chat_template(self, turns: Sequence[tuple[str, str]], text: str) -> list[int]:
         messages = []
         for question, answer in turns:
             messages += [
@@ -153,7 +153,7 @@ class Conversation:
             rendered = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # a template is a program: it may fail in any way
+        except Exception as error:  # a chat template is a program: it may fail in any way
             raise UserError(
                 f"the tokenizer's chat template does not take this conversation ({error}): --plain does without it"
             ) from error

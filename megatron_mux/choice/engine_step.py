@@ -102,25 +102,25 @@ class EngineStep(StepMemory):
     ) -> None:
         super().__init__(architecture, recipe, method, **more)
         self._tasks = tasks
-        self._lasting = [memory.lasting_parts(tasks.counts) for memory in tasks.memories]
+        self._persistent = [memory.persistent_parts(tasks.counts) for memory in tasks.memories]
 
     def hosted(self, stage: Stage) -> float:
         """See `StepMemory.hosted`: the backbone's weights."""
-        held = replace(stage, units=tuple(unit.bytes(self.recipe.size) for unit in stage.units))
+        held = replace(stage, counts=tuple(part.bytes(self.recipe.size) for part in stage.counts))
         return float(held.divided(self.method) if self.method.zero == 3 else held.values)
 
     @property
     def buffers(self) -> Array:
         """See `StepMemory.buffers`."""
-        return self._lasting[0]["sums"]
+        return self._persistent[0]["sums"]
 
     def tensors(self, rows: int) -> Phases:
         """See `StepMemory.tensors`; gradients exist from the second micro-batch on, and in trials."""
-        contents, found = self._contents(rows), list[tuple[str, int, Array]]()
-        for memory, lasting in zip(self._tasks.memories, self._lasting, strict=True):
+        contents, tensors = self._contents(rows), list[tuple[str, int, Array]]()
+        for memory, persistent in zip(self._tasks.memories, self._persistent, strict=True):
             lasts = {
-                "parameters": lasting["backbone"],
-                **{part: lasting[part] for part in ("adapters", "gradients", "optimizer")},
+                "parameters": persistent["backbone"],
+                **{part: persistent[part] for part in ("adapters", "gradients", "optimizer")},
             }
             taken = memory.passes(contents, self.method.micro_batches)
             kept = np.array(in_flight(self.method.pipeline, self.method.micro_batches)) * taken.kept[0]
@@ -143,8 +143,8 @@ class EngineStep(StepMemory):
                         row[AT[part]] = size
                     for part, each in lasts.items():
                         row[AT[part]] = each[stage]
-                    found.append((name, stage, row))
-        names, stages, sizes = zip(*found, strict=True)
+                    tensors.append((name, stage, row))
+        names, stages, sizes = zip(*tensors, strict=True)
         return Phases(names, np.array(stages), np.stack(sizes))
 
     def _contents(self, rows: int) -> Contents:
@@ -167,7 +167,7 @@ class EngineStep(StepMemory):
             pieces += [Slice(task.name, number, 0, task.length) for number in range(count)]
             lengths[task.name] = Lengths(*((task.length,) * count,) * 2)
         prefixed = {task.name for task in self.recipe.adapters if task.virtual_tokens}
-        found: Array = contents_of(
+        contents: Array = contents_of(
             [pieces], lengths, dict.fromkeys(lengths, 0), 1, "cpu", prefixed
         ).attention[0]
-        return found
+        return contents

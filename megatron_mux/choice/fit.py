@@ -33,9 +33,9 @@ class Fit:
 
     Attributes:
         device: The GPU's speeds.
-        memory: The memory of a step with the heaviest micro-batch.
-        rows: Tokens of the heaviest micro-batch.
-        sequences: Sequences of the heaviest micro-batch.
+        memory: The memory of a step with the worst-case micro-batch.
+        rows: Tokens of the worst-case micro-batch.
+        sequences: Sequences of the worst-case micro-batch.
         largest: The most sequences that fit, of the same tasks in the same proportion; 0 if not even one fits.
         mean_rows: Mean tokens of a micro-batch.
         micro_batches: Micro-batches of each pipeline.
@@ -58,7 +58,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether the heaviest micro-batch fits: of the task file, of the batch size asked for, or of one sequence."""
+        """Whether the worst-case micro-batch fits, of a task file, a batch size or one sequence."""
         return self.sequences <= self.largest
 
     @cached_property
@@ -91,8 +91,8 @@ class Fit:
     @property
     def phases(self) -> Mapping[str, Mapping[str, int]]:
         """Bytes of the worst rank by part, for each phase of its step in order, by the phase's name."""
-        found = self.memory.phases(self.rows)
-        return {phase.name: phase.breakdown for phase in found if phase.stage == self.worst.stage}
+        phases = self.memory.phases(self.rows)
+        return {phase.name: phase.breakdown for phase in phases if phase.stage == self.worst.stage}
 
     @property
     def interval(self) -> tuple[int, int]:
@@ -218,17 +218,17 @@ class Fitting:
 
     def _in_parts(self, method: ParallelConfig, count: int) -> Fit:
         """The tasks' step in a given number of micro-batches."""
-        step, own = self._tasks, replace(method, parts=count)
+        step, cut = self._tasks, replace(method, parts=count)
         division = step.divided(method.data, count)
-        heaviest = (
-            (self._step(own, step.mix(content, self._recipe)), content) for content in division.heaviest
+        worst_cases = (
+            (self._step(cut, step.mix(content, self._recipe)), content) for content in division.worst_cases
         )
-        found, content = max(heaviest, key=lambda pair: pair[0].peak(step.rows(pair[1])))
+        worst, content = max(worst_cases, key=lambda pair: pair[0].peak(step.rows(pair[1])))
         rows, sequences = step.rows(content), content.total()
         # Of more sequences in the same proportion.
-        largest = largest_batch(lambda more: found.peak(math.ceil(more * rows / sequences)) <= self._memory)
+        largest = largest_batch(lambda more: worst.peak(math.ceil(more * rows / sequences)) <= self._memory)
         mean = division.rows / division.micro_batches
-        return Fit(self._device, found, rows, sequences, largest, mean, division.micro_batches, step.tokens)
+        return Fit(self._device, worst, rows, sequences, largest, mean, division.micro_batches, step.tokens)
 
     def _step(self, method: ParallelConfig, recipe: Recipe) -> StepMemory:
         return step_memory(

@@ -20,7 +20,6 @@ class Command(NamedTuple):
     """The command line of a method.
 
     Attributes:
-        flags: The flags.
         program: The program they are for.
         elsewhere: Why this engine cannot run the method; None if it can.
         remarks: Warnings for runs with another program.
@@ -107,10 +106,10 @@ def remarks(recipe: Recipe) -> list[str]:
             f"Megatron-LM has no {recipe.optimizer}: these are flags of transformers' TrainingArguments",
             f"for its Trainer, load the model by from_pretrained with dtype={dtype!r}{attention}",
         ]
-    found = ["what is predicted has transformers' operators: Megatron-LM's own keep and take something else"]
+    notes = ["what is predicted has transformers' operators: Megatron-LM's own keep and take something else"]
     if recipe.size < 4 and not recipe.master:
-        found.append("Megatron-LM has fp32 copies all the same: --no-master-weights is of transformers alone")
-    return found
+        notes.append("Megatron-LM has fp32 copies all the same: --no-master-weights is of transformers alone")
+    return notes
 
 
 def megatron_flags(method: ParallelConfig, recipe: Recipe, batch: int) -> list[str]:

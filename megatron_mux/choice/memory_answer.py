@@ -36,7 +36,6 @@ class MemoryAnswer:
     """The answer to a question.
 
     Attributes:
-        question: The question.
         ranking: All methods, ranked; None if not asked for or refused.
         trace: A traced step on one GPU or with plain data parallelism; None if not asked for or refused.
         refusals: Why an estimator refused, where another one answers.
@@ -59,7 +58,6 @@ class MemoryAnswer:
         """Ask the methods that `--method` names.
 
         Args:
-            question: The question.
             arguments: Parsed arguments of the tool.
             file: The tasks that train together; None for full fine-tuning, or for one traced task.
             tables: Of the tasks' bytes.
@@ -133,14 +131,14 @@ class MemoryAnswer:
                 soft_wrap=True,
             )
 
-    def _print_trace(self, console: Console, found: TracedEstimate) -> None:
-        question, prediction = self.question, found.prediction
+    def _print_trace(self, console: Console, traced: TracedEstimate) -> None:
+        question, prediction = self.question, traced.prediction
         tensors = question.skeleton.tensors
         least, most = map(show_size, prediction.interval)
         lines = [
             f"{tensors.model_type}, {tensors.total / 1e6:,.0f}M parameters, {question.length} tokens",
-            f"trace: {found.name} {'fits' if found.fits else 'does not fit'}; largest batch {found.largest_batch}",
-            f"trace: {show_size(prediction.process)} with {found.batch} sequence(s) on each GPU",
+            f"trace: {traced.name} {'fits' if traced.fits else 'does not fit'}; largest batch {traced.largest_batch}",
+            f"trace: {show_size(prediction.process)} with {traced.batch} sequence(s) on each GPU",
             "trace: at that peak "
             + ", ".join(f"{part} {size / GIB:.2f} GiB" for part, size in prediction.breakdown.items()),
             f"trace: the peak is {prediction.moment}",

@@ -161,10 +161,10 @@ def rank(
     if asked and not predicted.fits:
         raise UserError(*dict.fromkeys(predicted.problems.values()))
     excluded |= predicted.problems
-    found = [predicted.fits[method] for method in asked if method in predicted.fits]
+    fits = [predicted.fits[method] for method in asked if method in predicted.fits]
     # Sorting keeps the order of equals: the plainest first.
-    fitting = sorted((one for one in found if one.fits), key=lambda one: -one.throughput)
-    others = sorted((one for one in found if not one.fits), key=lambda one: one.peak_process)
+    fitting = sorted((f for f in fits if f.fits), key=lambda f: -f.throughput)
+    others = sorted((f for f in fits if not f.fits), key=lambda f: f.peak_process)
     return Ranking([*fitting, *others], excluded, device.name, recipe.adapters)
 
 
@@ -195,9 +195,9 @@ class _Predicted:
         try:
             if self._tables is not None:
                 self._tables(method)
-            found = self.fits[method] = self._fit(method)
-            if found.fits and (self._best is None or found.throughput > self._best.throughput):
-                self._best = found
+            fit = self.fits[method] = self._fit(method)
+            if fit.fits and (self._best is None or fit.throughput > self._best.throughput):
+                self._best = fit
         except UserError as error:
             if self._tables is None:
                 raise

@@ -10,7 +10,7 @@ Shapes: T rows (tokens) of a micro-batch.
 from __future__ import annotations
 
 from megatron_mux.fusion.device import Device
-from megatron_mux.memory.forms.architecture import Architecture, Unit
+from megatron_mux.memory.forms.architecture import Architecture, ParamCounts
 from megatron_mux.memory.forms.method import ParallelConfig
 from megatron_mux.memory.forms.phases import StepMemory
 from megatron_mux.memory.forms.recipe import Recipe
@@ -34,14 +34,14 @@ def step_seconds(memory: StepMemory, rows: float, micro_batches: int, device: De
         device: The GPU's speeds.
     """
     passes = _Passes(memory.architecture, memory.recipe, memory.method, rows, device)
-    own = stages(memory.architecture, memory.method)
-    times = [passes.stage(stage) for stage in own]
+    of_stages = stages(memory.architecture, memory.method)
+    times = [passes.stage(stage) for stage in of_stages]
     each = [forward + backward for forward, backward in times]
-    seconds = sum(each) + (micro_batches - 1) * max(each) + 2 * (len(own) - 1) * passes.transfer()
+    seconds = sum(each) + (micro_batches - 1) * max(each) + 2 * (len(of_stages) - 1) * passes.transfer()
     # A step's sums of gradients hide behind the last backward pass as far as that goes.
     ends = (
         max(0.0, passes.gradients(stage) - backward) + passes.optimizer(stage)
-        for stage, (_, backward) in zip(own, times, strict=True)
+        for stage, (_, backward) in zip(of_stages, times, strict=True)
     )
     return seconds + max(ends)
 
@@ -55,28 +55,28 @@ class _Passes:
         self._a, self._recipe, self._method, self._device = architecture, recipe, method, device
         self._rows = rows
         self._size = recipe.size
-        self._known: dict[Unit, tuple[float, float]] = {}
+        self._known: dict[ParamCounts, tuple[float, float]] = {}
         self._data_link = device.link_over(method.tensor * method.data)
 
     def stage(self, stage: Stage) -> tuple[float, float]:
         """Seconds of a micro-batch's forward and of its backward pass."""
         forward = backward = 0.0
-        for unit in (self._a.layers[layer] for layer in stage.layers):
-            one, other = self._known.get(unit) or self._known.setdefault(unit, self._layer(unit))
-            forward, backward = forward + one, backward + other
+        for part in (self._a.layers[layer] for layer in stage.layers):
+            mine, other = self._known.get(part) or self._known.setdefault(part, self._layer(part))
+            forward, backward = forward + mine, backward + other
         if stage.last:
             ahead, behind = self._head()
             forward, backward = forward + ahead, backward + behind
         return forward, backward
 
-    def _layer(self, unit: Unit) -> tuple[float, float]:
+    def _layer(self, part: ParamCounts) -> tuple[float, float]:
         a, method = self._a, self._method
-        dense = unit.divided + unit.experts * a.experts_per_token / a.experts
+        dense = part.divided + part.experts * a.experts_per_token / a.experts
         products = 2 * self._rows * dense / method.tensor
         scores = (
             2 * self._rows * self._recipe.mean_length * a.queries / method.tensor
         )  # half of them are masked
-        weights = self._size * (unit.divided + unit.experts / method.expert) / method.tensor
+        weights = self._size * (part.divided + part.experts / method.expert) / method.tensor
         width = 6 * a.hidden + 2 * (2 * a.queries + 2 * a.keys + a.inner + a.ffn) / method.tensor
         traffic = weights + self._size * self._rows * width
         if self._recipe.attention == "eager":
@@ -88,10 +88,10 @@ class _Passes:
         backward = self._compute(times * products + 2.5 * scores, 2 * traffic) + self._adapters()
         exchange = self._exchange()
         again = {"none": 0.0, "selective": core, "full": forward + exchange}[method.recompute]
-        own = on_rank(unit, method, 1 / method.expert)
-        brought = self._brought(own)
+        share = on_rank(part, method, 1 / method.expert)
+        brought = self._brought(share)
         return max(forward + exchange, brought), max(
-            backward + exchange + again, brought + self._reduced(own)
+            backward + exchange + again, brought + self._reduced(share)
         )
 
     def _compute(self, flops: float, traffic: float) -> float:
@@ -123,9 +123,9 @@ class _Passes:
             )
         return seconds
 
-    def _brought(self, own: Unit) -> float:
+    def _brought(self, share: ParamCounts) -> float:
         """Seconds to bring a rank's weights of a layer into place for a pass."""
-        method, device, held = self._method, self._device, own.bytes(self._size)
+        method, device, held = self._method, self._device, share.bytes(self._size)
         seconds = 0.0
         if method.zero == 3:
             seconds += self._others(held.copied, held.experts) / self._data_link + device.latency
@@ -140,11 +140,11 @@ class _Passes:
         method = self._method
         return dense * _rest(method.data) + experts * _rest(method.data // method.expert)
 
-    def _reduced(self, own: Unit) -> float:
+    def _reduced(self, share: ParamCounts) -> float:
         """Seconds to reduce a rank's gradients of a layer over the ranks that shard its weights."""
         if self._method.zero != 3 or self._recipe.frozen:
             return 0.0
-        return self._recipe.gradient_size * self._others(own.copied, own.experts) / self._data_link
+        return self._recipe.gradient_size * self._others(share.copied, share.experts) / self._data_link
 
     def _head(self) -> tuple[float, float]:
         flops = 2 * self._rows * self._a.hidden * self._a.vocabulary / self._method.tensor
@@ -164,7 +164,7 @@ class _Passes:
         method, recipe = self._method, self._recipe
         if method.data == 1 or (method.zero == 3 and not recipe.frozen):
             return 0.0
-        experts = 0 if recipe.frozen else sum(unit.experts for unit in stage.units)
+        experts = 0 if recipe.frozen else sum(part.experts for part in stage.counts)
         values = self._others(self._trained(stage) - experts, experts)
         return 2 * values * recipe.gradient_size / self._data_link + self._device.latency
 

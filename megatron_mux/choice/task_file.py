@@ -16,7 +16,7 @@ from megatron_mux.backbone.registry import read_shape
 from megatron_mux.choice.expert_files import ExpertFiles
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import plan_for
-from megatron_mux.fusion.step import Lengths, step_grid
+from megatron_mux.fusion.step import Lengths, step_chunks
 from megatron_mux.memory.forms.architecture import Architecture, architecture_of
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
@@ -33,22 +33,18 @@ class Division:
     """A step that is divided among pipelines and micro-batches.
 
     Attributes:
-        heaviest: The micro-batches that no other one contains.
+        worst_cases: The micro-batches that no other one contains.
         micro_batches: Micro-batches of the pipeline that has most rows.
         rows: Rows of that pipeline, over all its micro-batches.
     """
 
-    heaviest: tuple[Content, ...]
+    worst_cases: tuple[Content, ...]
     micro_batches: int
     rows: int
 
 
 class FileStep:
-    """One optimizer step of tasks that are trained together.
-
-    Args:
-        tasks: The tasks.
-    """
+    """One optimizer step of tasks that are trained together."""
 
     def __init__(self, tasks: Sequence[TaskAdapters]) -> None:
         self.tasks = tuple(tasks)
@@ -69,19 +65,19 @@ class FileStep:
         """The most micro-batches that `data` pipelines can have: one per record of the pipeline that has most."""
         return max(
             sum(count // self._together[name] for name, count in content.items())
-            for own in _pipelines(self._sequences, data, 1)
-            for content in own
+            for pipeline in _pipelines(self._sequences, data, 1)
+            for content in pipeline
         )
 
     def divided(self, data: int, micro_batches: int) -> Division:
         """The step on `data` pipelines, in `micro_batches` micro-batches or as many as there can be."""
         pipelines = _pipelines(self._sequences, data, min(micro_batches, self.most(data)))
-        longest = max(pipelines, key=lambda own: sum(map(self.rows, own)))
-        heaviest: list[Content] = []
-        for one in sorted((part for own in pipelines for part in own), key=lambda part: -self.rows(part)):
-            if not any(one <= other for other in heaviest):
-                heaviest.append(one)
-        return Division(tuple(heaviest), len(longest), sum(map(self.rows, longest)))
+        longest = max(pipelines, key=lambda p: sum(map(self.rows, p)))
+        worst_cases: list[Content] = []
+        for batch in sorted((part for p in pipelines for part in p), key=lambda part: -self.rows(part)):
+            if not any(batch <= other for other in worst_cases):
+                worst_cases.append(batch)
+        return Division(tuple(worst_cases), len(longest), sum(map(self.rows, longest)))
 
     def mix(self, content: Content, recipe: Recipe) -> Recipe:
         """The recipe for such a micro-batch."""
@@ -100,8 +96,8 @@ def _pipelines(
         name: Lengths((length,) * count, (length,) * count, together=together)
         for name, count, length, together in tasks
     }
-    grids = (step_grid(replace(plan, data=data), lengths, rank) for rank in range(data))
-    return [[Counter(piece.task for piece in chunk) for (chunk,) in grid.chunks.values()] for grid in grids]
+    steps = (step_chunks(replace(plan, data=data), lengths, rank) for rank in range(data))
+    return [[Counter(piece.task for piece in chunk) for (chunk,) in step.chunks.values()] for step in steps]
 
 
 @dataclass(frozen=True)
@@ -145,16 +141,16 @@ class TaskFile:
         """
         specs = load_task_file(tasks, data_later=True)
         shape = read_shape(config, quantise)
-        found, problems = [], []
+        adapters, problems = [], []
         for spec in specs:
             try:
-                found.append(TaskAdapters.of(spec, shape))
+                adapters.append(TaskAdapters.of(spec, shape))
             except UserError as error:
                 problems += [f"{tasks}: task {spec.name!r}: {problem}" for problem in error.problems]
         if problems:
             raise UserError(*problems)
         architecture = architecture_of(shape, *experts.read(shape))
-        return cls(tasks, architecture, tuple(found), tuple(specs), shape, quantise)
+        return cls(tasks, architecture, tuple(adapters), tuple(specs), shape, quantise)
 
     def check(self, positions: int | None, length: int | None) -> None:
         """Refuse sequences that are longer than the model or the user allows.

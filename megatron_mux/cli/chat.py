@@ -81,8 +81,8 @@ def run(arguments: argparse.Namespace, program: str) -> None:
             return
         answers = conversation.ask(arguments.prompt)
         if arguments.json:
-            found = [{"name": name, **asdict(answer)} for name, answer in answers.items()]
-            print(json.dumps({"answers": found, "seconds": round(conversation.seconds, 3)}))
+            lines = [{"name": name, **asdict(answer)} for name, answer in answers.items()]
+            print(json.dumps({"answers": lines, "seconds": round(conversation.seconds, 3)}))
         else:
             _show(answers, conversation.seconds)
     finally:

@@ -107,11 +107,11 @@ def run(arguments: argparse.Namespace) -> None:
     title = f"{plan.policy}, {plan.stages} stage(s), {len(plan.buckets)} bucket(s), {steps} step(s)"
     write_output("--output", arguments.output, to_svg(schedules, title, ranks=plan.ranks))
     write_output("--trace", arguments.trace, to_trace(schedules, plan.ranks, plan.to_json()))
-    found = figures(plan, schedules, steps)
+    values = figures(plan, schedules, steps)
     if arguments.json:
-        print(json.dumps({**found, "output": str(arguments.output), "trace": str(arguments.trace)}))
+        print(json.dumps({**values, "output": str(arguments.output), "trace": str(arguments.trace)}))
         return
-    _print(found)
+    _print(values)
     print(f"drawn in {arguments.output}; for Perfetto: {arguments.trace}")
 
 
@@ -120,12 +120,12 @@ def draw_subgraphs(arguments: argparse.Namespace) -> None:
     from megatron_mux.files import write_output
     from megatron_mux.fusion.graphs.subgraph_picture import to_svg
 
-    found = _traced(arguments) if arguments.backbone is not None else _kept(arguments)
-    write_output("--output", arguments.output, to_svg(found))
+    traced = _traced(arguments) if arguments.backbone is not None else _kept(arguments)
+    write_output("--output", arguments.output, to_svg(traced))
     if arguments.json:
-        print(json.dumps([subgraphs.to_json() for subgraphs in found]))
+        print(json.dumps([subgraphs.to_json() for subgraphs in traced]))
         return
-    print("\n".join(map(str, found)))
+    print("\n".join(map(str, traced)))
     print(f"drawn in {arguments.output}")
 
 
@@ -189,7 +189,7 @@ def simulated(plan: Plan, file: Path, steps: int) -> list[TimedAction]:
         UserError: The plan has no costs, or is inconsistent.
     """
     from megatron_mux.fusion.check import check_plan
-    from megatron_mux.fusion.predicted_turns import with_turns
+    from megatron_mux.fusion.predicted_interleaving import with_interleaving
     from megatron_mux.fusion.step import bucket_costs, step_template
     from megatron_mux.pipeline.simulate import simulate
 
@@ -202,10 +202,10 @@ def simulated(plan: Plan, file: Path, steps: int) -> list[TimedAction]:
         raise UserError(*(f"{file}: {problem}" for problem in error.problems)) from error
     sizes = [bucket.chunks or (1,) * bucket.micro_batches for bucket in plan.buckets] * steps
     costs = [bucket_costs(bucket) for bucket in plan.buckets]
-    found = simulate(
+    schedule = simulate(
         step_template(plan, sizes), costs, [bucket.label for bucket in plan.buckets], sizes=sizes
     )
-    return with_turns((timed for stage in found.timed for timed in stage), plan)
+    return with_interleaving((timed for stage in schedule.timed for timed in stage), plan)
 
 
 def measured(file: Path, plan: Plan) -> list[TimedAction]:
@@ -225,15 +225,15 @@ def measured(file: Path, plan: Plan) -> list[TimedAction]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: {error}") from error
     # Runs write the schedule without a name, this tool writes it by name.
-    found = schedules.get("measured", schedules.get("", []))
-    if not found:
+    actions = schedules.get("measured", schedules.get("", []))
+    if not actions:
         raise UserError(f"{file}: has no measured actions: give a run's schedule.json")
-    stages = max(timed.action.stage for timed in found) + 1
+    stages = max(timed.action.stage for timed in actions) + 1
     if stages != plan.stages:
         raise UserError(
             f"{file}: has {stages} stage(s), but the plan has {plan.stages}: they belong to different runs"
         )
-    return found
+    return actions
 
 
 def timed_plan(file: Path) -> Plan | None:
@@ -294,31 +294,31 @@ def figures(plan: Plan, schedules: Mapping[str, Sequence[TimedAction]], steps: i
     return {"stages": stages, "steps": steps, "predicted_latency_s": plan.predicted_latency_s, **seconds_of}
 
 
-def _print(found: Mapping[str, Any]) -> None:
+def _print(values: Mapping[str, Any]) -> None:
     """Print the figures as a table, and the predicted next to the measured latency."""
     from rich.table import Table
 
     from megatron_mux.console import make_console
 
-    names = [name for name in ("simulated", "measured") if f"{name}_latency_s" in found]
-    table = Table(title=f"{found['steps']} step(s) of the pipeline")
+    names = [name for name in ("simulated", "measured") if f"{name}_latency_s" in values]
+    table = Table(title=f"{values['steps']} step(s) of the pipeline")
     table.add_column("stage", justify="right")
     for name in names:
         table.add_column(f"{name} busy s", justify="right")
         table.add_column("bubble %", justify="right")
-    for row in found["stages"]:
+    for row in values["stages"]:
         cells = [(f"{row[name]['busy_s']:.4g}", f"{row[name]['bubble']:.1%}") for name in names]
         table.add_row(str(row["stage"]), *(text for pair in cells for text in pair))
     console = make_console()
     console.print(table)
-    simulated, own = found["simulated_latency_s"], found["predicted_latency_s"]
+    simulated, predicted = values["simulated_latency_s"], values["predicted_latency_s"]
     whole = (
         ""
-        if own is None
-        else f" (the plan predicts {own:.4g} s a step, including overheads outside its passes)"
+        if predicted is None
+        else f" (the plan predicts {predicted:.4g} s a step, including overheads outside its passes)"
     )
     console.print(f"predicted latency: {simulated:.4g} s{whole}", soft_wrap=True)
     if "measured" in names:
-        seconds = found["measured_latency_s"]
+        seconds = values["measured_latency_s"]
         times = f": {seconds / simulated:.2f}x the predicted one" if simulated else ""
         console.print(f"measured latency: {seconds:.4g} s{times}")

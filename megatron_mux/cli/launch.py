@@ -74,14 +74,14 @@ def process_count(arguments: argparse.Namespace, default: int = 1) -> int:
         set_allocator_options()
         import torch
 
-        found = torch.cuda.device_count()
-        if count > found:
+        gpus = torch.cuda.device_count()
+        if count > gpus:
             advice = (
                 "over several machines, start it with torchrun (docs/running.md)"
-                if found
+                if gpus
                 else f"use --processes {count} to train on the CPU"
             )
-            raise UserError(f"--gpus {count}: this machine has {found} GPU(s): {advice}")
+            raise UserError(f"--gpus {count}: this machine has {gpus} GPU(s): {advice}")
     return default if count is None else int(count)
 
 

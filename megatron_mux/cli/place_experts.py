@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
 def run(arguments: argparse.Namespace) -> None:
     """Place and print, with a parsed command line."""
     from megatron_mux.moe.access_profile import read_profile
-    from megatron_mux.moe.links import Traffic, bytes_beside
+    from megatron_mux.moe.links import Traffic, routing_bytes
     from megatron_mux.moe.placement import write_placement
     from megatron_mux.moe.solvers.solve import solve
     from megatron_mux.moe.topology import read_topology
@@ -89,10 +89,10 @@ def run(arguments: argparse.Namespace) -> None:
     hidden = _hidden_size(arguments, profile)
     if arguments.slots is not None:
         topology = topology.with_slots(arguments.slots)
-    beside = bytes_beside(profile.top_k) if arguments.objective == "full" else 0.0
-    traffic = Traffic(arguments.tokens, float(hidden * arguments.bytes_per_value), beside)
+    routing = routing_bytes(profile.top_k) if arguments.objective == "full" else 0.0
+    traffic = Traffic(arguments.tokens, float(hidden * arguments.bytes_per_value), routing)
     try:
-        found = solve(
+        best = solve(
             profile,
             topology,
             traffic,
@@ -111,11 +111,11 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(*(f"{source}: {problem}" for problem in error.problems)) from error
     # Between replicas of an expert, the nodes decide.
     nodes = [worker.node for worker in topology.workers]
-    details = {"nodes": nodes, **describe(found, arguments.objective)}
+    details = {"nodes": nodes, **describe(best, arguments.objective)}
     if arguments.output is not None:
         try:
             write_placement(
-                arguments.output, profile.model, len(topology.workers), found.solution.placement, details
+                arguments.output, profile.model, len(topology.workers), best.solution.placement, details
             )
         except OSError as error:
             raise UserError(
@@ -124,10 +124,10 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         model, workers = profile.model.model_dump(), len(topology.workers)
         print(
-            json.dumps({"model": model, "workers": workers, "placement": found.solution.placement, **details})
+            json.dumps({"model": model, "workers": workers, "placement": best.solution.placement, **details})
         )
         return
-    _print(found, details, arguments)
+    _print(best, details, arguments)
 
 
 def _check_output(arguments: argparse.Namespace) -> None:
@@ -138,21 +138,21 @@ def _check_output(arguments: argparse.Namespace) -> None:
 
 
 def _hidden_size(arguments: argparse.Namespace, profile: AccessProfile) -> int:
-    own = profile.model.hidden_size
+    hidden = profile.model.hidden_size
     if arguments.hidden_size is None:
-        if own is None:
+        if hidden is None:
             raise UserError(f"--hidden-size: is needed: {arguments.profile} has no model.hidden_size")
-        return own
-    if own is not None and own != arguments.hidden_size:
+        return hidden
+    if hidden is not None and hidden != arguments.hidden_size:
         raise UserError(
-            f"--hidden-size {arguments.hidden_size}: model.hidden_size of {arguments.profile} is {own}"
+            f"--hidden-size {arguments.hidden_size}: model.hidden_size of {arguments.profile} is {hidden}"
         )
     return int(arguments.hidden_size)
 
 
-def describe(found: Comparison, objective: str) -> dict[str, Any]:
+def describe(best: Comparison, objective: str) -> dict[str, Any]:
     """Return what is known of a placement, as JSON: seconds of a step, and bytes between nodes per token."""
-    solution, problem = found.solution, found.problem
+    solution, problem = best.solution, best.problem
     return {
         "objective": objective,
         "solver": solution.solver,
@@ -161,21 +161,21 @@ def describe(found: Comparison, objective: str) -> dict[str, Any]:
         "gap": solution.gap if math.isfinite(solution.gap) else None,
         "search_s": solution.seconds,
         "finished": solution.finished,
-        "baselines": {name: problem.placement_cost(one) for name, one in found.baselines.items()},
+        "baselines": {name: problem.placement_cost(owners) for name, owners in best.baselines.items()},
         "cross_node_bytes_per_token": {
             solution.solver: problem.cross_node_bytes(solution.placement),
-            **{name: problem.cross_node_bytes(one) for name, one in found.baselines.items()},
+            **{name: problem.cross_node_bytes(owners) for name, owners in best.baselines.items()},
         },
     }
 
 
-def _print(found: Comparison, details: dict[str, Any], arguments: argparse.Namespace) -> None:
+def _print(best: Comparison, details: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Print the placement's figures next to those of the baselines."""
     from rich.table import Table
 
     from megatron_mux.console import make_console
 
-    problem, solution = found.problem, found.solution
+    problem, solution = best.problem, best.solution
     table = Table(
         title=f"{problem.layers} layers x {problem.experts} experts on {problem.workers} workers, "
         f"{int(problem.capacities.sum())} slots, objective {arguments.objective}"

@@ -190,8 +190,8 @@ def run(arguments: argparse.Namespace) -> None:
     # The modules loaded by now live until the end: without this, one collection of garbage while plans are compared
     # takes 0.3 s to look at them.
     gc.freeze()
-    found, refused = _plans(arguments, info, loads, meshes)
-    planner, best, seconds = found[0]
+    plans, refused = _plans(arguments, info, loads, meshes)
+    planner, best, seconds = plans[0]
     start = time.perf_counter()
     comparison = planner.compare(loads)
     seconds += time.perf_counter() - start
@@ -203,14 +203,14 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         write_output("--output", arguments.output, dumps(best))
     if arguments.json:
-        others = [{**asdict(p.mesh), "predicted_latency_s": p.predicted_latency_s} for _, p, _ in found]
+        others = [{**asdict(p.mesh), "predicted_latency_s": p.predicted_latency_s} for _, p, _ in plans]
         extra = {"planning_s": seconds, "flags": flags(planner.context), "mesh": others}
         extra["evaluation"] = evaluation and asdict(evaluation)
         print(json.dumps({**best.to_json(), **asdict(comparison), **extra}))
         return
     print_plan(best, comparison, {name: load.total for name, load in loads.items()}, seconds, evaluation)
     if arguments.gpus is not None:
-        print_meshes([(plan, flags(other.context)) for other, plan, _ in found], refused)
+        print_meshes([(plan, flags(other.context)) for other, plan, _ in plans], refused)
     print(f"run it with: {_command(arguments, planner.context)}")
 
 
@@ -268,7 +268,7 @@ def _plans(
     from megatron_mux.fusion.profiler.profile_store import profile_of_mesh
 
     kind, dtype = _device(arguments)
-    found: list[tuple[Planner, Plan, float]] = []
+    plans: list[tuple[Planner, Plan, float]] = []
     refused: dict[Mesh, str] = {}
     ranks = meshes[0].ranks
     threads = arguments.threads or (None if ranks == 1 else 1)
@@ -283,29 +283,29 @@ def _plans(
 
     for mesh in meshes:
         # A stage's profile is that of a rank, whatever the number of stages and pipelines.
-        own = profile(replace(mesh, pipeline=1, data=1))
-        context = _context(arguments, info, loads, mesh, own, dtype.itemsize)
+        device = profile(replace(mesh, pipeline=1, data=1))
+        context = _context(arguments, info, loads, mesh, device, dtype.itemsize)
         start = time.perf_counter()
         say = to_stderr if len(meshes) == 1 else lambda text: None  # of several, the flags tell
         try:
             mesh.refuse_residence("--backbone-weights", arguments.backbone_weights)
             planner = Planner(choose_recompute(context, kind, arguments.recompute_granularity, divide, say))
-            found.append((planner, planner.plan(loads), time.perf_counter() - start))
+            plans.append((planner, planner.plan(loads), time.perf_counter() - start))
         except UserError as error:
             if len(meshes) == 1:
                 raise
             refused[mesh] = error.problems[0]
-    if not found:
+    if not plans:
         raise UserError(*dict.fromkeys(refused.values()))
-    found.sort(key=lambda entry: entry[1].predicted_latency_s or 0.0)
-    planner, best, seconds = found[0]  # without a limit memory is predicted of this one, on a CPU of none
+    plans.sort(key=lambda entry: entry[1].predicted_latency_s or 0.0)
+    planner, best, seconds = plans[0]  # without a limit memory is predicted of this one, on a CPU of none
     if not arguments.memory_limit and kind != "cpu" and planner.context.mesh.predicts_memory:
         planner = Planner(_with_tables(arguments, planner.context))
         try:
-            found[0] = planner, planner.priced(best, loads), seconds
+            plans[0] = planner, planner.priced(best, loads), seconds
         except UserError as error:  # nobody has asked for it
             to_stderr(str(error))
-    return found, refused
+    return plans, refused
 
 
 def _context(

@@ -116,9 +116,9 @@ def _follow_drift(
     with _progress() as bar:
         steps = bar.add_task("steps", total=arguments.drift_steps)
         engine = Engine(backbone, parallel, Planning("spatial", 1))
-        found = follow_drift(engine, tasks, arguments.drift_steps, lambda: bar.advance(steps))
+        changes = follow_drift(engine, tasks, arguments.drift_steps, lambda: bar.advance(steps))
         engine.close()
-    for name, task in found.items():
+    for name, task in changes.items():
         last = task["steps"][-1]["layers"] if task["steps"] else []
         drift = max((layer["mean"] for layer in last), default=0.0)
         said = f"{name}: {len(task['steps'])} steps of {task['optimizer']}; in the last one scores drift by {drift:.3g}"
@@ -128,8 +128,8 @@ def _follow_drift(
             said += f", {task['paper_violations']} by more than Theorem 1's"
         print(said)
     if arguments.drift_picture is not None:
-        write_output("--drift-picture", arguments.drift_picture, draw_drift(found))
-    return found
+        write_output("--drift-picture", arguments.drift_picture, draw_drift(changes))
+    return changes
 
 
 def _progress() -> Progress:

@@ -47,7 +47,7 @@ class BackgroundTokenising:
         niceness: Of the process, relative to this one; 19 is idle priority.
 
     Attributes:
-        news: Lines for people, to be taken away: how far it is.
+        log_lines: Lines for people, to be taken away: how far it is.
         results: None until it is done.
     """
 
@@ -59,7 +59,7 @@ class BackgroundTokenising:
         niceness: int = 19,
     ) -> None:
         self.readings = tuple({reading.key: reading for reading in readings}.values())
-        self.news: list[str] = []
+        self.log_lines: list[str] = []
         self.results: Results | None = None
         environment = {key: value for key, value in os.environ.items() if key not in _OF_A_RANK}
         root = str(Path(__file__).parents[2])
@@ -85,7 +85,7 @@ class BackgroundTokenising:
             except (EOFError, OSError):
                 message = _all(self.readings, self._died(self._process.wait()))
             if isinstance(message, str):
-                self.news.append(message)
+                self.log_lines.append(message)
             else:
                 self.results = message
         return self.results is not None and self._process.poll() is not None

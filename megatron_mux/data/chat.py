@@ -2,10 +2,10 @@
 
 Three ways, in this order:
 
-- the template marks them (`{% generation %}`): its marks are taken as they are;
+- the chat template marks them (`{% generation %}`): its marks are taken as they are;
 - the rendering of a conversation's beginning is a beginning of the whole rendering: a turn is what it adds;
-- the template renders a turn differently once more follows (it drops earlier thinking, say): a turn is what changes in
-  the whole rendering when its content does, and the end-of-turn token behind.
+- the chat template renders a turn differently once more follows (it drops earlier thinking, say): a turn is what
+  changes in the whole rendering when its content does, and the end-of-turn token behind.
 
 What is found without marks is checked in every conversation: no learned part changes when the content of another
 message does.
@@ -44,7 +44,7 @@ def common_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 _TRIES = 16
-"""Records that have a key and render alike without it, before the template is taken not to use it."""
+"""Records that have a key and render alike without it, before the chat template is taken not to use it."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ChatTemplate:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for people about what records hold and the template does not render."""
+        """Lines for people about what records hold and the chat template does not render."""
         unused = [key for key in self._unused if key not in self._used]
         return [f"not used by the chat template, and left out: {', '.join(unused)}"] if unused else []
 
@@ -93,8 +93,8 @@ class ChatTemplate:
         """Render a conversation.
 
         Raises:
-            UnusableRecordError: The template does not take it, or a turn cannot be found.
-            UserError: The tokenizer has no template.
+            UnusableRecordError: The chat template does not take it, or a turn cannot be found.
+            UserError: The tokenizer has no chat template.
         """
         if self._encodes_arguments:
             record = replace(record, messages=with_objects(record.messages))
@@ -122,13 +122,13 @@ class ChatTemplate:
 
     @cached_property
     def _encodes_arguments(self) -> bool:
-        """Whether the template encodes arguments of calls, or takes them apart; else it prints JSON text as it is."""
+        """Whether the chat template encodes arguments of calls, or takes them apart; else it prints JSON as it is."""
         values = {"a": _STAND_IN}
         as_object, as_text = (self._with_call(arguments) for arguments in (values, json.dumps(values)))
         return as_text is None or (as_object is not None and str(values) not in as_object)
 
     def _with_call(self, arguments: Any) -> str | None:
-        """A conversation with a call of these arguments; None if the template does not take them."""
+        """A conversation with a call of these arguments; None if the chat template does not take them."""
         call = {"type": "function", "id": "aaaaaaaaa", "function": {"name": "f", "arguments": arguments}}
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
         try:
@@ -141,7 +141,7 @@ class ChatTemplate:
         return _MARK.search(str(self.tokenizer.chat_template)) is not None
 
     def _marked(self, record: Messages) -> Chat:
-        """Take the spans from the template's own marks."""
+        """Take the spans from the chat template's own marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -152,7 +152,7 @@ class ChatTemplate:
                 return_assistant_tokens_mask=True,
                 **{**self.tokenizer.special_tokens_map, **record.template_kwargs},
             )
-        except Exception as error:  # a template is a program: it may fail in any way
+        except Exception as error:  # a chat template is a program: it may fail in any way
             raise _refused(error) from error
         (text,), (spans,) = rendered
         return Chat(text, tuple((start, stop) for start, stop in spans))
@@ -181,7 +181,7 @@ class ChatTemplate:
             before = self.apply(record, messages[:number], add_generation_prompt=True)
             last = number == len(messages) - 1
             after = text if last else self.apply(record, messages[: number + 1])
-        except UnusableRecordError:  # a beginning may be what the template does not take
+        except UnusableRecordError:  # a beginning may be what the chat template does not take
             return None
         return (len(before), len(after)) if text.startswith(after) and after.startswith(before) else None
 
@@ -252,7 +252,7 @@ class ChatTemplate:
             _refuse_stand_in(text[common_beginning(prompt, text) :])
 
     def _note_unused(self, record: Messages) -> None:
-        """Note what the template does not use: rendering is the same without it.
+        """Note what the chat template does not use: rendering is the same without it.
 
         Raises:
             UnusableRecordError: These are the calls of a turn, which would be learned.
@@ -277,8 +277,8 @@ class ChatTemplate:
             add_generation_prompt: Whether to add what an answer begins with.
 
         Raises:
-            UnusableRecordError: The template does not take them.
-            UserError: The tokenizer has no template.
+            UnusableRecordError: The chat template does not take them.
+            UserError: The tokenizer has no chat template.
         """
         if not self.tokenizer.chat_template:
             raise UserError(
@@ -293,7 +293,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **record.template_kwargs,
             )
-        except Exception as error:  # a template is a program: it may fail in any way
+        except Exception as error:  # a chat template is a program: it may fail in any way
             raise _refused(error) from error
         return str(text)
 
@@ -318,7 +318,7 @@ def _refuse_stand_in(learned: str) -> None:
 
 
 def _parts(record: Messages) -> Iterator[tuple[str, str, Messages]]:
-    """What a conversation may have that a template need not use: key, name for people, and the conversation without."""
+    """What a conversation may have that a chat template need not use: key, name and the conversation without."""
     for key in dict.fromkeys(key for message in record.messages for key in message):
         if key not in ("role", "content"):
             without = [{k: v for k, v in message.items() if k != key} for message in record.messages]

@@ -22,7 +22,7 @@ import numpy as np
 from megatron_mux.data.bad_record import BadRecordError, UnusableRecordError
 from megatron_mux.data.chat import common_beginning
 from megatron_mux.data.messages import Messages, conversation_of, messages_of
-from megatron_mux.data.records import listed, refuse_beside, row_object, text_of
+from megatron_mux.data.records import listed, refuse_keys, row_object, text_of
 from megatron_mux.data.tokenise import Example, Tokeniser
 
 Content = str | list[dict[str, Any]]
@@ -95,7 +95,7 @@ def parse_preference(row: Any, loss: str) -> PreferenceRecord:
 
 def _conversation(row: dict[str, Any], prompt: Content) -> Messages | None:
     if isinstance(prompt, str):
-        refuse_beside(row)
+        refuse_keys(row)
         return None
     return conversation_of(row, prompt, len(prompt))
 
@@ -139,12 +139,12 @@ class PreferenceTokeniser:
         loss: dpo, orpo or kto.
 
     Attributes:
-        template: Renders conversations.
+        chat_template: Renders conversations.
     """
 
     def __init__(self, tokenizer: Any, loss: str) -> None:
         self._tokeniser = Tokeniser(tokenizer, None)
-        self.template = self._tokeniser.template
+        self.chat_template = self._tokeniser.chat_template
         self._tokenizer = tokenizer
         self._orpo = loss == "orpo"
 
@@ -164,7 +164,7 @@ class PreferenceTokeniser:
         else:
             given = record.conversation
             wholes = [replace(given, messages=[*given.messages, *own]) for own in record.completions]
-            chats = [self.template.render(each) for each in wholes]
+            chats = [self.chat_template.render(each) for each in wholes]
             prompt, *whole = self._tokeniser.plain([str(chats[0].prompt), *(chat.text for chat in chats)])
         start = min(common_beginning(prompt, ids) for ids in whole)
         if self._orpo:

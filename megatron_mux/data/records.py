@@ -38,7 +38,7 @@ Record = PromptCompletion | Messages
 _SHAPES = '{"prompt", "completion"}, {"text"}, {"messages"} or {"instruction", "input", "output"}'
 _FORMS = ({"prompt", "completion"}, {"text"}, {"messages"}, {"conversations"}, {"instruction", "output"})
 # Keys beside those that tell the shape.
-_BESIDE = frozenset({"input", "tools", "chat_template_kwargs", "system", "history"})
+_OPTIONAL_KEYS = frozenset({"input", "tools", "chat_template_kwargs", "system", "history"})
 _LONGEST_KEYS = 80
 
 
@@ -86,24 +86,24 @@ def record_of(row: Any) -> Record:
         BadRecordError: It holds no record of a known shape.
     """
     row = row_object(row)
-    keys = {key for key in SHAPE_KEYS if row.get(key) is not None} - _BESIDE
+    keys = {key for key in SHAPE_KEYS if row.get(key) is not None} - _OPTIONAL_KEYS
     if keys not in _FORMS:  # tables give a null for what a row lacks, and so may a mistake
-        keys = {key for key in SHAPE_KEYS if key in row} - _BESIDE
+        keys = {key for key in SHAPE_KEYS if key in row} - _OPTIONAL_KEYS
     if keys == {"prompt", "completion"}:
         if isinstance(row["prompt"], list):
             prompt, completion = messages_of(row, "prompt", set()), messages_of(row, "completion")
             return conversation_of(row, prompt + completion, len(prompt))
-        refuse_beside(row)
+        refuse_keys(row)
         return PromptCompletion(text_of(row, "prompt"), text_of(row, "completion"))
     if keys == {"text"}:
-        refuse_beside(row)
+        refuse_keys(row)
         return PromptCompletion(None, text_of(row, "text"))
     if keys in ({"messages"}, {"conversations"}):
         unlearned = set[int]()
         messages = messages_of(row, keys.pop(), unlearned)
         return conversation_of(row, messages, 0, frozenset(unlearned))
     if keys == {"instruction", "output"}:
-        refuse_beside(row, "history")
+        refuse_keys(row, "history")
         given, system = ("" if row.get(key) is None else text_of(row, key) for key in ("input", "system"))
         prompt_text = instruction_prompt(text_of(row, "instruction"), given, system)
         return PromptCompletion(prompt_text, text_of(row, "output"))
@@ -117,9 +117,9 @@ def record_of(row: Any) -> Record:
 
 def _mapping(row: dict[str, Any], form: set[str]) -> str:
     """The `columns` that choose a form."""
-    beside = {"input", "system"} if "instruction" in form else {"tools", "chat_template_kwargs", "system"}
-    beside -= {"system"} if "text" in form else set()
-    return f"{{{', '.join(f'{key}: {key}' for key in SHAPE_KEYS if key in row and key in form | beside)}}}"
+    optional = {"input", "system"} if "instruction" in form else {"tools", "chat_template_kwargs", "system"}
+    optional -= {"system"} if "text" in form else set()
+    return f"{{{', '.join(f'{key}: {key}' for key in SHAPE_KEYS if key in row and key in form | optional)}}}"
 
 
 def row_object(row: Any) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def row_object(row: Any) -> dict[str, Any]:
     return row
 
 
-def refuse_beside(row: Mapping[str, Any], *keys: str) -> None:
+def refuse_keys(row: Mapping[str, Any], *keys: str) -> None:
     """Refuse what would change the meaning of a record of texts, and has no place there.
 
     Args:

@@ -53,7 +53,7 @@ class SupervisedReader:
     @property
     def notes(self) -> list[str]:
         """See `RowReader`."""
-        return self._tokeniser.template.notes
+        return self._tokeniser.chat_template.notes
 
     def sequences(
         self, selection: Selection, rows: Sequence[Row], only_parse: bool
@@ -84,7 +84,7 @@ class PreferenceReader:
     @property
     def notes(self) -> list[str]:
         """See `RowReader`."""
-        return self._tokeniser.template.notes
+        return self._tokeniser.chat_template.notes
 
     def sequences(
         self, selection: Selection, rows: Sequence[Row], only_parse: bool

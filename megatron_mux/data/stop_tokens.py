@@ -21,7 +21,7 @@ def stop_tokens(tokenizer: Any) -> frozenset[int]:
     """
     found = {int(tokenizer.eos_token_id)}
     if tokenizer.chat_template:
-        with suppress(Exception):  # a template is a program: it may fail in any way
+        with suppress(Exception):  # a chat template is a program: it may fail in any way
             found |= _end_of_turn(tokenizer)
     with suppress(OSError, ValueError, AttributeError):
         content = json.loads((Path(tokenizer.name_or_path) / "generation_config.json").read_text())

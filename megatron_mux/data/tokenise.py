@@ -61,7 +61,7 @@ class Tokeniser:
         truncation_side: Where they are cut, "right" or "left".
 
     Attributes:
-        template: Renders conversations.
+        chat_template: Renders conversations.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Tokeniser:
         self.truncation_side = truncation_side
         self.end_of_sequence = int(self.tokenizer.eos_token_id)
         self._leading, self._trailing = self._added_specials()
-        self.template = ChatTemplate(tokenizer)
+        self.chat_template = ChatTemplate(tokenizer)
 
     def encode(self, record: Record) -> Example:
         """One record's example; see the class.
@@ -94,7 +94,7 @@ class Tokeniser:
         parts: list[PromptCompletion | Chat | BadRecordError] = []
         for record in records:
             try:
-                parts.append(self.template.render(record) if isinstance(record, Messages) else record)
+                parts.append(self.chat_template.render(record) if isinstance(record, Messages) else record)
             except BadRecordError as error:
                 parts.append(error)
         pairs = [part for part in parts if isinstance(part, PromptCompletion)]

@@ -72,7 +72,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         "content": _content(tokenizer),
         "class": type(tokenizer).__name__,
         "template": template,
-        "day": str(date.today()) if "strftime_now" in template else "",  # such a template writes the day
+        "day": str(date.today()) if "strftime_now" in template else "",  # such a chat template writes the day
         "end": tokenizer.eos_token_id,
         "special": [str(token) for token in tokenizer.all_special_tokens],
         "split_special": bool(getattr(tokenizer, "split_special_tokens", False)),

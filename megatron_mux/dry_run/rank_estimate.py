@@ -1,6 +1,6 @@
 """Estimates a rank's peak memory from its recording: how much, what it consists of, and when.
 
-A dry run loads the backbone, registers all tasks, takes a few steps with each task's heaviest batch (rolling if the
+A dry run loads the backbone, registers all tasks, takes a few steps with each task's worst-case batch (rolling if the
 run does; diff pruning fixes its mask within them) and evaluates. The rest of a run needs less: a task that joins later
 finds no activations or gradients; a save copies adapters to host memory between steps. Not covered: memory that other
 processes use, and combinations of batches heavier than the ones executed.

@@ -23,7 +23,7 @@ from megatron_mux.footprint.content import Contents
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.fusion.alignment import Slice, padded_lengths
 from megatron_mux.fusion.contents import contents_of
-from megatron_mux.fusion.step import Lengths, step_grid
+from megatron_mux.fusion.step import Lengths, step_chunks
 from megatron_mux.tasks import TaskSpec
 
 Array = npt.NDArray[np.float64]
@@ -90,11 +90,11 @@ class _Work:
         }
 
     @cached_property
-    def _units(self) -> list[list[list[Slice]]]:
+    def _micro_batches(self) -> list[list[list[Slice]]]:
         """For each pipeline, the slices of every micro-batch, or of every chunk of it."""
         plan = self._run.plan
-        grids = [step_grid(plan, self._lengths, pipeline) for pipeline in range(plan.data)]
-        return [[[*chain(*chunks)] for chunks in grid.chunks.values()] for grid in grids]
+        steps = [step_chunks(plan, self._lengths, pipeline) for pipeline in range(plan.data)]
+        return [[[*chain(*chunks)] for chunks in step.chunks.values()] for step in steps]
 
     def of_pipelines(self, last: bool) -> list[Array]:
         """`[P]` each: the most that a micro-batch has of rows, of one kind's rows, and of rows copied for it; on the
@@ -143,8 +143,10 @@ class _Work:
                 if any(one.endswith(path) for one in adapted)
             ]
         most = np.zeros((self._kinds, run.tensor))
-        for unit in self._units[pipeline] if run.sequence_parallel else ():
-            kinds = np.repeat([self._columns[one.task] for one in unit], [one.tokens for one in unit])
+        for micro_batch in self._micro_batches[pipeline] if run.sequence_parallel else ():
+            kinds = np.repeat(
+                [self._columns[one.task] for one in micro_batch], [one.tokens for one in micro_batch]
+            )
             for rank, own in enumerate(np.array_split(kinds, run.tensor)):
                 most[:, rank] = np.maximum(most[:, rank], np.bincount(own, minlength=self._kinds))
         return [*columns, *most]
@@ -153,6 +155,6 @@ class _Work:
     def _contents(self) -> list[Contents]:
         """What every micro-batch of each pipeline, or every chunk of it, contains."""
         return [
-            contents_of(units, self._lengths, self._columns, self._kinds, self._run.device)
-            for units in self._units
+            contents_of(micro_batches, self._lengths, self._columns, self._kinds, self._run.device)
+            for micro_batches in self._micro_batches
         ]

@@ -16,7 +16,7 @@ from megatron_mux.memory.trace.case import Precision
 from megatron_mux.quantised.scheme import QuantMethod
 
 if TYPE_CHECKING:
-    from megatron_mux.backbone.residence import Kind
+    from megatron_mux.backbone.weight_offload import Kind
 
 Dtype = Precision | Literal["float64"]
 

@@ -13,11 +13,11 @@ from megatron_mux.choice.expert_files import ExpertFiles
 from megatron_mux.choice.fit import Fit
 from megatron_mux.choice.ranking import Ranking, answer
 from megatron_mux.choice.task_file import TaskFile
-from megatron_mux.dry_run.heaviest_batch import heaviest_batches
 from megatron_mux.dry_run.rank_estimate import RankEstimate, estimate_ranks, worst
 from megatron_mux.dry_run.representative_ranks import representative_ranks
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.dry_run.workload import Workload
+from megatron_mux.dry_run.worst_case_batch import worst_case_batches
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import read_plan
 from megatron_mux.fusion.plan import Plan
@@ -141,7 +141,7 @@ def choose(
     experts = ExpertFiles.of(arguments)
     file = TaskFile.read(question.skeleton.path, arguments.tasks, experts, arguments.backbone_dtype)
     file.check(question.skeleton.tensors.positions, arguments.sequence_length)
-    batches, unread = heaviest_batches(specs, directory)
+    batches, unread = worst_case_batches(specs, directory)
     device = known(arguments.device).gpu
     work = Workload(
         question.skeleton.raw,

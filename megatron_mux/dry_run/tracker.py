@@ -19,7 +19,7 @@ from megatron_mux.memory.fake_gpu.recorder import Recorder
 from megatron_mux.memory.fake_gpu.step_position import BACKWARD, FORWARD, LOAD, OPTIMIZER, StepPosition
 from megatron_mux.memory.stream.events import Category
 from megatron_mux.pipeline.action import Action
-from megatron_mux.pipeline.communicate import Communicator, Incoming
+from megatron_mux.pipeline.communicate import Communicator, PendingReceive
 from megatron_mux.shape import Module
 
 _PHASES = {"F": FORWARD, "B": BACKWARD, "N": OPTIMIZER, "U": OPTIMIZER}
@@ -100,10 +100,10 @@ class StepTracker(Heartbeat):
         """Label what is sent to other stages and received from them."""
         receive, send = communicator.receive, communicator.send
 
-        def receiving(shape: tuple[int, ...], dtype: torch.dtype, backward: bool) -> Incoming:
-            incoming = receive(shape, dtype, backward)
-            self._recorder.label(incoming.tensor, Category.COMMUNICATION)
-            return incoming
+        def receiving(shape: tuple[int, ...], dtype: torch.dtype, backward: bool) -> PendingReceive:
+            pending_receives = receive(shape, dtype, backward)
+            self._recorder.label(pending_receives.tensor, Category.COMMUNICATION)
+            return pending_receives
 
         def sending(tensor: Tensor, backward: bool) -> None:
             self._recorder.label(tensor, Category.COMMUNICATION)
@@ -130,11 +130,11 @@ class StepTracker(Heartbeat):
 
         def label() -> None:
             for adapter, optimizer in own:
-                arena = adapter.arena
-                values = [arena.values, arena.copies, *(record.value for record in adapter.fixed)]
+                flat_params = adapter.flat_params
+                values = [flat_params.values, flat_params.copies, *(record.value for record in adapter.fixed)]
                 for category, tensors in (
                     (Category.ADAPTERS, values),
-                    (Category.GRADIENTS, [arena.gradients]),
+                    (Category.GRADIENTS, [flat_params.gradients]),
                     (Category.OPTIMIZER, optimizer.tensors if optimizer else []),
                 ):
                     for tensor in tensors:

@@ -10,8 +10,8 @@ from typing import Any
 from megatron_mux.arguments.model import MuxArguments
 from megatron_mux.arguments.parser import parse_args
 from megatron_mux.dry_run.depth import read_info
-from megatron_mux.dry_run.heaviest_batch import Batch, steps_of, task_records
 from megatron_mux.dry_run.run_spec import RunSpec
+from megatron_mux.dry_run.worst_case_batch import Batch, steps_of, task_records
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.plan import Plan, plan_for

@@ -17,22 +17,22 @@ class ActingAdapters(StepPart):
         """Whether the task's kind of adapter asks for it."""
         return bool(task.adapter.spec.acts_in_steps)
 
-    def _acting(self, entry: int) -> list[tuple[int, TaskState]]:
+    def _acting(self, bucket: int) -> list[tuple[int, TaskState]]:
         """The tasks of a bucket that act, with their places in it."""
-        tasks = (self.burst.tasks[name] for name in self.burst.bucket(entry).tasks)
+        tasks = (self.burst.tasks[name] for name in self.burst.bucket(bucket).tasks)
         return [(i, task) for i, task in enumerate(tasks) if task.adapter.spec.acts_in_steps]
 
-    def before_sums(self, entry: int) -> None:
+    def before_sums(self, bucket: int) -> None:
         """Add the gradients of regularisers: on the first pipeline alone, since pipelines are summed."""
         if self.burst.parallel.dp_rank == 0:
-            for _, task in self._acting(entry):
-                task.adapter.penalty(task.step + self.burst.step(entry))
+            for _, task in self._acting(bucket):
+                task.adapter.penalty(task.step + self.burst.step(bucket))
 
-    def after_update(self, entry: int, skip: Tensor) -> None:
+    def after_update(self, bucket: int, skip: Tensor) -> None:
         """Let adapters change their parameters, unless their step was skipped."""
-        for i, task in self._acting(entry):
-            task.adapter.after_step(task.step + self.burst.step(entry) + 1, skip[i])
-            task.adapter.arena.refresh()
+        for i, task in self._acting(bucket):
+            task.adapter.after_step(task.step + self.burst.step(bucket) + 1, skip[i])
+            task.adapter.flat_params.refresh()
 
     def after_steps(self) -> None:
         """Undo what adapters have noted of steps that were skipped."""

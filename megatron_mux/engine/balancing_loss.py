@@ -1,4 +1,4 @@
-"""The balancing losses of tasks that ask for one, as columns of their buckets' tables."""
+"""The balancing losses of tasks that ask for one, as columns of their buckets' statistics."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class BalancingLosses(StepPart):
         """One column if a task of the bucket asks for it."""
         return int(any(self._coefficients[name] for name in names))
 
-    def after_unit(self, entry: int, accumulator: RouterLoadAccumulator | None) -> None:
+    def after_chunk(self, bucket: int, accumulator: RouterLoadAccumulator | None) -> None:
         """Add the weighted losses of a micro-batch that is done."""
         if accumulator is not None:
-            accumulator.add_losses(self._losses[entry])
+            accumulator.add_losses(self._losses[bucket])
 
-    def local_sums(self, entry: int, rows: Tensor) -> Tensor:
+    def local_sums(self, bucket: int, rows: Tensor) -> Tensor:
         """`[1, K]`, weighted, of this pipeline's sequences in this rank's layers."""
-        return self._losses[entry][rows].unsqueeze(0)
+        return self._losses[bucket][rows].unsqueeze(0)
 
     def problem(self, values: Sequence[float]) -> str:
         """A loss that is not finite."""

@@ -15,7 +15,7 @@ from megatron_mux.engine.prepared import PreparedStep
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.fusion.plan import Bucket
 from megatron_mux.kernels.attention.carry import Carry
-from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.pipeline.action import Action, ChunkId
 from megatron_mux.runtime import Parallel, pinned
 
 
@@ -35,13 +35,13 @@ class Burst:
     steps: Sequence[PreparedStep]
     parallel: Parallel
 
-    def bucket(self, entry: int) -> Bucket:
-        """A bucket, counted on over steps."""
-        return self.buckets[entry % len(self.buckets)]
+    def bucket(self, bucket: int) -> Bucket:
+        """A bucket by its index, counted on over the steps of a burst."""
+        return self.buckets[bucket % len(self.buckets)]
 
-    def step(self, entry: int) -> int:
-        """The step of a bucket that is counted on over steps."""
-        return entry // len(self.buckets)
+    def step(self, bucket: int) -> int:
+        """The step that a bucket's index, counted on over steps, is in."""
+        return bucket // len(self.buckets)
 
 
 def agree(
@@ -87,13 +87,13 @@ class Staging:
             self._memory = pinned(size, self._device)
         if self._memory is None:
             return {}
-        own = self._memory[:size].split([batch.buffer.data.size for batch in batches])
-        return {id(batch): place for batch, place in zip(batches, own, strict=True)}
+        parts = self._memory[:size].split([batch.buffer.data.size for batch in batches])
+        return {id(batch): place for batch, place in zip(batches, parts, strict=True)}
 
 
 @dataclass(eq=False)
 class StepBatches:
-    """The micro-batches of this pipeline in one or several steps; a unit is on the device once it is asked for.
+    """The micro-batches of this pipeline in one or several steps; a chunk is on the device once it is asked for.
 
     Args:
         burst: The steps, without problems.
@@ -102,9 +102,9 @@ class StepBatches:
 
     burst: Burst
     staging: Staging
-    _laid_out: dict[Unit, tuple[MicroBatch, ...]] = field(default_factory=dict, init=False)
+    _laid_out: dict[ChunkId, tuple[MicroBatch, ...]] = field(default_factory=dict, init=False)
     _carries: dict[tuple[int, int], Carry] = field(default_factory=dict, init=False)
-    _tallies: dict[tuple[int, int], RouterLoadAccumulator | None] = field(default_factory=dict, init=False)
+    _loads: dict[tuple[int, int], RouterLoadAccumulator | None] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         together = [
@@ -112,69 +112,69 @@ class StepBatches:
         ]
         self._places = self.staging.places(together)
 
-    def __getitem__(self, unit: Unit) -> tuple[MicroBatch, ...]:
-        """A batch for each hybrid task with sequences in the unit; without rows if only other pipelines have any."""
-        if unit not in self._laid_out:
-            step, own = self._own(unit)
-            carry, micro_batch = None, (unit.bucket, unit.micro_batch)
-            if step.chunks(own) > 1:
+    def __getitem__(self, chunk_id: ChunkId) -> tuple[MicroBatch, ...]:
+        """A batch for each hybrid task with sequences in the chunk; without rows if only other pipelines have any."""
+        if chunk_id not in self._laid_out:
+            step, local = self._own(chunk_id)
+            carry, micro_batch = None, (chunk_id.bucket, chunk_id.micro_batch)
+            if step.chunks(local) > 1:
                 # Keys and values wait for later chunks of the same micro-batch only.
                 carry = self._carries.setdefault(micro_batch, Carry())
-            self._laid_out[unit] = tuple(
-                self._lay_out(batch, micro_batch, carry) for batch in step.batches[own]
+            self._laid_out[chunk_id] = tuple(
+                self._lay_out(batch, micro_batch, carry) for batch in step.batches[local]
             )
-        return self._laid_out[unit]
+        return self._laid_out[chunk_id]
 
     def _lay_out(self, batch: HostBatch, micro_batch: tuple[int, int], carry: Carry | None) -> MicroBatch:
-        tally, place = self._tallies.get(micro_batch), self._places.get(id(batch))
-        made = batch.to(self.burst.parallel.device, carry, place, tally)
-        self._tallies[micro_batch] = made.balanced.tally
+        loads, place = self._loads.get(micro_batch), self._places.get(id(batch))
+        made = batch.to(self.burst.parallel.device, carry, place, loads)
+        self._loads[micro_batch] = made.balanced.loads
         return made
 
-    def rows(self, unit: Unit) -> int:
-        """Rows of a unit, before they are divided among tensor ranks; without laying it out."""
-        step, own = self._own(unit)
-        return sum(batch.rows for batch in step.batches[own])
+    def rows(self, chunk_id: ChunkId) -> int:
+        """Rows of a chunk, before they are divided among tensor ranks; without laying it out."""
+        step, local = self._own(chunk_id)
+        return sum(batch.rows for batch in step.batches[local])
 
-    def labels(self, unit: Unit) -> int:
-        """Labelled tokens of a unit; without laying it out."""
-        step, own = self._own(unit)
-        return sum(batch.labels for batch in step.batches[own])
+    def labels(self, chunk_id: ChunkId) -> int:
+        """Labelled tokens of a chunk; without laying it out."""
+        step, local = self._own(chunk_id)
+        return sum(batch.labels for batch in step.batches[local])
 
-    def tasks(self, unit: Unit) -> list[set[str] | None]:
-        """The tasks of each batch of a unit, None for one with rows of references; without laying it out."""
-        step, own = self._own(unit)
-        return [set(batch.task_rows) if batch.training else None for batch in step.batches[own]]
+    def tasks(self, chunk_id: ChunkId) -> list[set[str] | None]:
+        """The tasks of each batch of a chunk, None for one with rows of references; without laying it out."""
+        step, local = self._own(chunk_id)
+        return [set(batch.task_rows) if batch.training else None for batch in step.batches[local]]
 
     @property
     def max_rows(self) -> int:
-        """Rows of the largest unit."""
-        units = (batches for step in self.burst.steps for batches in step.batches.values())
-        return max((sum(batch.rows for batch in batches) for batches in units), default=1)
+        """Rows of the largest chunk."""
+        chunks = (batches for step in self.burst.steps for batches in step.batches.values())
+        return max((sum(batch.rows for batch in batches) for batches in chunks), default=1)
 
     def anew(self) -> StepBatches:
         """A copy with nothing laid out yet."""
         return replace(self)
 
-    def forget(self, unit: Unit) -> RouterLoadAccumulator | None:
-        """Drop a unit that is done; harmless for one that was never laid out.
+    def forget(self, chunk_id: ChunkId) -> RouterLoadAccumulator | None:
+        """Drop a chunk that is done; harmless for one that was never laid out.
 
         Returns:
-            What its micro-batch's balanced sequences selected, if there are any and this was the last unit of it.
+            What its micro-batch's balanced sequences selected, if there are any and this was the last chunk of it.
         """
-        self._laid_out.pop(unit, None)
-        if unit.chunk:
+        self._laid_out.pop(chunk_id, None)
+        if chunk_id.chunk:
             return None
         # The last to be back-propagated.
-        self._carries.pop((unit.bucket, unit.micro_batch), None)
-        return self._tallies.pop((unit.bucket, unit.micro_batch), None)
+        self._carries.pop((chunk_id.bucket, chunk_id.micro_batch), None)
+        return self._loads.pop((chunk_id.bucket, chunk_id.micro_batch), None)
 
     def label(self, action: Action) -> str:
         """Label of a pass in a picture: its tasks, hybrid task by hybrid task."""
-        step, own = self._own(action.unit)
-        return " | ".join("+".join(batch.task_rows) for batch in step.batches[own] if batch.task_rows)
+        step, local = self._own(action.chunk_id)
+        return " | ".join("+".join(batch.task_rows) for batch in step.batches[local] if batch.task_rows)
 
-    def _own(self, unit: Unit) -> tuple[PreparedStep, Unit]:
-        """The unit's step, and the unit as it is numbered in that step."""
-        step, bucket = divmod(unit.bucket, len(self.burst.buckets))
-        return self.burst.steps[step], replace(unit, bucket=bucket)
+    def _own(self, chunk_id: ChunkId) -> tuple[PreparedStep, ChunkId]:
+        """The chunk's step, and the chunk as it is numbered in that step."""
+        step, bucket = divmod(chunk_id.bucket, len(self.burst.buckets))
+        return self.burst.steps[step], replace(chunk_id, bucket=bucket)

@@ -2,7 +2,7 @@
 
 Clipping needs the norm of a task's gradient over all stages, and only the last stage knows whether its loss is finite.
 Both travel to the first stage with the bucket's last gradients and back with its next hidden states
-(`pipeline.template.with_updates`), as a table of fp64: a row per task of the bucket with its loss, its squared norm,
+(`pipeline.template.with_updates`), as statistics in fp64: a row per task of the bucket with its loss, its squared norm,
 the number of ranks that ran out of memory, and what the parts of its step (`step_part`) add: first columns that all
 stages sum, then others that the host reads, then the rest.
 """
@@ -29,12 +29,12 @@ from megatron_mux.engine.updates import BucketUpdate
 from megatron_mux.pipeline.action import Action
 
 _SQUARE, _FAILED, _FIRST_OF_PARTS = 1, 2, 3
-"""Columns of a table after the loss."""
+"""Columns of the statistics after the loss."""
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """Columns of a bucket's table.
+    """Columns of a bucket's statistics.
 
     Attributes:
         parts: Those of each part that has any.
@@ -51,14 +51,14 @@ class _Columns:
     @classmethod
     def of(cls, parts: Sequence[StepPart], names: Sequence[str]) -> _Columns:
         """Of a bucket with these tasks."""
-        found, summed, read, at = list[tuple[StepPart, slice]](), _FIRST_OF_PARTS, _FIRST_OF_PARTS, 3
+        placed, summed, read, at = list[tuple[StepPart, slice]](), _FIRST_OF_PARTS, _FIRST_OF_PARTS, 3
         for part in sorted(parts, key=lambda part: (not part.summed, not part.read)):
             width = part.width(names)
             if width:
-                found.append((part, slice(at, at + width)))
+                placed.append((part, slice(at, at + width)))
                 at += width
                 summed, read = at if part.summed else summed, at if part.read else read
-        return cls(found, summed, read, at)
+        return cls(placed, summed, read, at)
 
 
 class BucketFinalizer:
@@ -91,7 +91,7 @@ class BucketFinalizer:
         tasks, buckets, parallel = burst.tasks, burst.buckets, burst.parallel
         self._whole: dict[int, Tensor] = {}
         # Read on the host once all steps are launched: until then nothing waits for the device.
-        self._tables: list[tuple[int, Tensor]] = []
+        self._stats: list[tuple[int, Tensor]] = []
         self._counts = True
         self._skip = torch.zeros(len(tasks), dtype=torch.bool, device=parallel.device)
         order = {name: i for i, name in enumerate(tasks)}
@@ -104,13 +104,13 @@ class BucketFinalizer:
         self._starts = [[tasks[name].step for name in bucket.tasks] for bucket in buckets]
         for start, update in zip(self._starts, updates, strict=True):
             update.prepare(start, len(burst.steps))
-        arenas = [task.adapter.arena for task in tasks.values()]
-        self._buffer = buffer[: gradient_buffer_size(arenas, parallel)]
+        params = [task.adapter.flat_params for task in tasks.values()]
+        self._buffer = buffer[: gradient_buffer_size(params, parallel)]
         self._columns = [_Columns.of(parts, bucket.tasks) for bucket in buckets]
 
-    def table_shape(self, entry: int) -> tuple[int, int]:
-        """Rows and columns of the table of a bucket, counted on over steps."""
-        return len(self.burst.bucket(entry).tasks), self._columns[entry % len(self._columns)].width
+    def stats_shape(self, bucket: int) -> tuple[int, int]:
+        """Rows and columns of the statistics of a bucket, by its index, counted on over steps."""
+        return len(self.burst.bucket(bucket).tasks), self._columns[bucket % len(self._columns)].width
 
     def skip_all(self) -> None:
         """Let no task step: a trial leaves adapters and optimizers as they are."""
@@ -123,110 +123,110 @@ class BucketFinalizer:
         Args:
             action: It ends a bucket's step.
             losses: `[tasks]` fp64 of the step, on the last stage: of this pipeline's sequences.
-            others: The table of the stages after this one; None on the last.
+            others: The statistics of the stages after this one; None on the last.
 
         Returns:
-            The table of this stage and those after it. With tensor parallelism, squares of this rank's own parts.
+            The statistics of this stage and those after it. With tensor parallelism, squares of this rank's own parts.
         """
-        entry, parallel = action.bucket, self.burst.parallel
-        names, index = self.burst.bucket(entry).tasks, entry % len(self._columns)
+        bucket, parallel = action.bucket, self.burst.parallel
+        names, index = self.burst.bucket(bucket).tasks, bucket % len(self._columns)
         columns = self._columns[index]
         if others is None:
             for part, _ in columns.parts:
-                part.after_passes(entry, losses)
+                part.after_passes(bucket, losses)
         # It may allocate, so it comes before the sum over pipelines, which tells all of them who ran out of memory.
-        self.failed.attempt(action, lambda: self._before_sums(entry))
-        sums = self._local_sums(entry)
+        self.failed.attempt(action, lambda: self._before_sums(bucket))
+        sums = self._local_sums(bucket)
         if self._reduces:
-            arenas = [self.burst.tasks[name].adapter.arena for name in names]
-            reduce_gradients(arenas, parallel, sums, self._buffer)
+            params = [self.burst.tasks[name].adapter.flat_params for name in names]
+            reduce_gradients(params, parallel, sums, self._buffer)
         if others is not None and parallel.is_first_stage:
-            for part, own in columns.parts:
-                part.on_first_stage(entry, others[:, own])
+            for part, place in columns.parts:
+                part.on_first_stage(bucket, others[:, place])
         squares = self._updates[index].squared_norms()
         if others is None:
-            table = self._first_table(entry, losses, squares, sums)
+            stats = self._first_stats(bucket, losses, squares, sums)
         else:
-            table = others
-            table[:, _SQUARE] += squares
-            table[:, _FAILED : columns.summed] += sums.t()
+            stats = others
+            stats[:, _SQUARE] += squares
+            stats[:, _FAILED : columns.summed] += sums.t()
         if parallel.is_first_stage:
-            self._whole[entry] = table
-        return table
+            self._whole[bucket] = stats
+        return stats
 
-    def _local_sums(self, entry: int) -> Tensor:
+    def _local_sums(self, bucket: int) -> Tensor:
         """`[columns, K]` fp64, this rank's share of the columns that are sums, squared norms left out.
 
         They are read at the first stage of each pipeline, but summed over all pipelines: as the gradients are.
         """
-        index = entry % len(self._columns)
+        index = bucket % len(self._columns)
         columns, rows = self._columns[index], self._rows[index]
         shape, device = (columns.summed - _FAILED, len(rows)), self.burst.parallel.device
-        sums = torch.full(shape, float(entry in self.failed), dtype=torch.float64, device=device)
-        for part, own in columns.parts:
+        sums = torch.full(shape, float(bucket in self.failed), dtype=torch.float64, device=device)
+        for part, place in columns.parts:
             if part.summed:
-                sums[own.start - _FAILED : own.stop - _FAILED] = part.local_sums(entry, rows)
+                sums[place.start - _FAILED : place.stop - _FAILED] = part.local_sums(bucket, rows)
         return sums
 
-    def _first_table(self, entry: int, losses: Tensor, squares: Tensor, sums: Tensor) -> Tensor:
-        """The table that the last stage begins."""
-        index, parallel = entry % len(self._columns), self.burst.parallel
+    def _first_stats(self, bucket: int, losses: Tensor, squares: Tensor, sums: Tensor) -> Tensor:
+        """The statistics that the last stage begins."""
+        index, parallel = bucket % len(self._columns), self.burst.parallel
         # Each tensor rank of the last stage has the whole loss of its pipeline.
-        own = losses[self._rows[index]]
+        task_losses = losses[self._rows[index]]
         if parallel.dp_size > 1:
-            dist.all_reduce(own, group=parallel.dp_group)
+            dist.all_reduce(task_losses, group=parallel.dp_group)
         parts = self._columns[index].parts
-        more = [part.columns_of_last_stage(entry) for part, _ in parts if not part.summed]
-        table = torch.cat([torch.stack([own, squares, *sums], dim=1), *more], dim=1)
+        more = [part.columns_of_last_stage(bucket) for part, _ in parts if not part.summed]
+        stats = torch.cat([torch.stack([task_losses, squares, *sums], dim=1), *more], dim=1)
         for part in self.parts:
-            part.complete(table)
-        return table
+            part.complete(stats)
+        return stats
 
-    def _before_sums(self, entry: int) -> None:
+    def _before_sums(self, bucket: int) -> None:
         for part in self.parts:
-            part.before_sums(entry)
+            part.before_sums(bucket)
 
-    def update(self, entry: int, whole: Tensor | None) -> Tensor:
+    def update(self, bucket: int, whole: Tensor | None) -> Tensor:
         """Step the optimizers of a bucket's tasks here, unless a task failed or ran out of memory, now or before.
 
         Args:
-            entry: The bucket, counted on over steps.
-            whole: The table over all stages and tensor ranks; None on the first stage, which makes it.
+            bucket: Its index, counted on over the steps of a burst.
+            whole: The statistics over all stages and tensor ranks; None on the first stage, which makes it.
 
         Returns:
-            The table.
+            The statistics.
         """
-        later, index = divmod(entry, len(self._columns))
+        later, index = divmod(bucket, len(self._columns))
         columns, rows, parallel = self._columns[index], self._rows[index], self.burst.parallel
         if whole is None:
-            whole = self._whole.pop(entry)
+            whole = self._whole.pop(bucket)
             if parallel.tp_size > 1:
-                own = whole[:, _SQUARE : columns.summed].clone()
-                dist.all_reduce(own, group=parallel.tp_group)
-                whole[:, _SQUARE : columns.summed] = own
+                sums = whole[:, _SQUARE : columns.summed].clone()
+                dist.all_reduce(sums, group=parallel.tp_group)
+                whole[:, _SQUARE : columns.summed] = sums
         if parallel.is_last_stage:
             for part, place in columns.parts:
-                part.on_last_stage(entry, whole[:, place])
+                part.on_last_stage(bucket, whole[:, place])
         # Once a task has skipped a step of a burst it skips those after it.
         is_finite = torch.isfinite(whole[:, : columns.summed]).all(dim=1)
         skip = self._skip[rows] | ~is_finite | (whole[:, _FAILED] > 0)
         self._skip[rows] = skip
         self._updates[index].update(self._starts[index], later, whole[:, _SQUARE].sqrt(), skip)
         for part in self.parts if self._counts else ():
-            part.after_update(entry, skip)
-        self._tables.append((entry, whole[:, : columns.read]))
+            part.after_update(bucket, skip)
+        self._stats.append((bucket, whole[:, : columns.read]))
         return whole
 
     def finish(self) -> list[dict[str, StepResult]]:
         """For each step, what it gave each task, up to its failure; counts what the tasks have done."""
         results: list[dict[str, StepResult]] = [{} for _ in self.burst.steps]
-        if not self._tables:
+        if not self._stats:
             return results
-        values = iter(torch.cat([table.flatten() for _, table in self._tables]).tolist())
-        for entry, table in self._tables:
-            step, index = divmod(entry, len(self._columns))
-            for name in self.burst.bucket(entry).tasks:
-                row = list(islice(values, table.shape[1]))
+        values = iter(torch.cat([stats.flatten() for _, stats in self._stats]).tolist())
+        for bucket, stats in self._stats:
+            step, index = divmod(bucket, len(self._columns))
+            for name in self.burst.bucket(bucket).tasks:
+                row = list(islice(values, stats.shape[1]))
                 if row[_FAILED]:
                     self.out_of_memory.add(index)
                 if index in self.out_of_memory or self.burst.tasks[name].life.state == "failed":
@@ -237,7 +237,7 @@ class BucketFinalizer:
         return results
 
     def _result(self, step: int, name: str, row: Sequence[float], columns: _Columns) -> StepResult:
-        """What a step gave a task, by its row of the table."""
+        """What a step gave a task, by its row of the statistics."""
         task = self.burst.tasks[name]
         loss, norm = row[0], math.sqrt(row[_SQUARE])
         rate = task.optimizer.learning_rate(task.step)
@@ -246,10 +246,10 @@ class BucketFinalizer:
             problem = f"its loss was {loss}"
         elif not math.isfinite(norm):
             problem = f"its gradient norm was {norm}"
-        for part, own in columns.parts:
+        for part, place in columns.parts:
             if part.read:
-                problem = problem or part.problem(row[own])
-                fields |= part.fields(step, name, row[own])
+                problem = problem or part.problem(row[place])
+                fields |= part.fields(step, name, row[place])
         reason = f"{problem} at step {task.step + 1}" if problem else ""
         if problem:
             task.life.to("failed", reason)

@@ -65,17 +65,17 @@ class Engine:
         exchange: Exchange | None = None,
         make_update: MakeUpdate | None = None,
     ) -> None:
-        own = [backbone] if isinstance(backbone, Backbone) else list(backbone)
-        self.backbone = own[0]
-        self.stages = {parallel.pp_rank + i * parallel.pp_size: stage for i, stage in enumerate(own)}
+        stages = [backbone] if isinstance(backbone, Backbone) else list(backbone)
+        self.backbone = stages[0]
+        self.stages = {parallel.pp_rank + i * parallel.pp_size: stage for i, stage in enumerate(stages)}
         self.parallel = parallel
-        self.planning = planning or Planning("spatial", parallel.pp_size * len(own), virtual=len(own))
-        base_ops = [op for stage in own for op in stage.base_ops()]
-        shape, weights, vocabulary = self.backbone.shape, self.backbone.module_weight, _vocabulary_of(own)
+        self.planning = planning or Planning("spatial", parallel.pp_size * len(stages), virtual=len(stages))
+        base_ops = [op for stage in stages for op in stage.base_ops()]
+        shape, weights, vocabulary = self.backbone.shape, self.backbone.module_weight, _vocabulary_of(stages)
         self.adapters = AdapterSet(Host(base_ops, parallel, self.backbone.dtype, shape, vocabulary, weights))
         self.adapters.use(self.planning.kernels)
         connect(parallel)
-        self.communicator = Communicator(parallel, closes_ring=len(own) > 1)
+        self.communicator = Communicator(parallel, closes_ring=len(stages) > 1)
         if tries_plans is None:
             tries_plans = runtime.is_gpu(parallel.device)
         self._trials = Trials(self.stages, parallel, self.communicator) if tries_plans else None
@@ -179,8 +179,8 @@ class Engine:
             torch.OutOfMemoryError: There is no memory for it; then it is as it was.
         """
         self._runner.updates.clear()  # they keep storage of tasks that have left
-        arenas = [task.adapter.arena for task in self._tasks.values()]
-        size = gradient_buffer_size(arenas, self.parallel)
+        params = [task.adapter.flat_params for task in self._tasks.values()]
+        size = gradient_buffer_size(params, self.parallel)
         if size != self._runner.buffer.numel():
             self._runner.buffer = torch.empty(size, dtype=torch.uint8, device=self.parallel.device)
         self.forget_trials()
@@ -325,9 +325,9 @@ class Engine:
             UserError: It could not be evaluated; on every rank, so none waits for another.
         """
         given = {} if records is None else {name: records}
-        if isinstance(found := self.evaluate_together([name], given).get(name), UserError):
-            raise found
-        return found
+        if isinstance(result := self.evaluate_together([name], given).get(name), UserError):
+            raise result
+        return result
 
     def evaluate_together(
         self, names: Sequence[str], records: Mapping[str, Records] | None = None
@@ -386,9 +386,9 @@ class Engine:
 
 def _vocabulary_of(stages: Sequence[Backbone]) -> dict[Place, VocabularyPart] | None:
     """The parts of the embedding and of the output layer in a rank's stages."""
-    found: dict[Place, VocabularyPart] = {}
+    parts: dict[Place, VocabularyPart] = {}
     for stage in stages:
         if stage.vocabulary_parts is None:
             return None
-        found |= stage.vocabulary_parts
-    return found
+        parts |= stage.vocabulary_parts
+    return parts

@@ -14,16 +14,16 @@ from megatron_mux.runtime import Parallel
 
 
 class ManagerSums(StepPart):
-    """Sums tables over a master and its managers: each owns a part of the adapters, and the master has the losses."""
+    """Sums statistics over a master and its managers: each owns part of the adapters, and the master has the losses."""
 
     @classmethod
     def wanted_by(cls, task: TaskState, parallel: Parallel) -> bool:
         """Whether ranks have the adapters of their own experts alone."""
         return parallel.experts.divides_adapters
 
-    def complete(self, table: Tensor) -> None:
-        """Sum the table over all of them."""
-        dist.all_reduce(table, group=self.burst.parallel.experts.group)
+    def complete(self, stats: Tensor) -> None:
+        """Sum the statistics over all of them."""
+        dist.all_reduce(stats, group=self.burst.parallel.experts.group)
 
 
 def ask_for_lowest_adapter(

@@ -108,7 +108,6 @@ class HandOver:
         """Attach a task anew, in the state that it had before experts moved. A collective.
 
         Args:
-            task: The task.
             adapters: Where to.
             old: What this rank held of its state.
 
@@ -132,7 +131,7 @@ class HandOver:
         with out_of_memory_on_every_rank(what, self._parallel), torch.no_grad():
             for part, places, value in message.arriving:
                 _put(part, task.adapter.tensors[part.key], places, value)
-            task.adapter.arena.refresh()
+            task.adapter.flat_params.refresh()
         return message.came.nbytes
 
     @torch.no_grad()
@@ -162,21 +161,21 @@ class HandOver:
         self, adapter: TaskAdapter, new: Mapping[tuple[str, str], _Part], leaving: list[list[Tensor]]
     ) -> _Message:
         """Lay out what leaves this rank, and allocate what comes."""
-        own, host = self._ranks.rank, adapter.host
+        rank, host = self._ranks.rank, adapter.host
         coming: list[list[tuple[_Part, Tensor]]] = [[] for _ in range(self._ranks.size)]
         for part in new.values():
             tensor = adapter.tensors[part.key]
             if tensor.expert_dim is not None:
-                for source, places in self._moving(adapter, tensor, None, own):
-                    if source != own:
+                for source, places in self._moving(adapter, tensor, None, rank):
+                    if source != rank:
                         coming[source].append((part, places))
-        sizes = [[_size(adapter, *one) for one in ones] for ones in coming]
-        incoming, outgoing = [sum(one) for one in sizes], [sum(map(len, one)) for one in leaving]
+        sizes = [[_size(adapter, *piece) for piece in ones] for ones in coming]
+        incoming, outgoing = [sum(part) for part in sizes], [sum(map(len, part)) for part in leaving]
         nothing = torch.empty(0, dtype=host.parameter_dtype)
-        sent = torch.cat([nothing, *(value for one in leaving for value in one)]).to(host.device)
+        sent = torch.cat([nothing, *(value for pieces in leaving for value in pieces)]).to(host.device)
         came = sent.new_empty(sum(incoming))
-        values = came.split([size for one in sizes for size in one])
-        parts = (one for ones in coming for one in ones)
+        values = came.split([size for of_rank in sizes for size in of_rank])
+        parts = (piece for ones in coming for piece in ones)
         arriving = [(part, places, value) for (part, places), value in zip(parts, values, strict=True)]
         return _Message(sent, came, outgoing, incoming, arriving)
 
@@ -193,7 +192,7 @@ class HandOver:
                 yield other, adapter.places_of_experts(tensor, experts)
 
 
-def bytes_beside_expert(engine: Engine) -> float:
+def adapter_bytes_per_expert(engine: Engine) -> float:
     """Bytes of tasks' adapters and optimizer states that move with an expert's weights, mean of all experts."""
     shape = engine.backbone.shape
     if not engine.parallel.experts.divides_adapters or shape.experts is None:
@@ -225,9 +224,9 @@ def _here(part: _Part, tensor: AdapterTensor, places: Tensor) -> Tensor:
     """Where this rank's part of a tensor has global places."""
     assert part.positions is not None and tensor.expert_dim is not None
     index = torch.as_tensor(np.asarray(part.positions))
-    found = torch.full((tensor.shape[tensor.expert_dim],), -1, dtype=torch.int64)
-    found[index] = torch.arange(len(index))
-    return found[places].to(part.value.device)
+    indices = torch.full((tensor.shape[tensor.expert_dim],), -1, dtype=torch.int64)
+    indices[index] = torch.arange(len(index))
+    return indices[places].to(part.value.device)
 
 
 def _taken(part: _Part, tensor: AdapterTensor, places: Tensor) -> Tensor:

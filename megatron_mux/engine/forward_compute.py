@@ -35,8 +35,8 @@ class ForwardCompute(ABC):
         self.stages = stages
         self.failed = failed
         self.batches = batches
-        one = next(iter(stages.values()))
-        rows = max((one.hidden_shape(batch)[0] for batch in batches), default=1)
+        stage = next(iter(stages.values()))
+        rows = max((stage.hidden_shape(batch)[0] for batch in batches), default=1)
         self._zeros = zeros_for_next_stage(stages, rows, failed)
 
     @abstractmethod
@@ -45,7 +45,6 @@ class ForwardCompute(ABC):
 
         Args:
             number: Of the micro-batch.
-            batch: The micro-batch.
             nll: `[N]` fp32 negative log-likelihoods of its labels.
             tokens: `[N]` int64, the likeliest token in the place of each.
         """
@@ -175,9 +174,9 @@ class GenerationCompute(ForwardCompute):
 
     def __init__(self, stages: Stages, batches: Sequence[MicroBatch], failed: FailedBuckets) -> None:
         super().__init__(stages, batches, failed)
-        one = next(iter(stages.values()))
+        stage = next(iter(stages.values()))
         self.tokens = [
-            torch.zeros(len(batch.segments), dtype=torch.int64, device=one.device) for batch in batches
+            torch.zeros(len(batch.segments), dtype=torch.int64, device=stage.device) for batch in batches
         ]
 
     def keep(self, number: int, batch: MicroBatch, nll: Tensor, tokens: Tensor) -> None:

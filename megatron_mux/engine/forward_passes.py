@@ -31,13 +31,13 @@ class ForwardPasses(PassRunner):
         held_out = [HeldOut(tasks[name], records) for name, records in known.items() if records is not None]
         if not held_out:
             return {}
-        preferences = [one for one in held_out if isinstance(one.records, PreferenceDataset)]
-        held_out = [one for one in held_out if not isinstance(one.records, PreferenceDataset)]
+        preferences = [task for task in held_out if isinstance(task.records, PreferenceDataset)]
+        held_out = [task for task in held_out if not isinstance(task.records, PreferenceDataset)]
         results = self._evaluate_preferences(preferences)
         if held_out:
             evaluator = Evaluator(self.stages, self.parallel, self.communicator, self.trials)
-            found = evaluator.evaluate(held_out)
-            results |= with_texts(found, held_out, lambda stop: self.generator(tasks, stop), self.parallel)
+            merged = evaluator.evaluate(held_out)
+            results |= with_texts(merged, held_out, lambda stop: self.generator(tasks, stop), self.parallel)
         return results
 
     def _evaluate_preferences(self, tasks: Sequence[HeldOut]) -> dict[str, EvalResult | UserError]:
@@ -47,16 +47,16 @@ class ForwardPasses(PassRunner):
         except UserError as error:  # on every rank
             if len(tasks) == 1:
                 return {tasks[0].name: error}
-            found = [self._evaluate_preferences([one]) for one in tasks]
-            return {name: result for own in found for name, result in own.items()}
+            results = [self._evaluate_preferences([task]) for task in tasks]
+            return {name: result for of_task in results for name, result in of_task.items()}
 
     def compute_references(self, tasks: Mapping[str, TaskState]) -> dict[str, str]:
         """Compute log-probabilities under references that tasks ask for; why it could not be done, by task.
 
         Every rank calls it and gets the same answer.
         """
-        own = {name: task for name, task in tasks.items() if isinstance(task, PreferenceTask)}
-        problems = {name: self._compute_reference(task) for name, task in own.items()}
+        preferences = {name: task for name, task in tasks.items() if isinstance(task, PreferenceTask)}
+        problems = {name: self._compute_reference(task) for name, task in preferences.items()}
         return {name: problem for name, problem in problems.items() if problem}
 
     def _compute_reference(self, task: PreferenceTask) -> str:
@@ -66,12 +66,12 @@ class ForwardPasses(PassRunner):
         else:
             data = task.preferences
             try:
-                [found] = self._log_probs.everywhere(
+                [log_probs] = self._log_probs.everywhere(
                     [Wanted(task, data.completion, range(len(data)), policy=False)]
                 )
             except SharedError as error:
                 return str(error)
-            task.reference_log_probs = found[1].numpy()
+            task.reference_log_probs = log_probs[1].numpy()
         task.ready = True
         return ""
 

@@ -132,8 +132,8 @@ class Generator(PassRunner):
             SharedError: Some rank has no memory for one of the sequences alone; on every rank.
         """
         sequences = sorted(self._sequences(prompts), key=lambda sequence: -sequence.limit)
-        own = self.parallel.experts.share(sequences)[self.parallel.dp_rank :: self.parallel.dp_size]
-        groups = self.as_many_everywhere(list(self._groups(own, prompts)))
+        of_pipeline = self.parallel.experts.share(sequences)[self.parallel.dp_rank :: self.parallel.dp_size]
+        groups = self.as_many_everywhere(list(self._groups(of_pipeline, prompts)))
         done: dict[int, Completion] = {}
         problem = ""
         try:
@@ -143,10 +143,10 @@ class Generator(PassRunner):
             problem = str(error)
         speaks = self.parallel.is_first_stage and self.parallel.tp_rank == 0
         everything: dict[int, Completion] = {}
-        for found, trouble in everyones((done if speaks else {}, problem), self.parallel):
+        for completions, trouble in everyones((done if speaks else {}, problem), self.parallel):
             if trouble:
                 raise SharedError(trouble)
-            everything |= found
+            everything |= completions
         return [everything[number] for number in range(len(prompts))]
 
     def _sequences(self, prompts: Sequence[Prompt]) -> Iterator[_Sequence]:
@@ -170,7 +170,7 @@ class Generator(PassRunner):
         """Sequences that are generated together, about equally long ones."""
         group: list[_Sequence] = []
         for sequence in sequences:
-            sizes = [prompts[one.number].batch_size or len(prompts) for one in (*group, sequence)]
+            sizes = [prompts[member.number].batch_size or len(prompts) for member in (*group, sequence)]
             full = (len(group) + 1) * self._positions([*group, sequence]) > CACHE_POSITIONS
             if group and (full or len(group) >= min(sizes)):
                 yield group
@@ -181,7 +181,7 @@ class Generator(PassRunner):
 
     def _positions(self, group: Sequence[_Sequence]) -> int:
         """Positions of the longest sequence."""
-        return max((one.limit + self.members[one.task].position_offset for one in group), default=0)
+        return max((s.limit + self.members[s.task].position_offset for s in group), default=0)
 
     def _generated(self, group: list[_Sequence]) -> dict[int, Completion]:
         """Generate a group, in halves if there is no memory for it; every rank of the pipeline calls it.
@@ -192,13 +192,13 @@ class Generator(PassRunner):
         failed = self._tried(group)
         if self.trials is None or not self._agree(bool(failed)):
             failed = FailedBuckets(1, self.stages.values(), self.parallel)
-            found = self._completions(group, failed)
+            completions = self._completions(group, failed)
             if not self._agree(bool(failed)):
-                return found
+                return completions
         if not self._agree(len(group) > 1):
             raise SharedError(f"one sequence to generate alone ran out of memory ({self._reason(failed)})")
-        for one in group:
-            one.length = one.prompt
+        for sequence in group:
+            sequence.length = sequence.prompt
         half = (len(group) + 1) // 2
         return self._generated(group[:half]) | self._generated(group[half:])
 
@@ -236,11 +236,11 @@ class Generator(PassRunner):
         group = self._in_task_order(group)
         cache = self._cache(group)
         self._next(self._prompt_passes(group, cache), failed)
-        for one in group:
-            one.length += 1
+        for sequence in group:
+            sequence.length += 1
         self._next([self._pack(group, cache, _last_token)], failed)
-        for one in group:
-            one.length = one.prompt
+        for sequence in group:
+            sequence.length = sequence.prompt
 
     def _completions(self, group: list[_Sequence], failed: FailedBuckets) -> dict[int, Completion]:
         done: dict[int, Completion] = {}
@@ -253,11 +253,11 @@ class Generator(PassRunner):
             for sequence, token in zip(active, tokens, strict=True):
                 finish = self._advance(sequence, token)
                 if finish is not None:
-                    found = sequence.tokens[sequence.prompt : sequence.length].tolist()
-                    done[sequence.number] = Completion(tuple(found), finish)
+                    generated = sequence.tokens[sequence.prompt : sequence.length].tolist()
+                    done[sequence.number] = Completion(tuple(generated), finish)
                     ended.append(sequence)
-            cache.drop(one.name for one in ended)
-            active = [one for one in active if one.number not in done]
+            cache.drop(sequence.name for sequence in ended)
+            active = [sequence for sequence in active if sequence.number not in done]
             batches = []
             if self._any(bool(active)):
                 begins_anew = bool(self._switches) and self._any(any(map(self._changes_angles, active)))
@@ -299,15 +299,15 @@ class Generator(PassRunner):
     def _in_task_order(self, group: Sequence[_Sequence]) -> list[_Sequence]:
         """As `pack` orders them."""
         order = {name: i for i, name in enumerate(self.members)}
-        return sorted(group, key=lambda one: order[one.task])
+        return sorted(group, key=lambda sequence: order[sequence.task])
 
     def _cache(self, group: Sequence[_Sequence]) -> KeyValueCache:
-        return KeyValueCache([one.name for one in group], self._positions(group))
+        return KeyValueCache([sequence.name for sequence in group], self._positions(group))
 
     def _prompt_passes(self, group: Sequence[_Sequence], cache: KeyValueCache) -> list[MicroBatch]:
         """Micro-batches of whole prompts, of about `TOKENS_PER_PASS`; at least one, as many on all ranks in step."""
-        passes = self.as_many_everywhere(list(filled(group, lambda one: one.length, TOKENS_PER_PASS)) or [[]])
-        return [self._pack(members, cache, lambda one: (0, one.length)) for members in passes]
+        passes = self.as_many_everywhere(list(filled(group, lambda s: s.length, TOKENS_PER_PASS)) or [[]])
+        return [self._pack(members, cache, lambda s: (0, s.length)) for members in passes]
 
     def _pack(
         self,
@@ -323,14 +323,14 @@ class Generator(PassRunner):
             span: Returns the first token of a sequence that is taken, and one past the last.
         """
         host = pack(
-            [one.packed() for one in sequences],
+            [sequence.packed() for sequence in sequences],
             tuple(self.members),
-            {name: one.step for name, one in self.members.items()},
-            {name: one.position_offset for name, one in self.members.items()},
+            {name: task.step for name, task in self.members.items()},
+            {name: task.position_offset for name, task in self.members.items()},
             self.multiple,
             training=False,
-            spans=[span(one) for one in sequences],
-            slots={name: one.slot for name, one in self.members.items()},
+            spans=[span(sequence) for sequence in sequences],
+            slots={name: task.slot for name, task in self.members.items()},
         )
         # The token that is to be predicted is not there yet.
         segments = tuple(replace(segment, positions=segment.positions - 1) for segment in host.segments)
@@ -343,8 +343,8 @@ class Generator(PassRunner):
         tokens = torch.cat(compute.tokens)
         if self.parallel.pp_size > 1:
             dist.broadcast(tokens, src=self.parallel.pipeline_ranks[-1], group=self.parallel.pp_group)
-        found: list[int] = tokens.tolist()
-        return found
+        labels: list[int] = tokens.tolist()
+        return labels
 
 
 def _last_token(sequence: _Sequence) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_mux.backbone.exchange import Course, Exchange, Observer, interleave
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.backbone.pieces import Exchanging
+from megatron_mux.backbone.pieces import CollectiveGenerator
 from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.fusion.graphs.launch_order import LaunchOrder, decode
 from megatron_mux.fusion.plan import Plan
@@ -45,7 +45,7 @@ def launch_problem(plan: Plan, stages: Mapping[int, Backbone]) -> str:
 
 
 class InterleavedPasses:
-    """A unit's passes through a stage, one for each of its hybrid tasks.
+    """A chunk's passes through a stage, one for each of its hybrid tasks.
 
     Args:
         backbone: The stage.
@@ -137,7 +137,9 @@ class InterleavedPasses:
         with activate(batch):
             return self._backbone.embed(batch)
 
-    def _run(self, steps: Sequence[Exchanging[Made]], order: str, observer: Observer | None) -> list[Made]:
+    def _run(
+        self, steps: Sequence[CollectiveGenerator[Made]], order: str, observer: Observer | None
+    ) -> list[Made]:
         courses = [Course(own, batch) for own, batch in zip(steps, self._batches, strict=True)]
-        # A unit may lack the last ones: shorter packs have fewer chunks.
+        # A chunk may lack the last ones: shorter packs have fewer chunks.
         return interleave(courses, [i for i in decode(order) if i < len(courses)], self._exchange, observer)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.adapters.adapter import TaskAdapter
-from megatron_mux.adapters.arena import Arena
+from megatron_mux.adapters.flat_params import FlatParams
 from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.optimizers.adamw import AdamW
 from megatron_mux.optimizers.optimizer import Options, ParamGroup, ParamLayout, ParamSlice, Stored
@@ -26,7 +26,7 @@ task's, and whether this rank counts their norm."""
 
 
 class TaskOptimizer:
-    """A task's optimizer over its adapter's arena, with the options and defaults of `transformers`.
+    """A task's optimizer over its adapter's flat parameters, with the options and defaults of `transformers`.
 
     Args:
         adapter: The adapter on this rank (it may have no parameters here).
@@ -48,7 +48,7 @@ class TaskOptimizer:
         total_steps: int,
         lengths: Sequence[tuple[int, int]] = (),
     ) -> None:
-        self.arena = adapter.arena
+        self.flat_params = adapter.flat_params
         self.parameters = list(adapter.parameters)
         self.spec = spec
         self._factor = spec.rate_curve(total_steps, lengths)
@@ -56,28 +56,30 @@ class TaskOptimizer:
         if not kind.splits:
             parallel.experts.refuse("optimizer", spec.optim)
         self._tensors, self._ranks = adapter.tensors, parallel.tp_size
-        self._runs = self.arena.runs(self._alike)
+        self._runs = self.flat_params.runs(self._alike)
         groups = [ParamGroup(first, last, decay, rate) for first, last, (decay, rate, _) in self._runs]
         group = parallel.tp_group if parallel.tp_size > 1 else None
-        layout = ParamLayout(self.arena.values, self.arena.gradients, groups, self._slices(), group)
+        layout = ParamLayout(
+            self.flat_params.values, self.flat_params.gradients, groups, self._slices(), group
+        )
         self.kind = kind(layout, Options(spec.adam_beta1, spec.adam_beta2, spec.adam_epsilon))
 
     def _alike(self, p: AdapterParameter) -> _Alike:
         return (*self.spec.decay_and_rate(p.key, p.full_shape, p.decay), p.owner)
 
     def _slices(self) -> list[ParamSlice]:
-        found = []
+        slices = []
         for p in self.parameters:
-            first, last = self.arena.place(p)
+            first, last = self.flat_params.place(p)
             decay, rate, _ = self._alike(p)
             divided = self._tensors[p.key].dim if self._ranks > 1 else None
-            found.append(ParamSlice(p, tuple(p.value.shape), ParamGroup(first, last, decay, rate), divided))
-        return found
+            slices.append(ParamSlice(p, tuple(p.value.shape), ParamGroup(first, last, decay, rate), divided))
+        return slices
 
     @property
     def owned(self) -> list[Tensor]:
         """The gradients whose norm this rank counts: every element of the whole adapter is counted on one rank."""
-        return [self.arena.gradients[first:last] for first, last in self.arena.ranges(owner=True)]
+        return [self.flat_params.gradients[first:last] for first, last in self.flat_params.ranges(owner=True)]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -93,11 +95,11 @@ class TaskOptimizer:
         """Runs of parameters that are updated alike: their tensors, their copy if it is another one, weight decay, the
         learning rate as a multiple of the task's, and whether this rank counts their norm.
         """
-        arena, states = self.arena, self.kind.flats if isinstance(self.kind, AdamW) else {}
+        flat_params, states = self.flat_params, self.kind.flats if isinstance(self.kind, AdamW) else {}
         for first, last, (decay, rate, owner) in self._runs:
             average, square = (states[name][first:last] if states else None for name in AdamW.state_names)
-            flats = arena.values[first:last], arena.gradients[first:last], average, square
-            copy = None if arena.copies is arena.values else arena.copies[first:last]
+            flats = flat_params.values[first:last], flat_params.gradients[first:last], average, square
+            copy = None if flat_params.copies is flat_params.values else flat_params.copies[first:last]
             yield flats, copy, decay, rate, owner
 
     def options(self, step: int) -> tuple[float, float, float, float, float, int]:
@@ -116,7 +118,7 @@ class TaskOptimizer:
         if limit > 0:
             # The same expression as torch.nn.utils.clip_grad_norm_.
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-            self.arena.gradients.mul_(scale.to(self.arena.gradients.dtype))
+            self.flat_params.gradients.mul_(scale.to(self.flat_params.gradients.dtype))
 
     @torch.no_grad()
     def step(self, step: int, skip: Tensor) -> None:
@@ -127,12 +129,12 @@ class TaskOptimizer:
             skip: Scalar fp32 on the device: unless it is zero, parameters and states stay as they are.
         """
         self.kind.update(step, self.learning_rate(step), skip)
-        self.arena.refresh()
+        self.flat_params.refresh()
         self.zero()
 
     def zero(self) -> None:
         """Make the gradients zero."""
-        self.arena.zero()
+        self.flat_params.zero()
 
     def state(self) -> dict[str, dict[str, Stored]]:
         """What this rank holds of the optimizer's state, by parameter key and name; empty for SGD."""
@@ -145,33 +147,33 @@ class TaskOptimizer:
                 self.kind.load(param, full[param.parameter.key])
 
 
-def gradient_buffer_size(arenas: Sequence[Arena], parallel: Parallel) -> int:
-    """Bytes of the buffer in which these arenas' gradients are summed over ranks; 0 on a single rank."""
-    if parallel.tp_size * parallel.dp_size == 1 or not arenas:
+def gradient_buffer_size(params: Sequence[FlatParams], parallel: Parallel) -> int:
+    """Bytes of the buffer in which the gradients of these tasks are summed over ranks; 0 on a single rank."""
+    if parallel.tp_size * parallel.dp_size == 1 or not params:
         return 0
-    values = sum(arena.values.numel() for arena in arenas)
-    return min(values, GRADIENTS_AT_ONCE) * arenas[0].values.dtype.itemsize
+    values = sum(flat_params.values.numel() for flat_params in params)
+    return min(values, GRADIENTS_AT_ONCE) * params[0].values.dtype.itemsize
 
 
-def reduce_gradients(arenas: Sequence[Arena], parallel: Parallel, flags: Tensor, buffer: Tensor) -> None:
+def reduce_gradients(params: Sequence[FlatParams], parallel: Parallel, flags: Tensor, buffer: Tensor) -> None:
     """Sum gradients over ranks: partial ones over tensor ranks, all of them over data-parallel ranks.
 
     Few collectives for all tasks together, in a buffer that is there already. A sum never mixes elements, so a task's
     NaN stays its own.
 
     Args:
-        arenas: Of every task of the bucket.
+        params: Of every task of the bucket.
         parallel: Where this rank stands.
         flags: Summed over data-parallel ranks along with them.
-        buffer: `[n]` uint8, as long on every rank; `gradient_buffer_size` of these arenas or more.
+        buffer: `[n]` uint8, as long on every rank; `gradient_buffer_size` of these tasks or more.
     """
-    if arenas and buffer.numel():
-        part = buffer.view(arenas[0].gradients.dtype)
+    if params and buffer.numel():
+        part = buffer.view(params[0].gradients.dtype)
         if parallel.tp_size > 1:
-            partial = [a.gradients[first:last] for a in arenas for first, last in a.ranges(partial=True)]
+            partial = [a.gradients[first:last] for a in params for first, last in a.ranges(partial=True)]
             _all_reduce(partial, part, parallel.tp_group)
         if parallel.dp_size > 1:
-            _all_reduce([arena.gradients for arena in arenas], part, parallel.dp_group)
+            _all_reduce([flat_params.gradients for flat_params in params], part, parallel.dp_group)
     if parallel.dp_size > 1:
         dist.all_reduce(flags, group=parallel.dp_group)
 

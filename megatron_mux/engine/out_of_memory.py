@@ -66,9 +66,9 @@ class FailedBuckets:
         """Where and why the first bucket failed; empty if none has."""
         return next(iter(self._reasons.values()), "")
 
-    def __contains__(self, entry: int) -> bool:
+    def __contains__(self, bucket: int) -> bool:
         """Whether a bucket, counted on over steps, has failed."""
-        return entry % self._period in self._reasons
+        return bucket % self._period in self._reasons
 
     def attempt(self, action: Action, compute: Callable[[], T]) -> T | None:
         """Run an action's work; None if its bucket has failed, now or before: then its memory is free again.
@@ -98,15 +98,15 @@ class FailedBuckets:
         """Free what a pass that broke off has left: weights that were brought, garbage, the allocator's cache."""
         gc.collect()  # a traceback's frames may hold tensors in cycles
         for stage in self._stages:
-            stage.residence.abandon()
+            stage.offload.abandon()
         if self._parallel.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def everywhere(self) -> dict[int, str]:
         """For each bucket that failed on some rank, where and why. Every rank calls it."""
         reasons: dict[int, str] = {}
-        for own in everyones(self._reasons, self._parallel):
-            reasons = own | reasons  # the first rank's counts
+        for theirs in everyones(self._reasons, self._parallel):
+            reasons = theirs | reasons  # the first rank's counts
         return reasons
 
 
@@ -115,6 +115,6 @@ def zeros_for_next_stage(stages: Stages, rows: int, failed: FailedBuckets) -> Te
 
     Other stages overwrite what they received. One row where nothing like that is sent.
     """
-    one = next(iter(stages.values()))
+    stage = next(iter(stages.values()))
     sends = failed.recovers and 0 in stages and not stages[0].last
-    return torch.zeros(rows if sends else 1, 1, one.shape.hidden, dtype=one.dtype, device=one.device)
+    return torch.zeros(rows if sends else 1, 1, stage.shape.hidden, dtype=stage.dtype, device=stage.device)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_mux import runtime
-from megatron_mux.backbone.pieces import Arriving, Begun, Message
+from megatron_mux.backbone.pieces import IssuedMessage, Message, PendingTensor
 from megatron_mux.clock import Clock, Mark
 from megatron_mux.pipeline.action import Action, TimedAction, TimedPart
 from megatron_mux.pipeline.execute import Timer
@@ -62,7 +62,7 @@ class PassTimes:
         """The piece that began last has been computed."""
         self._parts[-1].stop = self._clock.mark()
 
-    def issued(self, index: int, message: Message | Begun, pending: Arriving) -> None:
+    def issued(self, index: int, message: Message | IssuedMessage, pending: PendingTensor) -> None:
         """Find out when the message arrives."""
         sent = self._sent[index] = _Part(index, self._done[index] - 1, message.kind, self._clock.mark())
         self._parts.append(sent)
@@ -89,15 +89,15 @@ class PassTimes:
             torch.cuda.current_stream().wait_stream(self._stream)  # its last event is read, too
         ended = [part for part in self._parts if part.stop is not None]
         times = iter(self._clock.seconds([mark for part in ended for mark in (part.start, part.stop)]))
-        found = [
+        parts = [
             TimedPart(
                 part.batch, part.piece, next(times), next(times), self._labels[part.batch], part.message
             )
             for part in ended
         ]
-        pieces = [part for part in found if not part.message]
+        pieces = [part for part in parts if not part.message]
         # One after another, as they arrive: gloo has two threads, so messages may overtake each other.
-        messages = sorted((part for part in found if part.message), key=lambda part: part.stop)
+        messages = sorted((part for part in parts if part.message), key=lambda part: part.stop)
         link_free = -math.inf
         for i, part in enumerate(messages):
             messages[i] = replace(part, start=max(part.start, link_free))
@@ -120,13 +120,13 @@ class PartTimes:
 
     def of(self, action: Action, labels: Sequence[str]) -> PassTimes:
         """The observer of a pass that begins, with a text for each batch."""
-        found = self._passes[action] = PassTimes(labels, self._clock, self._stream)
-        return found
+        times = self._passes[action] = PassTimes(labels, self._clock, self._stream)
+        return times
 
     def added(self, timer: Timer) -> Timer:
         """A timer that adds the parts of each action before it calls another timer."""
         return partial(self._tell, timer)
 
     def _tell(self, timer: Timer, timed: TimedAction) -> None:
-        own = self._passes.pop(timed.action, None)
-        timer(timed if own is None else replace(timed, parts=own.parts()))
+        times = self._passes.pop(timed.action, None)
+        timer(timed if times is None else replace(timed, parts=times.parts()))

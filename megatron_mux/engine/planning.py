@@ -55,7 +55,7 @@ class Planning:
         share: Broadcasts from the rank that leads; every rank calls it between the same two steps.
 
     Attributes:
-        news: Changes of the plan to report; whoever reports them empties it.
+        log_lines: Changes of the plan to report; whoever reports them empties it.
     """
 
     policy: Policy
@@ -72,7 +72,7 @@ class Planning:
     schedule: Schedule = "planned"
     kernels: KernelChoice = ()
     pointwise: PointwiseName | None = None
-    news: list[str] = field(default_factory=list, init=False)
+    log_lines: list[str] = field(default_factory=list, init=False)
     _left: int = field(default=0, init=False)  # steps to the first of the coming plan, that one included
     _plan: Plan | None = field(default=None, init=False)
     _relieved: Plan | None = field(default=None, init=False)
@@ -198,9 +198,9 @@ class Planning:
         plan, problem = self.share(made)
         if plan is not None:
             self._plan = plan
-            self.news.append(f"new {plan}")
+            self.log_lines.append(f"new {plan}")
         else:
-            self.news.append(f"planning failed, keeping the old plan: {problem}")
+            self.log_lines.append(f"planning failed, keeping the old plan: {problem}")
 
     def _start(self, loads: Mapping[str, TaskLoad]) -> Future[Plan]:
         assert self.planner is not None

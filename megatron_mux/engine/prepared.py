@@ -1,4 +1,4 @@
-"""Prepares steps in host memory, and ahead of their turn in a thread: records, chunk grid, micro-batches, template.
+"""Prepares steps in host memory, and ahead of their turn in a thread: records, chunks, micro-batches, template.
 
 A prepared step is a pure function of the plan, of the tasks' data, and of the steps' numbers. So a step computes the
 same, and fails for the same data, whether it was prepared ahead or not. The thread reads records, tokenises those of a
@@ -23,8 +23,8 @@ from megatron_mux.engine.task_state import TaskState
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Chunk, padded_lengths
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.step import StepGrid, lockstep, must_keep_step, step_grid, step_template
-from megatron_mux.pipeline.action import Unit
+from megatron_mux.fusion.step import StepChunks, lockstep, must_keep_step, step_chunks, step_template
+from megatron_mux.pipeline.action import ChunkId
 from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.template import Template
 from megatron_mux.runtime import Parallel
@@ -35,23 +35,23 @@ class PreparedStep:
     """What this pipeline computes in a step, in host memory.
 
     Attributes:
-        grid: The sequences in each chunk.
-        batches: For each unit, a batch for each hybrid task with sequences in it; one without rows where only other
+        chunked: The sequences in each chunk.
+        batches: For each chunk, a batch for each hybrid task with sequences in it; one without rows where only other
             pipelines have any. Empty if there are problems.
         tokens: Tokens of each task's batch over all pipelines.
         problems: Why the batch of a task cannot be read on this rank.
-        beside: What tasks read besides their batches, see `TaskState.read_beside`.
+        extra_examples: What tasks read besides their batches, see `TaskState.extra_examples`.
     """
 
-    grid: StepGrid
-    batches: Mapping[Unit, tuple[HostBatch, ...]]
+    chunked: StepChunks
+    batches: Mapping[ChunkId, tuple[HostBatch, ...]]
     tokens: Mapping[str, int]
     problems: Mapping[str, str]
-    beside: Mapping[str, list[Example]] = field(default_factory=dict)
+    extra_examples: Mapping[str, list[Example]] = field(default_factory=dict)
 
-    def chunks(self, unit: Unit) -> int:
-        """Chunks of the unit's micro-batch."""
-        return self.grid.sizes[unit.bucket][unit.micro_batch]
+    def chunks(self, chunk_id: ChunkId) -> int:
+        """Chunks of the chunk's micro-batch."""
+        return self.chunked.sizes[chunk_id.bucket][chunk_id.micro_batch]
 
 
 def prepare_step(
@@ -60,7 +60,6 @@ def prepare_step(
     """Prepare one step of a plan.
 
     Args:
-        plan: The plan.
         tasks: Its tasks, in its order.
         steps: The step of each task, from 0.
         parallel: Where this rank stands.
@@ -71,33 +70,36 @@ def prepare_step(
     lengths = {name: task.lengths(steps[name], pad_to.get(name, 0)) for name, task in tasks.items()}
     rank = parallel.dp_rank
     if sharded or must_keep_step(plan):
-        grid = lockstep([step_grid(plan, lengths, other) for other in range(parallel.dp_size)])[rank]
+        chunked = lockstep([step_chunks(plan, lengths, other) for other in range(parallel.dp_size)])[rank]
     else:
-        grid = step_grid(plan, lengths, rank)
-    sequences, beside, problems = {}, {}, {}
+        chunked = step_chunks(plan, lengths, rank)
+    sequences, extra_examples, problems = {}, {}, {}
     share = parallel.experts.share  # ranks without rows make the same passes
     for name, task in share(list(tasks.items())):
         try:
             sequences[name] = task.sequences(steps[name], pad_to.get(name, 0))
-            beside[name] = task.read_beside(steps[name])
+            extra_examples[name] = task.extra_examples(steps[name])
         except UserError as error:
             problems[name] = str(error)
     balanced = balanced_sequences(
-        _pieces(grid),
+        _pieces(chunked),
         {name: task.task.spec.training.router_aux_loss_coef for name, task in tasks.items()},
-        {name: own.tokens for name, own in lengths.items()},
+        {name: of_task.tokens for name, of_task in lengths.items()},
     )
     packer = _Packer(tasks, steps, sequences, parallel)
-    batches: dict[Unit, tuple[HostBatch, ...]] = {}
-    for unit, chunks in grid.chunks.items() if not problems else ():
+    batches: dict[ChunkId, tuple[HostBatch, ...]] = {}
+    for chunk_id, chunks in chunked.chunks.items() if not problems else ():
         made: list[HostBatch] = []
         for chunk in (tuple(share(chunk)) for chunk in chunks):
-            refers = packer.refers(plan.buckets[unit.bucket].tasks if sharded else (p.task for p in chunk))
+            refers = packer.refers(
+                plan.buckets[chunk_id.bucket].tasks if sharded else (p.task for p in chunk)
+            )
             made += [packer.forward_only(chunk)] if refers else []
-            made.append(packer.trained(chunk, balanced.get((unit.bucket, unit.micro_batch), NO_SEQUENCES)))
-        batches[unit] = tuple(made)
-    tokens = {name: sum(own.tokens) for name, own in lengths.items()}
-    return PreparedStep(grid, batches, tokens, problems, beside)
+            micro_batch = chunk_id.bucket, chunk_id.micro_batch
+            made.append(packer.trained(chunk, balanced.get(micro_batch, NO_SEQUENCES)))
+        batches[chunk_id] = tuple(made)
+    tokens = {name: sum(of_task.tokens) for name, of_task in lengths.items()}
+    return PreparedStep(chunked, batches, tokens, problems, extra_examples)
 
 
 @dataclass(frozen=True)
@@ -135,19 +137,19 @@ class _Packer:
 
     def forward_only(self, chunk: Chunk) -> HostBatch:
         """The same rows of the tasks that have some that are computed forward only."""
-        rows = {name: own for name, task in self.tasks.items() if (own := task.forward_rows) is not None}
+        rows = {name: info for name, task in self.tasks.items() if (info := task.forward_rows) is not None}
         names = {name: rows[name].name if name in rows else name for name in self.tasks}
         chunk = tuple(piece for piece in chunk if piece.task in rows)
         sequences = [self.sequences[piece.task][piece.sequence] for piece in chunk]
         return pack(
-            [own._replace(task=names[own.task]) for own in sequences],
+            [piece._replace(task=names[piece.task]) for piece in sequences],
             tuple(names.values()),
             {names[name]: step for name, step in self.steps.items()},
-            {own.name: own.offset for own in rows.values()},
+            {info.name: info.offset for info in rows.values()},
             self._multiple,
             training=False,
             spans=[(piece.start, piece.stop) for piece in chunk],
-            slots={own.name: own.slot for own in rows.values() if own.slot is not None},
+            slots={info.name: info.slot for info in rows.values() if info.slot is not None},
         )
 
     @property
@@ -155,12 +157,12 @@ class _Packer:
         return self.parallel.tp_size if self.parallel.sequence_parallel else 1
 
 
-def _pieces(grid: StepGrid) -> Iterator[tuple[tuple[int, int], str, int]]:
+def _pieces(chunked: StepChunks) -> Iterator[tuple[tuple[int, int], str, int]]:
     """Bucket with micro-batch, task and sequence of each piece of a chunk."""
-    for unit, chunks in grid.chunks.items():
+    for chunk_id, chunks in chunked.chunks.items():
         for chunk in chunks:
             for piece in chunk:
-                yield (unit.bucket, unit.micro_batch), piece.task, piece.sequence
+                yield (chunk_id.bucket, chunk_id.micro_batch), piece.task, piece.sequence
 
 
 def checked_template(plan: Plan, sizes: tuple[tuple[int, ...], ...]) -> Template:
@@ -184,7 +186,7 @@ _checked: deque[Plan] = deque(maxlen=8)
 
 def sizes_of(steps: Sequence[PreparedStep]) -> tuple[tuple[int, ...], ...]:
     """The sizes that a template is made for: chunks of each micro-batch, bucket by bucket, step by step."""
-    return tuple(bucket for step in steps for bucket in step.grid.sizes)
+    return tuple(bucket for step in steps for bucket in step.chunked.sizes)
 
 
 @dataclass(eq=False)
@@ -209,7 +211,6 @@ class ReadAhead:
         """The next steps, prepared now unless they were ahead.
 
         Args:
-            plan: The plan.
             tasks: Its tasks, in its order.
             count: How many steps.
 
@@ -220,14 +221,14 @@ class ReadAhead:
         same = plan == self._plan and steps == self._next
         if not (same and all(self._tasks[name] is task for name, task in tasks.items())):
             self.forget()
-        found = []
+        prepared = []
         for later in range(count):
             if self._coming:
-                found.append(self._coming.popleft().result())
+                prepared.append(self._coming.popleft().result())
             else:
-                found.append(self._prepare(plan, tasks, _after(steps, later)))
+                prepared.append(self._prepare(plan, tasks, _after(steps, later)))
         self._plan, self._tasks, self._next = plan, tasks, _after(steps, count)
-        return found
+        return prepared
 
     def prepare_next(self, count: int) -> None:
         """Prepare so many steps after those that were taken last, and their template, while those run."""

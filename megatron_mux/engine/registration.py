@@ -15,7 +15,6 @@ def attach(adapters: AdapterSet, task: Task, load: TaskLoad) -> TaskState:
 
     Args:
         adapters: Where to.
-        task: The task.
         load: What the planner knows of it.
 
     Raises:
@@ -43,6 +42,6 @@ def attach(adapters: AdapterSet, task: Task, load: TaskLoad) -> TaskState:
 
 def detach(adapters: AdapterSet, name: str) -> None:
     """Detach a task's adapter, if it has one, and what `TaskState.attach_more` attached: under its name and an `@`."""
-    for own in tuple(adapters.tasks):
-        if own.partition("@")[0] == name:
-            adapters.remove(own)
+    for task_name in tuple(adapters.tasks):
+        if task_name.partition("@")[0] == name:
+            adapters.remove(task_name)

@@ -85,14 +85,14 @@ class HostMemory:
     def copy(self, tensors: Sequence[Tensor]) -> list[HostCopy]:
         """Copy tensors; the copies are there once `wait` has returned, until the next call.
 
-        Tensors that share a storage, as those of an arena do, are copied together, with whatever else is in it.
+        Tensors that share a storage, as flat parameters do, are copied together, with whatever else is in it.
         """
         used: dict[int, int] = {}
         for tensor in tensors:
             key = tensor.untyped_storage().data_ptr()
             used[key] = used.get(key, 0) + tensor.nbytes
         blocks: dict[int, int] = {}
-        flat, found = list[Tensor](), list[tuple[int, Tensor]]()
+        flat, storages = list[Tensor](), list[tuple[int, Tensor]]()
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage.data_ptr()
@@ -102,11 +102,11 @@ class HostMemory:
             if key not in blocks:
                 blocks[key] = len(flat)
                 flat.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
-            found.append((blocks[key], tensor))
+            storages.append((blocks[key], tensor))
         copies = self._copy(flat)
         return [
             HostCopy(copies[block], tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-            for block, tensor in found
+            for block, tensor in storages
         ]
 
     def _copy(self, flat: Sequence[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The interface of what only some tasks ask of a training step: further losses, and columns of buckets' tables."""
+"""The interface of what only some tasks ask of a training step: further losses, and columns of buckets' statistics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StepPart(ABC):
     """What only some tasks ask of a training step. The step calls its parts at these moments, and knows none by name.
 
     A part is made for each burst with tasks that ask for it (`optional_parts.py` lists all kinds); here it does
-    nothing. It may change a loss, and may have columns of its own in the tables that end buckets' steps
+    nothing. It may change a loss, and may have columns of its own in the statistics that end buckets' steps
     (`bucket_finalizer`): K rows, one for each task of the bucket, whether the task asks for the part or not.
 
     Args:
@@ -44,65 +44,64 @@ class StepPart(ABC):
         """Whether a task asks for it; the same on every rank."""
 
     def width(self, names: Sequence[str]) -> int:
-        """Number of columns in the table of a bucket with these tasks."""
+        """Number of columns in the statistics of a bucket with these tasks."""
         return 0
 
     def before_steps(self, stages: Stages, communicator: Communicator) -> None:
         """Called on every rank before the first pass; not in a trial."""
 
-    def before_loss(self, entry: int, batch: MicroBatch) -> None:
+    def before_loss(self, bucket: int, batch: MicroBatch) -> None:
         """On the last stage, before the losses of a batch: may give it a `row_scale`."""
 
-    def after_loss(self, entry: int, batch: MicroBatch, nll: Tensor) -> None:
+    def after_loss(self, bucket: int, batch: MicroBatch, nll: Tensor) -> None:
         """On the last stage, after a batch's forward pass.
 
         Args:
-            entry: The bucket, counted on over steps.
-            batch: The batch.
+            bucket: Its index, counted on over the steps of a burst.
             nll: `[N]` fp32 negative log-likelihoods of its labelled rows.
         """
 
-    def before_backward(self, entry: int, batch: MicroBatch) -> None:
+    def before_backward(self, bucket: int, batch: MicroBatch) -> None:
         """Called before the backward pass of a batch on the last stage."""
 
-    def after_unit(self, entry: int, accumulator: RouterLoadAccumulator | None) -> None:
-        """Called after the last backward pass of a unit on this rank.
+    def after_chunk(self, bucket: int, accumulator: RouterLoadAccumulator | None) -> None:
+        """Called after the last backward pass of a chunk on this rank.
 
         Args:
-            entry: The bucket, counted on over steps.
-            accumulator: Router loads of its micro-batch, if it has any and this was its last unit.
+            bucket: Its index, counted on over the steps of a burst.
+            accumulator: Router loads of its micro-batch, if it has any and this was its last chunk.
         """
 
-    def after_passes(self, entry: int, losses: Tensor) -> None:
+    def after_passes(self, bucket: int, losses: Tensor) -> None:
         """On the last stage, after all passes of a bucket and before gradients are summed.
 
         Args:
-            entry: The bucket, counted on over steps.
+            bucket: Its index, counted on over the steps of a burst.
             losses: `[tasks]` fp64 of this pipeline; may be changed.
         """
 
-    def before_sums(self, entry: int) -> None:
+    def before_sums(self, bucket: int) -> None:
         """After all passes of a bucket, before gradients are summed over ranks; may run out of memory."""
 
-    def local_sums(self, entry: int, rows: Tensor) -> Tensor:
+    def local_sums(self, bucket: int, rows: Tensor) -> Tensor:
         """`[columns, K]` fp64, this rank's share of columns that are summed; `rows` are its tasks' numbers."""
         return torch.empty(0, len(rows), dtype=torch.float64, device=rows.device)
 
-    def columns_of_last_stage(self, entry: int) -> Tensor:
+    def columns_of_last_stage(self, bucket: int) -> Tensor:
         """`[K, columns]` fp64 that the last stage begins with, once gradients are summed, if they are not `summed`."""
-        rows = len(self.burst.bucket(entry).tasks)
+        rows = len(self.burst.bucket(bucket).tasks)
         return torch.empty(rows, 0, dtype=torch.float64, device=self.burst.parallel.device)
 
-    def on_first_stage(self, entry: int, columns: Tensor) -> None:
+    def on_first_stage(self, bucket: int, columns: Tensor) -> None:
         """With several stages, on the first one, before norms are taken: `columns` came from the last stage."""
 
-    def on_last_stage(self, entry: int, columns: Tensor) -> None:
+    def on_last_stage(self, bucket: int, columns: Tensor) -> None:
         """On the last stage, before the optimizers step: `columns` came back from the first stage."""
 
-    def complete(self, table: Tensor) -> None:
-        """On the last stage, once the table has this stage's share in it."""
+    def complete(self, stats: Tensor) -> None:
+        """On the last stage, once the statistics have this stage's share in it."""
 
-    def after_update(self, entry: int, skip: Tensor) -> None:
+    def after_update(self, bucket: int, skip: Tensor) -> None:
         """After a bucket's optimizers have stepped, but for tasks with `skip`, `[K]` bool; not in a trial."""
 
     def after_steps(self) -> None:

@@ -84,7 +84,6 @@ class StepRunner:
         """Take steps of a plan that begins now.
 
         Args:
-            plan: The plan.
             tasks: All registered tasks.
             max_steps: Steps to take at the most.
             timer: Called with each action of this rank as it is done.
@@ -162,7 +161,7 @@ class StepRunner:
         """What computes a burst of steps; its updates know how many backward passes each bucket has."""
         updates = self._updates_of(burst)
         for index, update in enumerate(updates):
-            update.expect([sum(step.grid.sizes[index]) for step in burst.steps])
+            update.expect([sum(step.chunked.sizes[index]) for step in burst.steps])
         kinds = dict.fromkeys(kind for task in burst.tasks.values() for kind in task.parts)
         parts = [kind(burst) for kind in kinds]
         finalizer = BucketFinalizer(burst, failed, self.buffer, updates, parts)
@@ -187,7 +186,6 @@ class StepRunner:
 
         Args:
             plan: The plan that did not fit.
-            tasks: Its tasks.
             failed: The buckets.
             reasons: Where and why, by bucket.
             verb: What becomes of the step.
@@ -212,8 +210,8 @@ class StepRunner:
                 reason = f"one sequence of it alone ran out of memory ({reasons[index]})"
                 failures[names] = tasks[names].fail(reason)
                 continue
-            news = f"{names}: out of memory ({reasons[index]}): the step {verb} {then}"
-            self.planning.news.append(news)
+            line = f"{names}: out of memory ({reasons[index]}): the step {verb} {then}"
+            self.planning.log_lines.append(line)
         self.planning.fall_back_to(relieved)
         return failures
 

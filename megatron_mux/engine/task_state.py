@@ -195,14 +195,13 @@ class TaskState:
 
     def sequence_lengths(self, step: int) -> list[int]:
         """Number of tokens of each sequence of a step (from 0)."""
-        found: list[int] = self.task.data.lengths[self.sampler.batch(step)].tolist()
-        return found
+        lengths: list[int] = self.task.data.lengths[self.sampler.batch(step)].tolist()
+        return lengths
 
     def sequences(self, step: int, pad_to: int) -> list[PackedSequence]:
         """Read the records of a step (from 0), weighted so that its loss is the mean over their labels.
 
         Args:
-            step: The step.
             pad_to: Pad shorter sequences to so many tokens, with tokens that are no labels and that no token of the
                 sequence attends to.
 
@@ -226,7 +225,7 @@ class TaskState:
         """The weight of each label of a step's records."""
         return 1.0 / sum(int(np.count_nonzero(example.labelled[1:])) for example in examples)
 
-    def read_beside(self, step: int) -> list[Example]:
+    def extra_examples(self, step: int) -> list[Example]:
         """Read the sequences that a step (from 0) needs besides its batch.
 
         Raises:

@@ -30,7 +30,7 @@ from megatron_mux.backbone.experts.layer import MoELayer, unobserved
 from megatron_mux.engine.out_of_memory import FailedBuckets, Stages, ranks_meet
 from megatron_mux.engine.train_step import TrainStep
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.pipeline.action import Action, ChunkId
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
 from megatron_mux.pipeline.transfers import transfers_to
@@ -47,13 +47,16 @@ _INPUTS = ("allreduce_", "broadcast_", "send")
 
 
 def fullest_moments(
-    actions: Sequence[Action], rows: Callable[[Unit], int], computed: Callable[[Unit], int], buckets: int
+    actions: Sequence[Action],
+    rows: Callable[[ChunkId], int],
+    computed: Callable[[ChunkId], int],
+    buckets: int,
 ) -> tuple[list[list[Action]], Size]:
     """For each bucket, the forward passes whose outputs are kept at its fullest moment, in their order; and the size.
 
     Args:
         actions: A rank's, in order.
-        rows: Returns the rows that are kept of a unit.
+        rows: Returns the rows that are kept of a chunk.
         computed: Returns what the last pass needs memory for besides: its rows, or its labels.
         buckets: Of a step.
     """
@@ -63,23 +66,23 @@ def fullest_moments(
     total = 0
     for action in actions:
         if action.kind == "F":
-            own = kept[action] = rows(action.unit)
-            total += own
+            kept_rows = kept[action] = rows(action.chunk_id)
+            total += kept_rows
             bucket = action.bucket % buckets
-            if own and (most := total + computed(action.unit)) > size[bucket]:
+            if kept_rows and (most := total + computed(action.chunk_id)) > size[bucket]:
                 moments[bucket], size[bucket] = list(kept), most
         elif action.kind == "B":
-            total -= kept.pop(Action.of(action.stage, "F", action.unit))
+            total -= kept.pop(Action.of(action.stage, "F", action.chunk_id))
     return moments, tuple(size)
 
 
 def actions_of_trial(passes: Sequence[Action], rank: int) -> list[Action]:
     """Forward passes, the backward passes of the last one's bucket, the end of its step; then the others' backward."""
     bucket = passes[-1].bucket
-    backward = [Action.of(action.stage, "B", action.unit) for action in reversed(passes)]
-    own = [action for action in backward if action.bucket == bucket]
+    backward = [Action.of(action.stage, "B", action.chunk_id) for action in reversed(passes)]
+    backward_of_bucket = [action for action in backward if action.bucket == bucket]
     others = [action for action in backward if action.bucket != bucket]
-    return [*passes, *own, Action(rank, "N", bucket), Action(rank, "U", bucket), *others]
+    return [*passes, *backward_of_bucket, Action(rank, "N", bucket), Action(rank, "U", bucket), *others]
 
 
 class Trials:
@@ -110,16 +113,15 @@ class Trials:
         self,
         plan: Plan,
         actions: Sequence[Action],
-        rows: Callable[[Unit], int],
-        labels: Callable[[Unit], int],
+        rows: Callable[[ChunkId], int],
+        labels: Callable[[ChunkId], int],
         make: Callable[[FailedBuckets], TrainStep],
     ) -> dict[int, str]:
         """Try a plan unless steps as large have fitted. Every rank calls it before it runs `actions`.
 
         Args:
-            plan: The plan.
             actions: This rank's.
-            rows, labels: Return the number of rows, and of labels, of a unit.
+            rows, labels: Return the number of rows, and of labels, of a chunk.
             make: Makes what computes the actions, with micro-batches of its own.
 
         Returns:
@@ -133,13 +135,13 @@ class Trials:
         if not any(plan == other and _covers(tried, size) for other, tried in self._fitted):
             for passes in filter(None, moments):
                 failed.at = passes[-1]
-                own = actions_of_trial(passes, self._parallel.pp_rank)
+                of_trial = actions_of_trial(passes, self._parallel.pp_rank)
                 later = actions[actions.index(passes[-1]) + 1 :]  # received ahead of their use
-                expected = [*own, *(action for action in later if action.kind == "F")]
-                self.run(failed, partial(self._step, plan, own, expected, failed, make))
+                expected = [*of_trial, *(action for action in later if action.kind == "F")]
+                self.run(failed, partial(self._step, plan, of_trial, expected, failed, make))
             if not failed:
                 growth = self._growth()
-                self._fitted.append((plan, tuple(int(own * growth) for own in size)))
+                self._fitted.append((plan, tuple(int(rows_of_bucket * growth) for rows_of_bucket in size)))
         return failed.everywhere() if self._parallel.total([bool(failed)])[0] else {}
 
     def run(self, failed: FailedBuckets, actions: Callable[[], None]) -> None:
@@ -154,7 +156,7 @@ class Trials:
         if failed:
             failed.free()
         for stage in self._stages.values():
-            stage.residence.abandon()  # what was brought ahead holds no weights
+            stage.offload.abandon()  # what was brought ahead holds no weights
 
     def _growth(self) -> float:
         """How many times as large as the last trial steps may be without one of their own.
@@ -171,7 +173,7 @@ class Trials:
     def _step(
         self,
         plan: Plan,
-        own: Sequence[Action],
+        actions: Sequence[Action],
         expected: Sequence[Action],
         failed: FailedBuckets,
         make: Callable[[FailedBuckets], TrainStep],
@@ -180,7 +182,7 @@ class Trials:
         compute = make(failed)
         compute.finalizer.skip_all()
         ranks, rank = self._parallel.pp_size, self._parallel.pp_rank
-        template = tuple(tuple(own) if other == rank else () for other in range(ranks))
+        template = tuple(tuple(actions) if other == rank else () for other in range(ranks))
         given = transfers_to(expected, plan.stages, ranks)
         dtype = next(iter(self._stages.values())).dtype
         try:
@@ -198,7 +200,7 @@ def _unobserved(stages: Stages) -> AbstractContextManager[None]:
 
 def _covers(tried: Size, size: Size) -> bool:
     """Whether steps of a size fit if those of another one did."""
-    return all(own >= other for own, other in zip(tried, size, strict=True))
+    return all(tried_size >= other for tried_size, other in zip(tried, size, strict=True))
 
 
 @contextmanager

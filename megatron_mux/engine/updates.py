@@ -68,12 +68,12 @@ class LoopUpdate(BucketUpdate):
     def squared_norms(self) -> Tensor:
         """See `BucketUpdate.squared_norms`."""
         owned = [optimizer.owned for optimizer in self.optimizers]
-        together = [gradients for own in owned for gradients in own]
+        together = [gradients for of_task in owned for gradients in of_task]
         norms = iter(torch._foreach_norm(together) if together else ())
-        device = self.optimizers[0].arena.values.device
+        device = self.optimizers[0].flat_params.values.device
         nothing = torch.zeros((), dtype=torch.float64, device=device)
-        squares = [[next(norms).double().square() for _ in own] for own in owned]
-        return torch.stack([sum(own, start=nothing) for own in squares])
+        squares = [[next(norms).double().square() for _ in of_task] for of_task in owned]
+        return torch.stack([sum(of_task, start=nothing) for of_task in squares])
 
     def update(self, first: Sequence[int], later: int, norms: Tensor, skip: Tensor) -> None:
         """See `BucketUpdate.update`."""
@@ -99,7 +99,7 @@ class GroupedUpdate(BucketUpdate):
             for row, optimizer in enumerate(self.optimizers)
             for tensors, copy, decay, rate, counted in optimizer.pieces()
         ]
-        self._device = self.optimizers[0].arena.values.device
+        self._device = self.optimizers[0].flat_params.values.device
         self._table = UpdateTable(pieces, len(self.optimizers)) if pieces else None
         self._options: Tensor | None = None
 
@@ -115,8 +115,8 @@ class GroupedUpdate(BucketUpdate):
         """See `BucketUpdate.squared_norms`."""
         if self._table is None:
             return torch.zeros(len(self.optimizers), dtype=torch.float64, device=self._device)
-        found: Tensor = self._kernels.squared_norms(self._table)
-        return found
+        norms: Tensor = self._kernels.squared_norms(self._table)
+        return norms
 
     def update(self, first: Sequence[int], later: int, norms: Tensor, skip: Tensor) -> None:
         """See `BucketUpdate.update`."""
@@ -148,7 +148,7 @@ class MixedUpdate(BucketUpdate):
 
     def __init__(self, optimizers: Sequence[TaskOptimizer], make: MakeUpdate) -> None:
         super().__init__(optimizers)
-        device = self.optimizers[0].arena.values.device
+        device = self.optimizers[0].flat_params.values.device
         self._parts: list[tuple[BucketUpdate, list[int], Tensor]] = []
         for fused, made in ((True, make), (False, LoopUpdate)):
             rows = [row for row, optimizer in enumerate(self.optimizers) if optimizer.is_fused == fused]
@@ -162,7 +162,7 @@ class MixedUpdate(BucketUpdate):
 
     def squared_norms(self) -> Tensor:
         """See `BucketUpdate.squared_norms`."""
-        device = self.optimizers[0].arena.values.device
+        device = self.optimizers[0].flat_params.values.device
         norms = torch.empty(len(self.optimizers), dtype=torch.float64, device=device)
         for update, _, places in self._parts:
             norms[places] = update.squared_norms()
@@ -176,7 +176,7 @@ class MixedUpdate(BucketUpdate):
 
 def update_of(optimizers: Sequence[TaskOptimizer]) -> BucketUpdate:
     """The update of tasks: at once where Triton kernels compute it."""
-    values = optimizers[0].arena.values
+    values = optimizers[0].flat_params.values
     if not suits_triton(values.device, values.dtype):
         return LoopUpdate(optimizers)
     if isinstance(values, FakeTensor):
@@ -186,8 +186,8 @@ def update_of(optimizers: Sequence[TaskOptimizer]) -> BucketUpdate:
     else:
         return LoopUpdate(optimizers)
 
-    def grouped(own: Sequence[TaskOptimizer]) -> BucketUpdate:
-        return GroupedUpdate(own, kernels)
+    def grouped(optimizers: Sequence[TaskOptimizer]) -> BucketUpdate:
+        return GroupedUpdate(optimizers, kernels)
 
     fused = [optimizer.is_fused for optimizer in optimizers]
     if all(fused):

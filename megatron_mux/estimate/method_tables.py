@@ -25,7 +25,7 @@ from megatron_mux.estimate.tables import Tables
 from megatron_mux.footprint.memory import Memory
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.planner.load import lasting_share, signature_of
+from megatron_mux.fusion.planner.load import persistent_share, signature_of
 from megatron_mux.fusion.planner.step_memory import is_short
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory.forms.method import ParallelConfig
@@ -85,8 +85,8 @@ class MethodTables:
             # Stages of pipelines of several depths share tables, and so do stages of several pipelines.
             about = method.tensor, method.sequence_parallel, method.recompute, method.expert
             together[about].append(method)
-        for own in together.values():
-            own.sort(key=lambda method: method.pipeline)  # those that share most
+        for group in together.values():
+            group.sort(key=lambda method: method.pipeline)  # those that share most
         count = max(1, min(_AT_ONCE, len(os.sched_getaffinity(0))))
         free, stopped, done = (
             SimpleQueue[int](),
@@ -96,10 +96,10 @@ class MethodTables:
         waiting = range(1, count)  # one process gives the first answer sooner if no other starts
         free.put(0)
 
-        def make(own: Sequence[ParallelConfig]) -> None:
+        def make(methods: Sequence[ParallelConfig]) -> None:
             number = free.get()
             try:
-                for method in own:
+                for method in methods:
                     if not stopped.is_set():
                         self._of(method, number)
                         done.put(method)
@@ -112,8 +112,8 @@ class MethodTables:
 
         pool = ThreadPoolExecutor(count)
         try:
-            for own in together.values():
-                pool.submit(make, own)
+            for group in together.values():
+                pool.submit(make, group)
             for _ in together:
                 while (ready := done.get()) is not None:
                     if isinstance(ready, BaseException):
@@ -136,10 +136,10 @@ class MethodTables:
         Raises:
             UserError: They cannot be made.
         """
-        found = self._of(method, 0)
-        if isinstance(found, UserError):
-            raise found
-        return found
+        tables = self._of(method, 0)
+        if isinstance(tables, UserError):
+            raise tables
+        return tables
 
     def _of(self, method: ParallelConfig, worker: int) -> TaskMemory | UserError:
         """The same, or why they cannot be made; with dry runs in one of several processes."""
@@ -159,13 +159,13 @@ class MethodTables:
             return []
         resident = replace(method, offload=False, zero=0)
         in_use = [
-            own.in_use(self._run(resident).itemsize, on_gpu=self._device == "cuda")
-            for own in stages(self._file.architecture, resident)
+            stage.in_use(self._run(resident).itemsize, on_gpu=self._device == "cuda")
+            for stage in stages(self._file.architecture, resident)
         ]
         # On a CPU its memory is what is counted.
         share = 0.0 if method.offload and self._device == "cuda" else 1 / (method.data if method.zero else 1)
         recomputed = method.recompute == "full"
-        return [own.elsewhere(share, in_use, recomputed) for own in self._directly(resident, worker)]
+        return [table.elsewhere(share, in_use, recomputed) for table in self._directly(resident, worker)]
 
     def _directly(self, method: ParallelConfig, worker: int) -> list[Memory]:
         architecture, run = self._file.architecture, self._run(method)
@@ -190,14 +190,14 @@ class MethodTables:
 
     @cached_property
     def _columns(self) -> list[int]:
-        return [self._signatures.index(own) for own in self._each]
+        return [self._signatures.index(s) for s in self._each]
 
     @cached_property
     def _counts(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        found = np.zeros(len(self._signatures))
-        for spec, own, column in zip(self._file.specs, self._each, self._columns, strict=True):
-            found[column] += lasting_share(spec, self._file.shape, own)
-        return found
+        counts = np.zeros(len(self._signatures))
+        for spec, signature, column in zip(self._file.specs, self._each, self._columns, strict=True):
+            counts[column] += persistent_share(spec, self._file.shape, signature)
+        return counts
 
     def _run(self, method: ParallelConfig) -> RunSpec:
         where = ("sharded" if method.zero == 3 else "", "offloaded" if method.offload else "")

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_mux.dry_run.depth import read_info
-from megatron_mux.dry_run.heaviest_batch import STEPS
 from megatron_mux.dry_run.run_spec import RunSpec, TaskRecords
+from megatron_mux.dry_run.worst_case_batch import STEPS
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
@@ -114,13 +114,13 @@ def rehearsal(
     groups = [groups[0][:1], *groups] if chunks else groups
     for number, group in enumerate(groups):
         names = []
-        turns = _turns(short, sizes, generator) if on_cpu else None
+        log_lengths = _log_lengths(short, sizes, generator) if on_cpu else None
         for signature in group:
             name = f"{number}-{signature}"
             spec = _spec(name, signatures[signature], _RECORDS * base.plan.data, steps)
             odd = signature == group[0] and (not on_cpu or not short or base.tensor > 1)
             batches = _Batches(sizes, base.plan.data, longest, by_calls)
-            tasks.append(_records(spec, batches, chunk / len(group), odd, generator, turns))
+            tasks.append(_records(spec, batches, chunk / len(group), odd, generator, log_lengths))
             names.append(name)
         cut = longest // 2 if number == 0 and chunks else None
         buckets.append(Bucket((HybridTask(tuple(sorted(names))),), 1, cut, forward=seconds, backward=seconds))
@@ -143,7 +143,7 @@ def _spec(name: str, signature: Signature, batch: int, steps: int) -> TaskSpec:
     return TaskSpec.model_validate({"name": name, "data": data, **sections})
 
 
-def _turns(short: bool, sizes: int, generator: np.random.Generator) -> npt.NDArray[np.float64]:
+def _log_lengths(short: bool, sizes: int, generator: np.random.Generator) -> npt.NDArray[np.float64]:
     """`[2, sizes]` logarithms of the least and the most tokens of each batch's records.
 
     Short records have one length: attention repeats its products as often as lengths need.
@@ -151,8 +151,8 @@ def _turns(short: bool, sizes: int, generator: np.random.Generator) -> npt.NDArr
     if short:
         least, most = np.log(_ON_CPU[0][0]), np.log(_ON_CPU[1][0])
         return np.tile(generator.uniform(least, most, sizes), (2, 1))
-    found: npt.NDArray[np.float64] = np.log(np.array(_ON_CPU, np.float64)[:, np.arange(sizes) % 3])
-    return found
+    log_lengths: npt.NDArray[np.float64] = np.log(np.array(_ON_CPU, np.float64)[:, np.arange(sizes) % 3])
+    return log_lengths
 
 
 class _Batches(NamedTuple):
@@ -179,7 +179,7 @@ def _records(
     labelled: float,
     odd: bool,
     generator: np.random.Generator,
-    turns: npt.NDArray[np.float64] | None,
+    log_lengths: npt.NDArray[np.float64] | None,
 ) -> TaskRecords:
     """A task with a batch for each size, one of them short.
 
@@ -189,15 +189,15 @@ def _records(
         labelled: Labels of the task's part of a micro-batch that fills a chunk of logits.
         odd: Whether rows are odd in number, else they are divisible by eight.
         generator: Draws.
-        turns: `[2, sizes]` on a CPU, logarithms of the least and the most tokens of a batch's records.
+        log_lengths: `[2, sizes]` on a CPU, logarithms of the least and the most tokens of a batch's records.
     """
     sizes, pipelines, longest, by_calls = batches
     batch, together = spec.training.per_device_train_batch_size, spec.training.sequences_per_record
     short = pipelines * (1 + by_calls)
     number = (batch * (sizes - 1) + short) * together
     step = np.arange(number) // spec.sequences_per_step
-    if turns is not None:
-        lengths = np.exp(generator.uniform(*turns[:, step])).astype(int)
+    if log_lengths is not None:
+        lengths = np.exp(generator.uniform(*log_lengths[:, step])).astype(int)
     else:
         lengths = generator.integers(np.where(step % 2, longest // 2, _SHORTEST) // 8, longest // 8) * 8
     # Tensor ranks that divide rows pad them, so rows of a micro-batch are never divisible, or passes would differ.

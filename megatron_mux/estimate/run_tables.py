@@ -79,8 +79,8 @@ class RunTables:
             UserError: It cannot be predicted.
         """
         short = short and self._base.device == "cpu"
-        if (found := self._found(mesh, recompute, signatures, short)) is not None:
-            return found
+        if (memory := self._found(mesh, recompute, signatures, short)) is not None:
+            return memory
         if current_thread() is not self._thread:  # other ranks ask in theirs, where all plan together
             raise UserError("the memory of these tasks together has not been predicted yet")
         loads = self._context.tasks.values()

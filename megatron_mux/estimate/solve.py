@@ -72,16 +72,16 @@ def stage_table(
         NotLinear: Lines do not meet what was run.
     """
     same = layers[0] == layers[1]
-    lasting = _lasting(deep)
-    further = PersistentBytes(0.0, *(np.zeros_like(lasting.tasks) for _ in OF_TASKS))
+    persistent = _persistent(deep)
+    further = PersistentBytes(0.0, *(np.zeros_like(persistent.tasks) for _ in OF_TASKS))
     if not same:
-        fewer, more = _lasting(shallow), layers[1] - layers[0]
+        fewer, more = _persistent(shallow), layers[1] - layers[0]
         known = len(fewer.tasks)  # a shallow rehearsal has no signatures that only meet others
-        for own, whole, less in (
-            (getattr(one, name) for one in (further, lasting, fewer)) for name in OF_TASKS
+        for part, whole, less in (
+            (getattr(bytes_, name) for bytes_ in (further, persistent, fewer)) for name in OF_TASKS
         ):
-            own[:known] = (whole[:known] - less) / more
-        further = replace(further, backbone=(lasting.backbone - fewer.backbone) / more)
+            part[:known] = (whole[:known] - less) / more
+        further = replace(further, backbone=(persistent.backbone - fewer.backbone) / more)
     passes, copied = {}, (0.0, 0.0)
     cut = deep.rehearsal.cut
     for bucket, group in list(enumerate(deep.rehearsal.groups))[cut:]:
@@ -94,21 +94,21 @@ def stage_table(
         deeper[at] = 0.0 if same else copied[1]
         backward = _lines(deep, "B", bucket, chunk, tolerance)
         passes[group] = _pass_table(forward, backward, deeper, chunk)
-    return StageTable(layers[1], lasting, further, passes)
+    return StageTable(layers[1], persistent, further, passes)
 
 
 def _copied(windows: Windows, kept: Array, deeper: Array, chunk: int) -> tuple[float, float]:
     """Bytes kept of a row of keys and values that is copied, on all layers and on the second one: what chunks keep
     beyond what whole micro-batches would.
     """
-    own = windows.of("F", 0)
-    contents = windows.contents(own)
+    passes = windows.of("F", 0)
+    contents = windows.contents(passes)
     computed = np.flatnonzero(contents.rows[:, 0])  # where pipelines keep step, some passes are empty
     features = contents.of(computed).features(chunk)
     copied = features[:, COUNTS.index("copied")]
-    each = [own[i] for i in computed]
-    of_all = np.array([windows.delta(one)[-1] for one in each]) - features @ kept
-    of_second = np.array([windows.kept_by_second(one) for one in each]) - features @ deeper
+    each = [passes[i] for i in computed]
+    of_all = np.array([windows.delta(w)[-1] for w in each]) - features @ kept
+    of_second = np.array([windows.kept_by_second(w) for w in each]) - features @ deeper
     whole, second = (
         max(0.0, float(beyond @ copied) / max(1.0, float(copied @ copied))) for beyond in (of_all, of_second)
     )
@@ -117,28 +117,28 @@ def _copied(windows: Windows, kept: Array, deeper: Array, chunk: int) -> tuple[f
 
 def _lines(windows: Windows, kind: str, bucket: int, chunk: int, tolerance: float) -> _Lines:
     """Lines of the passes of this kind of a bucket."""
-    own = windows.of(kind, bucket)
-    contents = windows.contents(own)
+    passes = windows.of(kind, bucket)
+    contents = windows.contents(passes)
     # Pipelines share a batch out: a short one may leave this pipeline without rows of some task.
     present = np.flatnonzero((contents.rows > 0).all(axis=1))
-    own, features = [own[i] for i in present], contents.of(present).features(chunk)
+    passes, features = [passes[i] for i in present], contents.of(present).features(chunk)
     on_cpu = windows.rehearsal.run.device == "cpu"
     if on_cpu:  # little goes by sequences, and all but one of these micro-batches have as many
         features[:, COUNTS.index("sequences")] = 0.0
-    if len(own) < _FEWEST:
+    if len(passes) < _FEWEST:
         raise NotLinear(
-            f"{kind} of group {windows.rehearsal.groups[bucket]}: {len(own)} micro-batches are too few"
+            f"{kind} of group {windows.rehearsal.groups[bucket]}: {len(passes)} micro-batches are too few"
         )
-    least, events, grown, held = _aligned(windows, own)
+    least, events, grown, held = _aligned(windows, passes)
     # Numbers of rows decide which kernels run, so some allocations are not made at all sizes: they count for the moment
     # before. On a CPU attention goes sequence by sequence.
     rest = _fitted if on_cpu else _terms
     terms = _terms(grown, features)
     lines, end = _summed(windows, least, events, terms)
-    ends = np.array([[windows.delta(window)[-1]] for window in own])
+    ends = np.array([[windows.delta(window)[-1]] for window in passes])
     end = end + rest(ends - features @ end[:, None], features)[0]
     second = _of_second(windows, least, events, lines - terms)
-    seconds = np.array([[windows.kept_by_second(window)] for window in own])
+    seconds = np.array([[windows.kept_by_second(window)] for window in passes])
     second = second + rest(seconds - features @ second[:, None], features)[0]
     scratch = held - features @ lines.T
     lines += rest(scratch, features)
@@ -163,18 +163,18 @@ def _lines(windows: Windows, kind: str, bucket: int, chunk: int, tolerance: floa
     return _Lines(lines[chosen], reach, end, second, names)
 
 
-def _aligned(windows: Windows, own: Sequence[Window]) -> tuple[Window, Events, Array, Array]:
+def _aligned(windows: Windows, passes: Sequence[Window]) -> tuple[Window, Events, Array, Array]:
     """The window with the fewest events, those of its events that all have, `[N, M]` bytes by which each lets grow what
     is held, and the same of the most that is held until the next of them.
     """
-    every = [windows.events(window) for window in own]
+    every = [windows.events(window) for window in passes]
     if windows.rehearsal.short:
         # A CPU's attention repeats its products as often as lengths need: which is which cannot be told.
         counts = [Counter(keys) for _, keys in every]
-        known = {key for key in counts[0] if all(one[key] == counts[0][key] for one in counts)}
-        every = [_only(known, *own) for own in every]
-    fewest = min(range(len(own)), key=lambda number: len(every[number][0]))
-    least, (first, keys) = own[fewest], every[fewest]
+        known = {key for key in counts[0] if all(c[key] == counts[0][key] for c in counts)}
+        every = [_only(known, *pair) for pair in every]
+    fewest = min(range(len(passes)), key=lambda number: len(every[number][0]))
+    least, (first, keys) = passes[fewest], every[fewest]
     places = []
     for _, others in every:
         blocks = SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()
@@ -182,8 +182,8 @@ def _aligned(windows: Windows, own: Sequence[Window]) -> tuple[Window, Events, A
     common = sorted(set.intersection(*(set(pairs) for pairs in places)))
     if not common:
         raise NotLinear(f"{least.action} allocates nothing that it does at all sizes")
-    grown, held = (np.zeros((len(own), len(common))) for _ in range(2))
-    for number, window in enumerate(own):
+    grown, held = (np.zeros((len(passes), len(common))) for _ in range(2))
+    for number, window in enumerate(passes):
         bytes_ = windows.delta(window)
         starts = every[number][0][[places[number][at] for at in common]]
         grown[number] = np.diff(bytes_, prepend=0.0)[starts]
@@ -241,8 +241,8 @@ def _terms(values: Array, features: Array) -> Array:
         least[at] = off[better]
         terms[at] = (solution[:, better] / scale[:, None]).T @ chosen
         met[at] = least[at] <= (np.maximum(_EXACT, _ROUNDED * most[at]) if len(chosen) == 1 else _EXACT)
-    found: Array = terms[which.reshape(-1)]
-    return found
+    terms_of: Array = terms[which.reshape(-1)]
+    return terms_of
 
 
 def _fitted(values: Array, features: Array) -> Array:
@@ -251,16 +251,16 @@ def _fitted(values: Array, features: Array) -> Array:
     rows = _rows(features)[:, None]
     scaled = features[:, used] / rows
     scale = np.abs(scaled).max(axis=0)
-    found = np.zeros((values.shape[1], features.shape[1]))
-    found[:, used] = (np.linalg.lstsq(scaled / scale, values / rows, rcond=1e-9)[0] / scale[:, None]).T
-    return found
+    coefficients = np.zeros((values.shape[1], features.shape[1]))
+    coefficients[:, used] = (np.linalg.lstsq(scaled / scale, values / rows, rcond=1e-9)[0] / scale[:, None]).T
+    return coefficients
 
 
 def _rows(features: Array) -> Array:
     """`[N]` rows of micro-batches of these features."""
     first = len(COUNTS)
-    found: Array = features[:, first : (features.shape[1] + first) // 2].sum(axis=1)
-    return found
+    rows: Array = features[:, first : (features.shape[1] + first) // 2].sum(axis=1)
+    return rows
 
 
 def _candidates(features: Array) -> Iterator[Array]:
@@ -272,17 +272,17 @@ def _candidates(features: Array) -> Iterator[Array]:
     if labels - first > 1:
         sums += list(identity[first:])
     sums += [identity[COUNTS.index(name)] for name in ("labels of a chunk", "sequences", *ATTENTION)]
-    used = [one for one in sums if np.ptp(features @ one) > 0 or one[0]]
-    yield from (one[None] for one in used)
+    used = [s for s in sums if np.ptp(features @ s) > 0 or s[0]]
+    yield from (s[None] for s in used)
     yield from (np.stack(pair) for pair in combinations(used, 2))
 
 
 def _of_second(windows: Windows, window: Window, events: Events, before: Array) -> Array:
     """`[F]` what the second layer of a window lets grow, from `[M, F]` lines of what is held before each event."""
-    found = windows.second_layer(window)
-    if found is None:
+    second = windows.second_layer(window)
+    if second is None:
         return np.zeros(before.shape[1])
-    begin, end = np.minimum(np.searchsorted(events - window.start, found), len(events) - 1)
+    begin, end = np.minimum(np.searchsorted(events - window.start, second), len(events) - 1)
     grown: Array = before[end] - before[begin]
     return grown
 
@@ -297,8 +297,8 @@ def _reach(windows: Windows, window: Window, events: Events, kind: str) -> Array
     else:  # until the first
         below = np.flatnonzero(local == 0)
         passed = np.arange(len(local)) < (below[0] if len(below) else len(local))
-    found: Array = passed[events - window.start].astype(np.float64)
-    return found
+    reach: Array = passed[events - window.start].astype(np.float64)
+    return reach
 
 
 def _names(windows: Windows, window: Window, events: Events, kind: str) -> list[str]:
@@ -313,7 +313,7 @@ def _names(windows: Windows, window: Window, events: Events, kind: str) -> list[
     )
     is_loss = behind & windows.has_loss
     passes = {"F": "a layer's forward pass", "B": "a layer's backward pass"}[kind]
-    return [LOSS if one else passes for one in is_loss[events - window.start].tolist()]
+    return [LOSS if is_it else passes for is_it in is_loss[events - window.start].tolist()]
 
 
 def _pass_table(forward: _Lines, backward: _Lines, deeper: Array, chunk: int) -> PassTable:
@@ -341,7 +341,7 @@ def _contents(width: int, chunk: int) -> Array:
 
 def _attention(total: Array, generator: np.random.Generator) -> Array:
     """`[B, A]` of micro-batches of so many rows in sequences of one length each, one or several calls: on a CPU."""
-    found = []
+    sums = []
     lengths = np.exp(generator.uniform(np.log(8), np.log(4 * LONGEST), len(total))).astype(int)
     for rows, length, joined in zip(
         total, lengths.tolist(), generator.integers(0, 2, len(total)), strict=True
@@ -350,38 +350,38 @@ def _attention(total: Array, generator: np.random.Generator) -> Array:
         of_one = pairs_and_padding([length]) if short else (0, 0, 0)
         long = rows * (not short)
         masked = rows * length * joined
-        found.append([*(rows / length * np.array(of_one)), long, rows * joined, long * joined, masked])
-    return np.array(found)
+        sums.append([*(rows / length * np.array(of_one)), long, rows * joined, long * joined, masked])
+    return np.array(sums)
 
 
-def _lasting(windows: Windows) -> PersistentBytes:
+def _persistent(windows: Windows) -> PersistentBytes:
     """What lasts: of the backbone, of a task of each signature; and the most that its update takes besides."""
     groups, cut = windows.rehearsal.groups, windows.rehearsal.cut
     alone = {group[0]: number for number, group in enumerate(groups) if number >= cut and len(group) == 1}
     joins = iter(windows.joins)
     events = [[next(joins) for _ in group] for group in groups]
-    joined = [[windows.grown(*own) for own in each] for each in events]
+    joined = [[windows.grown(*pair) for pair in each] for each in events]
     updated = [windows.updated(number) for number in range(len(groups))]
     of_first = alone[groups[0][0]]
     if not cut:  # what is allocated once for all tasks comes with the first one, and is none of its own
-        own = (Category.ADAPTERS, Category.GRADIENTS, Category.OPTIMIZER)
-        joined[0] = [sum(windows.lasting(*events[0][0], category) for category in own)]
+        categories = (Category.ADAPTERS, Category.GRADIENTS, Category.OPTIMIZER)
+        joined[0] = [sum(windows.persistent(*events[0][0], category) for category in categories)]
         updated[0] = windows.updated(0, Category.OPTIMIZER)
     tasks, updating, gradients, optimizer = (np.zeros(1 + max(map(max, groups))) for _ in OF_TASKS)
     for signature, number in alone.items():
         tasks[signature] = joined[number][0] + updated[number]
-        gradients[signature] = windows.lasting(*events[number][0], Category.GRADIENTS)
+        gradients[signature] = windows.persistent(*events[number][0], Category.GRADIENTS)
         # Some of it is made by the first update.
-        optimizer[signature] = windows.lasting(*events[number][0], Category.OPTIMIZER) + updated[number]
+        optimizer[signature] = windows.persistent(*events[number][0], Category.OPTIMIZER) + updated[number]
         updating[signature] = max(
             (windows.delta(w).max(initial=0.0) for k in "NU" for w in windows.of(k, number)), default=0.0
         )
     masks = 0.0
     if windows.rehearsal.run.device == "cpu":
         # Its attention keeps the masks of some lengths for their next use.
-        masks = sum(windows.lasting(w.start, w.stop) for w in windows.all if w.action.is_pass)
+        masks = sum(windows.persistent(w.start, w.stop) for w in windows.all if w.action.is_pass)
     # The first bucket has all that is allocated once beside what the task of its signature has.
     joined[0], updated[0] = joined[of_first], updated[of_first]
-    everything = windows.lasting(0, len(windows.recording.stream))
+    everything = windows.persistent(0, len(windows.recording.stream))
     backbone = everything - masks - sum(map(sum, joined)) - sum(updated)
     return PersistentBytes(backbone, tasks, updating, gradients, optimizer)

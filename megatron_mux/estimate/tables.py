@@ -98,15 +98,15 @@ class Tables:
             WorkerError: A dry run failed.
             NotLinear: Bytes are not linear in what micro-batches contain.
         """
-        specs = [TaskSpec.model_validate(one.task) for one in signatures]
+        specs = [TaskSpec.model_validate(s.task) for s in signatures]
         alike = self._are_alike(specs)
         groups = groups_of(signatures)
         singles = groups[: len(signatures)]
-        own = self._stages(alike)[1]
+        table = self._stages(alike)[1]
         entries: dict[tuple[Group, int], Entry | None] = {
             (group, stage): _read(self._path(group, stage, signatures, alike))
             for group in groups
-            for stage in own
+            for stage in table
         }
         if missing := [key for key, entry in entries.items() if entry is None]:
             self._say(
@@ -122,7 +122,7 @@ class Tables:
                 with suppress(OSError):  # the cache cannot be written: it is made anew
                     write_atomically(self._path(group, stage, signatures, alike), json.dumps(entry))
         stages, base = len(self.layers), self._base
-        made = [_assembled({group: entries[group, stage] for group in groups}, singles) for stage in own]
+        made = [_assembled({group: entries[group, stage] for group in groups}, singles) for stage in table]
         ends = {0: 0, stages - 1: len(made) - 1}
         divided = base.tensor if base.sequence_parallel else 1
         return Memory(
@@ -134,7 +134,7 @@ class Tables:
             base.plan.ranks,
             not self._meet,
             self._sums,
-            [i for i, own in enumerate(specs) if own.training.refers_in_steps],
+            [i for i, spec in enumerate(specs) if spec.training.refers_in_steps],
         )
 
     def _stages(self, alike: bool) -> tuple[int, list[int]]:
@@ -172,9 +172,9 @@ class Tables:
         made = iter(self._runs(parts))
         for stage in stages:
             last = stage == base.plan.stages - 1
-            own = [Windows(run, next(made), self._expert_rank, last) for run in runs]
+            windows = [Windows(run, next(made), self._expert_rank, last) for run in runs]
             layers = depths if alike else (self.layers[stage],)
-            table = stage_table(own[-1], own[0], (layers[-1], layers[0]), self.chunk, self._tolerance)
+            table = stage_table(windows[-1], windows[0], (layers[-1], layers[0]), self.chunk, self._tolerance)
             yield from ((group, stage, _entry(table, group)) for group in groups)
 
     def _run(self, alike: bool) -> RunSpec:
@@ -188,7 +188,7 @@ class Tables:
         shape, base = self._shape, self._base
         if min(self.layers) <= DEEP or not shape.layers_are_alike or base.placement or base.access:
             return False
-        return all(own.adapter.is_alike(shape, range(shape.layers)) for own in specs)
+        return all(spec.adapter.is_alike(shape, range(shape.layers)) for spec in specs)
 
     def _path(self, group: Group, stage: int, signatures: Sequence[Signature], alike: bool) -> Path:
         about = {
@@ -224,8 +224,8 @@ def make(
 
 def _read(path: Path) -> Entry | None:
     try:
-        found: Entry = json.loads(path.read_text())
-        return found
+        entry: Entry = json.loads(path.read_text())
+        return entry
     except (OSError, ValueError):  # none, or not whole: it is made anew
         return None
 
@@ -233,27 +233,27 @@ def _read(path: Path) -> Entry | None:
 def _assembled(entries: Mapping[Group, Any], singles: Sequence[Group]) -> StageTable:
     """The table of a stage that was run, from the entries of groups."""
     made = {group: StageTable.of_json(entry) for group, entry in entries.items()}
-    lasting, deeper = (
+    persistent, deeper = (
         PersistentBytes(
-            min(getattr(made[one], name).backbone for one in singles),
-            *(np.array([getattr(getattr(made[one], name), of)[0] for one in singles]) for of in OF_TASKS),
+            min(getattr(made[s], name).backbone for s in singles),
+            *(np.array([getattr(getattr(made[s], name), of)[0] for s in singles]) for of in OF_TASKS),
         )
-        for name in ("lasting", "deeper")
+        for name in ("persistent", "deeper")
     )
-    passes: dict[Group, PassTable] = {group: next(iter(own.passes.values())) for group, own in made.items()}
-    return StageTable(made[singles[0]].layers, lasting, deeper, passes)
+    passes: dict[Group, PassTable] = {group: next(iter(t.passes.values())) for group, t in made.items()}
+    return StageTable(made[singles[0]].layers, persistent, deeper, passes)
 
 
 def _entry(table: StageTable, group: Group) -> Entry:
     """What is kept of a group: the table of these signatures alone."""
-    own = list(group)
+    signatures = list(group)
     return replace(
         table,
-        lasting=_only(table.lasting, own),
-        deeper=_only(table.deeper, own),
+        persistent=_only(table.persistent, signatures),
+        deeper=_only(table.deeper, signatures),
         passes={group: table.passes[group]},
     ).to_json()
 
 
-def _only(lasting: PersistentBytes, signatures: list[int]) -> PersistentBytes:
-    return PersistentBytes(lasting.backbone, *(getattr(lasting, name)[signatures] for name in OF_TASKS))
+def _only(persistent: PersistentBytes, signatures: list[int]) -> PersistentBytes:
+    return PersistentBytes(persistent.backbone, *(getattr(persistent, name)[signatures] for name in OF_TASKS))

@@ -69,11 +69,11 @@ class Memory:
     sums: float = 0.0
     referring: Collection[int] = ()
 
-    def lasting(self, counts: Array) -> Array:
+    def persistent(self, counts: Array) -> Array:
         """`[S]` bytes that last with so many tasks of each signature; one of a lower rank is less than one."""
-        return sum(self.lasting_parts(counts).values(), np.zeros(len(self.tables)))
+        return sum(self.persistent_parts(counts).values(), np.zeros(len(self.tables)))
 
-    def lasting_parts(self, counts: Array) -> dict[str, Array]:
+    def persistent_parts(self, counts: Array) -> dict[str, Array]:
         """`[S]` of them each: of the backbone, of adapters, gradients and optimizers, and of the buffer for sums."""
         each = list(zip(self.tables, self.layers, strict=True))
         backbone = np.array([own.backbone(n) for own, n in each])
@@ -90,9 +90,9 @@ class Memory:
         }
 
     def updating(self, counts: Array) -> Array:
-        """`[S]` temporary bytes of an optimizer's step, of the task that takes most; `counts` as for `lasting`."""
+        """`[S]` temporary bytes of an optimizer's step, of the task that takes most; `counts` as for `persistent`."""
         steps = [
-            own.lasting.updating + (n - own.layers) * own.deeper.updating
+            own.persistent.updating + (n - own.layers) * own.deeper.updating
             for own, n in zip(self.tables, self.layers, strict=True)
         ]
         found: Array = (np.array(steps) * (counts > 0)).max(axis=1)

@@ -101,18 +101,18 @@ class StageTable:
 
     Attributes:
         layers: Of the stage that was run.
-        lasting, deeper: What lasts on it, and more for each further layer.
+        persistent, deeper: What lasts on it, and more for each further layer.
         passes: By group: every signature alone, and one of each family together.
     """
 
     layers: int
-    lasting: PersistentBytes
+    persistent: PersistentBytes
     deeper: PersistentBytes
     passes: Mapping[Group, PassTable]
 
     def backbone(self, layers: int) -> float:
         """Bytes that last of the backbone on a stage of so many layers."""
-        return self.lasting.backbone + (layers - self.layers) * self.deeper.backbone
+        return self.persistent.backbone + (layers - self.layers) * self.deeper.backbone
 
     def of_tasks(
         self, counts: Array, layers: int, what: Literal["tasks", "gradients", "optimizer"] = "tasks"
@@ -124,7 +124,7 @@ class StageTable:
             layers: Of the stage.
             what: All, or those of gradients or of the optimizer's state.
         """
-        each, deeper = getattr(self.lasting, what), getattr(self.deeper, what)
+        each, deeper = getattr(self.persistent, what), getattr(self.deeper, what)
         return float(counts @ (each + (layers - self.layers) * deeper))
 
     def elsewhere(self, share: float, in_use: float, kept: float, held: float) -> StageTable:
@@ -143,14 +143,16 @@ class StageTable:
             moments[:, rows] += held
             moments[:, 0] += in_use
             passes[group] = replace(own, kept=more, moments=moments)
-        lasting, deeper = (replace(own, backbone=share * own.backbone) for own in (self.lasting, self.deeper))
-        return replace(self, lasting=lasting, deeper=deeper, passes=passes)
+        persistent, deeper = (
+            replace(own, backbone=share * own.backbone) for own in (self.persistent, self.deeper)
+        )
+        return replace(self, persistent=persistent, deeper=deeper, passes=passes)
 
     def to_json(self) -> dict[str, Any]:
         """As plain data; `of_json` reads it."""
         return {
             "layers": self.layers,
-            "lasting": _plain(self.lasting),
+            "lasting": _plain(self.persistent),
             "deeper": _plain(self.deeper),
             "passes": [{"group": group, **_plain(own)} for group, own in self.passes.items()],
         }
@@ -168,11 +170,11 @@ class StageTable:
             )
             for own in data["passes"]
         }
-        lasting, deeper = (
+        persistent, deeper = (
             PersistentBytes(own["backbone"], *(_array(own[name]) for name in OF_TASKS))
             for own in (data["lasting"], data["deeper"])
         )
-        return cls(data["layers"], lasting, deeper, passes)
+        return cls(data["layers"], persistent, deeper, passes)
 
 
 def _plain(own: PassTable | PersistentBytes) -> dict[str, Any]:

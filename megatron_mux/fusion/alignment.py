@@ -1,10 +1,10 @@
-"""Alignment (MuxTune section 3.5): a step's sequences become micro-batches, packs and chunks: the chunk grid.
+"""Alignment (MuxTune section 3.5): a step's sequences become micro-batches, packs and chunks.
 
 Sequences of a task are laid end to end, never with another task's; a pack may be cut into equal chunks, of which the
 last may be short. So no token is computed that carries no information. (The paper pads each sequence to its task's
 maximum first; that is a mode here.)
 
-The grid follows from the plan and from lengths that every rank knows: nobody has to ask anybody.
+They follow from the plan and from lengths that every rank knows: nobody has to ask anybody.
 """
 
 from __future__ import annotations
@@ -51,11 +51,10 @@ class Item:
     """One sequence of a step.
 
     Attributes:
-        task: Its task.
         sequence: Its number within the task's step.
         tokens: Its length, padding included.
         cost: What it weighs when micro-batches are balanced.
-        unit: Number of its record within the task's step: sequences of a record are never divided over pipelines or
+        record: Number of its record within the task's step: sequences of a record are never divided over pipelines or
             micro-batches.
     """
 
@@ -63,7 +62,7 @@ class Item:
     sequence: int
     tokens: int
     cost: float
-    unit: int
+    record: int
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ Shared = TypeVar("Shared")
 Chunk = tuple[Slice, ...]
 """What is computed in one clock: slices of several packs, in the order of their tasks."""
 
-MicroBatchGrid = tuple[Chunk, ...]
+MicroBatchChunks = tuple[Chunk, ...]
 """The chunks of one micro-batch, in the order of forward passes."""
 
 
@@ -129,9 +128,9 @@ class Filled:
         self.micro_batches = [[0.0] * micro_batches for _ in self.pipelines]
 
 
-def chunk_grid(
+def cut_into_chunks(
     items: Sequence[Item], chunk: int | None, filled: Filled, data_rank: int = 0
-) -> tuple[MicroBatchGrid, ...]:
+) -> tuple[MicroBatchChunks, ...]:
     """Cut one pipeline's share of a hybrid task's step.
 
     Args:
@@ -143,7 +142,7 @@ def chunk_grid(
     Returns:
         C micro-batches, of which some may be empty; no chunk is.
     """
-    records = [tuple(own) for _, own in groupby(items, key=lambda item: (item.task, item.unit))]
+    records = [tuple(group) for _, group in groupby(items, key=lambda item: (item.task, item.record))]
     mine = share_out(records, [_cost(record) for record in records], filled.pipelines)[data_rank]
     parts = share_out(mine, [_cost(record) for record in mine], filled.micro_batches[data_rank])
     return tuple(_micro_batch(list(chain(*part)), chunk) if part else () for part in parts)
@@ -175,14 +174,14 @@ def share_out(items: Sequence[Shared], costs: Sequence[float], filled: list[floa
     return [[items[i] for i in sorted(indices)] for indices in chosen]
 
 
-def _micro_batch(items: Sequence[Item], chunk: int | None) -> MicroBatchGrid:
+def _micro_batch(items: Sequence[Item], chunk: int | None) -> MicroBatchChunks:
     longest = max(item.tokens for item in items)
     if chunk is None or longest <= chunk:
         # Every pack would be one chunk.
         return (tuple(Slice(item.task, item.sequence, 0, item.tokens) for item in items),)
     clocks = -(-longest // chunk)
     packs = [_cut(pack, chunk) for pack in _packs(items, clocks * chunk)]
-    return _grid(packs, clocks, [item.task for item in items])
+    return _chunks_of(packs, clocks, [item.task for item in items])
 
 
 def _packs(items: Sequence[Item], capacity: int) -> list[list[Item]]:
@@ -214,7 +213,7 @@ def _cut(pack: Sequence[Item], chunk: int) -> list[list[Slice]]:
     return chunks
 
 
-def _grid(packs: Sequence[list[list[Slice]]], clocks: int, tasks: Sequence[str]) -> MicroBatchGrid:
+def _chunks_of(packs: Sequence[list[list[Slice]]], clocks: int, tasks: Sequence[str]) -> MicroBatchChunks:
     """Let each pack begin where clocks come out most even: longest packs first."""
     filled = [0] * clocks
     cells: list[list[Slice]] = [[] for _ in range(clocks)]
@@ -243,11 +242,11 @@ def padding_shares(lengths: Mapping[str, Sequence[int]], pad_to: Mapping[str, in
         `plan`: with this alignment; `within_tasks`: if sequences were padded to the longest of their task's batch;
         `zero_padded`: to the longest of all tasks.
     """
-    longest = max((max(own, default=0) for own in lengths.values()), default=0)
+    longest = max((max(tokens, default=0) for tokens in lengths.values()), default=0)
     computed = {
-        "plan": sum(len(own) * pad_to[name] if pad_to else sum(own) for name, own in lengths.items()),
-        "within_tasks": sum(len(own) * max(own, default=0) for own in lengths.values()),
-        "zero_padded": sum(len(own) for own in lengths.values()) * longest,
+        "plan": sum(len(t) * pad_to[name] if pad_to else sum(t) for name, t in lengths.items()),
+        "within_tasks": sum(len(t) * max(t, default=0) for t in lengths.values()),
+        "zero_padded": sum(len(t) for t in lengths.values()) * longest,
     }
-    real = sum(sum(own) for own in lengths.values())
+    real = sum(sum(t) for t in lengths.values())
     return {name: 1 - real / tokens if tokens else 0.0 for name, tokens in computed.items()}

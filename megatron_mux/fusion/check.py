@@ -44,7 +44,6 @@ def check_plan(plan: Plan, backbone: str, mesh: Mesh, tasks: Sequence[str]) -> N
     """Refuse a plan that is not for this run.
 
     Args:
-        plan: The plan.
         backbone: The backbone's fingerprint.
         mesh: The ranks of the run.
         tasks: The tasks to train.
@@ -104,17 +103,17 @@ def _wrong_orders(bucket: Bucket, place: str) -> Iterator[str]:
             if len(passes) != bucket.batches:
                 yield f"{place}.turns[{stage}].{name}: has {len(passes)} entries, {bucket.batches} are needed"
             pieces = len(getattr(launch, name)) // bucket.batches
-            for p, own in enumerate(passes):
-                if any(kind >= len(own.kinds) for kind in turns.layers):
-                    yield f"{place}.turns[{stage}].{name}[{p}].kinds: has {len(own.kinds)} entries, too few for layers"
-                elif 1 + sum(len(own.kinds[kind].pieces) for kind in turns.layers) != pieces:
+            for p, c in enumerate(passes):
+                if any(kind >= len(c.kinds) for kind in turns.layers):
+                    yield f"{place}.turns[{stage}].{name}[{p}].kinds: has {len(c.kinds)} entries, too few for layers"
+                elif 1 + sum(len(c.kinds[kind].pieces) for kind in turns.layers) != pieces:
                     yield f"{place}.turns[{stage}].{name}[{p}]: has pieces that are not those of the launch order"
 
 
 def _wrong_buckets(plan: Plan) -> Iterator[str]:
     for b, bucket in enumerate(plan.buckets):
         place = f"buckets[{b}]"
-        for name, found, wanted in (
+        for name, values, wanted in (
             ("forward", bucket.forward, plan.stages),
             ("backward", bucket.backward, plan.stages),
             ("memory", bucket.memory, plan.stages),
@@ -122,8 +121,8 @@ def _wrong_buckets(plan: Plan) -> Iterator[str]:
             ("turns", bucket.turns, plan.stages),
             ("transfer", bucket.transfer, plan.stages - 1),
         ):
-            if found and len(found) != wanted:
-                yield f"{place}.{name}: has {len(found)} entries, {wanted} are needed for {plan.stages} stage(s)"
+            if values and len(values) != wanted:
+                yield f"{place}.{name}: has {len(values)} entries, {wanted} are needed for {plan.stages} stage(s)"
         if bool(bucket.forward) != bool(bucket.backward) or (plan.policy == "auto" and not bucket.forward):
             yield f"{place}: has no predicted seconds: plan anew"
         if len(bucket.chunks) > bucket.micro_batches:

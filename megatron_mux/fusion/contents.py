@@ -14,7 +14,7 @@ from megatron_mux.kernels.attention.short import LONGEST, pairs_and_padding
 
 
 def contents_of(
-    units: Sequence[Sequence[Slice]],
+    micro_batches: Sequence[Sequence[Slice]],
     lengths: Mapping[str, Lengths],
     columns: Mapping[str, int],
     width: int,
@@ -24,23 +24,23 @@ def contents_of(
     """What micro-batches, or chunks of them, contain.
 
     Args:
-        units: The pieces of each.
+        micro_batches: The pieces of each.
         lengths: Of each task's step.
         columns: The signature of each task.
         width: Number of signatures.
         device: Where they are computed.
         prefixed: Tasks whose sequences have a prefix.
     """
-    rows, labels = (np.zeros((len(units), width)) for _ in range(2))
-    sequences, copied = (np.zeros(len(units)) for _ in range(2))
-    attention = np.zeros((len(units), len(ATTENTION)))
-    for number, pieces in enumerate(units):
+    rows, labels = (np.zeros((len(micro_batches), width)) for _ in range(2))
+    sequences, copied = (np.zeros(len(micro_batches)) for _ in range(2))
+    attention = np.zeros((len(micro_batches), len(ATTENTION)))
+    for number, pieces in enumerate(micro_batches):
         sequences[number] = len(pieces)
         short: list[int] = []
         runs: list[tuple[int, Hashable]] = []
         for piece in pieces:
-            own, column = lengths[piece.task], columns[piece.task]
-            whole, labelled = own.tokens[piece.sequence], own.labels[piece.sequence]
+            of_task, column = lengths[piece.task], columns[piece.task]
+            whole, labelled = of_task.tokens[piece.sequence], of_task.labels[piece.sequence]
             rows[number, column] += piece.tokens
             labels[number, column] += max(0, min(piece.stop, whole) - max(piece.start, whole - labelled))
             copied[number] += piece.start + piece.tokens * (piece.stop < whole)

@@ -36,15 +36,15 @@ def even_selection(count: int, routing: Routing, rows: int) -> npt.NDArray[np.in
     """
     random = np.random.default_rng(0)
     used = np.zeros(count)
-    found = np.empty((rows, routing.top_k), np.int64)
-    for selected in found:
+    chosen = np.empty((rows, routing.top_k), np.int64)
+    for selected in chosen:
         order = used + random.random(count)
         if routing.groups > 1:
             of_group = used.reshape(routing.groups, -1).sum(axis=1) + random.random(routing.groups)
             order.reshape(routing.groups, -1)[of_group.argsort()[routing.top_groups :]] = np.inf
         selected[:] = order.argpartition(routing.top_k - 1)[: routing.top_k]
         used[selected] += 1
-    return found
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ class ExpertShares:
         """
         experts = shape.experts
         assert experts is not None
-        own, group = 1 / tensor, expert * expert_tensor
-        sent = own * expert_tensor * _ranks_of_a_row(experts, expert) if group > 1 else 0.0
+        share, group = 1 / tensor, expert * expert_tensor
+        sent = share * expert_tensor * _ranks_of_a_row(experts, expert) if group > 1 else 0.0
         return cls(
             held=experts.count / expert,
-            own=own,
-            pairs=own * expert_tensor * experts.routing.top_k,
+            own=share,
+            pairs=share * expert_tensor * experts.routing.top_k,
             sent=sent,
             away=sent * (group - 1) / group,
         )

@@ -144,14 +144,14 @@ def possible_meshes(
         virtual: Pipeline stages of each rank, where there are several ranks to a pipeline.
         whole_experts: Whether tensor ranks may not divide an expert; else they divide each as they do layers.
     """
-    found = []
+    meshes = []
     for tensor in _divisors(ranks):
         for pipeline in _divisors(ranks // tensor):
             stages = pipeline * (virtual if pipeline > 1 else 1)
             mesh = Mesh(tensor, pipeline, ranks // (tensor * pipeline))
             if shape.experts is None:
                 if not shape.parallel_problems(tensor, stages):
-                    found.append(mesh)
+                    meshes.append(mesh)
                 continue
             share = 1 if whole_experts else tensor
             for expert in _divisors(ranks // (pipeline * share)):
@@ -159,8 +159,8 @@ def possible_meshes(
                     shape.parallel_problems(tensor, stages, expert, share)
                     or size_problems(ranks, tensor, pipeline, expert, share)
                 ):
-                    found.append(Mesh(tensor, pipeline, mesh.data, expert=expert, expert_tensor=share))
-    return found
+                    meshes.append(Mesh(tensor, pipeline, mesh.data, expert=expert, expert_tensor=share))
+    return meshes
 
 
 def _divisors(count: int) -> list[int]:

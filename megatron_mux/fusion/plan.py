@@ -52,7 +52,7 @@ class HybridTask:
 
 
 @dataclass(frozen=True)
-class StageTurns:
+class InterleavingCosts:
     """What a stage's launch order was chosen by: predictions for the pass with the most batches.
 
     Attributes:
@@ -99,7 +99,7 @@ class Bucket:
     transfer: _Amounts = ()
     halves: Annotated[bool, Field(strict=True)] = False
     launch: tuple[LaunchOrder, ...] = ()
-    turns: tuple[StageTurns, ...] = ()
+    turns: tuple[InterleavingCosts, ...] = ()
 
     @cached_property
     def tasks(self) -> tuple[str, ...]:
@@ -326,7 +326,6 @@ def shrink_bucket(plan: Plan, index: int, records: Mapping[str, int]) -> Plan | 
     """The plan with less of a bucket in memory at a time; None if the bucket already computes single records.
 
     Args:
-        plan: The plan.
         index: The bucket: it is cut into twice as many micro-batches or, once those hold one record, into its tasks.
         records: Number of records in a step of each task.
     """

@@ -1,4 +1,4 @@
-"""From a plan and a step's lengths to what is computed: the chunk grid of every bucket, and the template to run it.
+"""From a plan and a step's lengths to what is computed: the chunks of every bucket, and the template to run it.
 
 Pure functions of what every rank knows: the plan, and the lengths in the data's index.
 """
@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from megatron_mux.fusion.alignment import Chunk, Filled, Item, MicroBatchGrid, chunk_grid, share_out
+from megatron_mux.fusion.alignment import Chunk, Filled, Item, MicroBatchChunks, cut_into_chunks, share_out
 from megatron_mux.fusion.plan import Bucket, Plan
-from megatron_mux.pipeline.action import Unit
+from megatron_mux.pipeline.action import ChunkId
 from megatron_mux.pipeline.bucket import BucketCost, forward_order
-from megatron_mux.pipeline.structured import structured, warmup_units
+from megatron_mux.pipeline.structured import structured, warmup_microbatches
 from megatron_mux.pipeline.template import (
     Template,
     fits_interleaved,
@@ -42,63 +42,63 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class StepGrid:
+class StepChunks:
     """What one pipeline computes in one step.
 
     Attributes:
-        chunks: For each unit, what each hybrid task of its bucket has in it; those with nothing are left out. Behind
+        chunks: For each chunk, what each hybrid task of its bucket has in it; those with nothing are left out. Behind
             them there may be empty ones, see `lockstep`.
         sizes: For each bucket, the chunks of each of its micro-batches.
     """
 
-    chunks: Mapping[Unit, tuple[Chunk, ...]]
+    chunks: Mapping[ChunkId, tuple[Chunk, ...]]
     sizes: tuple[tuple[int, ...], ...]
 
 
-def step_grid(plan: Plan, lengths: Mapping[str, Lengths], data_rank: int = 0) -> StepGrid:
-    """The chunk grid of a step on one of the plan's pipelines.
+def step_chunks(plan: Plan, lengths: Mapping[str, Lengths], data_rank: int = 0) -> StepChunks:
+    """The chunks of a step on one of the plan's pipelines.
 
     Args:
         plan: Says which tasks share what, in how many micro-batches, cut how.
         lengths: Of every task of the plan.
         data_rank: Which of the `plan.data` pipelines.
     """
-    chunks: dict[Unit, tuple[Chunk, ...]] = {}
+    chunks: dict[ChunkId, tuple[Chunk, ...]] = {}
     sizes: list[tuple[int, ...]] = []
     filled = Filled(plan.data)
     for b, bucket in enumerate(plan.buckets):
         filled.next_bucket(bucket.micro_batches)
-        grids: list[Sequence[MicroBatchGrid]] = [
-            chunk_grid(_items(plan, hybrid.tasks, lengths), bucket.chunk, filled, data_rank)
+        of_hybrids: list[Sequence[MicroBatchChunks]] = [
+            cut_into_chunks(_items(plan, hybrid.tasks, lengths), bucket.chunk, filled, data_rank)
             for hybrid in bucket.hybrid_tasks
         ]
         if bucket.halves:
-            grids = [half for grid in grids for half in _halves(plan, grid, lengths)]
+            of_hybrids = [half for whole in of_hybrids for half in _halves(plan, whole, lengths)]
         counts: list[int] = []
-        for side_by_side in zip(*grids, strict=True):
+        for side_by_side in zip(*of_hybrids, strict=True):
             if not any(side_by_side):
                 continue
             m = len(counts)
             counts.append(max(len(micro_batch) for micro_batch in side_by_side))
             for c in range(counts[-1]):
-                chunks[Unit(b, m, c)] = tuple(batch[c] for batch in side_by_side if c < len(batch))
+                chunks[ChunkId(b, m, c)] = tuple(batch[c] for batch in side_by_side if c < len(batch))
         sizes.append(tuple(counts))
-    return StepGrid(chunks, tuple(sizes))
+    return StepChunks(chunks, tuple(sizes))
 
 
 def _halves(
-    plan: Plan, grid: Sequence[MicroBatchGrid], lengths: Mapping[str, Lengths]
-) -> tuple[list[MicroBatchGrid], list[MicroBatchGrid]]:
+    plan: Plan, micro_batches: Sequence[MicroBatchChunks], lengths: Mapping[str, Lengths]
+) -> tuple[list[MicroBatchChunks], list[MicroBatchChunks]]:
     """The micro-batches of a hybrid task, whose packs are not cut, split in two of nearly equal cost."""
-    first: list[MicroBatchGrid] = []
-    second: list[MicroBatchGrid] = []
-    for micro_batch in grid:
+    first: list[MicroBatchChunks] = []
+    second: list[MicroBatchChunks] = []
+    for micro_batch in micro_batches:
         pieces = [piece for chunk in micro_batch for piece in chunk]
         costs = [
             plan.weights.of(piece.tokens, lengths[piece.task].labels[piece.sequence]) for piece in pieces
         ]
-        one, other = (tuple(half) for half in share_out(pieces, costs, [0.0, 0.0]))
-        first.append((one,) if one else ())
+        first_half, other = (tuple(half) for half in share_out(pieces, costs, [0.0, 0.0]))
+        first.append((first_half,) if first_half else ())
         second.append((other,) if other else ())
     return first, second
 
@@ -112,35 +112,40 @@ def must_keep_step(plan: Plan) -> bool:
     return plan.data > 1 and plan.virtual > 1
 
 
-def lockstep(grids: Sequence[StepGrid]) -> list[StepGrid]:
-    """The grids of all pipelines with equal sizes, for pipelines that must make the same passes at the same time.
+def lockstep(steps: Sequence[StepChunks]) -> list[StepChunks]:
+    """The chunks of all pipelines with equal sizes, for pipelines that must make the same passes at the same time.
 
     Args:
-        grids: Of the same step, a pipeline each.
+        steps: Of the same step, a pipeline each.
 
     Returns:
-        The same grids, filled up: where only others have something to compute there are empty chunks.
+        The same chunks, filled up: where only others have something to compute there are empty chunks.
     """
     sizes = tuple(
         tuple(max(chunks) for chunks in zip_longest(*micro_batches, fillvalue=0))
-        for micro_batches in zip(*(grid.sizes for grid in grids), strict=True)
+        for micro_batches in zip(*(step.sizes for step in steps), strict=True)
     )
-    most = {unit: max(len(grid.chunks.get(unit, ())) for grid in grids) for unit in forward_order(sizes)}
+    most = {
+        chunk_id: max(len(step.chunks.get(chunk_id, ())) for step in steps)
+        for chunk_id in forward_order(sizes)
+    }
     filled = []
-    for grid in grids:
-        own = {unit: grid.chunks.get(unit, ()) for unit in most}
-        chunks = {unit: own[unit] + ((),) * (count - len(own[unit])) for unit, count in most.items()}
-        filled.append(StepGrid(chunks, sizes))
+    for step in steps:
+        cut = {chunk_id: step.chunks.get(chunk_id, ()) for chunk_id in most}
+        chunks = {
+            chunk_id: cut[chunk_id] + ((),) * (count - len(cut[chunk_id])) for chunk_id, count in most.items()
+        }
+        filled.append(StepChunks(chunks, sizes))
     return filled
 
 
 def _items(plan: Plan, tasks: Sequence[str], lengths: Mapping[str, Lengths]) -> list[Item]:
     items: list[Item] = []
     for name in tasks:
-        own = lengths[name]
-        for i, (tokens, labels) in enumerate(zip(own.tokens, own.labels, strict=True)):
-            padded = max(tokens, own.pad_to)
-            items.append(Item(name, i, padded, plan.weights.of(padded, labels), i // own.together))
+        of_task = lengths[name]
+        for i, (tokens, labels) in enumerate(zip(of_task.tokens, of_task.labels, strict=True)):
+            padded = max(tokens, of_task.pad_to)
+            items.append(Item(name, i, padded, plan.weights.of(padded, labels), i // of_task.together))
     return items
 
 
@@ -148,12 +153,11 @@ def step_template(plan: Plan, sizes: Sequence[Sequence[int]]) -> Template:
     """The actions of one or several steps on every rank, those that end the buckets' steps included.
 
     The planner's plans know what passes take, and what they keep: theirs is the structured multi-bucket template. So is
-    that of others, as if all passes took the same, with `warmup_units` and no more. A plan may ask for another
+    that of others, as if all passes took the same, with `warmup_microbatches` and no more. A plan may ask for another
     schedule: `1f1b`; or, a step at a time, `gpipe` and, for steps whose micro-batches allow it, `interleaved`.
 
     Args:
-        plan: The plan.
-        sizes: From `step_grid`; of several steps, one after the other.
+        sizes: From `step_chunks`; of several steps, one after the other.
     """
     period = len(plan.buckets)
     passes = _passes(plan, sizes, period)
@@ -181,13 +185,17 @@ def _passes(plan: Plan, sizes: Sequence[Sequence[int]], period: int) -> Template
         costs = [bucket_costs(bucket) for bucket in plan.buckets]
         return structured(costs, plan.activation_limit or None, sizes, plan.virtual)
     # As if all passes took the same; about as many in flight as interleaved 1F1B has.
-    one = (1.0,) * plan.stages
+    equal = (1.0,) * plan.stages
     alike = []
-    for entry, bucket in enumerate(plan.buckets):
-        chunks = max((max(own, default=1) for own in sizes[entry::period]), default=1)
-        alike.append(BucketCost(bucket.micro_batches, one, one, memory=(1 / chunks,) * plan.stages))
+    for index, bucket in enumerate(plan.buckets):
+        chunks = max((max(counts, default=1) for counts in sizes[index::period]), default=1)
+        alike.append(BucketCost(bucket.micro_batches, equal, equal, memory=(1 / chunks,) * plan.stages))
     behind = range(plan.stages - 1, -1, -1)
-    limit = [float(warmup_units(count)) for count in behind] if single else [2.0 * plan.stages] * plan.ranks
+    limit = (
+        [float(warmup_microbatches(count)) for count in behind]
+        if single
+        else [2.0 * plan.stages] * plan.ranks
+    )
     return structured(alike, limit, sizes, plan.virtual)
 
 

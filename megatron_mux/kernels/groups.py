@@ -39,7 +39,7 @@ class RowGroups:
         rows: `[G]` the rows of each group.
         steps: `[G]` optimizer steps that each group's task has done.
         training: False while evaluating: no dropout.
-        table: `[G, 4]` int32 on the device: slot, first row, one past the last row, steps.
+        row_ranges: `[G, 4]` int32 on the device: slot, first row, one past the last row, steps.
         tiles: `[tiles, 3]` int32 on the device: group, first row, one past the last row; see `tiles_of`.
         sequence_ids: `[T]` int32 on the device, the sequence of each row.
         token_index: `[T]` int32 on the device, the token of each row within its sequence.
@@ -49,7 +49,7 @@ class RowGroups:
     rows: tuple[Rows, ...]
     steps: tuple[int, ...]
     training: bool
-    table: Tensor
+    row_ranges: Tensor
     tiles: Tensor
     sequence_ids: Tensor
     token_index: Tensor
@@ -62,11 +62,11 @@ class RowGroups:
     @cached_property
     def slot_of_row(self) -> Tensor:
         """`[T]` int64 on the device: the slot of each row's task, or `NO_SLOT`."""
-        row = torch.arange(len(self.sequence_ids), dtype=torch.int32, device=self.table.device)
+        row = torch.arange(len(self.sequence_ids), dtype=torch.int32, device=self.row_ranges.device)
         # Behind all groups there is one that no row reaches.
-        groups = F.pad(self.table, (0, 0, 0, 1), value=NO_SLOT)
-        own = groups[torch.searchsorted(self.table[:, 2].contiguous(), row, right=True)]
-        return torch.where(row >= own[:, 1], own[:, 0], NO_SLOT).long()
+        groups = F.pad(self.row_ranges, (0, 0, 0, 1), value=NO_SLOT)
+        group = groups[torch.searchsorted(self.row_ranges[:, 2].contiguous(), row, right=True)]
+        return torch.where(row >= group[:, 1], group[:, 0], NO_SLOT).long()
 
     @cached_property
     def parts(self) -> int:

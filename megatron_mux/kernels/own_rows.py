@@ -99,8 +99,8 @@ class Lookup:
         """
         with torch.no_grad():
             self._write(hidden)
-        found: Tensor = _OwnLookup.apply(anchor, hidden, self)  # type: ignore[no-untyped-call]
-        return found
+        replaced: Tensor = _OwnLookup.apply(anchor, hidden, self)  # type: ignore[no-untyped-call]
+        return replaced
 
     def _here(self, rows: slice, count: int) -> tuple[slice, slice]:
         """Rows of a task that this rank has: among its `count` rows, and among the task's."""
@@ -112,33 +112,33 @@ class Lookup:
     @property
     def _whole(self) -> list[tuple[slice, OwnRows]]:
         """Those of tasks with a matrix of their own, which tensor ranks divide."""
-        return [(rows, own) for rows, own in self.own if own.tokens is None]
+        return [(rows, trained) for rows, trained in self.own if trained.tokens is None]
 
     def _write(self, hidden: Tensor) -> None:
-        found = [self._looked_up(rows, own) for rows, own in self._whole]
-        _sum(found, self.group)
-        for (rows, _), values in zip(self._whole, found, strict=True):
+        parts = [self._looked_up(rows, trained) for rows, trained in self._whole]
+        _sum(parts, self.group)
+        for (rows, _), values in zip(self._whole, parts, strict=True):
             here, there = self._here(rows, hidden.shape[0])
             hidden[here] = values[there]
-        for rows, own in self.own:
-            if own.tokens is not None:
+        for rows, trained in self.own:
+            if trained.tokens is not None:
                 here, there = self._here(rows, hidden.shape[0])
-                at, known = _places(self.tokens[rows][there], own.tokens)
-                hidden[here] = torch.where(known.unsqueeze(1), own.values[at], hidden[here])
+                at, known = _places(self.tokens[rows][there], trained.tokens)
+                hidden[here] = torch.where(known.unsqueeze(1), trained.values[at], hidden[here])
 
-    def _looked_up(self, rows: slice, own: OwnRows) -> Tensor:
+    def _looked_up(self, rows: slice, trained: OwnRows) -> Tensor:
         """`[n, H]` of a task's tokens in this rank's part of its matrix; zero for tokens of other ranks."""
         tokens = self.tokens[rows]
-        if not own.values.shape[0]:
-            return own.values.new_zeros(tokens.shape[0], own.values.shape[1])
-        at, held = self._local(tokens, own)
-        return torch.where(held.unsqueeze(1), own.values[at], own.values.new_zeros(()))
+        if not trained.values.shape[0]:
+            return trained.values.new_zeros(tokens.shape[0], trained.values.shape[1])
+        at, held = self._local(tokens, trained)
+        return torch.where(held.unsqueeze(1), trained.values[at], trained.values.new_zeros(()))
 
-    def _local(self, tokens: Tensor, own: OwnRows) -> tuple[Tensor, Tensor]:
+    def _local(self, tokens: Tensor, trained: OwnRows) -> tuple[Tensor, Tensor]:
         """Places of tokens in this rank's part, and whether they are in it."""
         at = tokens - self.part.start
-        held = (at >= 0) & (at < own.values.shape[0])
-        return at.clamp(0, own.values.shape[0] - 1), held
+        held = (at >= 0) & (at < trained.values.shape[0])
+        return at.clamp(0, trained.values.shape[0] - 1), held
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Add to the gradients of the tasks' rows.
@@ -157,18 +157,18 @@ class Lookup:
             whole.append(own_part)
         if self.divided:
             _sum(whole, self.group)
-        for (rows, own), own_part in zip(self._whole, whole, strict=True):
-            if own.gradient.shape[0]:
+        for (rows, trained), own_part in zip(self._whole, whole, strict=True):
+            if trained.gradient.shape[0]:
                 tokens = self.tokens[rows]
-                self._scatter(own_part, tokens, *self._local(tokens, own), own.gradient)
-        for rows, own in self.own:
-            if own.tokens is not None:
+                self._scatter(own_part, tokens, *self._local(tokens, trained), trained.gradient)
+        for rows, trained in self.own:
+            if trained.tokens is not None:
                 here, there = self._here(rows, count)
                 tokens = self.tokens[rows][there]
-                at, known = _places(tokens, own.tokens)
+                at, known = _places(tokens, trained.tokens)
                 if not self.divided:  # every tensor rank has this gradient, and their sum is taken
-                    known = known & (at >= own.held.start) & (at < own.held.stop)
-                self._scatter(gradient[here], tokens, at, known, own.gradient)
+                    known = known & (at >= trained.held.start) & (at < trained.held.stop)
+                self._scatter(gradient[here], tokens, at, known, trained.gradient)
 
     def _scatter(self, gradient: Tensor, tokens: Tensor, at: Tensor, known: Tensor, into: Tensor) -> None:
         if self.part.untrained is not None:

@@ -37,15 +37,15 @@ def launch(
             key.append(1 if argument == 1 else (argument & 15 == 0, argument >> 31 not in (0, -1)))
         else:
             key.append(argument.__class__)
-    found = _compiled.get(tuple(key))
-    if found is None:
+    cached = _compiled.get(tuple(key))
+    if cached is None:
         compiled = kernel[grid](*arguments, **constants)
         if compiled is not None:  # as it is in Triton's interpreter
-            own = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-            _compiled[tuple(key)] = compiled, own
+            rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+            _compiled[tuple(key)] = compiled, rest
         return
-    compiled, own = found
-    compiled[(*grid, 1, 1)[:3]](*arguments, *own)
+    compiled, rest = cached
+    compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
 
 
 def cdiv(count: int, size: int) -> int:

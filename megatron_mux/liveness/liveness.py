@@ -42,7 +42,7 @@ class Liveness(Heartbeat):
         name: What messages call it: its rank, what it does, its host.
         timeout: Seconds that a rank may keep others waiting.
         advice: A sentence that says what to do after such an end.
-        farewell: Called before the process ends.
+        before_exit: Called before the process ends.
         program: Printed before the message.
     """
 
@@ -53,14 +53,14 @@ class Liveness(Heartbeat):
         name: str,
         timeout: float,
         advice: str,
-        farewell: Callable[[], None],
+        before_exit: Callable[[], None],
         program: str = "pretrain_mux.py",
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._name = name
         self._detector = FailureDetector(timeout)
         self._advice = advice
-        self._farewell = farewell
+        self._before_exit = before_exit
         self._program = program
         self._activity = Activity("starting", True, time.monotonic())
         self._lost_since: float | None = None
@@ -130,7 +130,7 @@ class Liveness(Heartbeat):
             why = f"ran out of memory at {self._activity.what}: {failed_allocation(error)}"
         self._say(f"{self._name} {why}")
         self._leave("out of memory")
-        self._farewell()
+        self._before_exit()
         os._exit(1)
 
     def _wait_to_be_ended(self, error: RuntimeError) -> None:
@@ -182,7 +182,7 @@ class Liveness(Heartbeat):
         self._limit_time()
         if verdict.text and not verdict.said:
             self._say(verdict.text)
-        self._farewell()
+        self._before_exit()
         os._exit(1)
 
     def _say(self, why: str) -> None:

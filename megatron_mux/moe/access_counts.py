@@ -53,7 +53,7 @@ class Access:
         """What both counted."""
         names = dict.fromkeys((*self.by_task, *other.by_task))
         by_task = {
-            name: np.asarray(sum(one.by_task[name] for one in (self, other) if name in one.by_task))
+            name: np.asarray(sum(access.by_task[name] for access in (self, other) if name in access.by_task))
             for name in names
         }
         pairs = None
@@ -141,18 +141,18 @@ class AccessCounts:
         )
         for place, layer in enumerate(self.layers):
             if layer in self._counts:
-                own = self._counts[layer]
-                known = own.selected[: shape[1]]
+                counts = self._counts[layer]
+                known = counts.selected[: shape[1]]
                 selected[place, : len(known)] = known
                 if pairs:
-                    together[place] = own.together
-                own.clear()
+                    together[place] = counts.together
+                counts.clear()
         if parallel.world_size > 1:
             dist.all_reduce(selected)
             if pairs:
                 dist.all_reduce(together)
-        found = selected.cpu().numpy()
-        by_task = {name: found[:, slot] for name, slot in slots.items()}
+        numbers = selected.cpu().numpy()
+        by_task = {name: numbers[:, slot] for name, slot in slots.items()}
         return Access(self.layers, by_task, together.cpu().numpy() if pairs else None)
 
 

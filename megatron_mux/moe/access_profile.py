@@ -26,18 +26,18 @@ def _matrix(name: str) -> PlainValidator:
 
 
 def _cube(value: Any) -> Floats:
-    found = to_array(value, "coactivation", (None, None, None), ("layer", "expert", "expert"))
+    cube = to_array(value, "coactivation", (None, None, None), ("layer", "expert", "expert"))
     uneven = (
-        np.argwhere(~np.isclose(found, found.transpose(0, 2, 1), rtol=1e-9, atol=1e-9))
-        if found.shape[1] == found.shape[2]
+        np.argwhere(~np.isclose(cube, cube.transpose(0, 2, 1), rtol=1e-9, atol=1e-9))
+        if cube.shape[1] == cube.shape[2]
         else np.zeros((0, 3))
     )
     for layer, a, b in uneven[:1]:
         raise ValueError(
-            f"coactivation{index(layer, a, b)}: is {found[layer, a, b]:g}, but [{b}][{a}] of the same layer is "
-            f"{found[layer, b, a]:g}: counts of pairs do not depend on their order"
+            f"coactivation{index(layer, a, b)}: is {cube[layer, a, b]:g}, but [{b}][{a}] of the same layer is "
+            f"{cube[layer, b, a]:g}: counts of pairs do not depend on their order"
         )
-    return found
+    return cube
 
 
 def _by_task(value: Any) -> dict[str, Floats]:
@@ -72,12 +72,12 @@ class ModelIdentity(BaseModel):
 
     def differences(self, other: ModelIdentity) -> list[str]:
         """List the fields in which two models differ, as `experts: 8 here, 64 there`; unknown values match any."""
-        found = []
+        names = []
         for name in type(self).model_fields:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs and mine not in (None, "") and theirs not in (None, ""):
-                found.append(f"{name} {mine!r} instead of {theirs!r}")
-        return found
+                names.append(f"{name} {mine!r} instead of {theirs!r}")
+        return names
 
 
 class RoutedSet(BaseModel):
@@ -157,15 +157,15 @@ class AccessProfile(BaseModel):
                 raise ValueError(
                     f"routed_sets[{layer}]: is empty: count at least one token, or leave routed_sets out"
                 )
-            for i, one in enumerate(sets):
+            for i, routed in enumerate(sets):
                 where = f"routed_sets{index(layer, i)}.experts"
-                if len(set(one.experts)) != len(one.experts) or len(one.experts) != self.top_k:
+                if len(set(routed.experts)) != len(routed.experts) or len(routed.experts) != self.top_k:
                     raise ValueError(
-                        f"{where}: must be {self.top_k} different experts, got {list(one.experts)}"
+                        f"{where}: must be {self.top_k} different experts, got {list(routed.experts)}"
                     )
-                if min(one.experts) < 0 or max(one.experts) >= self.model.experts:
+                if min(routed.experts) < 0 or max(routed.experts) >= self.model.experts:
                     raise ValueError(
-                        f"{where}: must be experts from 0 to {self.model.experts - 1}, got {list(one.experts)}"
+                        f"{where}: must be experts from 0 to {self.model.experts - 1}, got {list(routed.experts)}"
                     )
 
     @property

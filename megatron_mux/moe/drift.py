@@ -77,8 +77,8 @@ class LipschitzEstimate:
             update_norm: ||w_t - w_{t-1}||.
         """
         if update_norm > 0:
-            found = float((after - before).norm(dim=1).max()) / update_norm
-            self.value = max(self.value or 0.0, found)
+            change = float((after - before).norm(dim=1).max()) / update_norm
+            self.value = max(self.value or 0.0, change)
 
 
 def layer_drift(
@@ -126,11 +126,11 @@ def _compare(
 @contextmanager
 def observing_logits(stages: Sequence[Backbone]) -> Iterator[dict[int, Tensor]]:
     """Context in which the routers' logits of the last pass are kept, `[T, E]` by layer, on the host."""
-    found: dict[int, Tensor] = {}
+    logits: dict[int, Tensor] = {}
 
     def keeping(layer: int) -> Any:
         def hook(router: Any, inputs: tuple[Any, ...], routes: Any) -> None:
-            found[layer] = router.logits(inputs[0].detach()).cpu()
+            logits[layer] = router.logits(inputs[0].detach()).cpu()
 
         return hook
 
@@ -139,4 +139,4 @@ def observing_logits(stages: Sequence[Backbone]) -> Iterator[dict[int, Tensor]]:
             for index, layer in zip(stage.layers, stage.model.decoder.layers, strict=True):
                 if stage.shape.has_experts(index):
                     hooks.callback(layer.mlp.router.register_forward_hook(keeping(index)).remove)
-        yield found
+        yield logits

@@ -11,11 +11,11 @@ from megatron_mux.pipeline.svg import COLOURS, LEFT, WIDTH, document, text
 _ROW, _HEAD, _PLOT = 14, 34, 150
 
 
-def draw_drift(found: Mapping[str, Any]) -> str:
+def draw_drift(drift: Mapping[str, Any]) -> str:
     """An SVG picture of what `follow_drift` has found."""
     parts: list[str] = []
     top = 0
-    for name, task in found.items():
+    for name, task in drift.items():
         experts = len(task["access"][0][0])
         parts += _title(f"{name}: access of the experts of layer {task['layers'][0]}, step by step", top)
         parts += _steps(task["access"], top + _HEAD)

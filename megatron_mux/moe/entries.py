@@ -87,21 +87,21 @@ def read_model(path: str | Path, kind: type[Model], what: str) -> Model:
 
 def sentences(error: ValidationError, what: str) -> list[str]:
     """Describe each problem that pydantic found, beginning with the entry's name."""
-    found = []
-    for one in error.errors(include_url=False):
+    lines = []
+    for detail in error.errors(include_url=False):
         where = "".join(
             index(part) if isinstance(part, int) else f".{part}"
-            for part in one["loc"]
+            for part in detail["loc"]
             if not str(part).startswith(("function-", "list[", "dict["))
         ).lstrip(".")
-        message = str(one.get("ctx", {}).get("error", one["msg"]))
-        if one["type"] == "missing":
+        message = str(detail.get("ctx", {}).get("error", detail["msg"]))
+        if detail["type"] == "missing":
             message = f"is missing: give {what}"
-        elif one["type"] == "extra_forbidden":
+        elif detail["type"] == "extra_forbidden":
             message = "is not known: check its spelling"
-        elif one["type"] != "value_error":
-            message = f"{message[0].lower()}{message[1:]}, got {shown(one['input'])}"
+        elif detail["type"] != "value_error":
+            message = f"{message[0].lower()}{message[1:]}, got {shown(detail['input'])}"
         elif where and message.startswith(where):
             where = ""
-        found.append(f"{where}: {message}" if where else message)
-    return list(dict.fromkeys(found))
+        lines.append(f"{where}: {message}" if where else message)
+    return list(dict.fromkeys(lines))

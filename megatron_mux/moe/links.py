@@ -29,12 +29,12 @@ class Traffic:
     Attributes:
         tokens: Tokens of a step (the paper's K), of all senders together.
         row_bytes: Bytes of one token's features (the paper's b H / 8).
-        beside_bytes: Bytes that travel with them, mean of the four transfers; the paper counts none.
+        routing_bytes: Bytes that travel with them, mean of the four transfers; the paper counts none.
     """
 
     tokens: int
     row_bytes: float
-    beside_bytes: float = 0.0
+    routing_bytes: float = 0.0
 
     @property
     def step_bytes(self) -> float:
@@ -42,7 +42,7 @@ class Traffic:
         return self.tokens * self.row_bytes
 
 
-def bytes_beside(top_k: int) -> float:
+def routing_bytes(top_k: int) -> float:
     """Bytes that the exchange sends beside a row's features, mean of its four transfers.
 
     Out go the weights and numbers of its experts and its task's slot, and the weights' gradients come back: see
@@ -166,11 +166,10 @@ def links_of(topology: Topology, traffic: Traffic) -> Links:
     """Return the links of a topology: from its master, or without one from every worker to every other one.
 
     Args:
-        topology: The topology.
         traffic: What a step sends; without a master, each worker has the same share of the tokens.
     """
     nodes = tuple(worker.node for worker in topology.workers)
-    moved = traffic.tokens * (traffic.row_bytes + traffic.beside_bytes)
+    moved = traffic.tokens * (traffic.row_bytes + traffic.routing_bytes)
     shared = {node: (link.up, link.down) for node, link in topology.uplinks.items()}
     if topology.master_node is not None:
         to_workers = topology.from_master()[None, :]

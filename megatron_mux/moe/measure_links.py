@@ -108,9 +108,9 @@ class LinkMeter:
 
     def _time(self, links: Sequence[tuple[int, int]], size: int) -> float:
         """Seconds of the slowest process if `size` bytes cross each link."""
-        own, count = self._parallel.rank, self._parallel.world_size
-        out = [size * links.count((own, other)) for other in range(count)]
-        into = [size * links.count((other, own)) for other in range(count)]
+        rank, count = self._parallel.rank, self._parallel.world_size
+        out = [size * links.count((rank, other)) for other in range(count)]
+        into = [size * links.count((other, rank)) for other in range(count)]
         sent = torch.zeros(sum(out), dtype=torch.uint8, device=self._parallel.device)
         received = torch.empty(sum(into), dtype=torch.uint8, device=self._parallel.device)
         self._wait()
@@ -160,14 +160,14 @@ def measure_links(
     )
     names = list(dict.fromkeys(nodes)) if len(set(nodes)) > 1 else []
     total, count = len(measured) + 2 * len(names), 0
-    found: dict[tuple[int, int], Transfer] = {}
+    transfers: dict[tuple[int, int], Transfer] = {}
     for pair in measured:
-        found[pair] = meter.measure([pair])
+        transfers[pair] = meter.measure([pair])
         done(count := count + 1, total)
-    by_nodes = {(nodes[i], nodes[j]): transfer for (i, j), transfer in found.items()}
+    by_nodes = {(nodes[i], nodes[j]): transfer for (i, j), transfer in transfers.items()}
     bandwidth, latency = np.zeros((2, len(nodes), len(nodes)))
     for i, j in pairs:
-        transfer = found.get((i, j)) or by_nodes[nodes[i], nodes[j]]
+        transfer = transfers.get((i, j)) or by_nodes[nodes[i], nodes[j]]
         bandwidth[i, j], latency[i, j] = transfer.bandwidth, transfer.latency
     up, down = {}, {}
     for node in names:

@@ -59,8 +59,8 @@ class LayerCounts:
         sampled = np.sort(experts[: max(0, _SETS_OF - self.tokens)], axis=1)
         if len(sampled):
             sets, times = np.unique(sampled, axis=0, return_counts=True)
-            for one, number in zip(sets.tolist(), times.tolist(), strict=True):
-                self.sets[tuple(one)] += number
+            for routed, number in zip(sets.tolist(), times.tolist(), strict=True):
+                self.sets[tuple(routed)] += number
         self.tokens += count
 
     def access(self) -> Floats:

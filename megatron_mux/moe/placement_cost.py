@@ -78,11 +78,10 @@ class PlacementProblem:
         """[N] expected experts of a token that are on each worker.
 
         Args:
-            layer: The layer.
             owners: [E] worker of each expert.
         """
-        found = np.bincount(owners, self.access[layer], minlength=self.workers)
-        return np.asarray(found, dtype=np.float64)
+        rows = np.bincount(owners, self.access[layer], minlength=self.workers)
+        return np.asarray(rows, dtype=np.float64)
 
     def visits(self, layer: int, owners: Ints) -> Floats:
         """[N] expected rows that each worker receives of a token: at most 1 if rows are sent once per worker."""
@@ -111,8 +110,8 @@ class PlacementProblem:
 
     def shared_answers(self, times: Floats) -> Floats:
         """[N, ...] seconds of each worker's answer on the link that answers share; `times` is [links, ...]."""
-        own = times[self.groups[-1] :][: self.workers]
-        return own * self.sharing.reshape(-1, *[1] * (own.ndim - 1))
+        of_workers = times[self.groups[-1] :][: self.workers]
+        return of_workers * self.sharing.reshape(-1, *[1] * (of_workers.ndim - 1))
 
     def layer_cost(self, layer: int, owners: Ints) -> float:
         """Seconds of a layer; `owners` is [E]."""
@@ -173,7 +172,6 @@ def make_problem(
     """Combine a profile and a topology to a problem.
 
     Args:
-        profile: The access profile.
         topology: The topology; with the objective `full` and without a master, every worker sends tokens.
         traffic: What a step sends.
         objective: `vela` or `full`.
@@ -192,8 +190,8 @@ def make_problem(
     elif objective == "full":
         outward, inward = links.matrices()
         seconds, groups = 2.0 * np.concatenate([outward, inward]), [0, len(outward)]
-        own, shared = np.diag(inward[: len(topology.workers)]), links.shared_seconds
-        sharing = np.divide(shared, own, out=np.zeros_like(shared), where=shared > 0)
+        own_node, shared = np.diag(inward[: len(topology.workers)]), links.shared_seconds
+        sharing = np.divide(shared, own_node, out=np.zeros_like(shared), where=shared > 0)
         compute, sets = traffic.tokens * topology.row_seconds, sets_of(profile, seed)
     else:
         raise UserError(f"objective: must be vela or full, got {objective!r}")
@@ -206,5 +204,5 @@ def make_problem(
         compute,
         sets,
         links,
-        traffic.row_bytes + traffic.beside_bytes,
+        traffic.row_bytes + traffic.routing_bytes,
     )

@@ -56,9 +56,9 @@ def profile_tasks(
         passed: Called with the number of tokens that have passed since it was last called.
     """
     by_task: dict[str, Counts] = {}
-    for name, own in records.items():
+    for name, of_task in records.items():
         with observing([backbone]) as counts, torch.no_grad():
-            for sequences in _passes(name, own, tokens):
+            for sequences in _passes(name, of_task, tokens):
                 batch = pack(sequences, (name,), {name: 0}, training=False).to(backbone.device)
                 with activate(batch):
                     backbone.forward(batch)
@@ -101,7 +101,7 @@ def _profile(backbone: Backbone, by_task: Mapping[str, Counts]) -> AccessProfile
         scores=[whole[layer].scores.tolist() for layer in layers],  # type: ignore[arg-type]
         coactivation=[whole[layer].together.tolist() for layer in layers],  # type: ignore[arg-type]
         routed_sets=tuple(
-            tuple(RoutedSet(experts=one, count=count) for one, count in whole[layer].sets.most_common())
+            tuple(RoutedSet(experts=e, count=count) for e, count in whole[layer].sets.most_common())
             for layer in layers
         ),
         by_task={

@@ -65,7 +65,6 @@ def sets_of(profile: AccessProfile, seed: int = 0) -> tuple[RoutedSets, ...]:
     any), and then weighted so that each expert has its access probability.
 
     Args:
-        profile: The access profile.
         seed: Seed of drawn sets.
     """
     return tuple(_sets_of_layer(profile, layer, seed) for layer in range(profile.model.layers))
@@ -74,8 +73,8 @@ def sets_of(profile: AccessProfile, seed: int = 0) -> tuple[RoutedSets, ...]:
 def _sets_of_layer(profile: AccessProfile, layer: int, seed: int) -> RoutedSets:
     counted = None if profile.routed_sets is None else profile.routed_sets[layer]
     if counted is not None:
-        counts = np.array([one.count for one in counted], dtype=np.float64)
-        return RoutedSets(np.array([one.experts for one in counted], dtype=np.int64), counts / counts.sum())
+        counts = np.array([s.count for s in counted], dtype=np.float64)
+        return RoutedSets(np.array([s.experts for s in counted], dtype=np.int64), counts / counts.sum())
     access = profile.access[layer]
     if profile.top_k == 1:
         return RoutedSets(np.arange(len(access))[:, None], access / access.sum())
@@ -120,10 +119,10 @@ def _rake(members: Ints, access: Floats) -> Floats:
     experts, top_k = len(access), members.shape[1]
     weights = np.full(len(members), 1.0 / len(members))
     for _ in range(_RAKING):
-        found = np.bincount(members.ravel(), np.repeat(weights, top_k), minlength=experts)
-        factor = (np.maximum(access, 1e-300) / np.maximum(found, 1e-300)) ** (1.0 / top_k)
+        counts = np.bincount(members.ravel(), np.repeat(weights, top_k), minlength=experts)
+        factor = (np.maximum(access, 1e-300) / np.maximum(counts, 1e-300)) ** (1.0 / top_k)
         weights = weights * factor[members].prod(axis=1)
         weights /= weights.sum()
-        if np.abs(found - access).max() < 1e-4:
+        if np.abs(counts - access).max() < 1e-4:
             break
     return weights

@@ -139,10 +139,10 @@ class Topology(BaseModel):
                 f"master_node: no worker is on node {self.master_node!r}, so that its bandwidths are not known: give "
                 "master_bandwidth, or one of the nodes " + ", ".join(sorted(nodes))
             )
-        beside = [n for n, worker in enumerate(self.workers) if worker.node == self.master_node]
-        if len(beside) == 1 and self.bandwidth[beside[0], beside[0]] == 0:
+        local = [n for n, worker in enumerate(self.workers) if worker.node == self.master_node]
+        if len(local) == 1 and self.bandwidth[local[0], local[0]] == 0:
             raise ValueError(
-                f"bandwidth{index(beside[0], beside[0])}: must be the bandwidth between the master and this worker, "
+                f"bandwidth{index(local[0], local[0])}: must be the bandwidth between the master and this worker, "
                 "the only one on its node; or give master_bandwidth"
             )
 
@@ -165,13 +165,13 @@ class Topology(BaseModel):
     def between_workers(self) -> Floats:
         """[N][N] bytes per second from worker to worker; infinite from a worker to itself."""
         if isinstance(self.bandwidth, np.ndarray):
-            found = self.bandwidth.copy()
+            bandwidth = self.bandwidth.copy()
         else:
             nodes = np.array([worker.node for worker in self.workers])
             same = nodes[:, None] == nodes[None, :]
-            found = np.where(same, self.bandwidth.within_node, self.bandwidth.between_nodes)
-        np.fill_diagonal(found, np.inf)
-        return found
+            bandwidth = np.where(same, self.bandwidth.within_node, self.bandwidth.between_nodes)
+        np.fill_diagonal(bandwidth, np.inf)
+        return bandwidth
 
     def from_master(self) -> Floats:
         """[N] bytes per second between master and worker (the paper's B_n).
@@ -187,13 +187,13 @@ class Topology(BaseModel):
         if not isinstance(self.bandwidth, np.ndarray):
             within, between = self.bandwidth.within_node, self.bandwidth.between_nodes
             return np.asarray(np.where(on_node, within, between), dtype=np.float64)
-        found = np.empty(len(self.workers))
+        seconds = np.empty(len(self.workers))
         for n in range(len(self.workers)):
             others = [int(m) for m in np.flatnonzero(on_node) if m != n] or [
                 n
             ]  # links of the master's neighbours
-            found[n] = min(self.bandwidth[m, n] for m in others)
-        return found
+            seconds[n] = min(self.bandwidth[m, n] for m in others)
+        return seconds
 
     def check_capacity(self, layers: int, experts: int) -> None:
         """Check that the workers together can hold every expert.

@@ -1,1 +1,1 @@
-"""Optimizers over an adapter's arena: one file each, with its states, their bytes, its update and what a save holds."""
+"""Optimizers over flat parameters: one file each, with its states, their bytes, its update and what a save holds."""

@@ -27,7 +27,7 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class _Span:
-    """Neighbouring values of the arena that one call steps.
+    """Neighbouring values of the flat parameters that one call steps.
 
     Attributes:
         group: Where they are and how they are stepped.

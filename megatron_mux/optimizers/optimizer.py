@@ -1,8 +1,8 @@
 """The interface of an optimizer of one task's adapter on this rank.
 
-An optimizer steps a flat tensor of values by a flat tensor of gradients, both in the arena's order. A device-side flag
-lets a step be skipped: values and states then stay as they are, whatever the gradients hold, and the host does not
-wait. Shapes: n values of the arena on this rank.
+An optimizer steps a flat tensor of values by a flat tensor of gradients, both in the order of the flat parameters. A
+device-side flag lets a step be skipped: values and states then stay as they are, whatever the gradients hold, and the
+host does not wait. Shapes: n values of the flat parameters on this rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Parameter(Protocol):
 
 
 class ParamGroup(NamedTuple):
-    """Neighbouring values of the arena that are stepped alike.
+    """Neighbouring values of the flat parameters that are stepped alike.
 
     Attributes:
         first, last: First and one past the last value.
@@ -46,7 +46,7 @@ class ParamGroup(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ParamSlice:
-    """One parameter in the arena.
+    """One parameter in the flat parameters.
 
     Attributes:
         parameter: The parameter.
@@ -185,7 +185,7 @@ class Optimizer(ABC):
 
 
 class FlatOptimizer(Optimizer):
-    """An optimizer that steps each value by itself; its states are flat tensors in the arena's order."""
+    """An optimizer that steps each value by itself; its states are flat tensors in the order of the flat parameters."""
 
     state_names: ClassVar[tuple[str, ...]] = ()
 

@@ -13,8 +13,8 @@ _FORM = re.compile(r"(\d+)(?:([FB])(\d+)\.(\d+)(?:\.(\d+))?|([NU])(\d+))")
 
 
 @dataclass(frozen=True, order=True)
-class Unit:
-    """One chunk of one micro-batch of a bucket: it travels through the pipeline as one tensor.
+class ChunkId:
+    """Which chunk of which micro-batch of which bucket: it travels through the pipeline as one tensor.
 
     Attributes:
         bucket: Index of the bucket, from 0. When several steps run without a flush, the index keeps counting:
@@ -41,7 +41,7 @@ class Action:
             on this rank: it adds this rank's losses and squared gradient norms and sends the sums to the previous
             rank. `U` (update) runs when the totals have come back from the first rank: it clips gradients, steps the
             tasks' optimizers, and passes the totals on to the next rank.
-        bucket, micro_batch, chunk: See `Unit`. `N` and `U` concern a whole bucket.
+        bucket, micro_batch, chunk: See `ChunkId`. `N` and `U` concern a whole bucket.
     """
 
     stage: int
@@ -57,14 +57,14 @@ class Action:
         return f"{self.stage}{self.kind}{self.bucket}.{self.micro_batch}{chunk}"
 
     @property
-    def unit(self) -> Unit:
-        """The unit that this pass computes."""
-        return Unit(self.bucket, self.micro_batch, self.chunk)
+    def chunk_id(self) -> ChunkId:
+        """The chunk that this pass computes."""
+        return ChunkId(self.bucket, self.micro_batch, self.chunk)
 
     @classmethod
-    def of(cls, stage: int, kind: Kind, unit: Unit) -> Action:
-        """The pass of `unit` on `stage`."""
-        return cls(stage, kind, unit.bucket, unit.micro_batch, unit.chunk)
+    def of(cls, stage: int, kind: Kind, chunk_id: ChunkId) -> Action:
+        """The pass of `chunk_id` on `stage`."""
+        return cls(stage, kind, chunk_id.bucket, chunk_id.micro_batch, chunk_id.chunk)
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -138,7 +138,6 @@ class TimedAction:
     """When an action ran, measured or simulated.
 
     Attributes:
-        action: The action.
         start, stop: Seconds, without the time spent waiting for a neighbour's tensor. Measured times are on the host's
             monotonic clock, simulated ones start from zero.
         label: Text shown on the action in pictures.

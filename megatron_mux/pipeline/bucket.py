@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.pipeline.action import Action, ChunkId
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class BucketCost:
             if not getattr(self, name):
                 object.__setattr__(self, name, (0.0,) * (stages - (name == "transfer")))
         of_stages = (self.backward, self.memory, self.working, (*self.transfer, 0.0), self.update)
-        if not stages or any(len(own) != stages for own in of_stages):
+        if not stages or any(len(values) != stages for values in of_stages):
             raise ValueError(f"a bucket's costs must all be for the same number of stages: {self}")
         if self.micro_batches < 0 or self.chunks < 1:
             raise ValueError(f"a bucket has at least 0 micro-batches of at least 1 chunk: {self}")
@@ -69,21 +69,21 @@ Sizes = Sequence[Sequence[int]]
 several steps that run without a flush are listed one step after the other."""
 
 
-def forward_order(sizes: Sizes) -> list[Unit]:
+def forward_order(sizes: Sizes) -> list[ChunkId]:
     """The order of forward passes: bucket by bucket, micro-batches consecutive (rule 2), chunks in order."""
-    return list(_units(sizes, reverse=False))
+    return list(_chunk_ids(sizes, reverse=False))
 
 
-def backward_order(sizes: Sizes) -> list[Unit]:
+def backward_order(sizes: Sizes) -> list[ChunkId]:
     """The order of backward passes: chunks of a micro-batch in reverse, since later ones read earlier ones' KV."""
-    return list(_units(sizes, reverse=True))
+    return list(_chunk_ids(sizes, reverse=True))
 
 
-def _units(sizes: Sizes, reverse: bool) -> Iterator[Unit]:
+def _chunk_ids(sizes: Sizes, reverse: bool) -> Iterator[ChunkId]:
     for bucket, micro_batches in enumerate(sizes):
         for micro_batch, chunks in enumerate(micro_batches):
             for chunk in range(chunks):
-                yield Unit(bucket, micro_batch, chunks - 1 - chunk if reverse else chunk)
+                yield ChunkId(bucket, micro_batch, chunks - 1 - chunk if reverse else chunk)
 
 
 def sizes_of(buckets: Sequence[BucketCost]) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from megatron_mux.pipeline.action import Action, Kind, Pass, Unit
+from megatron_mux.pipeline.action import Action, ChunkId, Kind, Pass
 from megatron_mux.pipeline.bucket import Sizes, forward_order
 from megatron_mux.pipeline.template import Template
 
@@ -59,7 +59,7 @@ def _refuse(template: Template, problem: str, *cells: Action) -> TemplateError:
     return TemplateError("\n".join((problem, *rows)))
 
 
-def _check_places(template: Template, stages: int, wanted: Collection[Unit], buckets: int) -> None:
+def _check_places(template: Template, stages: int, wanted: Collection[ChunkId], buckets: int) -> None:
     seen: set[Action] = set()
     for rank, actions in enumerate(template):
         for action in actions:
@@ -67,7 +67,9 @@ def _check_places(template: Template, stages: int, wanted: Collection[Unit], buc
             if action.stage >= last or action.stage % len(template) != rank:
                 raise _refuse(template, f"{action} is not for a stage of rank {rank}", action)
             end = Action(action.stage, action.kind, action.bucket)
-            if not (action.unit in wanted if action.is_pass else action == end and action.bucket < buckets):
+            if not (
+                action.chunk_id in wanted if action.is_pass else action == end and action.bucket < buckets
+            ):
                 raise _refuse(template, f"{action} is for a micro-batch or chunk that no bucket has", action)
             if action in seen:
                 raise _refuse(template, f"{action} is there twice", action)
@@ -79,10 +81,12 @@ def _passes(template: Template, stage: int, kind: Kind) -> list[Action]:
     return [action for action in rank if action.stage == stage and action.kind == kind]
 
 
-def _check_passes(template: Template, stage: int, kind: Pass, sizes: Sizes, wanted: Collection[Unit]) -> None:
+def _check_passes(
+    template: Template, stage: int, kind: Pass, sizes: Sizes, wanted: Collection[ChunkId]
+) -> None:
     """Check one stage's passes of one kind: complete, and chunks in order."""
     passes = _passes(template, stage, kind)
-    missing = sorted(set(wanted) - {action.unit for action in passes})
+    missing = sorted(set(wanted) - {action.chunk_id for action in passes})
     if missing:
         raise _refuse(template, f"{Action.of(stage, kind, missing[0])} is missing")
     for action, chunk in _chunks_out_of_order(passes, kind, sizes):
@@ -110,14 +114,14 @@ def _check_forward_first(template: Template, actions: Sequence[Action], sizes: S
             continue
         if action.kind != "B":
             continue
-        last = Unit(action.bucket, action.micro_batch, sizes[action.bucket][action.micro_batch] - 1)
+        last = ChunkId(action.bucket, action.micro_batch, sizes[action.bucket][action.micro_batch] - 1)
         if Action.of(action.stage, "F", last) not in forwards:
             raise _refuse(template, f"{action} comes before the forward of its last chunk", action)
 
 
 def _check_ends(template: Template, rank: int, each: int, sizes: Sizes, period: int) -> None:
     """On one rank: every bucket's step ends once, after its backward passes and before its next step begins."""
-    left = [sum(own) * each for own in sizes]
+    left = [sum(chunks) * each for chunks in sizes]
     normed = updated = 0  # buckets end in their order
     for action in template[rank]:
         if action.kind in ("F", "N") and action.bucket - period >= updated:
@@ -155,15 +159,15 @@ def _check_links(template: Template, stages: int) -> None:
             sent, taken = (
                 [
                     action
-                    for action in template[own % ranks]
-                    if action.stage == own
+                    for action in template[stage % ranks]
+                    if action.stage == stage
                     and action.is_backward == backward
                     and (action.is_pass or stages == ranks)
                 ]
-                for own in (first, second)
+                for stage in (first, second)
             )
             for theirs, ours in zip(sent, taken, strict=True):
-                if (theirs.kind, theirs.unit) != (ours.kind, ours.unit):
+                if (theirs.kind, theirs.chunk_id) != (ours.kind, ours.chunk_id):
                     problem = f"stages {first} and {second} order their transfers differently"
                     raise _refuse(template, f"{problem}: {theirs} stands against {ours}", ours, theirs)
 

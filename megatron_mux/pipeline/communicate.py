@@ -28,7 +28,7 @@ class Link:
 
 
 @dataclass
-class Incoming:
+class PendingReceive:
     """A tensor that is being received.
 
     Attributes:
@@ -70,7 +70,7 @@ class Communicator:
         self._pending: dict[bool, deque[tuple[dist.Work, Tensor]]] = {False: deque(), True: deque()}
         self._most = sends_kept(parallel.pp_size)
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, backward: bool) -> Incoming:
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, backward: bool) -> PendingReceive:
         """Issue a receive from the next rank (`backward`: it sends gradients) or the previous one.
 
         Args:
@@ -79,9 +79,9 @@ class Communicator:
         """
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
         if not tensor.numel():
-            return Incoming(tensor)
+            return PendingReceive(tensor)
         peer, link = self._end(1 if backward else -1, backward)
-        return Incoming(tensor, dist.irecv(tensor, peer, group=link.group, tag=link.tag))
+        return PendingReceive(tensor, dist.irecv(tensor, peer, group=link.group, tag=link.tag))
 
     def send(self, tensor: Tensor, backward: bool) -> None:
         """Issue a send to the previous rank (`backward`) or to the next one; empty tensors are not transferred."""
@@ -105,13 +105,13 @@ class Communicator:
 
     def _end(self, step: int, backward: bool) -> tuple[int, Link]:
         """The neighbour `step` ranks away, by its rank in the world, and the link with it in a direction."""
-        own, ranks = self.parallel.pp_rank, len(self._ring)
-        return self._ring[(own + step) % ranks], self._links[step, backward]
+        rank, ranks = self.parallel.pp_rank, len(self._ring)
+        return self._ring[(rank + step) % ranks], self._links[step, backward]
 
 
 def _links(parallel: Parallel, ring: list[int], closes_ring: bool) -> dict[tuple[int, bool], Link]:
     """This rank's links, by neighbour (-1: the previous rank, 1: the next one) and direction (backward?)."""
-    own, ranks = parallel.pp_rank, len(ring)
+    rank, ranks = parallel.pp_rank, len(ring)
     if parallel.device.type == "cpu":
         # gloo tells messages between two ranks apart by tag.
         return {
@@ -124,7 +124,7 @@ def _links(parallel: Parallel, ring: list[int], closes_ring: bool) -> dict[tuple
     groups = pair_groups(ring, pairs, parallel.device)
     # The sender's neighbour is this way; a pair of two ranks that closes a ring has links both ways.
     return {
-        (1 if own == pair[0] else -1, backward): Link(group)
+        (1 if rank == pair[0] else -1, backward): Link(group)
         for (pair, backward), group in groups.items()
-        if own in pair
+        if rank in pair
     }

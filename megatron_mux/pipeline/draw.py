@@ -90,8 +90,8 @@ def styles(labels: Iterable[str]) -> dict[str, Style]:
     buckets = sorted(set(bucket_of.values()), key=min)
     of_colour: dict[str, list[tuple[bool, int, int, str]]] = {colour: [] for colour in COLOURS}
     for i, bucket in enumerate(buckets):
-        own = sorted((-len(tasks_of(label)), label) for label in everything if tasks_of(label) <= bucket)
-        for place, (size, label) in enumerate(own):
+        combined = sorted((-len(tasks_of(label)), label) for label in everything if tasks_of(label) <= bucket)
+        for place, (size, label) in enumerate(combined):
             # Parts of buckets come last, so that they do not change the style of whole buckets.
             of_colour[COLOURS[i % len(COLOURS)]].append((place > 0, i, size, label))
     return {
@@ -124,10 +124,10 @@ def busy(actions: Sequence[TimedAction], ranks: int = 0) -> list[float]:
         ranks: Number of ranks; 0 for one per stage.
     """
     rows = ranks or stages_of(actions)
-    found = [0.0] * rows
+    seconds = [0.0] * rows
     for timed in actions:
-        found[timed.action.stage % rows] += timed.stop - timed.start
-    return found
+        seconds[timed.action.stage % rows] += timed.stop - timed.start
+    return seconds
 
 
 def bubble(actions: Sequence[TimedAction], ranks: int = 0) -> list[float]:
@@ -201,8 +201,8 @@ def _rows(
 
 def row_name(row: int, rows: int, schedule: Iterable[TimedAction]) -> str:
     """Text that names a rank by its stages."""
-    own = range(row, stages_of(schedule), rows)
-    return f"stage {row}" if len(own) < 2 else f"stages {','.join(map(str, own))}"
+    stages = range(row, stages_of(schedule), rows)
+    return f"stage {row}" if len(stages) < 2 else f"stages {','.join(map(str, stages))}"
 
 
 def _box(timed: TimedAction, row: int, begin: float, span: float, drawn: Mapping[str, Style]) -> str:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_mux.clock import Clock, Mark
-from megatron_mux.pipeline.action import Action, TimedAction, Unit
-from megatron_mux.pipeline.communicate import Communicator, Incoming
+from megatron_mux.pipeline.action import Action, ChunkId, TimedAction
+from megatron_mux.pipeline.communicate import Communicator, PendingReceive
 from megatron_mux.pipeline.template import Template
 from megatron_mux.pipeline.transfers import Transfer, issue_order
 
@@ -91,7 +91,7 @@ def execute(
     # A trial has this rank's actions alone.
     in_turn = communicator.parallel.dp_size > 1 and stages == len(template) > 1 and all(template)
     events = issue_order(template, rank, stages, in_turn, given)
-    with_backward = {(action.stage, action.unit) for action in template[rank] if action.kind == "B"}
+    with_backward = {(action.stage, action.chunk_id) for action in template[rank] if action.kind == "B"}
     run = _Run(rank, len(template), stages, compute, communicator, dtype, with_backward)
     run.through(events, timer)
 
@@ -101,10 +101,10 @@ class _Run:
     """One call of `execute`: some of its arguments, and the tensors that it holds.
 
     Attributes:
-        with_backward: Stages and units of forward passes that a backward pass follows.
-        incoming: Tensors received, or being received, by the action that needs them.
+        with_backward: Stages and chunks of forward passes that a backward pass follows.
+        pending_receives: Tensors received, or being received, by the action that needs them.
         outgoing: Tensors to be sent, by the action that has computed them.
-        alive: Inputs and outputs of units whose backward pass is to come.
+        alive: Inputs and outputs of chunks whose backward pass is to come.
     """
 
     rank: int
@@ -113,10 +113,10 @@ class _Run:
     compute: StageCompute
     communicator: Communicator
     dtype: torch.dtype
-    with_backward: set[tuple[int, Unit]]
-    incoming: dict[Action, Incoming] = field(default_factory=dict)
+    with_backward: set[tuple[int, ChunkId]]
+    pending_receives: dict[Action, PendingReceive] = field(default_factory=dict)
     outgoing: dict[Action, Tensor] = field(default_factory=dict)
-    alive: dict[tuple[int, Unit], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    alive: dict[tuple[int, ChunkId], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
     def through(self, events: Iterable[Action | Transfer], timer: Timer | None) -> None:
         """Run all actions and transfers, then wait for outstanding sends."""
@@ -127,7 +127,7 @@ class _Run:
                 self._transfer(event)
                 continue
             self.communicator.heartbeat.at(event)
-            received = self.incoming.pop(event).wait() if event in self.incoming else None
+            received = self.pending_receives.pop(event).wait() if event in self.pending_receives else None
             start = None if clock is None else clock.mark()
             made = self._compute(event, received)
             if clock is not None:
@@ -147,13 +147,13 @@ class _Run:
         sends, receives = (action.stage % self.ranks == self.rank for action in (source, target))
         tensor = self.outgoing.pop(source) if sends else None
         if tensor is not None and receives:
-            self.incoming[target] = Incoming(tensor.detach())
+            self.pending_receives[target] = PendingReceive(tensor.detach())
         elif tensor is not None:
             self.communicator.send(tensor, source.is_backward)
         else:
             dtype = self.dtype if target.is_pass else torch.float64
             shape = self.compute.shape(target)
-            self.incoming[target] = self.communicator.receive(shape, dtype, target.is_backward)
+            self.pending_receives[target] = self.communicator.receive(shape, dtype, target.is_backward)
 
     def _compute(self, action: Action, received: Tensor | None) -> Tensor:
         """Compute the action; returns the tensor for the neighbour, if there is one that needs it."""
@@ -166,7 +166,7 @@ class _Run:
         return self.compute.update(action, received)
 
     def _forward(self, action: Action, hidden: Tensor | None) -> Tensor:
-        is_kept = (action.stage, action.unit) in self.with_backward
+        is_kept = (action.stage, action.chunk_id) in self.with_backward
         needs_gradient = is_kept and hidden is not None and self.compute.needs_gradient(action)
         if hidden is not None and needs_gradient:
             hidden.requires_grad_(True)
@@ -174,11 +174,11 @@ class _Run:
         if is_kept:
             # An output without a gradient is not kept: below all adapters the backward pass has nothing to do.
             kept = output if output.requires_grad else output.new_empty(0)
-            self.alive[action.stage, action.unit] = (hidden if needs_gradient else None, kept)
+            self.alive[action.stage, action.chunk_id] = (hidden if needs_gradient else None, kept)
         return output
 
     def _backward(self, action: Action, gradient: Tensor | None) -> Tensor:
-        hidden, output = self.alive.pop((action.stage, action.unit))
+        hidden, output = self.alive.pop((action.stage, action.chunk_id))
         self.compute.backward(action, output, gradient)
         if hidden is None:
             return output.new_empty(0)

@@ -99,10 +99,10 @@ def draw_passes(schedules: Mapping[str, Sequence[TimedAction]], top: int = 0) ->
     Returns:
         See `draw`; nothing if no batches are computed in turns.
     """
-    found = list(_passes(schedules))
-    seen = sorted({(part.batch, part.label) for _, timed in found for part in timed.parts})
+    passes = list(_passes(schedules))
+    seen = sorted({(part.batch, part.label) for _, timed in passes for part in timed.parts})
     legend = {f"{batch}: {label}": _colour(batch) for batch, label in seen}
-    return draw([_first_layers(name, timed) for name, timed in found], legend, top)
+    return draw([_first_layers(name, timed) for name, timed in passes], legend, top)
 
 
 def passes_to_svg(actions: Sequence[TimedAction]) -> str:
@@ -116,7 +116,7 @@ def _passes(schedules: Mapping[str, Sequence[TimedAction]]) -> Iterator[tuple[st
     best: dict[tuple[int, bool, str], TimedAction] = {}
     names = list(schedules)
     for name, actions in schedules.items():
-        for timed in (own for own in actions if own.parts):
+        for timed in (action for action in actions if action.parts):
             key = (timed.action.stage, timed.action.is_backward, name)
             if key not in best or _size(timed) > _size(best[key]):
                 best[key] = timed
@@ -125,7 +125,7 @@ def _passes(schedules: Mapping[str, Sequence[TimedAction]]) -> Iterator[tuple[st
 
 
 def _size(timed: TimedAction) -> tuple[object, ...]:
-    return len({part.batch for part in timed.parts}), timed.action.unit
+    return len({part.batch for part in timed.parts}), timed.action.chunk_id
 
 
 def _first_layers(name: str, timed: TimedAction) -> Lanes:

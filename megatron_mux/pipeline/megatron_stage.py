@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.pipeline.action import Action, ChunkId
 
 DataIterator = Iterator[Any] | None
 """What Megatron calls a data iterator; None on ranks that read no data."""
@@ -133,7 +133,7 @@ class MegatronStage:
         self.is_last_stage = is_last_stage
         self.sync = sync
         self.device = next(model.parameters()).device
-        self.data: dict[Unit, Any] = {}
+        self.data: dict[ChunkId, Any] = {}
         self.tokens = torch.zeros((), dtype=torch.int, device=self.device)
         self._left = backwards
         self._is_first = functions.tell_first
@@ -161,12 +161,12 @@ class MegatronStage:
             with self._autocast():
                 output, loss_function = self.functions.forward_step(bucket.batches, self.model)
             if self.is_last_stage:
-                output = self._finish(action.unit, output, loss_function, bucket.divisor)
+                output = self._finish(action.chunk_id, output, loss_function, bucket.divisor)
         if not self.is_last_stage and (not isinstance(output, Tensor) or tuple(output.shape) != bucket.shape):
-            found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            described = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(
                 f"bucket {bucket.name!r} is said to send {list(bucket.shape)} to the next stage, but its micro-batch "
-                f"{action.micro_batch} made {found}: its seq_length or micro_batch_size is not that of its data"
+                f"{action.micro_batch} made {described}: its seq_length or micro_batch_size is not that of its data"
             )
         result: Tensor = output
         return result
@@ -194,19 +194,19 @@ class MegatronStage:
         """The bucket's name."""
         return self.buckets[action.bucket].name
 
-    def _finish(self, unit: Unit, output: Any, loss_function: Any, divisor: int) -> Any:
+    def _finish(self, chunk_id: ChunkId, output: Any, loss_function: Any, divisor: int) -> Any:
         """Apply the loss function to the last stage's output and scale the loss as Megatron does.
 
         A loss function that also counts tokens returns a sum. It becomes a mean over the micro-batch's tokens here,
         unless the loop divides by all tokens of its batch in the end (`calculate_per_token_loss`).
         """
         if loss_function is None:
-            self.data[unit] = output
+            self.data[chunk_id] = output
             return output
         if self.functions.collect_non_loss_data:
-            self.data[unit] = loss_function(output, non_loss_data=True)
+            self.data[chunk_id] = loss_function(output, non_loss_data=True)
             return output
-        loss, *tokens, self.data[unit] = loss_function(output)
+        loss, *tokens, self.data[chunk_id] = loss_function(output)
         if not tokens:
             return loss / divisor
         self.tokens += tokens[0]

@@ -162,7 +162,7 @@ def forward_backward_multi_bucket(
         )
     if config.timers is not None:
         config.timers("forward-backward").stop()
-    return [stage.data[unit] for unit in sorted(stage.data, key=lambda u: (order[u.bucket], u.micro_batch))]
+    return [stage.data[i] for i in sorted(stage.data, key=lambda i: (order[i.bucket], i.micro_batch))]
 
 
 def _run(

@@ -1,7 +1,7 @@
 """The structured multi-bucket 1F1B template (MuxTune section 3.4.1 and appendix A).
 
 Buckets enter in descending order of their latency on the first stage, the micro-batches of a bucket consecutively. A
-free stage first launches its `warmup_units`, then runs a backward pass if one is ready, and otherwise launches
+free stage first launches its `warmup_microbatches`, then runs a backward pass if one is ready, and otherwise launches
 the next forward pass, as eagerly as its memory allows. The order that results from predicted costs is the template:
 nothing is decided while it runs.
 """
@@ -20,17 +20,17 @@ _TOLERANCE = 1e-9
 """Rounding tolerance when times are compared, relative to the longest pass."""
 
 
-def warmup_units(behind: int) -> int:
-    """Number of units a stage launches before it looks for a backward pass.
+def warmup_microbatches(stages_after: int) -> int:
+    """Number of chunks a stage launches before it looks for a backward pass.
 
     This is twice what fills the later stages when every pass takes exactly its predicted time. 1F1B keeps only that
     many in flight, so every pass that takes longer delays all stages, and the delay is never made up: see "passes that
     take longer or shorter than predicted" in `benchmarks/results/schedules.md`.
 
     Args:
-        behind: Number of stages after this one.
+        stages_after: Number of stages after this one.
     """
-    return 1 + 2 * behind
+    return 1 + 2 * stages_after
 
 
 def descending(buckets: Sequence[BucketCost]) -> list[int]:
@@ -77,7 +77,7 @@ def check_memory(buckets: Sequence[BucketCost], memory_limit: Sequence[float]) -
 class StructuredRun:
     """A simulated run of the structured template.
 
-    It is greedy list scheduling in simulated time. A rank with several stages serves the oldest unit first. Units are
+    It is greedy list scheduling in simulated time. A rank with several stages serves the oldest chunk first. Chunks are
     counted in forward order and in backward order: a pass is `(kind, stage, number in that order)`.
 
     Args:
@@ -108,11 +108,11 @@ class StructuredRun:
         self.last = stages - 1
         self.ranks = stages // virtual
         self.own = [range(rank, stages, self.ranks) for rank in range(self.ranks)]
-        self.warmups = [warmup_units(self.last - stage) for stage in range(stages)]
+        self.warmups = [warmup_microbatches(self.last - stage) for stage in range(stages)]
         self.limit = memory_limit
         self.buckets = buckets
         self.sizes = sizes
-        # For each unit, in either order: its bucket's cost; the first unit of its pack and of the next pack; and the
+        # For each chunk, in either order: its bucket's cost; the first chunk of its pack and of the next pack; and the
         # number of backward passes up to the end of the same tasks' previous step.
         ends = [0] * period + list(accumulate(map(sum, sizes)))
         self.bucket: list[int] = []
@@ -159,17 +159,17 @@ class StructuredRun:
 
     def peaks(self) -> list[float]:
         """`[ranks]` most bytes that each rank keeps between forward and backward passes and takes in one of them."""
-        found = []
+        moments = []
         for passes in self.passes:
             kept = most = 0.0
             for kind, stage, number in passes:
                 bucket = self.buckets[self.bucket[number]]
-                own = bucket.memory[stage]
-                now = kept + own if kind == "F" else kept
+                size = bucket.memory[stage]
+                now = kept + size if kind == "F" else kept
                 most = max(most, now + bucket.working[stage])
-                kept = now if kind == "F" else kept - own
-            found.append(most)
-        return found
+                kept = now if kind == "F" else kept - size
+            moments.append(most)
+        return moments
 
     def _run(self) -> None:
         """Schedule until no rank has anything left to do."""
@@ -182,15 +182,15 @@ class StructuredRun:
     def _next(self, rank: int, now: float) -> None:
         """Begin the next pass of a free rank: one of its warm-up, else a backward, else any forward."""
         by = now + self.tolerance
-        own = self.own[rank]
-        for stage in own:
+        stages = self.own[rank]
+        for stage in stages:
             ahead = self.forwards[stage] - self.backwards[stage]
             if ahead < self.warmups[stage] and self._is_forward_ready(stage, by):
                 return self._begin_forward(rank, stage, now)
-        for stage in own:
+        for stage in stages:
             if self._is_backward_ready(stage, by):
                 return self._begin_backward(rank, stage, now)
-        for stage in reversed(own):
+        for stage in reversed(stages):
             if self._is_forward_ready(stage, by):
                 return self._begin_forward(rank, stage, now)
         return None

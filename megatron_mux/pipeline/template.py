@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.pipeline.action import Action, ChunkId
 from megatron_mux.pipeline.bucket import Sizes, backward_order, forward_order
 
 Template = tuple[tuple[Action, ...], ...]
@@ -47,12 +47,12 @@ def one_f_one_b(stages: int, sizes: Sizes, period: int | None = None) -> Templat
     """
     forward, backward = forward_order(sizes), backward_order(sizes)
     # Forwards that must have run before each backward: those of its own pack, and as many as backwards so far.
-    last = {(unit.bucket, unit.micro_batch): i for i, unit in enumerate(forward)}
-    needed = [max(i, last[unit.bucket, unit.micro_batch]) + 1 for i, unit in enumerate(backward)]
+    last = {(chunk_id.bucket, chunk_id.micro_batch): i for i, chunk_id in enumerate(forward)}
+    needed = [max(i, last[chunk_id.bucket, chunk_id.micro_batch]) + 1 for i, chunk_id in enumerate(backward)]
     # Forwards that may have run by then: none of a bucket's next step.
-    ends = list(accumulate(sum(own) for own in sizes))
+    ends = list(accumulate(sum(chunks) for chunks in sizes))
     ahead = (period or len(sizes)) - 1
-    most = [ends[min(unit.bucket + ahead, len(sizes) - 1)] for unit in backward]
+    most = [ends[min(chunk_id.bucket + ahead, len(sizes) - 1)] for chunk_id in backward]
     return tuple(
         tuple(
             _alternate(
@@ -79,18 +79,18 @@ def interleaved(ranks: int, virtual: int, sizes: Sizes) -> Template:
     """
     if virtual == 1:
         return one_f_one_b(ranks, sizes)
-    units = forward_order(sizes)
+    chunk_ids = forward_order(sizes)
     if not fits_interleaved(ranks, sizes):
         raise ValueError(
             f"interleaved 1F1B needs a multiple of {ranks} micro-batches, one per rank, that are not cut into chunks"
         )
-    return tuple(tuple(_interleaved(rank, ranks, virtual, units)) for rank in range(ranks))
+    return tuple(tuple(_interleaved(rank, ranks, virtual, chunk_ids)) for rank in range(ranks))
 
 
 def fits_interleaved(ranks: int, sizes: Sizes) -> bool:
     """Whether `interleaved` can schedule these buckets."""
-    units = forward_order(sizes)
-    return not len(units) % ranks and not any(unit.chunk for unit in units)
+    chunk_ids = forward_order(sizes)
+    return not len(chunk_ids) % ranks and not any(chunk_id.chunk for chunk_id in chunk_ids)
 
 
 def forward_only(ranks: int, micro_batches: int, virtual: int = 1) -> Template:
@@ -101,8 +101,8 @@ def forward_only(ranks: int, micro_batches: int, virtual: int = 1) -> Template:
         micro_batches: Number of micro-batches.
         virtual: Number of stages on each rank.
     """
-    units = forward_order(plain([micro_batches]))
-    groups = [units[i : i + ranks] for i in range(0, len(units), ranks)]
+    chunk_ids = forward_order(plain([micro_batches]))
+    groups = [chunk_ids[i : i + ranks] for i in range(0, len(chunk_ids), ranks)]
     return tuple(
         tuple(
             action
@@ -135,7 +135,7 @@ def with_updates(template: Template, sizes: Sizes, period: int, stages: int | No
 
 
 def most_in_flight(template: Template) -> int:
-    """The largest number of units that any rank has in flight between forward and backward.
+    """The largest number of chunks that any rank has in flight between forward and backward.
 
     Neighbours never lag further behind each other than this, so a tensor sent that many sends ago has been received.
     """
@@ -148,19 +148,19 @@ def most_in_flight(template: Template) -> int:
     return most
 
 
-def _interleaved(rank: int, ranks: int, virtual: int, units: Sequence[Unit]) -> list[Action]:
-    total = len(units) * virtual
+def _interleaved(rank: int, ranks: int, virtual: int, chunk_ids: Sequence[ChunkId]) -> list[Action]:
+    total = len(chunk_ids) * virtual
 
     def pass_of(i: int, kind: str) -> Action:
         group, within = divmod(i, ranks * virtual)
         turn = within // ranks
-        unit = units[group * ranks + within % ranks]
+        chunk_id = chunk_ids[group * ranks + within % ranks]
         if kind == "F":
-            return Action.of(turn * ranks + rank, "F", unit)
-        return Action.of((virtual - 1 - turn) * ranks + rank, "B", unit)
+            return Action.of(turn * ranks + rank, "F", chunk_id)
+        return Action.of((virtual - 1 - turn) * ranks + rank, "B", chunk_id)
 
     # With one group nothing is left to alternate with.
-    ahead = total if len(units) == ranks else min(total, 2 * (ranks - rank - 1) + (virtual - 1) * ranks)
+    ahead = total if len(chunk_ids) == ranks else min(total, 2 * (ranks - rank - 1) + (virtual - 1) * ranks)
     actions = [pass_of(i, "F") for i in range(ahead)]
     for i in range(total - ahead):
         actions += [pass_of(ahead + i, "F"), pass_of(i, "B")]
@@ -168,24 +168,24 @@ def _interleaved(rank: int, ranks: int, virtual: int, units: Sequence[Unit]) -> 
 
 
 def _alternate(
-    stage: int, forward: Sequence[Unit], backward: Sequence[Unit], needed: Sequence[int]
+    stage: int, forward: Sequence[ChunkId], backward: Sequence[ChunkId], needed: Sequence[int]
 ) -> list[Action]:
     """Backward passes in order, each preceded by the forward passes that must run before it."""
     actions: list[Action] = []
     launched = 0
-    for unit, count in zip(backward, needed, strict=True):
+    for chunk_id, count in zip(backward, needed, strict=True):
         actions += _forwards(stage, forward[launched:count])
         launched = max(launched, min(count, len(forward)))
-        actions.append(Action.of(stage, "B", unit))
+        actions.append(Action.of(stage, "B", chunk_id))
     return actions
 
 
-def _forwards(stage: int, units: Sequence[Unit]) -> list[Action]:
-    return [Action.of(stage, "F", unit) for unit in units]
+def _forwards(stage: int, chunk_ids: Sequence[ChunkId]) -> list[Action]:
+    return [Action.of(stage, "F", chunk_id) for chunk_id in chunk_ids]
 
 
-def _backwards(stage: int, units: Sequence[Unit]) -> list[Action]:
-    return [Action.of(stage, "B", unit) for unit in units]
+def _backwards(stage: int, chunk_ids: Sequence[ChunkId]) -> list[Action]:
+    return [Action.of(stage, "B", chunk_id) for chunk_id in chunk_ids]
 
 
 def _ended(actions: Sequence[Action], rank: int, each: int, sizes: Sizes, period: int) -> Iterator[Action]:
@@ -194,7 +194,7 @@ def _ended(actions: Sequence[Action], rank: int, each: int, sizes: Sizes, period
     Args:
         each: Number of stages on the rank.
     """
-    left = [sum(own) * each for own in sizes]  # backward passes to come
+    left = [sum(chunks) * each for chunks in sizes]  # backward passes to come
     normed = updated = 0
 
     def norms() -> Iterator[Action]:

@@ -143,13 +143,13 @@ def from_trace(text: str) -> dict[str, list[TimedAction]]:
             raise ValueError(f"traceEvents[{i}]: is no action of a schedule: it has no {error}") from error
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"traceEvents[{i}]: is no action of a schedule: {error}") from error
-    found = {
+    timed = {
         names.get(pid, ""): [replace(t, parts=tuple(parts.get((pid, t.action), ()))) for t in schedule]
         for pid, schedule in schedules.items()
     }
-    if len(found) < len(schedules):
+    if len(timed) < len(schedules):
         raise ValueError("is no trace of schedules: its processes must have different names")
-    return found
+    return timed
 
 
 def _timed(event: Mapping[str, Any]) -> TimedAction:

@@ -144,16 +144,16 @@ def _key_usage(signs_certificates: bool) -> x509.KeyUsage:
 def _alternative_names(names: Sequence[str]) -> list[x509.GeneralName]:
     """The names as extensions have them; `localhost` gets its addresses too, since users give either."""
     all_names = dict.fromkeys([*names, *(["127.0.0.1", "::1"] if "localhost" in names else [])])
-    found: dict[x509.GeneralName, None] = {}
+    unique: dict[x509.GeneralName, None] = {}
     for name in all_names:
         try:
-            found[x509.IPAddress(ipaddress.ip_address(name))] = None
+            unique[x509.IPAddress(ipaddress.ip_address(name))] = None
         except ValueError:
             try:
-                found[x509.DNSName(name)] = None
+                unique[x509.DNSName(name)] = None
             except ValueError:
                 raise UserError(f"--server {name}: must be a DNS name (in ASCII) or an IP address") from None
-    return list(found)
+    return list(unique)
 
 
 def write_certificates(
@@ -202,7 +202,7 @@ def _note_issued(directory: Path, made: Mapping[str, Identity]) -> None:
     """Note serial numbers, so that certificates that were replaced can be revoked, too."""
     file = directory / _ISSUED
     lines = file.read_text() if file.exists() else ""
-    lines += "".join(f"{own.certificate.serial_number:x} {name}\n" for name, own in made.items())
+    lines += "".join(f"{issued.certificate.serial_number:x} {name}\n" for name, issued in made.items())
     write_atomically(file, lines)
 
 

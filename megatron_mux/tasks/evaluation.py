@@ -136,12 +136,12 @@ def filled(
     some: list[T] = []
     tokens, limit = 0, math.inf
     for item in items:
-        own, count = size(item), together(item)
-        if some and (tokens + own > most or len(some) >= min(limit, count)):
+        length, count = size(item), together(item)
+        if some and (tokens + length > most or len(some) >= min(limit, count)):
             yield some
             some, tokens, limit = [], 0, math.inf
         some.append(item)
-        tokens, limit = tokens + own, min(limit, count)
+        tokens, limit = tokens + length, min(limit, count)
     if some:
         yield some
 
@@ -174,10 +174,10 @@ def plain_choices(records: Completions) -> Sequence[str] | None:
     That is: every record has a prompt and a completion (conversations have none); 2 to 16 completions differ, each of
     one line and at most 40 characters; and there are at least four times as many records.
     """
-    found = records.distinct_completions
-    if found is None or not 2 <= len(found) <= _PLAIN_CHOICES:
+    choices = records.distinct_completions
+    if choices is None or not 2 <= len(choices) <= _PLAIN_CHOICES:
         return None
-    if len(records) < _RECORDS_PER_CHOICE * len(found):
+    if len(records) < _RECORDS_PER_CHOICE * len(choices):
         return None
-    texts = [text.strip() for text in found]
-    return found if all(len(text) <= _LONGEST_CHOICE and "\n" not in text for text in texts) else None
+    texts = [text.strip() for text in choices]
+    return choices if all(len(text) <= _LONGEST_CHOICE and "\n" not in text for text in texts) else None

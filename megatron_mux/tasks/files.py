@@ -50,13 +50,13 @@ def load_task_file(path: str | os.PathLike[str], *, data_later: bool = False) ->
     base = Path(os.path.abspath(path)).parent
     for number, item in enumerate(items, 1):
         where = _where(path, item, None if alone else number)
-        task, found, gone = _task(item, base)
+        task, wrong, gone = _task(item, base)
         name = item.get("name") if isinstance(item, dict) else None
         if isinstance(name, str):
             if name in first:
-                found.append(f"name: is taken by task #{first[name]} already: every task needs its own")
+                wrong.append(f"name: is taken by task #{first[name]} already: every task needs its own")
             first.setdefault(name, number)
-        problems += [f"{where}: {text}" for text in found]
+        problems += [f"{where}: {text}" for text in wrong]
         missing += [f"{where}: {text}" for text in gone]
         if task is not None:
             tasks.append(task)
@@ -118,17 +118,17 @@ def _task(item: Any, base: Path) -> tuple[TaskSpec | None, list[str], list[str]]
     odd = [shown(key) for key in item if not isinstance(key, str)]
     if odd:
         return None, [f"unknown key {key}: put quotes around it if it is meant as text" for key in odd], []
-    found: list[str] = []
+    wrong: list[str] = []
     if isinstance(item.get("adapter"), dict):
         adapter, problems = with_stored_config(item["adapter"], base)
         item = {**item, "adapter": adapter}
-        found += [f"adapter.{text}" for text in problems]
+        wrong += [f"adapter.{text}" for text in problems]
     task = None
     try:
         task = TaskSpec.model_validate(item, context={BASE_DIRECTORY: base})
     except ValidationError as error:
-        found += sentences(error, item)
-    return task, found, _missing_files(_data_paths(item, base))
+        wrong += sentences(error, item)
+    return task, wrong, _missing_files(_data_paths(item, base))
 
 
 def _data_paths(item: Mapping[str, Any], base: Path) -> list[tuple[str, Path]]:
@@ -152,16 +152,16 @@ def _data_paths(item: Mapping[str, Any], base: Path) -> list[tuple[str, Path]]:
 
 
 def _missing_files(paths: Iterable[tuple[str, Path]]) -> list[str]:
-    found = []
+    missing = []
     for where, path in paths:
         if not os.path.exists(path):
             if not has_magic(str(path)):
-                found.append(f"{where}: no such file: {plain(str(path))}")
+                missing.append(f"{where}: no such file: {plain(str(path))}")
             elif next(iglob(str(path), recursive=True), None) is None:
-                found.append(f"{where}: no file matches {plain(str(path))}")
+                missing.append(f"{where}: no file matches {plain(str(path))}")
         elif not os.access(path, os.R_OK):
-            found.append(f"{where}: may not be read: {plain(str(path))}")
-    return found
+            missing.append(f"{where}: may not be read: {plain(str(path))}")
+    return missing
 
 
 def _read_yaml(path: Path) -> tuple[Any, list[str]]:
@@ -197,7 +197,7 @@ def _read_yaml(path: Path) -> tuple[Any, list[str]]:
 
 def _duplicate_keys(root: yaml.Node) -> list[str]:
     """Find keys that are given twice in one mapping; YAML would silently keep the last."""
-    found: list[str] = []
+    repeated: list[str] = []
     seen: set[int] = set()
     pending = [root]
     while pending:
@@ -215,8 +215,8 @@ def _duplicate_keys(root: yaml.Node) -> list[str]:
             ]:
                 line = key.start_mark.line + 1
                 if key.value in lines:
-                    found.append(
+                    repeated.append(
                         f"line {line}: {plain(key.value)} is given twice (first on line {lines[key.value]})"
                     )
                 lines.setdefault(key.value, line)
-    return found
+    return repeated

@@ -172,16 +172,16 @@ class PreferenceFields(Section):
     @property
     def figures(self) -> tuple[str, ...]:
         """What an evaluation of a preference measures besides the loss, without `eval_`."""
-        found = [
+        names = [
             "accuracy",
             *(f"{kind}/{which}" for kind in ("rewards", "logps") for which in ("chosen", "rejected")),
         ]
-        found.append("rewards/margins")
+        names.append("rewards/margins")
         if self.loss != "kto":
-            found.append("rewards/accuracies")
+            names.append("rewards/accuracies")
         if self.loss == "orpo":
-            found += ["nll_loss", "log_odds_ratio", "log_odds_chosen"]
-        return (*found, "kl") if self.needs_kl else tuple(found)
+            names += ["nll_loss", "log_odds_ratio", "log_odds_chosen"]
+        return (*names, "kl") if self.needs_kl else tuple(names)
 
     @property
     def sequences_per_record(self) -> int:

@@ -123,13 +123,13 @@ class TaskSpec(Section):
         compared in steps (`training.resumed`). What the data file holds is fingerprinted by `TaskDataset.fingerprint`.
         """
         ours, theirs = self._deciding(), other._deciding()
-        found = []
+        changes = []
         for section in ours:
             for key in sorted(ours[section].keys() | theirs[section].keys()):
                 mine, its = ours[section].get(key), theirs[section].get(key)
                 if mine != its:
-                    found.append(f"{section}.{key}: {mine}, not {its}")
-        return found
+                    changes.append(f"{section}.{key}: {mine}, not {its}")
+        return changes
 
     def _deciding(self) -> dict[str, dict[str, Any]]:
         data = self.plain()

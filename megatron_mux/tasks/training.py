@@ -188,7 +188,7 @@ class TrainingSpec(KeepingFields, ReportFields, PreferenceFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _settle_length(cls, value: Any) -> Any:
+    def _default_length(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
         value = dict(value)

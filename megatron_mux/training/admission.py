@@ -31,7 +31,7 @@ class Admission:
         self.engine = engine
         self.parallel = parallel
         self.waiting: list[Task] = []
-        self._no_room_beside: tuple[str, ...] | None = None
+        self._full_with: tuple[str, ...] | None = None
 
     def offer(self, tasks: Sequence[Task]) -> list[Task]:
         """Tasks come; returns those to train from now on, earlier ones that waited among them.
@@ -39,25 +39,25 @@ class Admission:
         Every rank calls it with the same tasks.
         """
         if not self.waiting:
-            self._no_room_beside = None  # nobody has asked for room yet
+            self._full_with = None  # nobody has asked for room yet
         self.waiting += tasks
         return self.next()
 
     def next(self) -> list[Task]:
         """Those for which there is room now. Every rank calls it; nothing is done until tasks have left."""
         taken: list[Task] = []
-        if not self.waiting or self.engine.active == self._no_room_beside:
+        if not self.waiting or self.engine.active == self._full_with:
             return taken
         while self.waiting and self._has_room([*taken, self.waiting[0]]):
             taken.append(self.waiting.pop(0))
-        self._no_room_beside = (*self.engine.active, *(task.spec.name for task in taken))
+        self._full_with = (*self.engine.active, *(task.spec.name for task in taken))
         return taken
 
     def withdraw(self, name: str) -> Task | None:
         """Take a task out before its turn has come; returns it, None if it was not waiting."""
         found = next((task for task in self.waiting if task.spec.name == name), None)
         self.waiting = [task for task in self.waiting if task.spec.name != name]
-        self._no_room_beside = None  # whoever is behind it may need less
+        self._full_with = None  # whoever is behind it may need less
         return found
 
     def prepare(self, specs: Sequence[TaskSpec]) -> Future[None] | None:

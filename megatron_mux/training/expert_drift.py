@@ -64,7 +64,7 @@ class _Probe:
         return dict(found)
 
     def _values(self) -> Tensor:
-        return self._engine.adapters.tasks[self.name].arena.values.detach().clone()
+        return self._engine.adapters.tasks[self.name].flat_params.values.detach().clone()
 
     def _selected(self, logits: Tensor) -> Tensor:
         """[T] sums of the scores of the experts that a token selects (the paper's Figure 3(b))."""

@@ -131,10 +131,10 @@ def placement_on_managers(
     experts = info.shape.experts
     if experts is None:
         raise UserError(f"--mux-expert-managers: a {info.shape.family} has no experts: remove it")
-    layers, news = experts.layers(info.shape.layers), []
+    layers, log_lines = experts.layers(info.shape.layers), []
     if continued and len(capacity) > managers:
         given, capacity = capacity, capacity[:managers]
-        news.append(
+        log_lines.append(
             f"--mux-expert-capacity {','.join(map(str, given))}: is for {len(given)} expert managers, and there are "
             f"{managers}: its first {managers} count (if others are left, give theirs)"
         )
@@ -150,17 +150,17 @@ def placement_on_managers(
         wanted = [[one for (one,) in row] for row in found.placement]
         owners = _fitted(wanted, room)
         if gone:
-            news.append(_moved(file, found.workers, wanted, owners, managers))
+            log_lines.append(_moved(file, found.workers, wanted, owners, managers))
         elif wanted != owners:
-            news.append(
+            log_lines.append(
                 f"{file}: some experts no longer fit where it has them, and go where there is most room"
             )
     counts = Counter(owner for row in owners for owner in row)
     held_ = ", ".join(str(counts[manager]) for manager in range(managers))
     who = "the expert manager holds" if managers == 1 else f"{managers} expert managers hold"
-    news.append(f"{who} {held_} of the backbone's {counts.total()} experts")
+    log_lines.append(f"{who} {held_} of the backbone's {counts.total()} experts")
     ranks = {layer: tuple((1 + n,) for n in row) for layer, row in zip(layers, owners, strict=True)}
-    return Placement(managers + 1, ranks), news
+    return Placement(managers + 1, ranks), log_lines
 
 
 def _room(capacity: Sequence[int], managers: int, layers: int, experts: int) -> list[int]:

@@ -16,11 +16,11 @@ import numpy as np
 from megatron_mux.backbone.experts.moving import trial_seconds
 from megatron_mux.engine import Engine
 from megatron_mux.engine.agreement import computed_by_first, everyones
-from megatron_mux.engine.expert_moves import bytes_beside_expert, place_experts
+from megatron_mux.engine.expert_moves import adapter_bytes_per_expert, place_experts
 from megatron_mux.moe.access_counts import Access
 from megatron_mux.moe.access_profile import AccessProfile
 from megatron_mux.moe.entries import Floats
-from megatron_mux.moe.links import Traffic, bytes_beside
+from megatron_mux.moe.links import Traffic, routing_bytes
 from megatron_mux.moe.placement import Placement as Rows
 from megatron_mux.moe.placement import WorkerKind
 from megatron_mux.moe.placement_cost import PlacementProblem, make_problem
@@ -90,7 +90,7 @@ class ExpertPlacer:
     @property
     def expert_bytes(self) -> float:
         """Bytes that are sent with an expert: its weights, and what managers have of adapters and optimizers there."""
-        return self._weight_bytes + bytes_beside_expert(self.engine)
+        return self._weight_bytes + adapter_bytes_per_expert(self.engine)
 
     @property
     def rows(self) -> Rows:
@@ -134,7 +134,7 @@ class ExpertPlacer:
         return found
 
     def _look(self, access: Access, tokens: int, steps: int, anew: bool) -> Decision | None:
-        traffic = Traffic(tokens, self._row_bytes, bytes_beside(self.model.top_k))
+        traffic = Traffic(tokens, self._row_bytes, routing_bytes(self.model.top_k))
         return computed_by_first(
             lambda: self._improve(access.profile(self.model), traffic, steps, anew), self.parallel
         )

@@ -82,12 +82,12 @@ class JoiningFiles:
         tokenised = process is None or process.poll()
         return not tokenised or (predicting is not None and not predicting.done())
 
-    def news(self) -> list[str]:
+    def log_lines(self) -> list[str]:
         """Lines for people that have not been shown yet."""
         process = self.queue[0].process if self.queue else None
         if process is None:
             return []
-        found, process.news = process.news, []
+        found, process.log_lines = process.log_lines, []
         return found
 
     def add(self, path: Path, specs: list[TaskSpec]) -> None:

@@ -141,8 +141,8 @@ class Loop:
         self.check()
         for callback in self.callbacks if self.step_loop.has_timed else ():
             callback.after_first_steps(self.step_loop.is_time_to_draw)
-        while self.engine.planning.news:
-            self.reporter.say(self.engine.planning.news.pop(0))
+        while self.engine.planning.log_lines:
+            self.reporter.say(self.engine.planning.log_lines.pop(0))
         last: dict[str, StepResult] = {}
         for results in steps:
             for name, result in results.items():

@@ -250,8 +250,8 @@ def _place_experts(
     topology, of_topology = _check_experts(arguments, info, continued)
     capacities = None if topology is None else topology.capacities
     kept, of_kept = kept_placement(arguments, info, continued, capacities)
-    placement, news = _placement(arguments, info, kept, continued, capacities)
-    for line in filter(None, [of_topology, of_kept, *news]):
+    placement, log_lines = _placement(arguments, info, kept, continued, capacities)
+    for line in filter(None, [of_topology, of_kept, *log_lines]):
         reporter.say(line)
     return _Experts(placement, kept is not None, topology)
 
@@ -331,14 +331,14 @@ def _make_exchange(arguments: MuxArguments, parallel: Parallel, reporter: Report
 
 @contextmanager
 def _monitored(
-    parallel: Parallel, arguments: MuxArguments, farewell: Callable[[], None], program: str
+    parallel: Parallel, arguments: MuxArguments, before_exit: Callable[[], None], program: str
 ) -> Iterator[Parallel]:
     """End all ranks together when one of them dies or stalls.
 
     Args:
         parallel: This rank's place; the one that is yielded reports what this rank is doing.
         arguments: The command line.
-        farewell: Called before the process ends.
+        before_exit: Called before the process ends.
         program: Printed before messages.
 
     Raises:
@@ -352,7 +352,9 @@ def _monitored(
         advice = f"Continue from the last save with --load {arguments.save}."
     timeout = arguments.distributed_timeout_minutes * 60
     name = _name(parallel)
-    with Liveness(parallel.rank, parallel.world_size, name, timeout, advice, farewell, program) as liveness:
+    with Liveness(
+        parallel.rank, parallel.world_size, name, timeout, advice, before_exit, program
+    ) as liveness:
         yield replace(parallel, heartbeat=liveness)
 
 

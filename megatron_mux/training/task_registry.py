@@ -221,7 +221,7 @@ class TaskRegistry:
             Whether the run may end once its tasks are done.
         """
         if self._joining.queue:
-            for line in self._joining.news():
+            for line in self._joining.log_lines():
                 self.reporter.say(line)
             if not preparing:
                 self._join(*self._joining.take())

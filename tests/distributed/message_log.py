@@ -9,8 +9,8 @@ import pytest
 
 from megatron_mux.backbone import cut_experts
 from megatron_mux.backbone.communication import GroupExchange
-from megatron_mux.backbone.exchange import Pending
-from megatron_mux.backbone.pieces import Arriving, Begun, Message
+from megatron_mux.backbone.exchange import PendingResult
+from megatron_mux.backbone.pieces import IssuedMessage, Message, PendingTensor
 
 
 @contextmanager
@@ -22,15 +22,15 @@ def logged() -> Iterator[list[tuple[str, int]]]:
     log: list[tuple[str, int]] = []
     issue = GroupExchange.issue
 
-    def issue_and_log(self: GroupExchange, message: Message) -> Pending:
+    def issue_and_log(self: GroupExchange, message: Message) -> PendingResult:
         log.append((message.kind, message.tensor.numel()))
         return issue(self, message)
 
-    def begin_and_log(kind: str, arriving: Arriving) -> Begun:
+    def begin_and_log(kind: str, pending: PendingTensor) -> IssuedMessage:
         log.append((kind, 0))
-        return Begun(kind, arriving)
+        return IssuedMessage(kind, pending)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cut_experts, "Begun", begin_and_log)
+        patch.setattr(cut_experts, "IssuedMessage", begin_and_log)
         patch.setattr(GroupExchange, "issue", issue_and_log)
         yield log

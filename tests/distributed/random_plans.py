@@ -22,12 +22,12 @@ from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
 from megatron_mux.fusion.schedules import PIPELINE_SCHEDULES, Schedule
 from megatron_mux.fusion.step import (
     Lengths,
-    StepGrid,
+    StepChunks,
     bucket_costs,
-    step_grid,
+    step_chunks,
     step_template,
 )
-from megatron_mux.pipeline.action import Unit
+from megatron_mux.pipeline.action import ChunkId
 from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
@@ -56,13 +56,13 @@ class Case:
     plan: Plan
     lengths: tuple[dict[str, Lengths], ...]
 
-    def grids(self, data_rank: int) -> list[StepGrid]:
-        """The chunk grid of each step on one pipeline."""
-        return [step_grid(self.plan, own, data_rank) for own in self.lengths]
+    def all_chunked(self, data_rank: int) -> list[StepChunks]:
+        """The chunks of each step on one pipeline."""
+        return [step_chunks(self.plan, own, data_rank) for own in self.lengths]
 
     def sizes(self, data_rank: int) -> list[Sequence[int]]:
         """Those of all steps, one after the other."""
-        return [bucket for grid in self.grids(data_rank) for bucket in grid.sizes]
+        return [bucket for chunked in self.all_chunked(data_rank) for bucket in chunked.sizes]
 
 
 @st.composite
@@ -191,20 +191,20 @@ def run_template(case: Case, template: Template, parallel: Parallel, communicato
     Raises:
         TemplateError: Nothing is computed then.
     """
-    plan, grids = case.plan, case.grids(parallel.dp_rank)
+    plan, all_chunked = case.plan, case.all_chunked(parallel.dp_rank)
     period, stages = len(plan.buckets), parallel.pp_size * plan.virtual
     check(template, case.sizes(parallel.dp_rank), stages, period, plan.virtual)
     tokens = {
-        Unit(step * period + unit.bucket, unit.micro_batch, unit.chunk): sum(
+        ChunkId(step * period + chunk_id.bucket, chunk_id.micro_batch, chunk_id.chunk): sum(
             part.tokens for chunk in chunks for part in chunk
         )
-        for step, grid in enumerate(grids)
-        for unit, chunks in grid.chunks.items()
+        for step, chunked in enumerate(all_chunked)
+        for chunk_id, chunks in chunked.chunks.items()
     }
     compute = Counting(parallel.pp_rank, parallel.pp_size, stages, tokens, period)
     execute(template, parallel.pp_rank, compute, communicator, torch.float64, stages=stages)
     assert compute.done == list(template[parallel.pp_rank]) and not compute.own
-    assert compute.steps == [len(grids)] * period
+    assert compute.steps == [len(all_chunked)] * period
 
 
 Attempt = tuple[object, Callable[[], object]]

@@ -50,7 +50,7 @@ def _row_lost(rows: Rows, r: Random) -> None:
     rows.pop(r.randrange(len(rows)))
 
 
-def _unknown_unit(rows: Rows, r: Random) -> None:
+def _unknown_chunk(rows: Rows, r: Random) -> None:
     row = r.choice(rows)
     i = r.randrange(len(row))
     field = r.choice(["bucket", "micro_batch", "chunk", "stage"])
@@ -65,7 +65,7 @@ def _backward_first(rows: Rows, r: Random) -> None:
         _drop(rows, r)
         return
     forward = r.choice(forwards)
-    row.remove(backward := Action.of(forward.stage, "B", forward.unit))
+    row.remove(backward := Action.of(forward.stage, "B", forward.chunk_id))
     row.insert(r.randrange(row.index(forward) + 1), backward)
 
 
@@ -105,7 +105,7 @@ ALWAYS_WRONG: tuple[Spoil, ...] = (
     _elsewhere,
     _rows_exchanged,
     _row_lost,
-    _unknown_unit,
+    _unknown_chunk,
     _backward_first,
     _no_ends,
     _neighbours_disagree,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_mux.backbone.residence import Kind
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.test_engine_layouts import LAYOUTS, Layout, Results, Tensors, _assert_none

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_mux.backbone.residence import Kind
 from megatron_mux.backbone.stage_pass import Pieces
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.dry_run.execute import record_steps
-from megatron_mux.dry_run.heaviest_batch import STEPS, STEPS_THAT_PRUNE
 from megatron_mux.dry_run.known_values import assumed_routes
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.representative_ranks import representative_ranks
 from megatron_mux.dry_run.run_spec import Dtype, Recording, RunSpec, TaskRecords
+from megatron_mux.dry_run.worst_case_batch import STEPS, STEPS_THAT_PRUNE
 from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, plan_for
 from megatron_mux.kernels.attention import dense as dense_attention

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone, load_stages
-from megatron_mux.backbone.residence import Kind
 from megatron_mux.backbone.split import Split
 from megatron_mux.backbone.stage_pass import Pieces
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.fusion.graphs.launch_order import LaunchOrder, PieceCost, encode, kahn
 from megatron_mux.fusion.mesh import Mesh

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_mux.backbone.model import Recompute, load_stages
 from megatron_mux.backbone.registry import read_shape
-from megatron_mux.backbone.residence import Kind
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.engine.expert_moves import place_experts
 from megatron_mux.expert_shape import Placement

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux.adapters.arena import Arena
+from megatron_mux.adapters.flat_params import FlatParams
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.engine import Engine
-from megatron_mux.engine.expert_moves import bytes_beside_expert, place_experts
+from megatron_mux.engine.expert_moves import adapter_bytes_per_expert, place_experts
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
@@ -117,14 +117,14 @@ def test_adapters_go_straight_to_the_new_manager(checkpoint: Path, joined: Joine
     weights = 3 * shape.hidden * shape.experts.ffn
     # A and B, rank 3, of both matrices, with two moments each.
     inner = 3 * (shape.hidden + 2 * shape.experts.ffn + shape.experts.ffn + shape.hidden)
-    assert bytes_beside_expert(engine) == 3 * inner * 8
+    assert adapter_bytes_per_expert(engine) == 3 * inner * 8
     own = sum(move.target == parallel.experts.rank for move in moves)
     assert place_experts(engine, after) == own * (weights + 3 * inner) * 8
     assert parallel.experts.holds_rows or own
 
 
 @pytest.mark.parametrize(
-    "short", [(TaskState, "attach"), (Arena, "refresh"), (Engine, "reserve_gradient_buffer")]
+    "short", [(TaskState, "attach"), (FlatParams, "refresh"), (Engine, "reserve_gradient_buffer")]
 )
 def test_a_rank_without_memory_for_adapters_keeps_no_other_waiting(
     checkpoint: Path, joined: Joined, monkeypatch: pytest.MonkeyPatch, short: tuple[type, str]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_mux.backbone.model import load_stages
-from megatron_mux.backbone.residence import Kind
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.engine import generate as generate_module
 from megatron_mux.runtime import Parallel

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.backbone.model import Recompute, load_stages
-from megatron_mux.backbone.residence import Kind
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.engine import Engine
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.runtime import Parallel

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.backbone.model import Recompute, load_stages
-from megatron_mux.backbone.residence import Kind
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.engine import Engine
 from megatron_mux.fusion.graphs.launch_order import decode
 from megatron_mux.pipeline.action import TimedAction
@@ -66,7 +66,7 @@ def train(
     assert engine._runner.last_plan is not None
     assert bool(engine._runner.last_plan.buckets[0].launch) is interleaved
     losses = [{name: result.loss for name, result in step.items()} for step in steps]
-    return losses, {case.name: engine._tasks[case.name].adapter.arena.values for case in cases}
+    return losses, {case.name: engine._tasks[case.name].adapter.flat_params.values for case in cases}
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def train(
     ]
     assert all(len(step) == len(cases) for step in losses)
     engine.close()
-    return losses, {case.name: engine._tasks[case.name].adapter.arena.values.clone() for case in cases}
+    return losses, {case.name: engine._tasks[case.name].adapter.flat_params.values.clone() for case in cases}
 
 
 @pytest.mark.parametrize(

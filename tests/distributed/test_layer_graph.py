@@ -59,7 +59,7 @@ def _adapters(backbone: Backbone) -> AdapterSet:
         section = {"peft_type": "LORA", "r": 3, "lora_alpha": 5, "target_modules": targets}
         task = {"name": name, "adapter": section, "data": {"path": "none", "max_length": 16}}
         adapter = found.add(TaskSpec.model_validate({**task, "training": {"max_steps": 1}}), 1)
-        adapter.arena.values.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        adapter.flat_params.values.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
     return found
 
 

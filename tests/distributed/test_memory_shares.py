@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.backbone.registry import read_shape
-from megatron_mux.backbone.residence import Kind
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.engine import Engine
 from megatron_mux.memory.forms.architecture import Architecture, architecture_of
 from megatron_mux.memory.forms.method import ParallelConfig
@@ -21,7 +21,7 @@ from megatron_mux.memory.forms.task_adapters import TaskAdapters
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.distributed.test_engine_layouts import cases_of
-from tests.weight_units import bytes_of
+from tests.weight_groups import bytes_of
 
 LAYOUTS = {
     "DP4": ParallelConfig(data=4),
@@ -78,8 +78,8 @@ def test_weights(name: str, path: Path, architecture: Architecture, joined: Call
 def test_shares_of_weights(path: Path, architecture: Architecture, joined: Callable[..., Parallel]) -> None:
     method = ParallelConfig(data=2, tensor=2, zero=3)
     backbone, parallel = _loaded(path, joined, method, "sharded")
-    units = backbone.residence.units
-    shares = sum(bytes_of(unit).share.nbytes for unit in units.values())
+    groups = backbone.offload.groups
+    shares = sum(bytes_of(group).share.nbytes for group in groups.values())
     aligned = 256 * sum(1 for _ in backbone.model.parameters())
     stage = _stage(architecture, method, parallel)
     wanted = 4 * stage.divided(method)

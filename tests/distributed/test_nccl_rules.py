@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron_mux import checkpoint
 from megatron_mux.backbone.model import load_stages
-from megatron_mux.backbone.residence import Kind
 from megatron_mux.backbone.split import Split
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.engine import Engine, Task
 from megatron_mux.pipeline import execute as execution
 from megatron_mux.pipeline.action import TimedAction
@@ -131,7 +131,7 @@ def run(scenario: Scenario, parallel: Parallel, path: Path) -> None:
         manifest = checkpoint.load(saver.directory, "backbone")
         assert manifest is not None and [task.step for task in manifest.tasks] == [sum(scenario.steps)] * 4
     if scenario.then == "fail":
-        assert any("out of memory (rank 3" in news for news in engine.planning.news)
+        assert any("out of memory (rank 3" in line for line in engine.planning.log_lines)
     assert scenario.then != "time" or len(timed) > 2 * sum(scenario.steps)
 
 

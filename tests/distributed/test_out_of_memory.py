@@ -56,10 +56,10 @@ def trained(
         left -= lacks
         return lacks
 
-    def before_sums(self: BucketFinalizer, entry: int) -> None:
-        if short == "ends" and hit(self.burst.bucket(entry).tasks):
+    def before_sums(self: BucketFinalizer, bucket: int) -> None:
+        if short == "ends" and hit(self.burst.bucket(bucket).tasks):
             raise torch.OutOfMemoryError("made to fail. Nothing is short")
-        original(self, entry)
+        original(self, bucket)
 
     original = BucketFinalizer._before_sums
     passes = failing(stages, lambda batch: short == "passes" and hit(batch.task_rows))
@@ -70,7 +70,11 @@ def trained(
             for step in engine.steps(2):
                 for name, result in step.items():
                     results[name].append((result.step, result.loss))
-    return results, {name: engine.adapter_tensors(name) or {} for name in engine.tasks}, engine.planning.news
+    return (
+        results,
+        {name: engine.adapter_tensors(name) or {} for name in engine.tasks},
+        engine.planning.log_lines,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +112,10 @@ def test_one_rank_out_of_memory_costs_nobody_a_step(
     undisturbed: Found,
 ) -> None:
     wanted, adapters, _ = undisturbed
-    found, tensors, news = trained(joined, path, pipeline, split, policy, short)
+    found, tensors, log_lines = trained(joined, path, pipeline, split, policy, short)
     problems = []
-    if not any("out of memory (rank 3 at" in said for said in news):
-        problems.append(f"nothing was short: {news}")
+    if not any("out of memory (rank 3 at" in said for said in log_lines):
+        problems.append(f"nothing was short: {log_lines}")
     for name, steps in wanted.items():
         if [step for step, _ in found[name]] != list(range(1, STEPS + 1)):
             problems.append(f"{name}: steps {found[name]}")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.backbone.model import load_stages
-from megatron_mux.backbone.residence import Kind
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.engine import Engine, Planning, StepResult
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.families import FAMILIES, lora

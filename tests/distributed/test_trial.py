@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.backbone.model import Recompute, load_stages
-from megatron_mux.backbone.residence import Kind
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.engine.trial import local_collectives
 from megatron_mux.runtime import Parallel
@@ -120,9 +120,9 @@ def test_one_rank_with_less_memory_makes_the_plan_smaller_for_all(
         problems.append(f"the plan is as large as it was: {plan}")
     if not all(
         "out of memory (rank 3 at" in said and "the step runs in" in said
-        for said in small.engine.planning.news
+        for said in small.engine.planning.log_lines
     ):
-        problems.append(f"news: {small.engine.planning.news}")
+        problems.append(f"news: {small.engine.planning.log_lines}")
     if last and not small.budget.failures:
         problems.append("nothing ran out of memory")
     # From the beginning with the plan that fits, on ranks with memory enough.

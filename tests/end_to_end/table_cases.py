@@ -12,9 +12,9 @@ import numpy as np
 
 from megatron_mux.backbone.registry import DENSE, WITH_EXPERTS
 from megatron_mux.dry_run.depth import read_info
-from megatron_mux.dry_run.heaviest_batch import STEPS_THAT_PRUNE
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import STEP, Dtype, Recording, RunSpec, TaskRecords
+from megatron_mux.dry_run.worst_case_batch import STEPS_THAT_PRUNE
 from megatron_mux.errors import UserError
 from megatron_mux.estimate.rehearsal import Rehearsal
 from megatron_mux.estimate.solve import TOLERANCE
@@ -23,7 +23,7 @@ from megatron_mux.estimate.windows import Windows
 from megatron_mux.footprint.memory import Taken
 from megatron_mux.footprint.signature import Signature
 from megatron_mux.fusion.plan import Plan, plan_for
-from megatron_mux.fusion.planner.load import lasting_share
+from megatron_mux.fusion.planner.load import persistent_share
 from megatron_mux.tasks import TaskSpec
 from tests.end_to_end.memory_configs import ADAPTERS as _ADAPTERS
 from tests.end_to_end.memory_configs import CONFIGS, EVERYWHERE, LLAMA, ON_EXPERTS, ON_SHARED
@@ -267,7 +267,7 @@ def compare(case: Case, tables: Path) -> Iterator[Compared]:
     tolerance = math.inf if case.dtype == "float32" else TOLERANCE
     memory = Tables(base, tables, tolerance=tolerance).memory([Signature.of(spec.plain()) for spec in specs])
     shape = read_info(base.config, base.quantise).shape
-    counts = np.array([lasting_share(spec, shape, Signature.of(spec.plain())) for spec in specs])
+    counts = np.array([persistent_share(spec, shape, Signature.of(spec.plain())) for spec in specs])
     run = _run(case, base)
     each = run.world // run.plan.ranks
     recordings = dry_runs([(run, stage * each) for stage in range(run.plan.ranks)], whole=True)
@@ -276,7 +276,7 @@ def compare(case: Case, tables: Path) -> Iterator[Compared]:
         windows = Windows(Rehearsal(run, (group,), run.steps - 1), recording)
         forward = windows.of("F", 0)
         taken = memory.passes(windows.contents(forward), in_step=len(forward))
-        lasting = float(memory.lasting(counts)[stage])
+        lasting = float(memory.persistent(counts)[stage])
         flight = len(forward) if case.chunk else min(run.plan.ranks - stage, len(forward))
         most = max(_in_flight(taken, stage, flight), float(memory.updating(counts)[stage]))
         yield Compared(case, stage, *_really(recording), lasting + most, lasting)

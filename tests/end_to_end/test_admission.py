@@ -73,7 +73,7 @@ def test_a_hundred_tasks_come_and_go_within_the_budget(backbone_of: BackboneOf, 
     shape = backbone.shape
     loads = [TaskLoad.of(c.spec, c.records.lengths, c.records.label_counts, shape) for c in cases.values()]
     signatures = sorted({load.signature(shape) for load in loads})
-    (backbone_bytes,) = tables.memory(Mesh(), "none", signatures, True).lasting(np.zeros(len(signatures)))
+    (backbone_bytes,) = tables.memory(Mesh(), "none", signatures, True).persistent(np.zeros(len(signatures)))
     limit = backbone_bytes + ROOM * (1 - MARGIN)
     planner = Planner(replace(context, memory_limit=limit, tables=tables))
     engine = Engine(backbone, parallel, Planning("auto", 1, planner))

@@ -14,7 +14,7 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.engine.optimize import TaskOptimizer
 from megatron_mux.fusion.plan import plan_for
-from megatron_mux.fusion.step import Lengths, step_grid
+from megatron_mux.fusion.step import Lengths, step_chunks
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.conftest import BackboneOf, PathOf
 from tests.end_to_end.families import FAMILIES, bottleneck, diff_pruning, ia3, lora, prefix
@@ -122,7 +122,7 @@ def test_packs_do_span_eight_chunks() -> None:
     for case in cases:
         pairs = case.records.pairs[:3]
         lengths[case.name] = Lengths(tuple(len(t) for t, _ in pairs), tuple(int(m.sum()) for _, m in pairs))
-    assert step_grid(plan, lengths).sizes == ((8,),)
+    assert step_chunks(plan, lengths).sizes == ((8,),)
 
 
 @pytest.mark.parametrize("alignment", ["max-length", "longest"])

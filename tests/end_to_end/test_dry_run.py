@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_mux.dry_run.depth import deepened, shallow
-from megatron_mux.dry_run.heaviest_batch import STEPS_THAT_PRUNE
 from megatron_mux.dry_run.process import dry_runs
 from megatron_mux.dry_run.run_spec import Recording, RunSpec
+from megatron_mux.dry_run.worst_case_batch import STEPS_THAT_PRUNE
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.memory.stream.events import Category, StreamError
 from megatron_mux.memory.worker import WorkerError

@@ -20,7 +20,7 @@ from megatron_mux.choice.fit import SEQUENCES
 from megatron_mux.cli import estimate as estimate_command
 from megatron_mux.engine.planning import Planning
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.step import Lengths, step_grid
+from megatron_mux.fusion.step import Lengths, step_chunks
 from megatron_mux.memory.trace import tracer as tracer_module
 from megatron_mux.memory.trace.tracer import Tracer
 from megatron_mux.memory.worker import WorkerError
@@ -279,9 +279,9 @@ def test_a_run_does_what_was_predicted(
             "spatial", arguments.pipeline_model_parallel_size, micro_batches=arguments.mux_micro_batches
         )
         plan = replace(planning.next(loads), data=method["data_parallel"])
-        grids = [step_grid(plan, lengths, rank) for rank in range(plan.data)]
-        chunks = [chunk for grid in grids for (chunk,) in grid.chunks.values()]
-        assert max(len(grid.sizes[0]) for grid in grids) == method["micro_batches"]
+        all_chunked = [step_chunks(plan, lengths, rank) for rank in range(plan.data)]
+        chunks = [chunk for chunked in all_chunked for (chunk,) in chunked.chunks.values()]
+        assert max(len(chunked.sizes[0]) for chunked in all_chunked) == method["micro_batches"]
         assert method["batch_size"] in {len(chunk) for chunk in chunks}
         assert max(map(len, chunks)) <= method["largest_batch"] or not method["fits"]
     plenty = next(m for m in predicted(1, 1 << 40) if not m["details"])

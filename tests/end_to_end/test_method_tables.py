@@ -87,7 +87,7 @@ def by_tables(names: Sequence[str], method: ParallelConfig, directory: Path) -> 
     tasks.write_text(yaml.safe_dump({"tasks": [s.plain() for s in specs_of(names, LENGTH, SEQUENCES)]}))
     file = TaskFile.read(directory / "config.json", tasks)
     step = FileStep(file.adapters)
-    content = step.divided(method.data, method.micro_batches).heaviest[0]
+    content = step.divided(method.data, method.micro_batches).worst_cases[0]
     recipe = step.mix(content, Recipe(LENGTH, adapters=file.adapters))
     tables = MethodTables(file, "bf16", known("A100").gpu)
     memory = step_memory(file.architecture, recipe, method, tables=tables, bare=True)

@@ -60,7 +60,7 @@ class Run:
                         self.finished.append(name)
             for name in set(self.finished) & set(engine.tasks):
                 engine.remove_task(name)
-        self.news = engine.planning.news
+        self.log_lines = engine.planning.log_lines
 
     def steps(self, name: str) -> list[int]:
         return [result.step for result in self.results[name]]
@@ -85,7 +85,7 @@ def test_what_runs_out_of_memory_is_cut_and_nobody_else_loses_a_step(
 ) -> None:
     undisturbed = run("temporal", turn=turn)
     disturbed = run("temporal", lambda batch, _: batch.task_rows.keys() == {"big"} and batch.rows > 20, turn)
-    assert any("big: out of memory (rank 0 at 0F" in said for said in disturbed.news)
+    assert any("big: out of memory (rank 0 at 0F" in said for said in disturbed.log_lines)
     for name, wanted in undisturbed.results.items():
         assert disturbed.steps(name) == list(range(1, wanted[-1].total_steps + 1)), "each step once"
         if name == "big":
@@ -98,7 +98,7 @@ def test_what_runs_out_of_memory_is_cut_and_nobody_else_loses_a_step(
 def test_a_batch_of_all_tasks_is_cut_until_it_fits(run: Callable[..., Run]) -> None:
     undisturbed = run("spatial")
     disturbed = run("spatial", lambda batch, _: batch.rows > 26)
-    assert "2 micro-batch" in disturbed.news[0] and len(disturbed.news) > 2
+    assert "2 micro-batch" in disturbed.log_lines[0] and len(disturbed.log_lines) > 2
     for name, wanted in undisturbed.results.items():
         assert disturbed.steps(name) == [result.step for result in wanted]
         assert [r.loss for r in disturbed.results[name]] == pytest.approx([r.loss for r in wanted], rel=1e-9)
@@ -118,7 +118,7 @@ def test_a_task_that_fits_alone_only_waits_for_the_others(
     assert found.steps("big") == list(range(1, STEPS + 2))
     if policy != "serial":
         verb = "runs" if tries_plans else "is repeated"
-        assert any(f"the step {verb} once another task has left" in said for said in found.news)
+        assert any(f"the step {verb} once another task has left" in said for said in found.log_lines)
 
 
 @pytest.mark.parametrize("tries_plans", [False, True])
@@ -174,7 +174,7 @@ def test_within_a_budget_of_bytes_every_task_finishes_all_the_same(
     with Budget(unlimited.peak * share) as budget:
         found = Run(Engine(backbone, parallel, Planning(policy, 1)))
     assert budget.peak <= unlimited.peak * share
-    assert budget.failures and found.news, "some of them in backward passes"
+    assert budget.failures and found.log_lines, "some of them in backward passes"
     for name in wanted.results:
         assert found.steps(name) == wanted.steps(name)
         assert_close(found.tensors[name], wanted.tensors[name], 1e-9, name)

@@ -151,7 +151,7 @@ def test_quantised_experts_train_as_dequantised_ones(parallel: Parallel, tmp_pat
     training = {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "max_steps": 2}
     case = Case("task", adapter, training, random_records(4, VOCABULARY, 4, 9, seed=0))
     backbones = [Backbone.load(path, parallel) for path in paths]
-    held = backbones[0].residence.units[0].dequantised
+    held = backbones[0].offload.groups[0].dequantised
     assert held is not None and len(held.matrices) == 2, "experts are not held in 8 bits"
     found, wanted = (train(each, parallel, [case], 2, planning=Planning("spatial", 1)) for each in backbones)
     assert found.losses("task") == pytest.approx(wanted.losses("task"), rel=1e-6)
@@ -169,7 +169,7 @@ def test_experts_without_rows_are_not_dequantised(parallel: Parallel, tmp_path: 
     counts = torch.zeros(len(mlp.held), dtype=torch.int64)
     counts[1] = 3
     for _ in range(2):
-        with backbone.residence.using(0):
+        with backbone.offload.using(0):
             operators = (mlp.experts_fc1, wanted.experts_fc1), (mlp.experts_fc2, wanted.experts_fc2)
             for operator, _ in operators:
                 operator.weight.data.fill_(torch.nan)

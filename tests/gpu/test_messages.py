@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_mux import runtime
-from megatron_mux.backbone.exchange import Exchange, Pending
+from megatron_mux.backbone.exchange import Exchange, PendingResult
 from megatron_mux.backbone.layer_pieces import TensorMessages
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import Message
@@ -55,7 +55,7 @@ class StandIn(Exchange):
         self.issued = 0
         self._stream = torch.cuda.Stream()
 
-    def issue(self, message: Message) -> Pending:
+    def issue(self, message: Message) -> PendingResult:
         """See `Exchange.issue`."""
         tensor = message.tensor
         self.issued += 1
@@ -66,7 +66,7 @@ class StandIn(Exchange):
             tensor.fill_(float("nan"))
             torch.cuda._sleep(self.cycles)
             tensor.copy_(arriving)
-            return Pending(tensor, self._stream.record_event())
+            return PendingResult(tensor, self._stream.record_event())
 
 
 def cases(sequences: int, longest: int) -> list[Case]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.backbone.experts.exchange import Arriving, Choice, Exchange, Sent
+from megatron_mux.backbone.experts.exchange import Choice, Exchange, PendingRows, Sent
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.expert_ranks import ExpertRanks
@@ -25,17 +25,17 @@ class AllToAll(Exchange):
         self._ranks = ranks
         self.traffic = Traffic(ranks.group.size())
 
-    def begin(self, routes: Routes) -> tuple[Choice, Arriving]:
+    def begin(self, routes: Routes) -> tuple[Choice, PendingRows]:
         """See `Exchange.begin`: a collective."""
         choice = Choice.of(routes, self.serving, self._ranks)
         return choice, self.tell(choice.counts)
 
-    def tell(self, counts: Tensor) -> Arriving:
+    def tell(self, counts: Tensor) -> PendingRows:
         """Begin to tell each rank how many rows and pairs will come, and what they tell: `[ranks, 2]`. A collective."""
         incoming = torch.empty_like(counts)
         work = dist.all_to_all_single(incoming, counts, group=self._ranks.group, async_op=True)
         assert work is not None
-        return Arriving(incoming, [work], counts)
+        return PendingRows(incoming, [work], counts)
 
     def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
         """See `Exchange.agreed`."""
@@ -50,16 +50,16 @@ class _SentToAll(Sent):
         super().__init__(*sent)
         self._group = group
 
-    def _forth(self, x: Tensor) -> Arriving:
+    def _forth(self, x: Tensor) -> PendingRows:
         return self._exchange(x, self.outgoing, self.incoming)
 
-    def _back(self, y: Tensor) -> Arriving:
+    def _back(self, y: Tensor) -> PendingRows:
         return self._exchange(y, self.incoming, self.outgoing)
 
-    def _exchange(self, given: Tensor, outgoing: tuple[int, ...], incoming: tuple[int, ...]) -> Arriving:
+    def _exchange(self, given: Tensor, outgoing: tuple[int, ...], incoming: tuple[int, ...]) -> PendingRows:
         made = given.new_empty(sum(incoming), given.shape[1])
         work = dist.all_to_all_single(
             made, given, list(incoming), list(outgoing), group=self._group, async_op=True
         )
         assert work is not None
-        return Arriving(made, [work], given)
+        return PendingRows(made, [work], given)

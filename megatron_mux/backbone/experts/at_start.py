@@ -10,7 +10,7 @@ from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 
 if TYPE_CHECKING:
-    from megatron_mux.backbone.residence import Kind
+    from megatron_mux.backbone.weight_offload import Kind
 
 
 def placement_or_default(

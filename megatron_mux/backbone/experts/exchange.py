@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_mux.backbone.experts.permutation import sum_of_places
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.experts.traffic import Message, Traffic
-from megatron_mux.expert_managers import Leaving
+from megatron_mux.expert_managers import PendingSend
 from megatron_mux.expert_ranks import ExpertRanks
 
 
@@ -94,8 +94,8 @@ def _places_of_true(mask: Tensor, count: int) -> Tensor:
     return torch.searchsorted(mask.flatten().cumsum(0), number)
 
 
-class Arriving:
-    """A message on its way here.
+class PendingRows:
+    """A tensor that is being received.
 
     Args:
         value: Where it arrives.
@@ -104,12 +104,12 @@ class Arriving:
     """
 
     def __init__(
-        self, value: Tensor, works: Sequence[dist.Work | Leaving], given: Tensor | None = None
+        self, value: Tensor, works: Sequence[dist.Work | PendingSend], given: Tensor | None = None
     ) -> None:
         self._value, self._works, self._given = value, works, given
 
     @property
-    def work(self) -> dist.Work | Leaving | None:
+    def work(self) -> dist.Work | PendingSend | None:
         """What tells of its arrival; None: several do, or nothing was needed."""
         return self._works[0] if len(self._works) == 1 else None
 
@@ -143,21 +143,21 @@ class Sent(ABC):
         self._places, self._starts = choice.returning(total)
         self.outgoing, self.incoming, self.pairs, self.traffic = outgoing, incoming, pairs, traffic
 
-    def forth(self, x: Tensor, message: Message) -> Arriving:
+    def forth(self, x: Tensor, message: Message) -> PendingRows:
         """Begin to send `[S, W]` to the ranks: `[N, W]`. Every rank calls it."""
         self.traffic.add(message, x.shape[1] * x.element_size(), self.outgoing, self.incoming)
         return self._forth(x.contiguous())
 
-    def back(self, y: Tensor, message: Message) -> Arriving:
+    def back(self, y: Tensor, message: Message) -> PendingRows:
         """Begin to send `[N, W]` back: `[S, W]`. Every rank calls it."""
         self.traffic.add(message, y.shape[1] * y.element_size(), self.incoming, self.outgoing)
         return self._back(y.contiguous())
 
     @abstractmethod
-    def _forth(self, x: Tensor) -> Arriving: ...
+    def _forth(self, x: Tensor) -> PendingRows: ...
 
     @abstractmethod
-    def _back(self, y: Tensor) -> Arriving: ...
+    def _back(self, y: Tensor) -> PendingRows: ...
 
     def collected(self, y: Tensor) -> Tensor:
         """Sum what came back for each row, in the order of ranks: `[S, W]` to `[R, W]`."""
@@ -185,7 +185,7 @@ class Exchange(ABC):
         return self.agreed(choice, sizes.wait())
 
     @abstractmethod
-    def begin(self, routes: Routes) -> tuple[Choice, Arriving]:
+    def begin(self, routes: Routes) -> tuple[Choice, PendingRows]:
         """Begin to agree: what this rank chooses, and how many rows will come to it."""
 
     @abstractmethod
@@ -250,7 +250,7 @@ class Rows:
         self._forth: _Form = []
         self._back: _Form = []
 
-    def forth(self, x: Tensor, weights: Tensor, slots: Tensor) -> Arriving:
+    def forth(self, x: Tensor, weights: Tensor, slots: Tensor) -> PendingRows:
         """Begin to send this rank's rows; see `dispatch`."""
         rows = self._sent.rows
         numbers = torch.cat((self._sent.experts, slots[rows].unsqueeze(1)), dim=1).int()
@@ -263,7 +263,7 @@ class Rows:
         x, weights, numbers = _apart(message, self._forth)
         return Received(x, weights, numbers[:, :-1].long(), numbers[:, -1].long(), self._sent.pairs)
 
-    def back(self, dx: Tensor, dweights: Tensor) -> Arriving:
+    def back(self, dx: Tensor, dweights: Tensor) -> PendingRows:
         """Begin to send back the gradients of what `arrived` returned."""
         self._back = _form([dx, dweights])
         return self._sent.back(_joined([dx, dweights]), "row gradients")

@@ -21,7 +21,7 @@ from megatron_mux.backbone.experts.grouped_linear import GroupedLinear
 from megatron_mux.backbone.experts.master_exchange import ManagerExchange, MasterExchange
 from megatron_mux.backbone.experts.permutation import ExpertPermutation
 from megatron_mux.backbone.experts.router import Router, Routes, no_routes
-from megatron_mux.backbone.weight_unit import SelectExperts, before_backward
+from megatron_mux.backbone.weight_group import SelectExperts, before_backward
 from megatron_mux.batch.micro_batch import active
 from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.backbone.experts.exchange import Arriving, Choice, Exchange, Sent
+from megatron_mux.backbone.experts.exchange import Choice, Exchange, PendingRows, Sent
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.experts.traffic import Traffic
-from megatron_mux.expert_managers import Leaving, ManagedExperts
+from megatron_mux.expert_managers import ManagedExperts, PendingSend
 
 HEADER_BYTES = 24
 """Rows, their pairs and layer, int64 each."""
@@ -34,7 +34,7 @@ class MasterExchange(Exchange):
         self._ranks, self._layer = ranks, layer
         self.traffic = Traffic(ranks.size)
 
-    def begin(self, routes: Routes) -> tuple[Choice, Arriving]:
+    def begin(self, routes: Routes) -> tuple[Choice, PendingRows]:
         """See `Exchange.begin`: headers are sent, and the master knows its own."""
         choice = Choice.of(routes, self.serving, self._ranks)
         counts = choice.counts.cpu()
@@ -43,7 +43,7 @@ class MasterExchange(Exchange):
             self._ranks.outbox.send(header, manager, self._ranks.headers)
         size = self._ranks.size
         self.traffic.add("sizes", HEADER_BYTES, (0, *(1,) * (size - 1)), (0,) * size)
-        return choice, Arriving(counts, [])
+        return choice, PendingRows(counts, [])
 
     def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
         """See `Exchange.agreed`."""
@@ -54,13 +54,13 @@ class MasterExchange(Exchange):
 class ManagerExchange(MasterExchange):
     """A manager's side; see `MasterExchange`."""
 
-    def begin(self, routes: Routes) -> tuple[Choice, Arriving]:
+    def begin(self, routes: Routes) -> tuple[Choice, PendingRows]:
         """See `Exchange.begin`: a header is received."""
         choice = Choice.of(routes, self.serving, self._ranks)
         header = torch.tensor([0, 0, self._layer], device="cpu")
         work = dist.irecv(header, group=self._ranks.headers, group_src=0)
         assert work is not None
-        return choice, Arriving(header, [work])
+        return choice, PendingRows(header, [work])
 
     def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
         """See `Exchange.agreed`; `sizes` is a header.
@@ -83,19 +83,19 @@ class _SentFromMaster(Sent):
     def __init__(self, ranks: ManagedExperts, *sent: Any) -> None:
         super().__init__(*sent)
         self._ranks = ranks
-        self._leaving: list[Leaving] = []
+        self._sends: list[PendingSend] = []
 
-    def _forth(self, x: Tensor) -> Arriving:
+    def _forth(self, x: Tensor) -> PendingRows:
         return self._exchange(x, self.outgoing, self.incoming, self._ranks.forth)
 
-    def _back(self, y: Tensor) -> Arriving:
+    def _back(self, y: Tensor) -> PendingRows:
         return self._exchange(y, self.incoming, self.outgoing, self._ranks.back)
 
     def _exchange(
         self, given: Tensor, outgoing: tuple[int, ...], incoming: tuple[int, ...], group: dist.ProcessGroup
-    ) -> Arriving:
-        answered, outbox = self._leaving, self._ranks.outbox
-        self._leaving = [
+    ) -> PendingRows:
+        answered, outbox = self._sends, self._ranks.outbox
+        self._sends = [
             outbox.send(part, rank, group) for rank, part in enumerate(given.split(outgoing)) if len(part)
         ]
         made = given.new_empty(sum(incoming), given.shape[1])
@@ -104,4 +104,4 @@ class _SentFromMaster(Sent):
             for rank, part in enumerate(made.split(incoming))
             if len(part)
         ]
-        return Arriving(made, [*(work for work in works if work is not None), *answered])
+        return PendingRows(made, [*(work for work in works if work is not None), *answered])

@@ -34,7 +34,6 @@ class Sample:
     """What a task generates on a held-out prompt, as text.
 
     Attributes:
-        prompt: The prompt.
         completion: What was generated.
         reference: The record's own completion.
     """
@@ -91,31 +90,31 @@ class Evaluator(PassRunner):
             By task, its figures; or why there are none: some rank could not read its records, or has no memory for one
             of its sequences.
         """
-        members = {one.name: one for one in tasks}
+        members = {task.name: task for task in tasks}
         passes = PASSES_PER_STAGE * self.parallel.pp_size
         groups = RecordGroups(tasks, self.parallel, passes * TOKENS_PER_PASS, passes)
         sums = torch.zeros(len(tasks), _SUMS, dtype=torch.float64, device=self.parallel.device)
         tokens = TOKENS_PER_PASS
         while (group := groups.next()) is not None:
             try:
-                found, tokens = self._in_memory(members, group, tokens)
-                sums += found
+                figures, tokens = self._in_memory(members, group, tokens)
+                sums += figures
             except SharedError:
                 for name in members:  # on every rank
                     if name in groups.problems:
                         continue
                     try:
-                        own = [record for record in group if record.task == name]
-                        sums += self._in_memory(members, own, 1)[0]
+                        of_task = [record for record in group if record.task == name]
+                        sums += self._in_memory(members, of_task, 1)[0]
                     except SharedError as error:
                         groups.problems[name] = str(error)
         if self.parallel.world_size > 1:
             dist.all_reduce(sums)
         return {
-            one.name: SharedError(groups.problems[one.name])
-            if one.name in groups.problems
-            else _result(one, row)
-            for one, row in zip(tasks, sums.tolist(), strict=True)
+            task.name: SharedError(groups.problems[task.name])
+            if task.name in groups.problems
+            else _result(task, row)
+            for task, row in zip(tasks, sums.tolist(), strict=True)
         }
 
     def _in_memory(
@@ -187,9 +186,9 @@ class Evaluator(PassRunner):
             labels that are no end-of-sequence; and the records whose own candidate is the likeliest. Zeros on ranks
             that do not speak for their pipeline, so that the sum over all ranks counts every record once.
         """
-        found = torch.zeros(len(names), _SUMS, dtype=torch.float64, device=self.parallel.device)
+        stats = torch.zeros(len(names), _SUMS, dtype=torch.float64, device=self.parallel.device)
         if not group or not self.parallel.is_last_stage or self.parallel.tp_rank != 0:
-            return found
+            return stats
         at = 0
         for i, name in enumerate(names):
             records = [record for record in group if record.task == name]
@@ -198,10 +197,10 @@ class Evaluator(PassRunner):
             count, each = len(records), len(records[0].examples)
             table = sums[at : at + count * each].view(count, each, 4)  # [record, candidate, ...]
             at += count * each
-            own = torch.tensor([record.own for record in records], device=table.device)
-            found[i, :4] = table[torch.arange(count, device=table.device), own].sum(dim=0)
-            found[i, 4] = (table[:, :, 0].argmin(dim=1) == own).sum()
-        return found
+            correct = torch.tensor([record.own for record in records], device=table.device)
+            stats[i, :4] = table[torch.arange(count, device=table.device), correct].sum(dim=0)
+            stats[i, 4] = (table[:, :, 0].argmin(dim=1) == correct).sum()
+        return stats
 
     def _passes(
         self, members: Mapping[str, HeldOut], group: list[HeldOutRecord], max_tokens: int
@@ -211,26 +210,26 @@ class Evaluator(PassRunner):
         """
         sequences = [
             PackedSequence(record.task, i, example.tokens, example.labelled, 1.0)
-            for i, (record, example) in enumerate((one, own) for one in group for own in one.examples)
+            for i, (record, example) in enumerate((r, e) for r in group for e in r.examples)
         ]
         total = sum(len(sequence.tokens) for sequence in sequences)
         groups = filled(
             sequences,
-            lambda one: len(one.tokens),
+            lambda record: len(record.tokens),
             min(max_tokens, tokens_per_pass(total, self.parallel.pp_size)),
-            lambda one: members[one.task].batch_size or math.inf,
+            lambda record: members[record.task].batch_size or math.inf,
         )
-        return [self._pack(members, own) for own in self.as_many_everywhere(list(groups))]
+        return [self._pack(members, group) for group in self.as_many_everywhere(list(groups))]
 
     def _pack(self, members: Mapping[str, HeldOut], sequences: list[PackedSequence]) -> MicroBatch:
         host = pack(
             sequences,
             tuple(members),
-            {name: one.task.step for name, one in members.items()},
-            {name: one.task.position_offset for name, one in members.items()},
+            {name: task.task.step for name, task in members.items()},
+            {name: task.task.position_offset for name, task in members.items()},
             self.multiple,
             training=False,
-            slots={name: one.task.slot for name, one in members.items()},
+            slots={name: task.task.slot for name, task in members.items()},
         )
         return host.to(self.parallel.device)
 
@@ -239,7 +238,6 @@ def _result(task: HeldOut, sums: Sequence[float]) -> EvalResult:
     """The figures of a task.
 
     Args:
-        task: The task.
         sums: A row of what `Evaluator._sums` returns, over all records.
     """
     nll, labels, predicted, counted, likeliest = sums

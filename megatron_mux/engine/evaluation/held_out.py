@@ -47,7 +47,6 @@ class HeldOut:
 
     Attributes:
         task: The task, attached.
-        records: The records.
     """
 
     task: TaskState
@@ -194,17 +193,17 @@ class RecordGroups:
     def _mine(self) -> Iterator[tuple[int | None, HeldOutRecord]]:
         """This rank's records, each with the batch size of its task."""
         before = 0
-        for one in self.parallel.experts.share(self.tasks):
-            count = len(one.records)
+        for task in self.parallel.experts.share(self.tasks):
+            count = len(task.records)
             first = (self.parallel.dp_rank - before) % self.parallel.dp_size
-            classifies = one.choices is not None
+            classifies = task.choices is not None
             for number in range(first, count, self.parallel.dp_size):
-                if one.name in self.problems:
+                if task.name in self.problems:
                     break
                 try:
-                    found = one.records.candidates(number) if classifies else ([one.records[number]], 0)
+                    read = task.records.candidates(number) if classifies else ([task.records[number]], 0)
                 except UserError as error:
-                    self._unread[one.name] = str(error)
+                    self._unread[task.name] = str(error)
                     break
-                yield one.batch_size, HeldOutRecord(one.name, *found)
+                yield task.batch_size, HeldOutRecord(task.name, *read)
             before += count

@@ -32,7 +32,6 @@ class _Asked:
     """A held-out record as a prompt.
 
     Attributes:
-        task: The task.
         prompt: `[L]` int64.
         reference: The record's own completion, tokens, uncut.
     """
@@ -63,19 +62,19 @@ class _Texts:
 
     def add(self, asked: _Asked, completion: Completion) -> None:
         """Count a completion."""
-        own = self._text(completion.tokens)
+        text = self._text(completion.tokens)
         wanted = self._text(asked.reference.tolist())
         self.count += 1
         self.at_length += completion.finish == "length"
         self.at_positions += completion.finish == "positions"
-        self.exact += own == wanted
+        self.exact += text == wanted
         if "rouge" in self.task.metrics:
-            scores = self._scorer.score(wanted, own)
+            scores = self._scorer.score(wanted, text)
             for name in _ROUGE:
                 self.rouge[name] += scores[name].fmeasure
         if len(self.samples) < self.generates.samples:
             prompt = str(self._tokenizer.decode(asked.prompt.tolist()))
-            self.samples.append(Sample(prompt, own, wanted))
+            self.samples.append(Sample(prompt, text, wanted))
 
     def completed(self, result: EvalResult) -> EvalResult:
         """The evaluation's result with what was generated."""
@@ -132,23 +131,21 @@ def with_texts(
     Returns:
         By task, its result; or why there is none.
     """
-    found = dict(results)
-    texts = {
-        one.name: _Texts(one) for one in tasks if one.generates and isinstance(found[one.name], EvalResult)
-    }
+    given = dict(results)
+    texts = {t.name: _Texts(t) for t in tasks if t.generates and isinstance(given[t.name], EvalResult)}
     if not texts:
-        return found
+        return given
     problems: dict[str, SharedError] = {}
     generator = make(stop_tokens(next(iter(texts.values())).task.tokenizer))
     for asked in _prompts(texts, problems, parallel):
-        for one, completion in zip(asked, _completions(asked, texts, generator, problems), strict=True):
+        for prompt, completion in zip(asked, _completions(asked, texts, generator, problems), strict=True):
             if completion is not None:
-                texts[one.task].add(one, completion)
-    for name, own in texts.items():
-        result = found[name]
+                texts[prompt.task].add(prompt, completion)
+    for name, counts in texts.items():
+        result = given[name]
         assert isinstance(result, EvalResult)
-        found[name] = problems[name] if name in problems else own.completed(result)
-    return found
+        given[name] = problems[name] if name in problems else counts.completed(result)
+    return given
 
 
 def _completions(
@@ -162,33 +159,33 @@ def _completions(
     def prompts(of: Sequence[_Asked]) -> list[Prompt]:
         return [
             Prompt(
-                one.task,
-                one.prompt,
-                texts[one.task].generates.max_new_tokens,
-                texts[one.task].task.batch_size,
+                prompt.task,
+                prompt.prompt,
+                texts[prompt.task].generates.max_new_tokens,
+                texts[prompt.task].task.batch_size,
             )
-            for one in of
+            for prompt in of
         ]
 
     try:
         return list(generator.generate(prompts(asked)))
     except SharedError:  # on every rank
-        found: list[Completion | None] = [None] * len(asked)
+        completions: list[Completion | None] = [None] * len(asked)
         for name in texts:
-            own = [i for i, one in enumerate(asked) if one.task == name]
+            at = [i for i, prompt in enumerate(asked) if prompt.task == name]
             try:
-                for i, one in zip(own, generator.generate(prompts([asked[i] for i in own])), strict=True):
-                    found[i] = one
+                for i, text in zip(at, generator.generate(prompts([asked[i] for i in at])), strict=True):
+                    completions[i] = text
             except SharedError as error:
                 problems[name] = error
-        return found
+        return completions
 
 
 def _prompts(
     texts: Mapping[str, _Texts], problems: dict[str, SharedError], parallel: Parallel
 ) -> Iterator[list[_Asked]]:
     """Yield prompts, task after task, some at a time: the same on every rank, which reads all of them."""
-    numbers = [(name, number) for name, own in texts.items() for number in own.numbers]
+    numbers = [(name, number) for name, of_task in texts.items() for number in of_task.numbers]
     size = PROMPTS_AT_ONCE * parallel.dp_size
     for start in range(0, len(numbers), size):
         asked: list[_Asked] = []
@@ -197,23 +194,23 @@ def _prompts(
             if name in problems or name in unread:
                 continue
             try:
-                one = _asked(texts[name].task, number)
+                prompt = _asked(texts[name].task, number)
             except UserError as error:
                 unread[name] = str(error)
                 continue
-            if isinstance(one, Unprompted):
-                texts[name].unprompted[one] += 1
+            if isinstance(prompt, Unprompted):
+                texts[name].unprompted[prompt] += 1
             else:
-                asked.append(one)
+                asked.append(prompt)
         if parallel.total([bool(unread)])[0]:
-            for rank, own in enumerate(everyones(unread, parallel)):
-                for name, text in own.items():
+            for rank, problem_of in enumerate(everyones(unread, parallel)):
+                for name, text in problem_of.items():
                     problems.setdefault(name, SharedError(f"rank {rank}: {text}" if rank else text))
-            asked = [one for one in asked if one.task not in problems]
+            asked = [prompt for prompt in asked if prompt.task not in problems]
         yield asked
 
 
 def _asked(task: HeldOut, number: int) -> _Asked | Unprompted:
     assert isinstance(task.records, TaskDataset)  # see `HeldOut.generates`
-    found = prompt_and_completion(task.records, number)
-    return found if isinstance(found, Unprompted) else _Asked(task.name, *found)
+    record = prompt_and_completion(task.records, number)
+    return record if isinstance(record, Unprompted) else _Asked(task.name, *record)

@@ -26,21 +26,19 @@ def evaluate_preferences(log_probs: LogProbs, tasks: Sequence[HeldOut]) -> dict[
     Raises:
         SharedError: See `LogProbs.everywhere`.
     """
-    wanted = [_wanted(one) for one in tasks]
-    found = iter(log_probs.everywhere([own for some in wanted for own in some]))
-    return {
-        one.name: _result(one, [next(found) for _ in some]) for one, some in zip(tasks, wanted, strict=True)
-    }
+    wanted = [_wanted(task) for task in tasks]
+    each = iter(log_probs.everywhere([wanted_of for some in wanted for wanted_of in some]))
+    return {t.name: _result(t, [next(each) for _ in some]) for t, some in zip(tasks, wanted, strict=True)}
 
 
-def _wanted(one: HeldOut) -> list[Wanted]:
+def _wanted(held_out: HeldOut) -> list[Wanted]:
     """What a task's figures need: its completions, and for ORPO whole chosen sequences, for KTO mismatched ones."""
-    task, data, count = one.task, one.preferences, len(one.records)
+    task, data, count = held_out.task, held_out.preferences, len(held_out.records)
     assert isinstance(task, PreferenceTask)
     spec = task.task.spec.training
 
     def of(example: Callable[[int], Example], numbers: Sequence[int]) -> Wanted:
-        return Wanted(task, example, numbers, batch_size=one.batch_size)
+        return Wanted(task, example, numbers, batch_size=held_out.batch_size)
 
     wanted = [of(data.completion, range(count))]
     if spec.loss == "orpo":
@@ -51,16 +49,16 @@ def _wanted(one: HeldOut) -> list[Wanted]:
     return wanted
 
 
-def _result(one: HeldOut, found: Sequence[Tensor]) -> EvalResult:
+def _result(held_out: HeldOut, log_probs: Sequence[Tensor]) -> EvalResult:
     """A task's figures from the log-probabilities of what `_wanted` asks for."""
-    spec, count = one.task.task.spec.training, len(one.records)
-    policy, reference = found[0]
+    spec, count = held_out.task.task.spec.training, len(held_out.records)
+    policy, reference = log_probs[0]
     prompts, kl = torch.zeros_like(policy), torch.zeros((), dtype=policy.dtype)
     if spec.loss == "orpo":
-        prompts[0::2] = found[1][0] - policy[0::2]
+        prompts[0::2] = log_probs[1][0] - policy[0::2]
     if spec.needs_kl:
-        kl = kl_term(found[1])
-    constants = torch.from_numpy(constants_of(spec, one.preferences, range(count), None))
+        kl = kl_term(log_probs[1])
+    constants = torch.from_numpy(constants_of(spec, held_out.preferences, range(count), None))
     tokens, weights, signs = constants[1:4]
     sums = SequenceSums(policy, prompts, reference, tokens, weights, signs, kl)
     loss = loss_of(spec)

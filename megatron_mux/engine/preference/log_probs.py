@@ -97,7 +97,7 @@ class LogProbs(PassRunner):
         Raises:
             torch.OutOfMemoryError: There is no memory for a pass.
         """
-        sequences = [_Sequence(own, own.example(i)) for own in wanted for i in own.numbers]
+        sequences = [_Sequence(w, w.example(i)) for w in wanted for i in w.numbers]
         sums, _ = self._computed(sequences, recovers=False)
         if self.parallel.dp_size > 1 and self.parallel.is_last_stage:
             dist.all_reduce(sums, group=self.parallel.dp_group)
@@ -116,17 +116,17 @@ class LogProbs(PassRunner):
         Raises:
             SharedError: Some rank could not read a sequence, or ran out of memory in a pass.
         """
-        numbers = [(own, number) for own in wanted for number in own.numbers]
-        found = []
+        numbers = [(w, number) for w in wanted for number in w.numbers]
+        log_probs = []
         for first in range(0, len(numbers), _AT_ONCE):
             sequences, problem = list[_Sequence](), ""
             try:
-                sequences = [_Sequence(own, own.example(i)) for own, i in numbers[first : first + _AT_ONCE]]
+                sequences = [_Sequence(w, w.example(i)) for w, i in numbers[first : first + _AT_ONCE]]
             except UserError as error:
                 problem = str(error)
             raise_on_every_rank(problem, self.parallel)
-            found.append(self._everywhere(sequences))
-        return _of_each(wanted, torch.cat(found, dim=1))
+            log_probs.append(self._everywhere(sequences))
+        return _of_each(wanted, torch.cat(log_probs, dim=1))
 
     def _everywhere(self, sequences: Sequence[_Sequence]) -> Tensor:
         sums, failed = self._computed(sequences, None)
@@ -155,16 +155,16 @@ class LogProbs(PassRunner):
             return len(sequences[i].wanted.rows) * len(sequences[i].example.tokens)
 
         def of_pipeline(rank: int) -> list[list[int]]:
-            own = range(rank, len(sequences), size)
-            return list(filled(own, tokens, together=lambda i: sequences[i].wanted.together))
+            positions = range(rank, len(sequences), size)
+            return list(filled(positions, tokens, together=lambda i: sequences[i].wanted.together))
 
-        own = of_pipeline(self.parallel.dp_rank)
+        groups = of_pipeline(self.parallel.dp_rank)
         if self.in_step:
             # Every rank knows all sequences: nothing is exchanged.
             most = max(len(of_pipeline(rank)) for rank in range(size))
-            own += [[] for _ in range(most - len(own))]
-        tasks = list({one.wanted.names: one.wanted.task for one in sequences}.values())
-        return [self._pack(sequences, group, tasks) for group in own]
+            groups += [[] for _ in range(most - len(groups))]
+        tasks = list({sequence.wanted.names: sequence.wanted.task for sequence in sequences}.values())
+        return [self._pack(sequences, group, tasks) for group in groups]
 
     def _pack(
         self, sequences: Sequence[_Sequence], group: Sequence[int], tasks: Sequence[PreferenceTask]
@@ -190,7 +190,7 @@ class LogProbs(PassRunner):
 
 def _of_each(wanted: Sequence[Wanted], sums: Tensor) -> list[Tensor]:
     """The columns of each task."""
-    return list(sums.split([len(own.numbers) for own in wanted], dim=1))
+    return list(sums.split([len(w.numbers) for w in wanted], dim=1))
 
 
 def kl_term(log_probs: Tensor) -> Tensor:

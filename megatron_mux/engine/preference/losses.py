@@ -59,21 +59,21 @@ def constants_of(
         cached: `[n]` log-probabilities of all its sequences under the reference; None: zeros.
     """
     chosen = list(sequences)
-    found = np.zeros((_CONSTANTS, len(chosen)))
+    constants = np.zeros((_CONSTANTS, len(chosen)))
     good = data.desirable[chosen]
-    found[0] = data.starts[chosen] if spec.loss == "orpo" else 0
-    found[1] = data.completion_counts[chosen]
-    found[2] = np.where(good, spec.desirable_weight, spec.undesirable_weight)
+    constants[0] = data.starts[chosen] if spec.loss == "orpo" else 0
+    constants[1] = data.completion_counts[chosen]
+    constants[2] = np.where(good, spec.desirable_weight, spec.undesirable_weight)
     if spec.loss == "orpo":
-        found[2] = 1 / data.label_counts[chosen][0::2].sum()
-    found[3] = np.where(good, 1.0, -1.0)
+        constants[2] = 1 / data.label_counts[chosen][0::2].sum()
+    constants[3] = np.where(good, 1.0, -1.0)
     if cached is not None:
-        found[4] = cached[chosen]
-    return found
+        constants[4] = cached[chosen]
+    return constants
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _StepTask:
     """A preference task in one of the steps.
 
     Attributes:
@@ -94,26 +94,26 @@ class _Entry:
 
     @property
     def places(self) -> slice:
-        """Its part of the tables: a place for the completion and one for the prompt of each sequence."""
+        """Its part of the sums: a place for the completion and one for the prompt of each sequence."""
         return slice(1 + 2 * self.first, 1 + 2 * self.stop)
 
 
 class PreferenceLosses(StepPart):
     """What the preference tasks of one or several steps have computed so far on this rank.
 
-    Tables have a place for the completion and for the prompt of each sequence. Their first place takes all rows of
-    other tasks, and is never read.
+    Sums of log-likelihoods have a place for the completion and for the prompt of each sequence. Their first place takes
+    all rows of other tasks, and is never read.
     """
 
     def __init__(self, burst: Burst) -> None:
         super().__init__(burst)
-        self._entries: list[dict[str, _Entry]] = []
+        self._step_tasks: list[dict[str, _StepTask]] = []
         tasks, steps = burst.tasks, len(burst.steps)
         device, constants, at = burst.parallel.device, [], 0
         first = np.zeros((steps, len(tasks)), np.int64)
         wide = np.array([2 * isinstance(task, PreferenceTask) for task in tasks.values()], np.int64)
         for later in range(steps):
-            entries: dict[str, _Entry] = {}
+            step_tasks: dict[str, _StepTask] = {}
             for i, (name, task) in enumerate(tasks.items()):
                 if not isinstance(task, PreferenceTask):
                     continue
@@ -123,10 +123,10 @@ class PreferenceLosses(StepPart):
                 good = int((constants[-1][3] > 0).sum())
                 records = len(chosen) // spec.sequences_per_record
                 stop = at + len(chosen)
-                entries[name] = _Entry(name, i, at, stop, good, records, loss_of(spec))
+                step_tasks[name] = _StepTask(name, i, at, stop, good, records, loss_of(spec))
                 first[later, i] = 1 + 2 * at
                 at = stop
-            self._entries.append(entries)
+            self._step_tasks.append(step_tasks)
         everything = torch.from_numpy(np.concatenate(constants, axis=1))
         self._starts, self._tokens, self._weights, self._signs, cached = runtime.to_device(everything, device)
         self._first = runtime.to_device(torch.from_numpy(first), device)
@@ -146,11 +146,11 @@ class PreferenceLosses(StepPart):
 
     def before_steps(self, stages: Stages, communicator: Communicator) -> None:
         """Compute KTO's KL term of each task that has one; only bursts of one step have such tasks."""
-        mismatched = {name: own for name, own in self.burst.steps[0].beside.items() if own}
+        mismatched = {name: read for name, read in self.burst.steps[0].extra_examples.items() if read}
         if mismatched:
             log_probs = LogProbs(stages, self.burst.parallel, communicator)
-            found = log_probs.on_last_stage(self._wanted(mismatched))
-            self._kl = {name: kl_term(own) for name, own in zip(mismatched, found, strict=True)}
+            sums = log_probs.on_last_stage(self._wanted(mismatched))
+            self._kl = {name: kl_term(own_sums) for name, own_sums in zip(mismatched, sums, strict=True)}
 
     def _wanted(self, mismatched: Mapping[str, Sequence[Example]]) -> list[Wanted]:
         """What the KL terms need, in passes of no more sequences than a micro-batch that trains has of these tasks.
@@ -163,23 +163,23 @@ class PreferenceLosses(StepPart):
             passes = bucket.micro_batches * self.burst.parallel.dp_size
             most |= dict.fromkeys(names, sum(len(mismatched[name]) for name in names) // passes)
         wanted = []
-        for name, own in mismatched.items():
+        for name, read in mismatched.items():
             task = self.burst.tasks[name]
             assert isinstance(task, PreferenceTask)
-            wanted.append(Wanted(task, own.__getitem__, range(len(own)), batch_size=max(2, most[name])))
+            wanted.append(Wanted(task, read.__getitem__, range(len(read)), batch_size=max(2, most[name])))
         return wanted
 
     def width(self, names: Sequence[str]) -> int:
         """Figures of each task of a bucket, if one of them learns a preference."""
-        return FIGURES if any(name in self._entries[0] for name in names) else 0
+        return FIGURES if any(name in self._step_tasks[0] for name in names) else 0
 
-    def before_loss(self, entry: int, batch: MicroBatch) -> None:
+    def before_loss(self, bucket: int, batch: MicroBatch) -> None:
         """Have rows scaled later whose losses are coupled; those of references have no gradient."""
-        if not batch.training or any(name in batch.task_rows for name in self._of(entry)):
+        if not batch.training or any(name in batch.task_rows for name in self._of(bucket)):
             batch.row_scale = RowScale()
 
-    def _of(self, entry: int) -> dict[str, _Entry]:
-        return self._entries[self.burst.step(entry)]
+    def _of(self, bucket: int) -> dict[str, _StepTask]:
+        return self._step_tasks[self.burst.step(bucket)]
 
     def _places(self, step: int, batch: MicroBatch) -> Tensor:
         """`[N]` int64, the place of each labelled row's log-probability."""
@@ -190,67 +190,67 @@ class PreferenceLosses(StepPart):
         places += (groups.token_index + 1 < starts) * (wide // 2)
         return places
 
-    def after_loss(self, entry: int, batch: MicroBatch, nll: Tensor) -> None:
+    def after_loss(self, bucket: int, batch: MicroBatch, nll: Tensor) -> None:
         """Add up the log-likelihoods of each sequence, with the tasks' adapters or with their references."""
         if batch.row_scale is None:
             return
-        table = self._policy if batch.training else self._live
-        table.index_add_(0, self._places(self.burst.step(entry), batch), nll.double())
+        nll_sums = self._policy if batch.training else self._live
+        nll_sums.index_add_(0, self._places(self.burst.step(bucket), batch), nll.double())
 
-    def before_backward(self, entry: int, batch: MicroBatch) -> None:
+    def before_backward(self, bucket: int, batch: MicroBatch) -> None:
         """Set the factors of a batch's rows."""
         if batch.row_scale is None or not batch.training:
             return
-        own = [one for name, one in self._of(entry).items() if name in batch.task_rows]
+        tasks = [task for name, task in self._of(bucket).items() if name in batch.task_rows]
         with torch.enable_grad():
-            table = self._policy.detach().requires_grad_()
-            losses = [one.loss.per_record(self._sums(one, table)).sum() / one.records for one in own]
-            (factors,) = torch.autograd.grad(losses, [table], [torch.ones_like(loss) for loss in losses])
+            nll_sums = self._policy.detach().requires_grad_()
+            losses = [task.loss.per_record(self._sums(task, nll_sums)).sum() / task.records for task in tasks]
+            (factors,) = torch.autograd.grad(losses, [nll_sums], [torch.ones_like(loss) for loss in losses])
         factors[0] = 1.0
-        batch.row_scale.factors = factors[self._places(self.burst.step(entry), batch)]
+        batch.row_scale.factors = factors[self._places(self.burst.step(bucket), batch)]
 
-    def _sums(self, entry: _Entry, table: Tensor) -> SequenceSums:
-        own, part = slice(entry.first, entry.stop), table[entry.places]
-        reference = self._cached[own] - self._live[entry.places][0::2]
-        constants = self._tokens[own], self._weights[own], self._signs[own]
+    def _sums(self, task: _StepTask, nll_sums: Tensor) -> SequenceSums:
+        sequences, part = slice(task.first, task.stop), nll_sums[task.places]
+        reference = self._cached[sequences] - self._live[task.places][0::2]
+        constants = self._tokens[sequences], self._weights[sequences], self._signs[sequences]
         return SequenceSums(
-            -part[0::2], -part[1::2], reference, *constants, self._kl.get(entry.name, self._no_kl)
+            -part[0::2], -part[1::2], reference, *constants, self._kl.get(task.name, self._no_kl)
         )
 
-    def after_passes(self, entry: int, losses: Tensor) -> None:
+    def after_passes(self, bucket: int, losses: Tensor) -> None:
         """Set the losses of a bucket's preference tasks to this pipeline's share, and compute their figures."""
-        names = self.burst.bucket(entry).tasks
-        own = {name: one for name, one in self._of(entry).items() if name in names}
-        if not own:
+        names = self.burst.bucket(bucket).tasks
+        tasks = {name: task for name, task in self._of(bucket).items() if name in names}
+        if not tasks:
             return
         dp_size = self.burst.parallel.dp_size
         if dp_size > 1:
-            places = torch.cat([torch.arange(one.places.start, one.places.stop) for one in own.values()])
+            places = torch.cat([torch.arange(task.places.start, task.places.stop) for task in tasks.values()])
             self._sum_pipelines(runtime.to_device(places, self._policy.device))
         figures = torch.zeros(len(names), FIGURES, dtype=torch.float64, device=losses.device)
-        for name, one in own.items():
-            sums = self._sums(one, self._policy)
-            losses[one.task] = one.loss.per_record(sums).mean() / dp_size
-            figures[names.index(name)] = one.loss.figures(sums)
-        self._figures[entry] = figures
+        for name, task in tasks.items():
+            sums = self._sums(task, self._policy)
+            losses[task.task] = task.loss.per_record(sums).mean() / dp_size
+            figures[names.index(name)] = task.loss.figures(sums)
+        self._figures[bucket] = figures
 
-    def columns_of_last_stage(self, entry: int) -> Tensor:
+    def columns_of_last_stage(self, bucket: int) -> Tensor:
         """See `PreferenceLoss.figures`; over all pipelines."""
-        return self._figures.pop(entry)
+        return self._figures.pop(bucket)
 
     def _sum_pipelines(self, places: Tensor) -> None:
-        """Sum the tables over pipelines, each of which has some of the sequences."""
+        """Sum the sums of log-likelihoods over pipelines, each of which has some of the sequences."""
         both = torch.stack([self._policy[places], self._live[places]])
         dist.all_reduce(both, group=self.burst.parallel.dp_group)
         self._policy[places], self._live[places] = both[0], both[1]
 
     def fields(self, step: int, name: str, values: Sequence[float]) -> Mapping[str, Any]:
         """What `metrics.jsonl` says of a preference task's step."""
-        entry = self._entries[step].get(name)
-        if entry is None:
+        task = self._step_tasks[step].get(name)
+        if task is None:
             return {}
-        bad = entry.stop - entry.first - entry.good
-        return {"metrics": named(entry.loss, values, entry.good, bad, entry.records)}
+        bad = task.stop - task.first - task.good
+        return {"metrics": named(task.loss, values, task.good, bad, task.records)}
 
 
 def named(
@@ -266,17 +266,17 @@ def named(
         records: Records.
     """
     chosen, rejected, right, chosen_logps, rejected_logps, extra, ratio, odds = figures
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     if good:
-        found |= {"rewards/chosen": chosen / good, "logps/chosen": chosen_logps / good}
+        metrics |= {"rewards/chosen": chosen / good, "logps/chosen": chosen_logps / good}
     if bad:
-        found |= {"rewards/rejected": rejected / bad, "logps/rejected": rejected_logps / bad}
+        metrics |= {"rewards/rejected": rejected / bad, "logps/rejected": rejected_logps / bad}
     if good and bad:
-        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
     if loss.loss != "kto":
-        found["rewards/accuracies"] = right / records
+        metrics["rewards/accuracies"] = right / records
     if loss.loss == "orpo":
-        found |= {"nll_loss": extra, "log_odds_ratio": ratio / records, "log_odds_chosen": odds / records}
+        metrics |= {"nll_loss": extra, "log_odds_ratio": ratio / records, "log_odds_chosen": odds / records}
     elif loss.variant == "kto":
-        found["kl"] = extra
-    return found
+        metrics["kl"] = extra
+    return metrics

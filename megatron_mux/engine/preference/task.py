@@ -24,7 +24,7 @@ def problem_of_preference(spec: TaskSpec, shape: BackboneShape) -> str:
 
     The gradient of an output layer is summed before the loss is known.
     """
-    if spec.training.is_preference and any("head" in own.places for own in spec.adapter.own_rows(shape)):
+    if spec.training.is_preference and any("head" in rows.places for rows in spec.adapter.own_rows(shape)):
         return (
             f"adapter: an output layer, or rows of it, cannot be trained with loss: {spec.training.loss}: leave it out "
             "of modules_to_save and trainable_token_indices"
@@ -86,7 +86,7 @@ class PreferenceTask(TaskState):
         """One: the weights of rows follow from the step's log-probabilities (`engine.preference.losses`)."""
         return 1.0
 
-    def read_beside(self, step: int) -> list[Example]:
+    def extra_examples(self, step: int) -> list[Example]:
         """KTO's mismatched sequences: each prompt with the completion of the record before it."""
         if not self.task.spec.training.needs_kl:
             return []

@@ -264,14 +264,14 @@ class PassCost:
         """
         compute = _scale(self.compute, sum(self.kinds[kind].compute for kind in of))
         message = _scale(self.messages, sum(self.kinds[kind].message for kind in of))
-        found, before = [], 0.0
+        pieces, before = [], 0.0
         for kind in layers:
-            own = self.kinds[kind]
-            for piece in own.pieces:
-                found.append(PieceCost(before + piece.compute * compute, piece.message * message))
+            costs = self.kinds[kind]
+            for piece in costs.pieces:
+                pieces.append(PieceCost(before + piece.compute * compute, piece.message * message))
                 before = 0.0
-            before += own.after * compute
-        return [*found, PieceCost(before)]
+            before += costs.after * compute
+        return [*pieces, PieceCost(before)]
 
 
 def _scale(whole: float, parts: float) -> float:
@@ -295,16 +295,16 @@ class Overlap:
     def seconds(self, passes: Sequence[PassCost], stage: int) -> float:
         """Seconds in which a stage computes these passes, which share a clock."""
         layers = self.stages[stage]
-        found = sum(own.outside for own in passes)
+        total = sum(p.outside for p in passes)
         # Layers of one kind after the other: their order does not matter to what is hidden in each.
         for kind in dict.fromkeys(layers):
-            found += self._alike(passes, kind, layers)
-        return found
+            total += self._alike(passes, kind, layers)
+        return total
 
     def order(self, passes: Sequence[PassCost], stage: int, backward: bool) -> str:
         """The launch order of these passes through a stage."""
         layers = self.stages[stage][:: -1 if backward else 1]
-        chains = [own.chain(layers, layers) for own in passes]
+        chains = [p.chain(layers, layers) for p in passes]
         return encode(best_order(chains, self.interleave, self.share))
 
     def _alike(self, passes: Sequence[PassCost], kind: int, of: Sequence[int]) -> float:
@@ -313,13 +313,13 @@ class Overlap:
         if layers <= few:
             return min(self._simulated(passes, [kind] * layers, of))
         # What a layer more takes, in each kind of order, is known after a few.
-        found, before = (self._simulated(passes, [kind] * count, of) for count in (few, less))
+        seconds, before = (self._simulated(passes, [kind] * count, of) for count in (few, less))
         beyond = (layers - few) / (few - less)
-        return min(more + (more - fewer) * beyond for more, fewer in zip(found, before, strict=True))
+        return min(more + (more - fewer) * beyond for more, fewer in zip(seconds, before, strict=True))
 
     def _simulated(self, passes: Sequence[PassCost], layers: Sequence[int], of: Sequence[int]) -> list[float]:
         """Seconds of some layers in each of the orders that are tried."""
-        chains = [own.chain(layers, of) for own in passes]
+        chains = [p.chain(layers, of) for p in passes]
         tried = _orders(chains, self.interleave, self.share)
         return [simulate(chains, order, self.share).seconds for order in tried]
 

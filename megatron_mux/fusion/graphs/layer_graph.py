@@ -109,8 +109,8 @@ def _make_ready(adapters: AdapterSet, batch: MicroBatch) -> None:
     _ = batch.groups.slot_set
     for op in adapters.ops:
         op.others(frozenset())
-        for own in op.tables.low_rank.of_slot.values():
-            for term, _ in own:
+        for terms in op.tables.low_rank.of_slot.values():
+            for term, _ in terms:
                 term.down.requires_grad_()
                 term.up.requires_grad_()
 
@@ -149,9 +149,9 @@ def _low_rank_linear(
         for slot, (start, stop) in zip(groups.slots, groups.rows, strict=True):
             if slot not in table.of_slot:
                 continue
-            own = x if stop - start == x.shape[0] else x[start:stop]
+            rows = x if stop - start == x.shape[0] else x[start:stop]
             for term, _ in table.of_slot[slot]:
-                added = F.linear(F.linear(own, term.down), term.up) * term.scale
+                added = F.linear(F.linear(rows, term.down), term.up) * term.scale
                 if term.columns is not None:
                     added = x.new_zeros(stop - start, y.shape[1]).index_add(1, term.columns, added)
                 if stop - start < y.shape[0]:

@@ -53,7 +53,7 @@ class OperatorCosts:
             module: The module that it belongs to.
             backward: Whether it is part of the backward.
         """
-        given = [_value(own) for own in node.all_input_nodes]
+        given = [_value(source) for source in node.all_input_nodes]
         made = [_value(user) for user in node.users] if _value(node) is None else [_value(node)]
         tensors = [tensor for tensor in (*given, *made) if tensor is not None]
         elements = max((tensor.numel() for tensor in tensors), default=0)
@@ -87,7 +87,7 @@ def operators_of(graph: fx.Graph, costs: OperatorCosts, backward: bool) -> list[
     """
     source: dict[fx.Node, str] = {}  # of each node, the operator whose result it is
     kinds: dict[str, str] = {}
-    found: list[Operator] = []
+    operators: list[Operator] = []
     for node in graph.nodes:
         if node.op != "call_function" or str(node.target).startswith(_ALLOCATIONS):
             continue
@@ -101,16 +101,16 @@ def operators_of(graph: fx.Graph, costs: OperatorCosts, backward: bool) -> list[
             if node_of_result in source:
                 source[node] = source[node_of_result]
             continue
-        inputs = tuple(dict.fromkeys(source[own] for own in node.all_input_nodes if own in source))
+        inputs = tuple(dict.fromkeys(source[n] for n in node.all_input_nodes if n in source))
         module = _module(node)
         kind: Any = _COLLECTIVES.get(node.target) or _side(node, [kinds[name] for name in inputs])
         parts = [module, ADAPTER if kind == "adapter" and module else "", node.name]
         name = ".".join(part for part in parts if part)
         seconds = costs.seconds(node, kind, module, backward)
         given = _value(node.all_input_nodes[0]) if kind in get_args(MessageKind) else None
-        found.append(Operator(name, kind, inputs, seconds, 0 if given is None else given.nbytes))
+        operators.append(Operator(name, kind, inputs, seconds, 0 if given is None else given.nbytes))
         source[node], kinds[name] = name, kind
-    return found
+    return operators
 
 
 def layer_subgraphs(

@@ -31,11 +31,11 @@ def timeline(subgraphs: Sequence[Subgraph]) -> Iterator[tuple[str, float, float,
 def to_svg(layers: Sequence[LayerSubgraphs]) -> str:
     """Draw both passes of each kind of layer: a lane for computation, below it one for messages."""
     rows = []
-    for own in layers:
-        for name, subgraphs in own.passes.items():
-            spans = [_span(*one) for one in timeline(subgraphs)]
+    for graphs in layers:
+        for name, subgraphs in graphs.passes.items():
+            spans = [_span(*pair) for pair in timeline(subgraphs)]
             whole = max((span.stop for span in spans), default=0.0)
-            rows.append(Lanes(f"{str(own).partition(';')[0]}, {name}: {whole * 1e3:.4g} ms", spans))
+            rows.append(Lanes(f"{str(graphs).partition(';')[0]}, {name}: {whole * 1e3:.4g} ms", spans))
     parts, height = draw(rows, _COLOURS)
     return document(parts, height + 6)
 

@@ -81,9 +81,9 @@ class Subgraph:
     def __str__(self) -> str:
         sent = f", then {self.message} of {self.bytes} bytes" if self.message else ""
         after = "".join(
-            f"; {what} {', '.join(map(str, found))}"
-            for what, found in (("needs", self.needs), ("awaits the message of", self.awaits))
-            if found
+            f"; {what} {', '.join(map(str, those))}"
+            for what, those in (("needs", self.needs), ("awaits the message of", self.awaits))
+            if those
         )
         took = f"{self.seconds * 1e3:.3g} ms" + f" + {self.message_seconds * 1e3:.3g} ms" * bool(self.message)
         return f"depth {self.depth}, {self.kind}: {', '.join(self.modules)}{sent} ({took}){after}"
@@ -160,7 +160,7 @@ def segment(operators: Sequence[Operator]) -> tuple[Subgraph, ...]:
     clusters: dict[tuple[int, SubgraphKind], list[Operator]] = {}
     for operator, level in zip(operators, _levels(operators), strict=True):
         clusters.setdefault((level, _side(operator)), []).append(operator)
-    found: list[Subgraph] = []
+    subgraphs: list[Subgraph] = []
     place: dict[str, int] = {}
     messages = {operator.name for operator in operators if operator.is_message}
     parts = ((key[1], part) for key in sorted(clusters) for part in _parts(clusters[key]))
@@ -170,18 +170,18 @@ def segment(operators: Sequence[Operator]) -> tuple[Subgraph, ...]:
         before = {place[name] for name in known}
         last = part[-1]
         computed = sum(operator.seconds for operator in part if not operator.is_message)
-        found.append(
+        subgraphs.append(
             Subgraph(
                 kind,
                 tuple(operator.name for operator in part),
                 computed,
-                max((found[i].depth + 1 for i in before), default=0),
+                max((subgraphs[i].depth + 1 for i in before), default=0),
                 tuple(sorted({place[name] for name in known - messages})),
                 tuple(sorted({place[name] for name in known & messages})),
                 *((last.kind, last.bytes, last.seconds) if last.is_message else ()),
             )
         )
-    return tuple(found)
+    return tuple(subgraphs)
 
 
 def _side(operator: Operator) -> SubgraphKind:

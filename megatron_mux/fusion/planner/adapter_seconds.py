@@ -47,24 +47,24 @@ class AdapterSeconds:
         shape = (len(rows), 2, self._stages, len(ORDER))
         fused, longest = np.zeros(shape), np.zeros(shape)
         for op, tasks, curves, counts, kind in self._alike:
-            own = rows[:, tasks]
-            batch, member = np.nonzero(own)
+            of_tasks = rows[:, tasks]
+            batch, member = np.nonzero(of_tasks)
             if not len(batch):
                 continue
-            sizes = own[batch, member]
+            sizes = of_tasks[batch, member]
             starts = np.flatnonzero(np.diff(batch, prepend=-1))
             alone = np.array([self._one(curve, op, sizes) for curve in curves])  # [C, 2, N]
             used = alone.copy()
-            for one, curve in zip(used, curves, strict=True):
+            for of_curve, curve in zip(used, curves, strict=True):
                 if (shares := self._curves.get(f"utilisation:{curve.name}")) is not None:
-                    one *= shares.many(sizes)
+                    of_curve *= shares.many(sizes)
             place = (batch[starts], slice(None), slice(None), ORDER.index(op))
             total = np.add.reduceat(np.einsum("cwn,cs->nws", used, counts), starts)
             most = np.maximum.reduceat(np.einsum("cwn,cs->nws", alone, counts), starts)
             fused[place] += total[:, :, kind]
             longest[place] = np.maximum(longest[place], most[:, :, kind])
-        found: Array = np.maximum(fused, longest)
-        return found
+        seconds: Array = np.maximum(fused, longest)
+        return seconds
 
     def _one(self, curve: Curve, op: str, rows: Array) -> Array:
         """`[2, N]` seconds of one adapter: linear in its size between and beyond those that were measured.
@@ -87,17 +87,17 @@ class AdapterSeconds:
 
 def _measured_sizes(curves: Iterable[str]) -> dict[str, list[int]]:
     """For each kind of adapter at a BaseOp the sizes that were measured, from the names of a profile's curves."""
-    found: dict[str, list[int]] = {}
+    sizes: dict[str, list[int]] = {}
     for name in curves:
         kind, _, measured = name.rpartition(":")
         if kind.count(":") == 1 and measured.isdigit():
-            insort(found.setdefault(kind, []), int(measured))
-    return found
+            insort(sizes.setdefault(kind, []), int(measured))
+    return sizes
 
 
 def _alike(loads: Sequence[TaskLoad], stages: Sequence[range]) -> list[_Alike]:
     """All tasks by the adapters they have at each BaseOp, those left out that take no seconds."""
-    found: dict[tuple[Any, ...], list[int]] = {}
+    alike: dict[tuple[Any, ...], list[int]] = {}
     stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     for task, load in enumerate(loads):
         of_ops: dict[BaseOpName, dict[Curve, list[int]]] = {}
@@ -105,9 +105,9 @@ def _alike(loads: Sequence[TaskLoad], stages: Sequence[range]) -> list[_Alike]:
             if site.curve is not None:
                 counts = of_ops.setdefault(site.op, {}).setdefault(site.curve, [0] * len(stages))
                 counts[stage_of[site.layer]] += 1
-        for op, own in of_ops.items():
-            found.setdefault((op, tuple(own), tuple(map(tuple, own.values()))), []).append(task)
+        for op, indices in of_ops.items():
+            alike.setdefault((op, tuple(indices), tuple(map(tuple, indices.values()))), []).append(task)
     return [
         (op, tasks, curves, *np.unique(np.array(counts), axis=1, return_inverse=True))
-        for (op, curves, counts), tasks in found.items()
+        for (op, curves, counts), tasks in alike.items()
     ]

@@ -125,8 +125,8 @@ class ArrangementEvaluator:
     def least(self, partitions: Sequence[Sequence[Hybrid]], micro_batches: int) -> list[float]:
         """Seconds that no grouping of each of these partitions can beat; infinite if a hybrid task does not fit."""
         self.spent += sum(map(len, partitions))
-        costs = iter(self.hybrids([hybrid for own in partitions for hybrid in own], micro_batches))
-        return self._least([list(islice(costs, len(own))) for own in partitions])
+        costs = iter(self.hybrids([hybrid for hybrids in partitions for hybrid in hybrids], micro_batches))
+        return self._least([list(islice(costs, len(hybrids))) for hybrids in partitions])
 
     def bound(self, buckets: Buckets, micro_batches: int) -> float:
         """Seconds that no order of these buckets can beat; infinite if one of them does not fit."""
@@ -142,14 +142,14 @@ class ArrangementEvaluator:
         if self.limit is None:
             return bounds
         return [
-            bound if all(fits(cost, self.limit) for cost in own) else math.inf
-            for own, bound in zip(sets, bounds, strict=True)
+            bound if all(fits(cost, self.limit) for cost in seconds) else math.inf
+            for seconds, bound in zip(sets, bounds, strict=True)
         ]
 
     def orders(self, buckets: Buckets, micro_batches: int) -> list[Buckets]:
         """Buckets in the entry orders that are worth trying, that of MuxTune's rule 1 first."""
-        found = entry_orders([self._bucket(hybrids, micro_batches) for hybrids in buckets])
-        return [tuple(buckets[i] for i in order) for order in found]
+        orders = entry_orders([self._bucket(hybrids, micro_batches) for hybrids in buckets])
+        return [tuple(buckets[i] for i in order) for order in orders]
 
     def latency(self, grouped: Buckets, micro_batches: int, below: float = math.inf) -> Arrangement | None:
         """These buckets, entering in this order; None if they take at least `below`."""

@@ -37,7 +37,7 @@ class BackboneTimeModel:
         self.curves = curves
         has_experts = [shape.has_experts(layer) for layer in range(shape.layers)]
         self.experts = sorted(set(has_experts))
-        self.kinds = [self.experts.index(own) for own in has_experts]
+        self.kinds = [self.experts.index(kind) for kind in has_experts]
         self.half = curves["attention_half"]
         self.mlps = [summed([curves[op] for op in mlp_operators(shape, experts)]) for experts in self.experts]
         known = base_ops(shape)
@@ -80,31 +80,31 @@ class BackboneTimeModel:
         whole = np.stack([half + mlp.many(rows) for mlp in self.mlps], axis=2)  # [2, B, M]
         last = self.mlps[self.kinds[-1]]
         trimmed = last.many(labels) - last.many(rows)
-        found = np.zeros((len(rows), 2, len(self.starts)))
+        seconds = np.zeros((len(rows), 2, len(self.starts)))
         above = self.from_layer(layer)  # [B, M, S]
-        found[:, 0] = whole[0] @ self.layers + attention[:, 0] * self.layers.sum(axis=0)
-        found[:, 1] = np.einsum("bm,bms->bs", whole[1], above) + attention[:, 1] * above.sum(axis=1)
+        seconds[:, 0] = whole[0] @ self.layers + attention[:, 0] * self.layers.sum(axis=0)
+        seconds[:, 1] = np.einsum("bm,bms->bs", whole[1], above) + attention[:, 1] * above.sum(axis=1)
         cut = np.stack([curve.many(rows)[1] for curve in self.below])[op, np.arange(len(rows))]
         cored = (op >= ORDER.index("linear_proj"))[:, None] * attention[:, 1]
-        found[:, 1] = np.maximum(0.0, found[:, 1] - self.is_at(layer) * (cut[:, None] + cored))
-        found[:, 0, -1] += trimmed[0]
+        seconds[:, 1] = np.maximum(0.0, seconds[:, 1] - self.is_at(layer) * (cut[:, None] + cored))
+        seconds[:, 0, -1] += trimmed[0]
         trained = above[:, :, -1].sum(axis=1) > 0
-        found[:, 1, -1] = np.maximum(0.0, found[:, 1, -1] + trimmed[1] * trained)
+        seconds[:, 1, -1] = np.maximum(0.0, seconds[:, 1, -1] + trimmed[1] * trained)
         if "dequantise" in self.curves:  # once a pass, whatever the rows
             once = self.curves["dequantise"].at(1)
-            found[:, 0] += once[0] * self.layers.sum(axis=0)
-            found[:, 1] += once[1] * above.sum(axis=1)
+            seconds[:, 0] += once[0] * self.layers.sum(axis=0)
+            seconds[:, 1] += once[1] * above.sum(axis=1)
         if recomputes:
-            found[:, 1] += np.einsum("bm,bms->bs", whole[0], above) + attention[:, 0] * above.sum(axis=1)
-            found[:, 1, -1] += trimmed[0] * trained
-        return found
+            seconds[:, 1] += np.einsum("bm,bms->bs", whole[0], above) + attention[:, 0] * above.sum(axis=1)
+            seconds[:, 1, -1] += trimmed[0] * trained
+        return seconds
 
     def outside(self, rows: Array, labels: Array) -> Array:
         """`[B, 2, S]` seconds of embedding and loss head, for `[B]` rows and labels."""
-        found = np.zeros((len(rows), 2, len(self.starts)))
-        found[:, 0, 0] += self.curves["entry"].many(rows)[0]
-        found[:, :, -1] += self.curves["head"].many(labels).T
-        return found
+        seconds = np.zeros((len(rows), 2, len(self.starts)))
+        seconds[:, 0, 0] += self.curves["entry"].many(rows)[0]
+        seconds[:, :, -1] += self.curves["head"].many(labels).T
+        return seconds
 
     def dense_seconds(self, rows: float) -> float:
         """Seconds of all layers' operators that depend on the number of rows alone, forward and backward."""
@@ -113,10 +113,10 @@ class BackboneTimeModel:
 
     def from_layer(self, layer: npt.NDArray[np.int64]) -> Array:
         """`[B, M, S]` layers of each kind on each stage, from a layer `[B]` on; -1: from the embedding on."""
-        found: Array = self.above[np.maximum(layer, 0)]
-        return found
+        above: Array = self.above[np.maximum(layer, 0)]
+        return above
 
     def is_at(self, layer: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """`[B, S]` whether a layer `[B]` is on a stage."""
-        found: npt.NDArray[np.bool_] = (self.starts <= layer[:, None]) & (layer[:, None] < self.stops)
-        return found
+        is_at: npt.NDArray[np.bool_] = (self.starts <= layer[:, None]) & (layer[:, None] < self.stops)
+        return is_at

@@ -66,9 +66,9 @@ def _best_cut(totals: Sequence[float], parts: int, limit: float, by_maximum: boo
                 weight = totals[stop] - totals[start]
                 if start >= stop or weight > limit:
                     continue
-                found = max(value, weight) if by_maximum else value + weight * weight
-                if best is None or found < best[0]:
-                    best = found, (*cut, stop - start)
+                cost = max(value, weight) if by_maximum else value + weight * weight
+                if best is None or cost < best[0]:
+                    best = cost, (*cut, stop - start)
             if best is not None:
                 after[stop] = best
         known = after

@@ -114,7 +114,7 @@ def _clock(costs: Sequence[HybridCost], stage: int, backward: bool) -> float:
         return overlap.seconds([cost.pass_cost(stage, backward) for cost in costs], stage)
     compute = [(cost.backward if backward else cost.forward)[stage] for cost in costs]
     messages = [cost.communication_backward if backward else cost.communication_forward for cost in costs]
-    sent = [own[stage] if own else 0.0 for own in messages]
+    sent = [m[stage] if m else 0.0 for m in messages]
     return max(sum(compute), sum(sent), *map(sum, zip(compute, sent, strict=True)))
 
 
@@ -138,7 +138,7 @@ def kept_limit(buckets: Sequence[BucketCost], rank_limit: Sequence[float]) -> li
     """
     ranks = len(rank_limit)
     works = [max(max(bucket.working[rank::ranks]) for bucket in buckets) for rank in range(ranks)]
-    return [max(0.0, limit - own) for limit, own in zip(rank_limit, works, strict=True)]
+    return [max(0.0, limit - size) for limit, size in zip(rank_limit, works, strict=True)]
 
 
 def lower_bounds(sets: Sequence[Sequence[BucketCost]], steps: int = 1, virtual: int = 1) -> list[float]:
@@ -165,8 +165,8 @@ def lower_bounds(sets: Sequence[Sequence[BucketCost]], steps: int = 1, virtual: 
     starts = np.cumsum([0, *map(len, sets[:-1])])
     fill = np.minimum.reduceat(before[at], starts).sum(axis=1)
     together = (np.add.reduceat(work[at], starts) + fill / steps).max(axis=1)
-    found = np.maximum(together, np.maximum.reduceat(alone[at], starts))
-    return [float(seconds) * (1 - _ROUNDING) for seconds in found]
+    bounds = np.maximum(together, np.maximum.reduceat(alone[at], starts))
+    return [float(seconds) * (1 - _ROUNDING) for seconds in bounds]
 
 
 def entry_orders(buckets: Sequence[BucketCost]) -> list[list[int]]:
@@ -185,7 +185,7 @@ def entry_orders(buckets: Sequence[BucketCost]) -> list[list[int]]:
 
 def busiest(buckets: Sequence[BucketCost], sizes: Sizes, ranks: int) -> float:
     """Seconds of work that a step of these sizes has on the busiest rank."""
-    counts = [sum(own) for own in sizes]
+    counts = [sum(chunks) for chunks in sizes]
     return max(
         math.fsum(
             count * (bucket.forward[s] + bucket.backward[s])

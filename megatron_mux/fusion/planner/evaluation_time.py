@@ -74,27 +74,27 @@ def predicted_evaluation(context: PlanningContext, loads: Mapping[str, Evaluated
         context: As of the plan; its tasks do not count.
         loads: What each task is evaluated on, at least one.
     """
-    costs = context.with_tasks({name: own.load for name, own in loads.items()}).costs()
+    costs = context.with_tasks({name: task.load for name, task in loads.items()}).costs()
     times = [loads[load.name].times for load in costs.loads]
     ranks, data = context.mesh.pipeline, context.mesh.data
 
     def seconds(members: Sequence[int]) -> float:
-        own = [costs.loads[i] for i in members]
-        tokens = sum(load.total * times[i] for i, load in zip(members, own, strict=True)) / data
-        sequences = (Slice(load.name, i, 0, n) for load in own for i, n in enumerate(load.tokens))
+        loads = [costs.loads[i] for i in members]
+        tokens = sum(load.total * times[i] for i, load in zip(members, loads, strict=True)) / data
+        sequences = (Slice(load.name, i, 0, n) for load in loads for i, n in enumerate(load.tokens))
         most = tokens_per_pass(math.ceil(tokens), ranks)
-        passes = [tuple(group) for group in filled(sequences, lambda one: one.stop, most)]
+        passes = [tuple(group) for group in filled(sequences, lambda r: r.stop, most)]
         by_rank = []
         for cost in costs.chunks(passes):
             messages = cost.communication_forward or (0.0,) * len(cost.forward)
             stages = [mine + sent for mine, sent in zip(cost.forward, messages, strict=True)]
             by_rank.append([sum(stages[rank::ranks]) for rank in range(ranks)])
-        repeated = tokens / sum(load.total for load in own)
+        repeated = tokens / sum(load.total for load in loads)
         # The busiest rank works all the time, but for the first pass's way through the others.
         busiest = max(sum(rank) for rank in zip(*by_rank, strict=True))
         slowest, way = max(by_rank[0]), sum(by_rank[0])
-        found: float = max(busiest * repeated, slowest) + way - slowest
-        return found
+        seconds: float = max(busiest * repeated, slowest) + way - slowest
+        return seconds
 
     everyone = range(len(times))
     return EvaluationTime(seconds(everyone), sum(seconds([i]) for i in everyone))

@@ -67,7 +67,7 @@ def consecutive(
     for _ in range(2, count + 1):
         values = np.minimum.reduceat(best[-1][starts] + further, begins[:-1])
         best.append(np.concatenate([[math.inf], values]))
-    found = []
+    partitions = []
     for n in numbers(count):
         if best[n][count] < math.inf:
             hybrids: list[Hybrid] = []
@@ -79,8 +79,8 @@ def consecutive(
                     start = int(starts[ending][np.argmin(best[left - 1][starts[ending]] + further[ending])])
                 hybrids.append(tuple(sorted(order[start:stop])))
                 stop = start
-            found.append((float(best[n][count]), tuple(sorted(hybrids))))
-    return found
+            partitions.append((float(best[n][count]), tuple(sorted(hybrids))))
+    return partitions
 
 
 def runs(count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -91,27 +91,27 @@ def runs(count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """
     every = count * (count + 1) // 2 <= _MOST_RUNS
     band = count if every else max(1, _MOST_RUNS // (3 * count))
-    found = set()
+    bounds = set()
     step, shorter = 1, 0
     while shorter < count:
         longest = 2 * band * step
         for start in range(0, count, step):
-            found |= {
+            bounds |= {
                 (start + n, start) for n in range(shorter + step, longest + 1, step) if start + n < count
             }
             if shorter < count - start <= longest:
-                found.add((count, start))
+                bounds.add((count, start))
         step, shorter = 2 * step, longest
-    stops, starts = np.array(sorted(found)).T
+    stops, starts = np.array(sorted(bounds)).T
     return starts, stops
 
 
 def numbers(count: int) -> list[int]:
     """Numbers of parts to look at, of so many at most: the next is an eighth more where there are many."""
-    found = [1]
-    while found[-1] < count:
-        found.append(min(count, found[-1] + max(1, found[-1] // 8 if found[-1] > _EVERY_NUMBER else 1)))
-    return found
+    sizes = [1]
+    while sizes[-1] < count:
+        sizes.append(min(count, sizes[-1] + max(1, sizes[-1] // 8 if sizes[-1] > _EVERY_NUMBER else 1)))
+    return sizes
 
 
 def balanced(latencies: Sequence[float], buckets: int) -> Grouping:

@@ -49,7 +49,6 @@ class TaskLoad:
     """One task.
 
     Attributes:
-        name: Its name.
         tokens: Tokens of each sequence of a typical step.
         labels: Labelled tokens of each.
         max_length: What sequences are cut to.
@@ -138,17 +137,17 @@ class TaskLoad:
     def updates(self, layers: range, tensor: int) -> tuple[int, int]:
         """Parameters in these layers, and groups of them that the optimizer steps as one, on one of `tensor` ranks."""
         kind, every = OPTIMIZERS[self.adapter.optimizer], self.adapter.layers
-        own = [one for one in self.stepped if one.tensor.share(layers, every)]
-        kinds = [(one.kind, one.tensor.shape if kind.by_shape else ()) for one in own]
+        stepped = [p for p in self.stepped if p.tensor.share(layers, every)]
+        kinds = [(p.kind, p.tensor.shape if kind.by_shape else ()) for p in stepped]
         if kind.by_shape:
-            found = 0
+            numbers = 0
             for (_, shape), count in Counter(kinds).items():
-                size = next(one.tensor.size(tensor) for one in own if one.tensor.shape == shape)
-                found += -(-count // max(1, kind.at_once // size))
-            return len(own), found
-        groups = groupby(zip(own, kinds, strict=True), key=lambda pair: pair[1])
-        sizes = [sum(one.tensor.size(tensor) for one, _ in group) for _, group in groups]
-        return len(own), sum(-(-size // (kind.at_once or size)) for size in sizes)
+                size = next(p.tensor.size(tensor) for p in stepped if p.tensor.shape == shape)
+                numbers += -(-count // max(1, kind.at_once // size))
+            return len(stepped), numbers
+        groups = groupby(zip(stepped, kinds, strict=True), key=lambda pair: pair[1])
+        sizes = [sum(p.tensor.size(tensor) for p, _ in group) for _, group in groups]
+        return len(stepped), sum(-(-size // (kind.at_once or size)) for size in sizes)
 
     @property
     def with_longest(self) -> TaskLoad:
@@ -170,13 +169,13 @@ class TaskLoad:
 
 
 def _stepped(spec: TaskSpec, shape: BackboneShape, adapter: TaskAdapters) -> tuple[SteppedTensor, ...]:
-    """A task's trained parameters, those that weight decay applies to behind the others, as in an `Arena`."""
-    trained = [own for own in spec.adapter.tensors(shape).items() if own[1].trained]
-    found = [
+    """A task's trained parameters, those that weight decay applies to behind the others, as in `FlatParams`."""
+    trained = [pair for pair in spec.adapter.tensors(shape).items() if pair[1].trained]
+    params = [
         (t.decay, SteppedTensor(tensor, spec.training.decay_and_rate(key, t.shape, t.decay)))
         for (key, t), tensor in zip(trained, adapter.tensors, strict=True)
     ]
-    return tuple(own for _, own in sorted(found, key=lambda pair: not pair[0]))
+    return tuple(param for _, param in sorted(params, key=lambda pair: not pair[0]))
 
 
 def _opening_passes(training: TrainingSpec) -> int:
@@ -189,16 +188,16 @@ def adapts_experts(loads: Iterable[TaskLoad]) -> bool:
     return any(site.op in EXPERT_OPS for load in loads for site in load.ops)
 
 
-def lasting_share(task: TaskSpec, shape: BackboneShape, signature: Signature) -> float:
+def persistent_share(task: TaskSpec, shape: BackboneShape, signature: Signature) -> float:
     """Values that a task trains, as a share of those of a task of its signature, which may have a higher rank."""
     whole = TaskSpec.model_validate(signature.task)
     if whole.adapter == task.adapter:
         return 1.0
-    own, every = (
+    values, every = (
         sum(math.prod(tensor.shape) for tensor in spec.adapter.tensors(shape).values() if tensor.trained)
         for spec in (task, whole)
     )
-    return own / max(1, every)
+    return values / max(1, every)
 
 
 def typical(lengths: npt.NDArray[np.int32], count: int) -> list[int]:

@@ -71,7 +71,7 @@ class Messages:
     def __init__(self, backbone: BackboneTimeModel, shape: BackboneShape, layout: LayerParallelism) -> None:
         self._backbone, self._layout = backbone, layout
         self._curves = backbone.curves
-        self._with_experts = [float(own) for own in backbone.experts]
+        self._with_experts = [float(has_experts) for has_experts in backbone.experts]
         self._exchanging = layout.exchanges and any(backbone.experts)
         self.any = layout.tensor or self._exchanging
         self._last_has_experts = shape.has_experts(shape.layers - 1)
@@ -85,13 +85,13 @@ class Messages:
             rows, labels: `[B]`.
             lowest: See `BackboneTimeModel.seconds`.
         """
-        found = np.zeros((len(rows), 2, self._backbone.layers.shape[1]))
+        seconds = np.zeros((len(rows), 2, self._backbone.layers.shape[1]))
         if self._layout.tensor:
-            one = self._curves["all_reduce"].many(rows)[0]
-            found += one[:, None, None] * self._all_reduces(lowest)
+            each = self._curves["all_reduce"].many(rows)[0]
+            seconds += each[:, None, None] * self._all_reduces(lowest)
         if self._exchanging:
-            found += self._exchanges(rows, labels, lowest // len(ORDER))
-        return found
+            seconds += self._exchanges(rows, labels, lowest // len(ORDER))
+        return seconds
 
     def _all_reduces(self, lowest: npt.NDArray[np.int64]) -> Array:
         """`[B, 2, S]` sums of hidden states over tensor ranks: one for each half layer that they divide, in either
@@ -99,13 +99,13 @@ class Messages:
         layer, op = np.divmod(lowest, len(ORDER))
         each = np.array([1.0 if experts else 2.0 for experts in self._backbone.experts])
         above = np.einsum("m,bms->bs", each, self._backbone.from_layer(layer))
-        found = np.empty((len(lowest), 2, above.shape[1]))
-        found[:, 0] = each @ self._backbone.layers
-        found[:, 1] = above * (2 if self._layout.recomputes else 1)
+        counts = np.empty((len(lowest), 2, above.shape[1]))
+        counts[:, 0] = each @ self._backbone.layers
+        counts[:, 1] = above * (2 if self._layout.recomputes else 1)
         # What enters the lowest adapter's layer needs no gradient; nor what enters its MLP, if the adapter is there.
         in_mlp = (op == ORDER.index("linear_fc1")) | (op == ORDER.index("linear_fc2"))
-        found[:, 1] -= self._backbone.is_at(layer) * np.where(in_mlp, 2, 1)[:, None]
-        return found
+        counts[:, 1] -= self._backbone.is_at(layer) * np.where(in_mlp, 2, 1)[:, None]
+        return counts
 
     def _exchanges(self, rows: Array, labels: Array, layer: npt.NDArray[np.int64]) -> Array:
         """`[B, 2, S]` seconds in which rows and gradients go to experts and back."""
@@ -113,15 +113,15 @@ class Messages:
         there, back = self._curves["exchange"].many(rows)
         forward, backward = (sizes + 2 * there)[:, None], (2 * back)[:, None]
         above = np.einsum("m,bms->bs", self._with_experts, self._backbone.from_layer(layer))
-        found = np.empty((len(rows), 2, above.shape[1]))
-        found[:, 0] = forward * (self._with_experts @ self._backbone.layers)
-        found[:, 1] = (backward + forward * self._layout.recomputes) * above
+        counts = np.empty((len(rows), 2, above.shape[1]))
+        counts[:, 0] = forward * (self._with_experts @ self._backbone.layers)
+        counts[:, 1] = (backward + forward * self._layout.recomputes) * above
         if self._last_has_experts and not self._layout.sequence_parallel:  # labelled rows only
             trimmed, less = self._curves["exchange"].many(labels)
-            found[:, 0, -1] += 2 * (trimmed - there)
+            counts[:, 0, -1] += 2 * (trimmed - there)
             both = less - back + (trimmed - there) * self._layout.recomputes
-            found[:, 1, -1] += 2 * both * (above[:, -1] > 0)
-        return np.maximum(found, 0.0)
+            counts[:, 1, -1] += 2 * both * (above[:, -1] > 0)
+        return np.maximum(counts, 0.0)
 
     def layers(
         self, rows: Array, attention: Array, adapters: Array
@@ -138,27 +138,27 @@ class Messages:
         count = self._backbone.layers.sum(axis=1)  # [M]
         for part, ops in PARTS.items():
             of_all = part == "attention"
-            kinds = [m for m, own in enumerate(self._backbone.experts) if of_all or (part == "mlp") != own]
+            kinds = [m for m, moe in enumerate(self._backbone.experts) if of_all or (part == "mlp") != moe]
             if part in seconds and ops and kinds:
-                own = adapters[:, :, [ORDER.index(op) for op in ops]].sum(axis=2)
-                seconds[part] = seconds[part] + own / max(1.0, count[kinds].sum())
+                of_part = adapters[:, :, [ORDER.index(op) for op in ops]].sum(axis=2)
+                seconds[part] = seconds[part] + of_part / max(1.0, count[kinds].sum())
         messages = {
             name: self._curves[name].many(rows)
             for name in ("all_reduce", "exchange", "exchange_sizes")
             if name in self._curves
         }
-        found = []
+        steps = []
         for b in range(len(rows)):
-            one = _LayerSteps(
+            step = _LayerSteps(
                 self._layout,
-                {part: (float(own[b, 0]), float(own[b, 1])) for part, own in seconds.items()},
-                {name: (float(own[0, b]), float(own[1, b])) for name, own in messages.items()},
+                {part: (float(s[b, 0]), float(s[b, 1])) for part, s in seconds.items()},
+                {name: (float(s[0, b]), float(s[1, b])) for name, s in messages.items()},
             )
             forward, backward = (
-                tuple(one.cost(experts, way) for experts in self._backbone.experts) for way in (False, True)
+                tuple(step.cost(experts, way) for experts in self._backbone.experts) for way in (False, True)
             )
-            found.append((forward, backward))
-        return found
+            steps.append((forward, backward))
+        return steps
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Predicts what a plan takes, on the chunk grid of a step of typical lengths, and what it keeps: in such a step, and in
+"""Predicts what a plan takes, on the chunks of a step of typical lengths, and what it keeps: in such a step, and in
 one in which each task has the longest record of its data in the place of a typical one.
 """
 
@@ -29,10 +29,10 @@ from megatron_mux.fusion.planner.simulated_step import step_of
 from megatron_mux.fusion.planner.step_memory import StepMemory
 from megatron_mux.fusion.step import (
     Lengths,
-    StepGrid,
+    StepChunks,
     lockstep,
     must_keep_step,
-    step_grid,
+    step_chunks,
 )
 from megatron_mux.pipeline.bucket import BucketCost
 
@@ -137,14 +137,14 @@ class PlanEvaluator:
     def resident(self) -> list[float]:
         """`[ranks]` bytes that each rank always holds, those outside its tensors included."""
         memory, ranks = self.memory, self.context.mesh.pipeline
-        stages = memory.lasting.tolist()
+        stages = memory.persistent.tolist()
         return [memory.overhead + sum(stages[rank::ranks]) for rank in range(ranks)]
 
     @cached_property
     def updating(self) -> list[float]:
         """`[ranks]` bytes that each rank needs beside them to step an optimizer."""
-        found: list[float] = self.memory.updating.reshape(-1, self.context.mesh.pipeline).max(axis=0).tolist()
-        return found
+        peaks: list[float] = self.memory.updating.reshape(-1, self.context.mesh.pipeline).max(axis=0).tolist()
+        return peaks
 
     @cached_property
     def too_large(self) -> list[int]:
@@ -161,8 +161,8 @@ class PlanEvaluator:
     def largest(self) -> _Bytes:
         """`[K, S]` bytes of each task's record that takes most, of a typical step's and the longest there is."""
         of_steps = np.maximum(self.memory.records, self._most_memory.records).sum(axis=0)
-        found: _Bytes = np.maximum(of_steps, self.memory.longest(range(len(self.loads))))
-        return found
+        largest: _Bytes = np.maximum(of_steps, self.memory.longest(range(len(self.loads))))
+        return largest
 
     def longest_that_fits(self, task: int) -> int:
         """Tokens of the longest sequence of a task that fits alone; 0 if none does."""
@@ -177,7 +177,7 @@ class PlanEvaluator:
 
     def _divided(self, limit: Sequence[float]) -> list[float]:
         """`[S]` share of each stage in its rank's limit, by its number of layers."""
-        layers, ranks = [len(own) for own in self.context.stages], len(limit)
+        layers, ranks = [len(at) for at in self.context.stages], len(limit)
         return [limit[s % ranks] * count / sum(layers[s % ranks :: ranks]) for s, count in enumerate(layers)]
 
     # -- plans of these tasks
@@ -247,10 +247,10 @@ class PlanEvaluator:
         passes = 2 * self.forwards(plan)
         enough = self.least(plan) * BUSY_ENOUGH
         best: Evaluation | None = None
-        for order in entry_orders([own.cost for own in priced]):
-            found = self.evaluate(replace(plan, buckets=tuple(plan.buckets[i] for i in order)))
-            if best is None or (not found.fits, found.latency) < (not best.fits, best.latency):
-                best = found
+        for order in entry_orders([p.cost for p in priced]):
+            evaluation = self.evaluate(replace(plan, buckets=tuple(plan.buckets[i] for i in order)))
+            if best is None or (not evaluation.fits, evaluation.latency) < (not best.fits, best.latency):
+                best = evaluation
             if passes > _MANY_PASSES or best.latency <= enough:
                 break
         assert best is not None
@@ -259,20 +259,18 @@ class PlanEvaluator:
     def least(self, plan: Plan) -> float:
         """Seconds that no entry order of a plan's buckets can beat."""
         priced = self._priced(plan)
-        found = 0.0
+        total = 0.0
         for pipeline in range(plan.data):
             passes = [
-                replace(own.cost, micro_batches=count)
-                for own in priced
-                if (count := sum(own.sizes[pipeline]))
+                replace(p.cost, micro_batches=count) for p in priced if (count := sum(p.sizes[pipeline]))
             ]
             if passes:  # a pipeline may have none: there are fewer records
-                found = max(found, *lower_bounds([passes], plan.rolling, plan.virtual))
-        return self._overhead(plan) + found
+                total = max(total, *lower_bounds([passes], plan.rolling, plan.virtual))
+        return self._overhead(plan) + total
 
     def forwards(self, plan: Plan) -> int:
         """Forward passes of a step on all stages of the first pipeline."""
-        return plan.stages * sum(sum(own.sizes[0]) for own in self._priced(plan))
+        return plan.stages * sum(sum(p.sizes[0]) for p in self._priced(plan))
 
     def evaluate(self, plan: Plan) -> Evaluation:
         """Predict the costs of a plan's buckets, its latency and its memory; buckets enter in the plan's order.
@@ -283,14 +281,14 @@ class PlanEvaluator:
             self._evaluated[plan.buckets] = self._evaluate(plan, self._priced(plan))
         return self._evaluated[plan.buckets]
 
-    def with_longest(self, found: Evaluation) -> Evaluation:
+    def with_longest(self, evaluation: Evaluation) -> Evaluation:
         """The same with its memory, also in steps with longest records, which nothing but a limit asks for before."""
         if self.limit is not None or self.context.tables is None:
-            return found
-        return self._evaluate(found.plan, self._price(found.plan, True), True)
+            return evaluation
+        return self._evaluate(evaluation.plan, self._price(evaluation.plan, True), True)
 
     def _evaluate(self, plan: Plan, priced: Sequence[_Priced], with_memory: bool = False) -> Evaluation:
-        costs = [own.cost for own in priced]
+        costs = [p.cost for p in priced]
         limit = () if self.limit is None else kept_limit(costs, self.limit)
         plan = replace(
             plan,
@@ -298,24 +296,24 @@ class PlanEvaluator:
             buckets=tuple(
                 replace(
                     bucket,
-                    chunks=own.sizes[0],
-                    forward=own.cost.forward,
-                    backward=own.cost.backward,
-                    memory=own.cost.memory,
-                    transfer=own.cost.transfer,
+                    chunks=p.sizes[0],
+                    forward=p.cost.forward,
+                    backward=p.cost.backward,
+                    memory=p.cost.memory,
+                    transfer=p.cost.transfer,
                 )
-                for bucket, own in zip(plan.buckets, priced, strict=True)
+                for bucket, p in zip(plan.buckets, priced, strict=True)
             ),
             activation_limit=tuple(limit),
         )
-        steps = [[own.sizes[pipeline] for own in priced] for pipeline in range(plan.data)]
-        longest = [[own.most[pipeline] for own in priced] for pipeline in range(plan.data)]
+        steps = [[p.sizes[pipeline] for p in priced] for pipeline in range(plan.data)]
+        longest = [[p.most[pipeline] for p in priced] for pipeline in range(plan.data)]
         runs = [step_of(plan, costs, sizes) for sizes in steps]
         others = [step_of(plan, costs, sizes) for sizes in longest if sizes not in steps]
         peaks = [max(taken[rank] for _, taken in (*runs, *others)) for rank in range(plan.ranks)]
         memory: tuple[float, ...] = ()
         if with_memory or self.limit is not None:
-            peaks = [max(*own) for own in zip(peaks, self.updating, strict=True)]
+            peaks = [max(*pair) for pair in zip(peaks, self.updating, strict=True)]
             memory = tuple(r + p for r, p in zip(self.resident, peaks, strict=True))
         fits = self.limit is None or all(
             peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, self.limit, strict=True)
@@ -343,12 +341,12 @@ class PlanEvaluator:
         return [self._buckets[bucket] for bucket in plan.buckets]
 
     def _price(self, plan: Plan, with_longest: bool) -> list[_Priced]:
-        typical = self._grids(plan, self.lengths)
+        typical = self._steps(plan, self.lengths)
         sizes = _by_bucket(typical)
         costs = self._mean_costs(typical, sizes)
         if not with_longest:
-            return [_Priced(*own) for own in zip(costs, sizes, sizes, strict=True)]
-        longest = typical if self._most_lengths == self.lengths else self._grids(plan, self._most_lengths)
+            return [_Priced(*each) for each in zip(costs, sizes, sizes, strict=True)]
+        longest = typical if self._most_lengths == self.lengths else self._steps(plan, self._most_lengths)
         most = self._most_bytes(self.memory, typical)
         if longest is not typical:
             most = np.maximum(most, self._most_bytes(self._most_memory, longest))
@@ -356,44 +354,44 @@ class PlanEvaluator:
             replace(cost, memory=tuple(kept), working=tuple(working))
             for cost, kept, working in zip(costs, *most.tolist(), strict=True)
         ]
-        return [_Priced(*own) for own in zip(counted, sizes, _by_bucket(longest), strict=True)]
+        return [_Priced(*each) for each in zip(counted, sizes, _by_bucket(longest), strict=True)]
 
-    def _grids(self, plan: Plan, lengths: Mapping[str, Lengths]) -> list[StepGrid]:
+    def _steps(self, plan: Plan, lengths: Mapping[str, Lengths]) -> list[StepChunks]:
         """What each pipeline computes in a step of these lengths."""
-        grids = [step_grid(plan, lengths, rank) for rank in range(plan.data)]
-        return lockstep(grids) if self.context.in_step or must_keep_step(plan) else grids
+        steps = [step_chunks(plan, lengths, rank) for rank in range(plan.data)]
+        return lockstep(steps) if self.context.in_step or must_keep_step(plan) else steps
 
-    def _mean_costs(self, grids: Sequence[StepGrid], sizes: Sequence[Sequence[Sizes]]) -> list[BucketCost]:
+    def _mean_costs(self, steps: Sequence[StepChunks], sizes: Sequence[Sequence[Sizes]]) -> list[BucketCost]:
         """For each bucket, the mean seconds of its chunks on all pipelines."""
-        units = [(unit.bucket, chunks) for grid in grids for unit, chunks in grid.chunks.items()]
-        costs = iter(self.costs.chunks([chunk for _, chunks in units for chunk in chunks]))
+        of_buckets = [(at.bucket, chunks) for step in steps for at, chunks in step.chunks.items()]
+        costs = iter(self.costs.chunks([chunk for _, chunks in of_buckets for chunk in chunks]))
         of_bucket: list[list[BucketCost]] = [[] for _ in sizes]
-        for bucket, chunks in units:
+        for bucket, chunks in of_buckets:
             of_bucket[bucket].append(bucket_cost([next(costs) for _ in chunks]))
-        return [self._mean(own, size) for own, size in zip(of_bucket, sizes, strict=True)]
+        return [self._mean(costs, size) for costs, size in zip(of_bucket, sizes, strict=True)]
 
-    def _most_bytes(self, memory: StepMemory, grids: Sequence[StepGrid]) -> _Bytes:
-        """`[2, buckets, S]` the most bytes that a unit of these grids keeps, and that its passes take besides."""
-        units = [(unit.bucket, chunks) for grid in grids for unit, chunks in grid.chunks.items()]
-        taken = memory.of_chunks([chunk for _, chunks in units for chunk in chunks])
-        starts = np.cumsum([0, *(len(chunks) for _, chunks in units[:-1])])
+    def _most_bytes(self, memory: StepMemory, steps: Sequence[StepChunks]) -> _Bytes:
+        """`[2, buckets, S]` the most bytes that a chunk of these steps keeps, and that its passes take besides."""
+        of_buckets = [(at.bucket, chunks) for step in steps for at, chunks in step.chunks.items()]
+        taken = memory.of_chunks([chunk for _, chunks in of_buckets for chunk in chunks])
+        starts = np.cumsum([0, *(len(chunks) for _, chunks in of_buckets[:-1])])
         together = np.maximum if self.costs.interleaving is None else np.add  # as in `bucket_cost`
         by_unit = np.add.reduceat(taken.kept, starts), together.reduceat(taken.working, starts)
-        bucket = np.array([own for own, _ in units])
-        own = [bucket == b for b in range(len(grids[0].sizes))]
-        return np.array([[part[of].max(axis=0) for of in own] for part in by_unit])
+        bucket = np.array([b for b, _ in of_buckets])
+        is_of = [bucket == b for b in range(len(steps[0].sizes))]
+        return np.array([[part[of].max(axis=0) for of in is_of] for part in by_unit])
 
     def _mean(self, costs: Sequence[BucketCost], sizes: Sequence[Sizes]) -> BucketCost:
         stages, count = range(self.context.mesh.stages), len(costs)
         return BucketCost(
-            micro_batches=max(len(own) for own in sizes),
+            micro_batches=max(len(counts) for counts in sizes),
             forward=tuple(sum(c.forward[s] for c in costs) / count for s in stages),
             backward=tuple(sum(c.backward[s] for c in costs) / count for s in stages),
-            chunks=max(max(own, default=1) for own in sizes),
+            chunks=max(max(counts, default=1) for counts in sizes),
             transfer=tuple(sum(c.transfer[s] for c in costs) / count for s in stages[:-1]),
         )
 
 
-def _by_bucket(grids: Sequence[StepGrid]) -> list[list[Sizes]]:
+def _by_bucket(steps: Sequence[StepChunks]) -> list[list[Sizes]]:
     """For each bucket its chunks on each pipeline."""
-    return [list(own) for own in zip(*(grid.sizes for grid in grids), strict=True)]
+    return [list(each) for each in zip(*(step.sizes for step in steps), strict=True)]

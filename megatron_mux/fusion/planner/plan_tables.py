@@ -25,7 +25,6 @@ def print_plan(
     """Print a plan as tables.
 
     Args:
-        plan: The plan.
         comparison: What it is compared with.
         tokens: Of a step of each task.
         seconds: How long planning has taken.

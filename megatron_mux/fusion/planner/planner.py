@@ -1,7 +1,7 @@
 """The planner: from what is known to a plan (MuxTune sections 3.3 to 3.5).
 
 Hybrid tasks, buckets, their order and the number of micro-batches come from `search.py`, on costs by equations 3 and 5.
-Its answer, cut into chunks and uncut, and the plain policies are then evaluated on the chunk grid of a step of typical
+Its answer, cut into chunks and uncut, and the plain policies are then evaluated on the chunks of a step of typical
 lengths, and the best is taken: a plan is never predicted to be slower than one task after another.
 """
 
@@ -16,14 +16,14 @@ from typing import Literal, NoReturn
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import padding_shares, paper_chunk
 from megatron_mux.fusion.graphs.launch_order import LaunchOrder
-from megatron_mux.fusion.plan import Plan, StageTurns
+from megatron_mux.fusion.plan import InterleavingCosts, Plan
 from megatron_mux.fusion.planner.arrangement import Arrangement
 from megatron_mux.fusion.planner.load import TaskLoad, signature_of
 from megatron_mux.fusion.planner.plan_evaluator import Evaluation, PlanEvaluator
 from megatron_mux.fusion.planner.planning_context import PlanningContext
 from megatron_mux.fusion.planner.search import search
 from megatron_mux.fusion.planner.step_memory import are_short, is_short
-from megatron_mux.fusion.step import step_grid
+from megatron_mux.fusion.step import step_chunks
 from megatron_mux.memory.sizes import show_size
 from megatron_mux.tasks import TaskSpec
 
@@ -108,9 +108,9 @@ class Planner:
         if context.memory_limit is None or context.tables is None:
             return None
         shape, loads = context.info.shape, tasks.values()
-        signatures = {load.signature(shape) for load in loads} | {signature_of(one, shape) for one in coming}
+        signatures = {load.signature(shape) for load in loads} | {signature_of(s, shape) for s in coming}
         short = are_short(loads) and all(
-            is_short(one.data.max_length, one.adapter.virtual_tokens) for one in coming
+            is_short(s.data.max_length, s.adapter.virtual_tokens) for s in coming
         )
         return context.tables.prepare(context.mesh, context.recompute, sorted(signatures), short)
 
@@ -146,17 +146,17 @@ class Planner:
     def compare(self, tasks: Mapping[str, TaskLoad]) -> Comparison:
         """What the plan for these tasks is compared with."""
         evaluator = self._evaluator(tasks)
-        found: dict[str, float | None] = {}
+        latencies: dict[str, float | None] = {}
         alone = evaluator.alone()
-        found["serial"] = sum(a.latency for a in alone) if all(a.fits for a in alone) else None
+        latencies["serial"] = sum(a.latency for a in alone) if all(a.fits for a in alone) else None
         padded = PlanEvaluator(replace(self.context, alignment="longest").with_tasks(tasks))
         for name, by, policy in (*((p, evaluator, p) for p in _PLAIN), ("padded", padded, "spatial")):
             known = by.best_order(by.of_policy(policy))
-            found[name] = known.latency if known.fits else None
+            latencies[name] = known.latency if known.fits else None
         if self.context.hides_messages:
-            found["interleave_off"] = self._not_interleaved(evaluator).predicted_latency_s
+            latencies["interleave_off"] = self._not_interleaved(evaluator).predicted_latency_s
         padding = padding_shares({load.name: load.tokens for load in tasks.values()}, evaluator.pad_to)
-        return Comparison(found, padding)
+        return Comparison(latencies, padding)
 
     def _evaluator(self, tasks: Mapping[str, TaskLoad]) -> PlanEvaluator:
         """The evaluator for these tasks; the last one is kept, with all that it has evaluated.
@@ -199,10 +199,10 @@ class Planner:
         )
         if arrangement is not None:
             others += self._variants(evaluator, arrangement)
-        least = min((own.latency for own in others if own.fits), default=math.inf) * (1 + 1e-9)
+        least = min((e.latency for e in others if e.fits), default=math.inf) * (1 + 1e-9)
         plain = [evaluator.best_order(plan) for plan in (*plans, *halves) if evaluator.least(plan) <= least]
-        if fitting := [own for own in (*plain, *others) if own.fits]:
-            return min(fitting, key=lambda own: own.latency)  # of equally fast ones a plain one
+        if fitting := [e for e in (*plain, *others) if e.fits]:
+            return min(fitting, key=lambda e: e.latency)  # of equally fast ones a plain one
         smallest = evaluator.evaluate(evaluator.smallest())
         if not smallest.fits:
             self.refuse(self._with_predictions(evaluator, smallest), evaluator.raw)
@@ -227,15 +227,15 @@ class Planner:
         """Whether so many micro-batches of each task fill the pipeline."""
         return micro_batches * len(evaluator.loads) >= _MANY * self.context.mesh.pipeline
 
-    def _variants(self, evaluator: PlanEvaluator, found: Arrangement) -> Iterator[Evaluation]:
+    def _variants(self, evaluator: PlanEvaluator, given: Arrangement) -> Iterator[Evaluation]:
         """The arrangement with other numbers of micro-batches and with chunks: pipelines like many short passes."""
         spent, best = 0, math.inf
-        counts = [found.micro_batches, *(c for c in self._counts(evaluator) if c != found.micro_batches)]
+        counts = [given.micro_batches, *(c for c in self._counts(evaluator) if c != given.micro_batches)]
         for count in counts if self.context.mesh.pipeline > 1 else counts[:1]:
             for chunk in self._chunks(evaluator):
                 if spent > _MAX_FORWARDS:
                     return
-                plan = evaluator.of_arrangement(found, count, chunk)
+                plan = evaluator.of_arrangement(given, count, chunk)
                 for layout in filter(None, (plan, self._in_halves(plan))):
                     spent += evaluator.forwards(layout)
                     if evaluator.least(layout) < best:
@@ -259,10 +259,10 @@ class Planner:
         sizes = {paper_chunk([load.max_length for load in evaluator.loads]), 64, 128, 256, 512, 1024}
         return [None, *sorted(size for size in sizes if size < longest)]
 
-    def _with_predictions(self, evaluator: PlanEvaluator, found: Evaluation) -> Plan:
-        found = evaluator.with_longest(found)
-        memory = found.memory if self.context.mesh.predicts_memory else ()
-        plan = replace(found.plan, predicted_latency_s=found.latency, memory_bytes=memory)
+    def _with_predictions(self, evaluator: PlanEvaluator, evaluation: Evaluation) -> Plan:
+        evaluation = evaluator.with_longest(evaluation)
+        memory = evaluation.memory if self.context.mesh.predicts_memory else ()
+        plan = replace(evaluation.plan, predicted_latency_s=evaluation.latency, memory_bytes=memory)
         return self._described(_with_launch_orders(plan, evaluator))
 
     def _described(self, plan: Plan) -> Plan:
@@ -307,19 +307,19 @@ def choose_recompute(
     Raises:
         UserError: There is a limit of memory, and memory cannot be predicted.
     """
-    found = divide(context)
-    if found.memory_limit is not None and found.tasks:
-        found.step_memory()  # what cannot be predicted is no reason to recompute anything
+    divided = divide(context)
+    if divided.memory_limit is not None and divided.tasks:
+        divided.step_memory()  # what cannot be predicted is no reason to recompute anything
     if asked is not None or device == "cpu":
-        return found
+        return divided
     try:
-        Planner(found).check(found.tasks)
+        Planner(divided).check(divided.tasks)
     except UserError:
         say(
             "some task does not fit into memory otherwise: layers are recomputed (--recompute-granularity full)"
         )
         return divide(replace(context, recompute="full"))
-    return found
+    return divided
 
 
 def _with_launch_orders(plan: Plan, evaluator: PlanEvaluator) -> Plan:
@@ -327,16 +327,16 @@ def _with_launch_orders(plan: Plan, evaluator: PlanEvaluator) -> Plan:
     overlap = evaluator.costs.interleaving
     if overlap is None or all(bucket.batches == 1 for bucket in plan.buckets):
         return plan
-    chunks = step_grid(plan, evaluator.lengths).chunks
+    chunks = step_chunks(plan, evaluator.lengths).chunks
     buckets = []
     for b, bucket in enumerate(plan.buckets):
         turns, launch = [], []
-        most = max((own for unit, own in chunks.items() if unit.bucket == b), key=len, default=())
+        most = max((row for chunk_id, row in chunks.items() if chunk_id.bucket == b), key=len, default=())
         if len(most) == bucket.batches > 1:
             costs = evaluator.costs.chunks(most)
             for s, layers in enumerate(overlap.stages):
                 ways = [tuple(cost.pass_cost(s, backward) for cost in costs) for backward in (False, True)]
-                turns.append(StageTurns(ways[0], ways[1], layers, overlap.share))
+                turns.append(InterleavingCosts(ways[0], ways[1], layers, overlap.share))
                 launch.append(LaunchOrder(*(overlap.order(ways[way], s, bool(way)) for way in (0, 1))))
         buckets.append(replace(bucket, launch=tuple(launch), turns=tuple(turns)))
     return replace(plan, buckets=tuple(buckets))

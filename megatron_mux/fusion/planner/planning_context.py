@@ -20,7 +20,7 @@ from megatron_mux.kernels.pointwise.choice import PointwiseName
 from megatron_mux.memory.forms.method import ParallelConfig, Recompute
 
 if TYPE_CHECKING:
-    from megatron_mux.backbone.residence import Kind
+    from megatron_mux.backbone.weight_offload import Kind
 
 Chunking = int | Literal["auto"] | None
 """Tokens of a chunk; `auto`: chosen by predicted latency; None: packs are not cut."""

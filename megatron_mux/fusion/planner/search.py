@@ -48,29 +48,27 @@ def search(
     evaluator = ArrangementEvaluator(model, memory_limit, budget, virtual, steps)
     order = sorted(range(len(tokens)), key=lambda i: (tokens[i], i))
     # What is best for one number of micro-batches may be better for another.
-    proposed = [
-        own for count in micro_batches for _, own in consecutive(evaluator, order, count, memory_limit)
-    ]
+    proposed = [a for count in micro_batches for _, a in consecutive(evaluator, order, count, memory_limit)]
     partitions = list(dict.fromkeys(proposed))
     starts: list[Arrangement] = []
     for count in micro_batches:
         candidates = sorted(zip(evaluator.least(partitions, count), partitions, strict=True))
         evaluator.renew(1 / len(micro_batches))
-        below = min((own.latency for own in starts), default=math.inf)
+        below = min((a.latency for a in starts), default=math.inf)
         starts += _starts(evaluator, candidates, count, below if len(order) > _FEW else None)
     if not starts:
         return None
     starts.sort(key=lambda start: start.latency)
     evaluator.renew()
-    found = starts[:1]
+    kept = starts[:1]
     for start in starts:
         if evaluator.is_exhausted:
             break
-        found.append(_improved(evaluator, start, tokens))
+        kept.append(_improved(evaluator, start, tokens))
     evaluator.renew()
-    by_latency = sorted(dict.fromkeys(found), key=lambda own: own.latency)
-    moved = [_improved(evaluator, own) for own in by_latency if not evaluator.is_exhausted]
-    return min(moved, key=lambda own: own.latency)
+    by_latency = sorted(dict.fromkeys(kept), key=lambda a: a.latency)
+    moved = [_improved(evaluator, a) for a in by_latency if not evaluator.is_exhausted]
+    return min(moved, key=lambda a: a.latency)
 
 
 def _starts(
@@ -82,20 +80,20 @@ def _starts(
     """Partitions, in the order of their bounds, in buckets by equation 7, while the budget lasts; of many tasks, with
     `below`, only what is faster than that and all before it, since few can be improved.
     """
-    found: list[Arrangement] = []
+    starts: list[Arrangement] = []
     most = math.inf if below is None else below
     for least, partition in candidates:
         if least >= most:
             break
         for buckets in evaluator.groupings(partition, count):
-            if (found or most < math.inf) and evaluator.is_exhausted:
-                return found
+            if (starts or most < math.inf) and evaluator.is_exhausted:
+                return starts
             if evaluator.bound(buckets, count) < most:
                 start = evaluator.latency(evaluator.orders(buckets, count)[0], count, most)
                 if start is not None:
-                    found.append(start)
+                    starts.append(start)
                     most = most if below is None else start.latency
-    return found
+    return starts
 
 
 def _improved(
@@ -114,7 +112,7 @@ def _improved(
         improved = False
         moves = _other_buckets(best.buckets) if tokens is None else _other_tasks(best.buckets, tokens)
         neighbours = list(islice(moves, evaluator.affordable(2 * len(best.buckets))))
-        bounds = evaluator.least([_hybrids(own) for own in neighbours], count)
+        bounds = evaluator.least([_hybrids(sets) for sets in neighbours], count)
         for least, i in sorted(zip(bounds, range(len(neighbours)), strict=True)):
             below = best.latency * (1 - 1e-9)
             if least >= below or evaluator.is_exhausted:
@@ -122,9 +120,9 @@ def _improved(
             if evaluator.bound(neighbours[i], count) < below:
                 orders = [neighbours[i]] if tokens is None else evaluator.orders(neighbours[i], count)
                 for buckets in orders[: None if few else 1]:
-                    found = evaluator.latency(buckets, count, best.latency * (1 - 1e-9))
-                    if found is not None:
-                        best, improved = found, True
+                    latency = evaluator.latency(buckets, count, best.latency * (1 - 1e-9))
+                    if latency is not None:
+                        best, improved = latency, True
     return best
 
 
@@ -142,9 +140,9 @@ def _other_tasks(buckets: Buckets, tokens: Sequence[float]) -> Iterator[Buckets]
     for apart in range(1, len(by_size)):
         for here, there in zip(by_size, by_size[apart:], strict=False):
             yield _changed(buckets, {here: (*here, *there), there: ()})
-            for one, other in ((here, there), (there, here)):
-                if len(one) > 1:
-                    yield from (_changed(buckets, {one: _without(one, t), other: (*other, t)}) for t in one)
+            for src, other in ((here, there), (there, here)):
+                if len(src) > 1:
+                    yield from (_changed(buckets, {src: _without(src, t), other: (*other, t)}) for t in src)
             if len(here) > 1 or len(there) > 1:
                 for a, b in product(here, there):
                     yield _changed(buckets, {here: (*_without(here, a), b), there: (*_without(there, b), a)})
@@ -179,7 +177,7 @@ def _without(hybrid: Hybrid, task: int) -> Hybrid:
 def _changed(buckets: Buckets, new: Mapping[Hybrid, Hybrid]) -> Buckets:
     """The buckets with other hybrid tasks in the places of some; without those that are empty then."""
     changed = (
-        tuple(tuple(sorted(own)) for hybrid in bucket if (own := new.get(hybrid, hybrid)))
+        tuple(tuple(sorted(tasks)) for hybrid in bucket if (tasks := new.get(hybrid, hybrid)))
         for bucket in buckets
     )
     return tuple(bucket for bucket in changed if bucket)

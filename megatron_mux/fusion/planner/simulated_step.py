@@ -21,9 +21,9 @@ def step_of(
 
     def simulated(steps: int) -> float:
         if not is_own:
-            found = simulate(step_template(plan, sizes * steps), costs, sizes=sizes * steps)
-            most[:] = map(max, most, found.peaks)
-            return found.latency
+            schedule = simulate(step_template(plan, sizes * steps), costs, sizes=sizes * steps)
+            most[:] = map(max, most, schedule.peaks)
+            return schedule.latency
         run = StructuredRun(costs, plan.activation_limit or None, sizes * steps, plan.virtual)
         if any(any(cost.memory) or any(cost.working) for cost in costs):
             most[:] = map(max, most, run.peaks())

@@ -82,7 +82,7 @@ class StageCosts:
         self.recomputes = method.recompute == "full"
         self._index = {load.name: i for i, load in enumerate(self.loads)}
         self._curves = profile.curves
-        self._depths = np.array([float(len(own)) for own in stages])
+        self._depths = np.array([float(len(layers)) for layers in stages])
         self._cores = StageAttention(profile.curves, shape.windows, self.stages)
         self._adapters = AdapterSeconds(profile, self.loads, self.stages)
         self._lowest = np.array([_lowest(load, shape.layers) for load in self.loads], dtype=np.int64)
@@ -147,7 +147,7 @@ class StageCosts:
     def _laid_out(self, chunks: Sequence[Chunk]) -> tuple[Array, Array, Array]:
         """Rows, labels and attention of chunks as for `_combine`."""
         lengths = {load.name: Lengths(load.tokens, load.labels) for load in self.loads}
-        found = contents_of(
+        contents = contents_of(
             chunks, lengths, self._index, len(self.loads), "cuda"
         )  # attention is priced below
         attention = np.zeros((len(chunks), 2, len(self.stages)))
@@ -155,7 +155,7 @@ class StageCosts:
             for piece in chunk:
                 past = self.loads[self._index[piece.task]].virtual_tokens + piece.start
                 attention[i] += self._attention_of(piece.tokens, past)
-        return found.rows, found.labels.sum(axis=1), attention
+        return contents.rows, contents.labels.sum(axis=1), attention
 
     def _combine(
         self, rows: Array, labels: Array, attention: Array, parts: Array, taken: Taken | None
@@ -189,31 +189,31 @@ class StageCosts:
             if not self.overlap:
                 seconds += messages
                 messages = messages[:, :, :0]
-        one = self._curves["transfer"].many(total + referred)[0]
-        transfer = np.repeat(one[:, None], len(self.stages) - 1, axis=1)
+        once = self._curves["transfer"].many(total + referred)[0]
+        transfer = np.repeat(once[:, None], len(self.stages) - 1, axis=1)
         kept, working = (transfer[:, :0],) * 2 if taken is None else (taken.kept, taken.working)
         columns = (*seconds.swapaxes(0, 1), kept, working, transfer, *messages.swapaxes(0, 1))
-        listed = zip(parts.astype(int).tolist(), *(map(tuple, own.tolist()) for own in columns), strict=True)
-        found = [
+        listed = zip(parts.astype(int).tolist(), *(map(tuple, col.tolist()) for col in columns), strict=True)
+        costs = [
             HybridCost(count, forward, backward, 1, kept, working, sent, (), ahead, back)
             for count, forward, backward, kept, working, sent, ahead, back in listed
         ]
         if self.interleaving is None or not messages.shape[2]:
-            return found
+            return costs
         average = launched @ self._depths / self._depths.sum()
         kinds = self._messages.layers(total, average, of_ops.sum(axis=2))
-        extended = zip(found, kinds, outside.tolist(), strict=True)
+        extended = zip(costs, kinds, outside.tolist(), strict=True)
         return [
-            replace(own, overlap=self.interleaving, kinds=layers, outside=both)
-            for own, layers, both in extended
+            replace(part, overlap=self.interleaving, kinds=layers, outside=both)
+            for part, layers, both in extended
         ]
 
     def _of_references(self, rows: Array, labels: Array, attention: Array) -> Array:
         """`[B, S]` seconds of rows that are computed a second time, forward only; a frozen copy's adapter left out."""
         nothing = np.full(len(rows), len(ORDER) * self.shape.layers)
         layers = self._frozen.seconds(rows, labels, attention + self._cores.launch, nothing, False)
-        found: Array = layers[:, 0] + self._frozen.outside(rows, labels)[:, 0]
-        return found * (rows > 0)[:, None]
+        seconds: Array = layers[:, 0] + self._frozen.outside(rows, labels)[:, 0]
+        return seconds * (rows > 0)[:, None]
 
     # -- besides the passes
 
@@ -258,14 +258,14 @@ class StageCosts:
 
 def _stepped(loads: Sequence[TaskLoad], stages: Sequence[range], method: ParallelConfig) -> Array:
     """`[K, ranks, 3]` values that each rank trains of a task, parameters and groups of them that are stepped as one."""
-    found = np.array(
+    seconds = np.array(
         [
-            [(load.adapter.values(own, method.tensor), *load.updates(own, method.tensor)) for own in stages]
+            [(load.adapter.values(at, method.tensor), *load.updates(at, method.tensor)) for at in stages]
             for load in loads
         ]
     )
     ranks = method.pipeline
-    summed: Array = found.reshape(len(loads), len(stages) // ranks, ranks, 3).sum(axis=1)
+    summed: Array = seconds.reshape(len(loads), len(stages) // ranks, ranks, 3).sum(axis=1)
     return summed
 
 

@@ -19,7 +19,7 @@ from megatron_mux.footprint.signature import Signature
 from megatron_mux.fusion.alignment import Chunk, Slice
 from megatron_mux.fusion.contents import contents_of
 from megatron_mux.fusion.mesh import Mesh
-from megatron_mux.fusion.planner.load import TaskLoad, lasting_share
+from megatron_mux.fusion.planner.load import TaskLoad, persistent_share
 from megatron_mux.fusion.step import Lengths
 from megatron_mux.gpus import Gpu
 from megatron_mux.kernels.attention.short import LONGEST
@@ -115,15 +115,15 @@ class StepMemory:
         self._share = 1 + allowance.share
         place = {signature: i for i, signature in enumerate(memory.signatures)}
         self._signatures = [load.signature(shape) for load in loads]
-        self._columns = {load.name: place[own] for load, own in zip(loads, self._signatures, strict=True)}
+        self._columns = {load.name: place[sig] for load, sig in zip(loads, self._signatures, strict=True)}
         self._prefixed = {load.name for load in loads if load.virtual_tokens}
         self._is = np.zeros((len(loads), len(place)))
         self._is[np.arange(len(loads)), list(self._columns.values())] = 1.0
 
     @cached_property
-    def lasting(self) -> Array:
+    def persistent(self) -> Array:
         """`[S]` bytes that last from step to step."""
-        return self._memory.lasting(self._counts)
+        return self._memory.persistent(self._counts)
 
     @cached_property
     def updating(self) -> Array:
@@ -134,11 +134,11 @@ class StepMemory:
     def _counts(self) -> Array:
         """`[signatures]` tasks of each; one of a lower rank is less than one."""
         shares = [
-            lasting_share(load.spec, self._shape, own)
-            for load, own in zip(self._loads, self._signatures, strict=True)
+            persistent_share(load.spec, self._shape, signature)
+            for load, signature in zip(self._loads, self._signatures, strict=True)
         ]
-        found: Array = np.array(shares) @ self._is
-        return found
+        counts: Array = np.array(shares) @ self._is
+        return counts
 
     def of_chunks(self, chunks: Sequence[Chunk]) -> Taken:
         """What exactly these chunks keep, and take besides."""
@@ -183,8 +183,8 @@ class StepMemory:
             tokens = length or load.longest_sequence
             lengths[load.name] = Lengths((tokens,) * load.together, (tokens,) * load.together)
             records.append(tuple(Slice(load.name, i, 0, tokens) for i in range(load.together)))
-        found = self._taken(self._contents(records, lengths))
-        return found.kept + found.working
+        taken = self._taken(self._contents(records, lengths))
+        return taken.kept + taken.working
 
     @cached_property
     def records(self) -> Array:
@@ -193,14 +193,14 @@ class StepMemory:
         On a CPU these need not be the longest.
         """
         lengths = {load.name: Lengths(load.tokens, load.labels) for load in self._loads}
-        units: list[list[Slice]] = []
+        micro_batches: list[list[Slice]] = []
         starts: list[int] = []
         for load in self._loads:
-            starts.append(len(units))
+            starts.append(len(micro_batches))
             slices = [Slice(load.name, i, 0, tokens) for i, tokens in enumerate(load.tokens)]
-            units += [slices[i : i + load.together] for i in range(0, len(slices), load.together)]
-        found = self._taken(self._contents(units, lengths))
-        return np.array([np.maximum.reduceat(own, starts) for own in (found.kept, found.working)])
+            micro_batches += [slices[i : i + load.together] for i in range(0, len(slices), load.together)]
+        taken = self._taken(self._contents(micro_batches, lengths))
+        return np.array([np.maximum.reduceat(values, starts) for values in (taken.kept, taken.working)])
 
     @cached_property
     def _step(self) -> Contents:
@@ -216,9 +216,11 @@ class StepMemory:
         """`[K]` tokens of each task's longest record."""
         return np.array([float(load.longest_sequence * load.together) for load in self._loads])
 
-    def _contents(self, units: Sequence[Sequence[Slice]], lengths: dict[str, Lengths]) -> Contents:
-        return contents_of(units, lengths, self._columns, self._is.shape[1], self._device, self._prefixed)
+    def _contents(self, micro_batches: Sequence[Sequence[Slice]], lengths: dict[str, Lengths]) -> Contents:
+        return contents_of(
+            micro_batches, lengths, self._columns, self._is.shape[1], self._device, self._prefixed
+        )
 
     def _taken(self, contents: Contents) -> Taken:
-        found = self._memory.passes(contents)
-        return Taken(found.kept * self._share, found.working * self._share)
+        passes = self._memory.passes(contents)
+        return Taken(passes.kept * self._share, passes.working * self._share)

@@ -52,29 +52,29 @@ class AdapterProbes:
         """
         stage = self.stage
         here = alternatives(stage.device, stage.dtype)
-        sample, found = KINDS["LORA"].samples()[0], list[Probe]()
+        sample, probes = KINDS["LORA"].samples()[0], list[Probe]()
         for op in stage.ops if len(here) > 1 else ():
             if op in EXPERT_OPS:
                 continue
             section = sample.section(op, list(stage.ops[op].parts))
             dropping = section.model_copy(update={"lora_dropout": 0.1})
             many = dropping if accepted(dropping, stage.shape) else section
-            for own, tasks in ((section, 1), (many, _MANY_TASKS)):
+            for specs, tasks in ((section, 1), (many, _MANY_TASKS)):
                 for name in here:
-                    found += self._probes(own, op, stage.coarse[-1:], tasks, name)
-        return found
+                    probes += self._probes(specs, op, stage.coarse[-1:], tasks, name)
+        return probes
 
     def all(self) -> list[Probe]:
         """Each kind wherever it can be; then two of a kind together."""
-        found, pairs = list[Probe](), list[Probe]()
+        probes, pairs = list[Probe](), list[Probe]()
         coarse = self.stage.coarse
         for sample in adapter_samples():
             at = [op for op in self.stage.ops if self._can_be(sample, op)]
             for op in at:
-                found += self.of(sample, op, coarse, tasks=1)
+                probes += self.of(sample, op, coarse, tasks=1)
             for op in at[:1] if sample.paired else ():
                 pairs += self.of(sample, op, coarse[1:3] or coarse, tasks=2)
-        return found + pairs
+        return probes + pairs
 
     def _can_be(self, sample: Sample, op: BaseOpName) -> bool:
         """Whether some task can have such adapters at a BaseOp."""
@@ -140,14 +140,14 @@ class AdapterProbes:
             of_pairs = stage.input(len(pairs.rows), stage.width(info.name))
             return lambda: experts.compute(of_pairs, pairs), of_pairs
         x = stage.input(rows, 1, stage.width(info.name))
-        own = stage.own(rows)
-        first = stage.parallel.tp_rank * own if stage.divided > 1 else 0
+        rows_of_rank = stage.own(rows)
+        first = stage.parallel.tp_rank * rows_of_rank if stage.divided > 1 else 0
 
         def compute() -> Tensor:
             with activate(batch):
                 y, _ = attached.forward(x)
                 if not info.column_parallel:
-                    y, _ = attached.finish(y[first : first + own])
+                    y, _ = attached.finish(y[first : first + rows_of_rank])
                 return y
 
         return compute, x

@@ -29,7 +29,7 @@ class AttentionCosts:
         measured: The window that the curves were measured with, the same or a wider one.
 
     Attributes:
-        over_past: For each length of the grid, seconds of one sequence over its past.
+        over_past: For each probed length, seconds of one sequence over its past.
         launch: `[2]` seconds that a batch takes whatever its sequences.
     """
 
@@ -72,8 +72,8 @@ class AttentionCosts:
         return np.asarray(low * (high / low) ** share)
 
     def _pairs(self, length: int, past: int, window: float) -> float:
-        own = self._own if past else _CAUSAL
-        return length * min(own * length + past, window)
+        pattern = self._own if past else _CAUSAL
+        return length * min(pattern * length + past, window)
 
 
 class StageAttention:
@@ -85,7 +85,7 @@ class StageAttention:
         stages: The layers of each stage.
 
     Attributes:
-        longest: The longest length of the grid up to 1,024 tokens.
+        longest: The longest probed length up to 1,024 tokens.
         launch: `[2, 1]` seconds that a batch takes in a layer whatever its sequences.
     """
 
@@ -94,15 +94,15 @@ class StageAttention:
     ) -> None:
         widest, distinct = widest_window(windows), list(dict.fromkeys(windows))
         self._costs = [AttentionCosts(curves, window, widest) for window in distinct]
-        counts = [[sum(windows[i] == own for i in layers) for layers in stages] for own in distinct]
+        counts = [[sum(windows[i] == window for i in layers) for layers in stages] for window in distinct]
         self._shares = np.array(counts) / [max(1, len(layers)) for layers in stages]  # [windows, S]
         self.longest = max(n for n in self._costs[0].over_past if n <= 1024)
         self.launch: Array = self._costs[0].launch[:, None]
 
     def of(self, length: int, past: int) -> Array:
         """`[2, S]` seconds of one sequence in a layer of each stage, on average over its layers."""
-        found: Array = np.stack([own.of(length, past) for own in self._costs], axis=1) @ self._shares
-        return found
+        seconds: Array = np.stack([cost.of(length, past) for cost in self._costs], axis=1) @ self._shares
+        return seconds
 
 
 def widest_window(windows: Sequence[int | None]) -> int | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_mux.attributes import replaced_in
 from megatron_mux.backbone.experts.all_to_all import AllToAll
-from megatron_mux.backbone.experts.exchange import Arriving, Choice, Exchange, Received, Sent
+from megatron_mux.backbone.experts.exchange import Choice, Exchange, PendingRows, Received, Sent
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.permutation import ExpertPermutation
 from megatron_mux.backbone.experts.router import Routes
@@ -48,8 +48,8 @@ class ExpertProbes:
 
     def routes(self, rows: int) -> Routes:
         """Experts of this rank's rows of a micro-batch of so many."""
-        own = self._selected[: self.stage.own(rows)]
-        return Routes(own, torch.ones(own.shape, dtype=self.stage.dtype, device=own.device))
+        selected = self._selected[: self.stage.own(rows)]
+        return Routes(selected, torch.ones(selected.shape, dtype=self.stage.dtype, device=selected.device))
 
     def given(self, batch: MicroBatch) -> Received:
         """What this rank's experts would compute of a micro-batch."""
@@ -72,14 +72,14 @@ class ExpertProbes:
     def parts(self, rows: int) -> list[Probe]:
         """Routed experts, shared ones, and the whole half layer."""
         layer, stage = self.layer, self.stage
-        found = [
+        probes = [
             Probe("experts", rows, partial(self._routed, rows)),
             Probe("experts_half", rows, partial(self._half, rows), cold=True),
         ]
         if layer.shared_experts is not None:
             make = partial(stage.of_module, layer.shared_experts, rows, stage.shape.hidden)
-            found.append(Probe("shared", rows, make))
-        return found
+            probes.append(Probe("shared", rows, make))
+        return probes
 
     def _routed(self, rows: int) -> Run:
         """From rows as they come to this rank's experts to their weighted sums."""
@@ -111,10 +111,10 @@ class ExpertProbes:
         """One message of rows, and agreeing on the sizes of messages; none where a process has all experts."""
         if self.ranks.group.size() == 1:
             return []
-        found = [Probe("exchange", rows, partial(self._exchange, rows)) for rows in self.stage.rows]
-        return [*found, Probe("exchange_sizes", 1, self._sizes)]
+        probes = [Probe("exchange", rows, partial(self._exchange, rows)) for rows in self.stage.rows]
+        return [*probes, Probe("exchange_sizes", 1, self._sizes)]
 
-    def message(self, rows: int) -> Callable[[], Arriving]:
+    def message(self, rows: int) -> Callable[[], PendingRows]:
         """A function that begins to send a micro-batch's rows to their experts. Every rank calls it."""
         exchange = AllToAll(self.ranks)
         exchange.serving = self.serving
@@ -152,16 +152,16 @@ class _Echo(Exchange):
         self._ranks = ranks
         self.serving, self.traffic = layer.exchange.serving, Traffic(ranks.group.size())
         places: dict[int, int] = {}
-        own = []
+        local = []
         for rank in self.serving.tolist():
             places[rank] = places.get(rank, -1) + 1
-            own.append(layer.held[places[rank] % len(layer.held)])
-        self._own = torch.tensor(own, device=self.serving.device)
+            local.append(layer.held[places[rank] % len(layer.held)])
+        self._own = torch.tensor(local, device=self.serving.device)
 
-    def begin(self, routes: Routes) -> tuple[Choice, Arriving]:
+    def begin(self, routes: Routes) -> tuple[Choice, PendingRows]:
         """See `Exchange.begin`: experts of other ranks become those in the same places of this rank."""
         choice = Choice.of(routes, self.serving, self._ranks)
-        return replace(choice, experts=self._own[choice.experts]), Arriving(choice.counts, [])
+        return replace(choice, experts=self._own[choice.experts]), PendingRows(choice.counts, [])
 
     def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
         """See `Exchange.agreed`."""
@@ -170,11 +170,11 @@ class _Echo(Exchange):
 
 
 class _Returned(Sent):
-    def _forth(self, x: Tensor) -> Arriving:
-        return Arriving(x, [])
+    def _forth(self, x: Tensor) -> PendingRows:
+        return PendingRows(x, [])
 
-    def _back(self, y: Tensor) -> Arriving:
-        return Arriving(y, [])
+    def _back(self, y: Tensor) -> PendingRows:
+        return PendingRows(y, [])
 
 
 @contextmanager

@@ -35,14 +35,14 @@ def mlp_operators(shape: BackboneShape, experts: bool) -> tuple[str, ...]:
 
 def base_ops(shape: BackboneShape) -> tuple[BaseOpName, ...]:
     """The BaseOps that some layer of a backbone has."""
-    found = {op for layer in range(shape.layers) for op in shape.ops(layer)}
-    return tuple(op for op in ORDER if op in found)
+    ops = {op for layer in range(shape.layers) for op in shape.ops(layer)}
+    return tuple(op for op in ORDER if op in ops)
 
 
 def layer_operators(shape: BackboneShape) -> tuple[str, ...]:
     """All curves of the layers of a backbone, each once."""
     kinds = sorted({shape.has_experts(layer) for layer in range(shape.layers)})
-    second = [name for own in kinds for name in mlp_operators(shape, own)]
+    second = [name for has_experts in kinds for name in mlp_operators(shape, has_experts)]
     return ("attention_half", *second, *base_ops(shape))
 
 
@@ -55,7 +55,7 @@ def below(shape: BackboneShape, op: BaseOpName) -> tuple[str, ...]:
         shape: The backbone's.
         op: The BaseOp that has it.
     """
-    found: list[str] = []
+    names: list[str] = []
     of_part: dict[str, tuple[BaseOpName, ...]] = {
         "mlp_half": MLP_OPS,
         "shared": SHARED_OPS,
@@ -64,6 +64,6 @@ def below(shape: BackboneShape, op: BaseOpName) -> tuple[str, ...]:
     for part in ("attention_half", *mlp_operators(shape, op in (*SHARED_OPS, *EXPERT_OPS))):
         ops = shape.attention_ops if part == "attention_half" else of_part.get(part, ())
         if op in ops:
-            return (*found, *((part,) if op == ops[-1] else ops[: ops.index(op) + 1]))
-        found.append(part)
+            return (*names, *((part,) if op == ops[-1] else ops[: ops.index(op) + 1]))
+        names.append(part)
     raise ValueError(f"{op}: no layer of the backbone has it")

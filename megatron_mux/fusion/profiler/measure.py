@@ -72,13 +72,13 @@ def measure(
     # The cost model adds messages by itself, so that it can tell which of them other hybrid tasks hide.
     silent = [info.module for info in backbone.base_ops() if info.name not in EXPERT_OPS]
     attentions = [layer.self_attention for layer in backbone.model.decoder.layers]
-    silent += [one for one in attentions if isinstance(one, LatentAttention)]
+    silent += [a for a in attentions if isinstance(a, LatentAttention)]
     with ExitStack() as stack:
         stack.enter_context(without_collectives(*silent))
         bench.place_weights(stack)
         bench.choose_kernels()
         probes = bench.probes.all(bench.longest_sequence())
-        bench.take_turns(probes, progress)
+        bench.measure_in_rounds(probes, progress)
     timed: dict[str, dict[float, tuple[float, float]]] = {}
     for probe in probes:
         timed.setdefault(probe.name, {})[probe.size] = probe.seconds
@@ -98,30 +98,30 @@ class _Bench:
         """Have the weights in place of the layers that are probed, if they are not there anyway."""
         for layers in self.probes.stage.stacks.values():
             for layer in layers:
-                stack.enter_context(self.backbone.residence.using(self.probes.stage.layers.index(layer)))
+                stack.enter_context(self.backbone.offload.using(self.probes.stage.layers.index(layer)))
 
     # -- timing
 
-    def take_turns(self, probes: Sequence[Probe], progress: Progress | None = None) -> None:
+    def measure_in_rounds(self, probes: Sequence[Probe], progress: Progress | None = None) -> None:
         """Time all probes, in several rounds."""
         for turn in range(self.rounds + 1):  # the first one warms up
             for i, probe in enumerate(probes if turn % 2 == 0 else reversed(probes)):
-                found = self.time(probe)
+                timed = self.time(probe)
                 if turn:
-                    probe.rounds.append(found)
+                    probe.rounds.append(timed)
                 if progress is not None:
                     progress(turn * len(probes) + i + 1, len(probes) * (self.rounds + 1))
 
     def choose_kernels(self) -> None:
         """Choose the kernels of each BaseOp, by their seconds on the slowest rank."""
         probes = self.probes.adapters.kernels()
-        self.take_turns(probes)
+        self.measure_in_rounds(probes)
         taken = self.backbone.parallel.most([sum(probe.seconds) for probe in probes])
-        found: dict[str, dict[str, list[float]]] = {}
+        by_op: dict[str, dict[str, list[float]]] = {}
         for probe, seconds in zip(probes, taken, strict=True):
             op, _, name = probe.name.partition(":")
-            found.setdefault(op, {}).setdefault(name, []).append(seconds)
-        self.probes.adapters.chosen = tuple((op, _fastest(own)) for op, own in found.items())  # type: ignore[misc]
+            by_op.setdefault(op, {}).setdefault(name, []).append(seconds)
+        self.probes.adapters.chosen = tuple((op, _fastest(of_op)) for op, of_op in by_op.items())  # type: ignore[misc]
 
     def longest_sequence(self) -> int:
         """The longest one whose core attention is measured: twice as long would take longer than a probe may."""
@@ -159,14 +159,14 @@ class _Bench:
             passes.append([self._pass(run, probe.cold) for run in runs])
             if len(passes) == 1:
                 self.synchronize()
-                longest = self.backbone.parallel.most([sum(sum(_seconds(own)) for own in passes[0])])[0]
+                longest = self.backbone.parallel.most([sum(sum(_seconds(run)) for run in passes[0])])[0]
                 repeats = max(1, min(_MOST_REPEATS, math.ceil(_TURN_SECONDS / longest)))
         self.synchronize()
-        found = []
+        medians = []
         for way in range(2):
-            measured = [[_seconds(own)[way] for own in one] for one in passes]
-            found.append(statistics.median(own[0] - sum(own[1:]) for own in measured))
-        return found[0], found[1]
+            measured = [[_seconds(run)[way] for run in runs] for runs in passes]
+            medians.append(statistics.median(row[0] - sum(row[1:]) for row in measured))
+        return medians[0], medians[1]
 
     def _pass(self, run: Run, cold: bool) -> tuple[Any, ...]:
         """The moments before and behind a forward pass, then those of its backward pass, if it has one."""
@@ -195,9 +195,9 @@ class _Bench:
             if name in ("entry", "head", "transfer", "all_reduce"):
                 curves.setdefault(name, curve)
         assert set(layer_operators(stage.shape)) <= set(curves)
-        unit = self.backbone.residence.units.get(0)
-        if unit is not None:
-            seconds = (self._median(unit.wait, after=unit.drop),)
+        group = self.backbone.offload.groups.get(0)
+        if group is not None:
+            seconds = (self._median(group.wait, after=group.drop),)
             curves["dequantise"] = Curve((1,), seconds, seconds)
         updates = measured_updates(self.device, self.dtype, self.rounds, self.synchronize)
         return Profile(
@@ -242,12 +242,12 @@ class _Bench:
             for _ in range(products):
                 x @ weight.t()
             if not products:
-                for own in sent:
-                    own.wait()
+                for message in sent:
+                    message.wait()
             self.synchronize()
             taken = time.perf_counter() - start
-            for own in sent:
-                own.wait()
+            for message in sent:
+                message.wait()
             return most([taken])[0]
 
         rounds = []
@@ -282,5 +282,5 @@ def _seconds(moments: Sequence[Any]) -> tuple[float, float]:
 def _fastest(kernels: Mapping[str, Sequence[float]]) -> str:
     """The first kernels, the default, unless others are faster in every case."""
     default = next(iter(kernels))
-    better = [name for name, own in kernels.items() if all(map(lt, own, kernels[default]))]
+    better = [name for name, each in kernels.items() if all(map(lt, each, kernels[default]))]
     return min(better, key=lambda name: sum(kernels[name]), default=default)

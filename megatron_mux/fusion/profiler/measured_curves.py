@@ -47,7 +47,7 @@ def profile_curves(timed: Mapping[str, Curve], depths: Mapping[str, int], divide
 def _changed(curve: Curve, change: Callable[[float, float, int], float]) -> Curve:
     """A curve with what `change` makes of size, seconds and way (0: forward, 1: backward) of each point."""
     forward, backward = (
-        tuple(change(size, own, way) for size, own in zip(curve.sizes, seconds, strict=True))
+        tuple(change(size, s, way) for size, s in zip(curve.sizes, seconds, strict=True))
         for way, seconds in enumerate((curve.forward, curve.backward))
     )
     return Curve(curve.sizes, forward, backward)
@@ -65,8 +65,8 @@ def _attention(timed: Mapping[str, Curve]) -> dict[str, Curve]:
             known.setdefault(int(length), {})[int(past)] = curve
 
     def of_one(curve: Curve, way: int) -> float:
-        one, last = curve.at(1)[way], curve.at(8)[way]
-        return max(0.0, (last - one) / 7) if len(curve.sizes) > 1 else one - launch[way]
+        first, last = curve.at(1)[way], curve.at(8)[way]
+        return max(0.0, (last - first) / 7) if len(curve.sizes) > 1 else first - launch[way]
 
     shortest = known[min(known)][0]
     launch = [0.0, 0.0]
@@ -75,9 +75,9 @@ def _attention(timed: Mapping[str, Curve]) -> dict[str, Curve]:
         "attention_launch": Curve((1,), (launch[0],), (launch[1],)),
         **{
             f"attention:{length}": points(
-                {past: (of_one(curve, 0), of_one(curve, 1)) for past, curve in own.items()}
+                {past: (of_one(curve, 0), of_one(curve, 1)) for past, curve in of_length.items()}
             )
-            for length, own in known.items()
+            for length, of_length in known.items()
         },
     }
 
@@ -100,15 +100,15 @@ def _experts(half: Curve, parts: Mapping[str, Curve], divided: int) -> dict[str,
     return {"router": _changed(half, rest), "experts": _changed(half, routed)}
 
 
-def _utilisation(both: Curve, one: Curve) -> Curve:
+def _utilisation(both: Curve, alone: Curve) -> Curve:
     """Equation 3's u_a, as it can be measured on any device.
 
     Two equal adapters that run beside each other take `max(2 u t, t)`: a device that one of them fills takes twice as
-    long (u = 1), one that it uses to half takes no longer (u = 1/2). `both` is for twice the rows of `one`.
+    long (u = 1), one that it uses to half takes no longer (u = 1/2). `both` is for twice the rows of `alone`.
     """
 
     def share(rows: float, pair: float, way: int) -> float:
-        single = one.at(rows / 2)[way]
+        single = alone.at(rows / 2)[way]
         return min(1.0, max(0.05, pair / (2 * single))) if single > 0 else 1.0
 
     shares = _changed(both, share)

@@ -17,7 +17,7 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.base_ops import BaseOpInfo, BaseOpName
 from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.batch.pack import PackedSequence, pack
-from megatron_mux.fusion.profiler.profile import grid_up_to
+from megatron_mux.fusion.profiler.profile import probe_sizes
 
 SEGMENT = 64
 """Tokens of a sequence where only the number of rows matters."""
@@ -91,7 +91,7 @@ class ProbedStage:
         self.ops: dict[BaseOpName, BaseOpInfo] = {}
         for info in backbone.base_ops():
             self.ops.setdefault(info.name, info)
-        self.rows = grid_up_to(most_tokens)
+        self.rows = probe_sizes(most_tokens)
         self.coarse = [n for n in (32, 128, 512, 2048, 8192) if n <= most_tokens]
         self.divided = self.parallel.tp_size if self.parallel.sequence_parallel else 1
 

@@ -18,7 +18,7 @@ from megatron_mux.fusion.profiler.adapter_probes import AdapterProbes
 from megatron_mux.fusion.profiler.core_attention import widest_window
 from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
 from megatron_mux.fusion.profiler.probed_stage import SEGMENT, Probe, ProbedStage, Run
-from megatron_mux.fusion.profiler.profile import grid_up_to
+from megatron_mux.fusion.profiler.profile import probe_sizes
 from megatron_mux.kernels.attention.carry import Carry
 from megatron_mux.kernels.attention.segments import Segment, device_bounds, has_one_call, segment_attention
 
@@ -52,19 +52,19 @@ class Probes:
         Args:
             longest: Tokens of the longest sequence.
         """
-        found: list[Probe] = []
+        probes: list[Probe] = []
         for rows in self.stage.rows:
-            found.append(Probe("attention_half", rows, partial(self._half, "attention", rows), cold=True))
+            probes.append(Probe("attention_half", rows, partial(self._half, "attention", rows), cold=True))
             if "mlp" in self.stage.stacks:
-                found.append(Probe("mlp_half", rows, partial(self._half, "mlp", rows), cold=True))
+                probes.append(Probe("mlp_half", rows, partial(self._half, "mlp", rows), cold=True))
             if self.experts is not None:
-                found += self.experts.parts(rows)
-            found += [Probe(op, rows, partial(self.adapters.alone, op, rows)) for op in self.stage.ops]
-        found += self._attention(longest)
-        found += self._ends()
-        found += self.adapters.all()
-        found += self._messages()
-        return found
+                probes += self.experts.parts(rows)
+            probes += [Probe(op, rows, partial(self.adapters.alone, op, rows)) for op in self.stage.ops]
+        probes += self._attention(longest)
+        probes += self._ends()
+        probes += self.adapters.all()
+        probes += self._messages()
+        return probes
 
     def _half(self, name: str, rows: int) -> Run:
         """Half layers on top of each other.
@@ -72,20 +72,20 @@ class Probes:
         They have no messages, so also with sequence parallelism all rows pass through all of them.
         """
         stage, batch = self.stage, self.stage.batch(rows)
-        x, turns = stage.input(rows, 1, stage.shape.hidden), self.backbone.angles(batch)[0]
+        x, angles = stage.input(rows, 1, stage.shape.hidden), self.backbone.angles(batch)[0]
 
         def run() -> tuple[Tensor, Sequence[Tensor]]:
             out = x
             with activate(batch):
                 for layer in stage.stacks[name]:
-                    out = attention_half(layer, out, turns) if name == "attention" else mlp_half(layer, out)
+                    out = attention_half(layer, out, angles) if name == "attention" else mlp_half(layer, out)
             return out, (x,)
 
         return run
 
     def _attention(self, longest: int) -> Iterator[Probe]:
         """One sequence of each length, and eight of short ones; one with each past that takes no longer."""
-        for length in grid_up_to(longest, least=_SHORTEST):
+        for length in probe_sizes(longest, least=_SHORTEST):
             yield self.attention(length)
             if length * 8 <= 2 * self.stage.most_tokens:
                 yield self.attention(length, count=8)
@@ -122,14 +122,14 @@ class Probes:
 
     def _ends(self) -> list[Probe]:
         """The entry, by rows; the final norm and the loss head, by labels."""
-        found: list[Probe] = []
+        probes: list[Probe] = []
         if self.backbone.first:
-            found += [Probe("entry", rows, partial(self._entry, rows)) for rows in self.stage.coarse]
+            probes += [Probe("entry", rows, partial(self._entry, rows)) for rows in self.stage.coarse]
         if self.backbone.last:
             most = max(self.stage.most_tokens // 2, 16)
             labels = [n for n in (1, 4, *self.stage.rows) if n <= most]
-            found += [Probe("head", n, partial(self._head, n), cold=True) for n in labels]
-        return found
+            probes += [Probe("head", n, partial(self._head, n), cold=True) for n in labels]
+        return probes
 
     def _entry(self, rows: int) -> Run:
         batch = self.stage.batch(rows)
@@ -169,12 +169,12 @@ class Probes:
 
         wanted = [("all_reduce", reduce)] * (parallel.tp_size > 1)
         wanted += [("transfer", transfer)] * (parallel.world_size > 1)
-        found = [
+        probes = [
             Probe(name, rows, partial(self._sent, send, rows))
             for name, send in wanted
             for rows in self.stage.rows
         ]
-        return found + (self.experts.messages() if self.experts is not None else [])
+        return probes + (self.experts.messages() if self.experts is not None else [])
 
     def _sent(self, send: Callable[[Tensor], None], rows: int) -> Run:
         x = self.stage.input(rows, self.backbone.shape.hidden).detach()

@@ -54,7 +54,7 @@ class Curve:
         i = min(max(bisect_right(known, size), 1), len(known) - 1)
         share = (max(size, known[0]) - known[i - 1]) / (known[i] - known[i - 1])
         forward, backward = (
-            max(0.0, own[i - 1] + share * (own[i] - own[i - 1])) for own in (self.forward, self.backward)
+            max(0.0, s[i - 1] + share * (s[i] - s[i - 1])) for s in (self.forward, self.backward)
         )
         return forward, backward
 
@@ -70,18 +70,18 @@ class Curve:
         clamped = np.maximum(sizes, known[0])
         i = np.minimum(np.maximum(np.searchsorted(known, clamped, side="right"), 1), len(known) - 1)
         share = (clamped - known[i - 1]) / (known[i] - known[i - 1])
-        found: npt.NDArray[np.float64] = seconds[:, i - 1] + share * (seconds[:, i] - seconds[:, i - 1])
-        return np.maximum(found, 0.0)
+        value: npt.NDArray[np.float64] = seconds[:, i - 1] + share * (seconds[:, i] - seconds[:, i - 1])
+        return np.maximum(value, 0.0)
 
 
 def summed(curves: Sequence[Curve]) -> Curve:
     """One curve for several operators, exact between their points."""
     sizes = sorted({size for curve in curves for size in curve.sizes})
-    found = [[curve.at(size) for curve in curves] for size in sizes]
+    sums = [[curve.at(size) for curve in curves] for size in sizes]
     return Curve(
         tuple(sizes),
-        tuple(sum(f for f, _ in here) for here in found),
-        tuple(sum(b for _, b in here) for here in found),
+        tuple(sum(f for f, _ in here) for here in sums),
+        tuple(sum(b for _, b in here) for here in sums),
     )
 
 
@@ -147,7 +147,7 @@ def key_of(about: Mapping[str, Any], form: int = FORMAT) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def grid_up_to(most: int, least: int = 16) -> list[int]:
+def probe_sizes(most: int, least: int = 16) -> list[int]:
     """Powers of two from `least` to `most`, both included."""
     sizes = [least]
     while sizes[-1] * 2 <= most:

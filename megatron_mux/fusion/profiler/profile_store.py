@@ -105,19 +105,19 @@ def find_profile(
     for count in sorted({wanted, *others}, key=lambda count: (abs(count - wanted), -count)):
         measured_with = {**about, "busy": count} if "busy" in about else about
         try:
-            found = load_profile(measured_with, directory or profile_directory())
+            profile = load_profile(measured_with, directory or profile_directory())
         except UserError as error:
             if say is None:
                 raise
             say(f"{error}; going on without it")
             continue
-        if found is not None and count != wanted and say is not None:
+        if profile is not None and count != wanted and say is not None:
             say(
                 f"no profile was measured with {wanted} process(es) busy: using the one with {count} "
                 f"(megatron-mux profile --processes {wanted} measures it)"
             )
-        if found is not None:
-            return found
+        if profile is not None:
+            return profile
         older = (directory or profile_directory()) / f"{key_of(measured_with, FORMAT - 1)}.json"
         if say is not None and not outdated and older.exists():
             outdated = True
@@ -149,8 +149,8 @@ def profile_of_mesh(
         UserError: The file is not a profile.
     """
     about = about_run(shape, kind, dtype, mesh.tensor, threads, busy, mesh.expert, mesh.expert_tensor)
-    found = find_profile(shape, about, directory, say)
-    return with_managers(found, shape, mesh.managers) if mesh.managers else found
+    profile = find_profile(shape, about, directory, say)
+    return with_managers(profile, shape, mesh.managers) if mesh.managers else profile
 
 
 def profile_directory() -> Path:

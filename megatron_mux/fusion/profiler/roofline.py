@@ -17,7 +17,7 @@ from megatron_mux.base_ops import COLUMN_PARALLEL, EXPERT_OPS, REPLICATED, BaseO
 from megatron_mux.fusion.device import Device, device_of
 from megatron_mux.fusion.even_experts import ExpertShares
 from megatron_mux.fusion.profiler.layer_operators import base_ops
-from megatron_mux.fusion.profiler.profile import Curve, Profile, grid_up_to, points, summed
+from megatron_mux.fusion.profiler.profile import Curve, Profile, points, probe_sizes, summed
 from megatron_mux.fusion.profiler.updates import estimated_updates
 from megatron_mux.memory.forms.architecture import architecture_of
 from megatron_mux.shape import BackboneShape
@@ -59,7 +59,7 @@ def roofline(
         itemsize=itemsize,
         tensor=tensor_parallel,
         expert_tensor=expert_tensor,
-        sizes=tuple(grid_up_to(most_tokens)),
+        sizes=tuple(probe_sizes(most_tokens)),
         shares=None
         if shape.experts is None
         else ExpertShares.of(shape, tensor_parallel, expert, expert_tensor),
@@ -110,8 +110,8 @@ class _Rank:
     def operators(self) -> dict[str, Curve]:
         """Half layers and their BaseOps, the embedding and the loss head."""
         shape, h = self.shape, self.shape.hidden
-        own = 1.0 if self.shares is None else self.shares.own  # sequence parallelism comes with experts
-        norm, added = self._passes(2 * h * own), (3 * h + 2 * h * shape.output_norms) * own
+        share = 1.0 if self.shares is None else self.shares.own  # sequence parallelism comes with experts
+        norm, added = self._passes(2 * h * share), (3 * h + 2 * h * shape.output_norms) * share
         products = {str(op): self._product(op) for op in base_ops(shape)}
 
         def mlp(first: BaseOpName, second: BaseOpName) -> list[Curve]:
@@ -132,20 +132,20 @@ class _Rank:
             halves["shared"] = mlp("shared_fc1", "shared_fc2")
         vocab = shape.vocab / self.tensor
         head = self._curve(4 * h * vocab, 2 * vocab, 2 * h * vocab, backward=0.0)
-        found = {name: summed(curves) for name, curves in halves.items()}
-        return {**found, **products, "entry": self._passes(2 * h), "head": head}
+        named = {name: summed(curves) for name, curves in halves.items()}
+        return {**named, **products, "entry": self._passes(2 * h), "head": head}
 
     def _routing(self, shares: ExpertShares) -> list[Curve]:
         """The router, and the way of rows to experts and back."""
         experts, h = self.shape.experts, self.shape.hidden
         assert experts is not None
-        count, weights, own = experts.count, experts.count * h, shares.own
-        moves = shares.pairs * 6 * h + own * 3 * h
+        count, weights, local = experts.count, experts.count * h, shares.own
+        moves = shares.pairs * 6 * h + local * 3 * h
         launches = _PAIRS_LAUNCHES
         if shares.sent:
             moves, launches = moves + shares.sent * 10 * h, launches + _EXCHANGE_LAUNCHES
         return [
-            self._curve(2 * own * weights, own * (h + 6 * count), weights, _ROUTER_LAUNCHES, 0.5),
+            self._curve(2 * local * weights, local * (h + 6 * count), weights, _ROUTER_LAUNCHES, 0.5),
             self._curve(moves, moves, launches=launches),
         ]
 
@@ -160,16 +160,16 @@ class _Rank:
             pairs = length * (length + 1) / 2 + length * past
             values = 2 * (length + 3 * past) * shape.kv_heads + 2 * length * shape.heads
             parts = size / self.tensor
-            one = device.seconds(
+            seconds = device.seconds(
                 4 * pairs * shape.heads * parts, self.itemsize * values * parts, self.itemsize
             )
-            return one - launch, 2 * (one - launch)
+            return seconds - launch, 2 * (seconds - launch)
 
         return {
             "attention_launch": Curve((1,), (launch,), (2 * launch,)),
             **{
                 f"attention:{length}": points({past: of(length, past) for past in (0, 16, 256, 1024, 4096)})
-                for length in grid_up_to(8192, least=8)
+                for length in probe_sizes(8192, least=8)
             },
         }
 
@@ -191,14 +191,14 @@ class _Rank:
 
     def dequantising(self) -> dict[str, Curve]:
         """A layer's weights on average, whatever the rows: bytes are read and values written, on a CPU then scaled."""
-        units = architecture_of(self.shape).layers
-        values = sum(unit.dequantised for unit in units) / len(units) / self.tensor
+        counts = architecture_of(self.shape).layers
+        values = sum(part.dequantised for part in counts) / len(counts) / self.tensor
         if not values:
             return {}
-        read = sum(unit.held.total for unit in units if unit.held is not None) / len(units) / self.tensor
+        read = sum(part.held.total for part in counts if part.held is not None) / len(counts) / self.tensor
         passes = 3 if self.device.adds else 1
-        one = self.device.seconds(2 * values, read + passes * values * self.itemsize, self.itemsize)
-        return {"dequantise": Curve((1,), (one,), (one,))}
+        seconds = self.device.seconds(2 * values, read + passes * values * self.itemsize, self.itemsize)
+        return {"dequantise": Curve((1,), (seconds,), (seconds,))}
 
     def messages(self, expert_ranks: int) -> dict[str, Curve]:
         """Between stages, tensor ranks and expert ranks.
@@ -207,13 +207,13 @@ class _Rank:
             expert_ranks: Ranks that exchange rows of experts.
         """
         tp, row = self.tensor, self.shape.hidden * self.itemsize
-        found = {"transfer": self._link(row, 2 * tp)}  # a stage's neighbour may be on the next node
+        curves = {"transfer": self._link(row, 2 * tp)}  # a stage's neighbour may be on the next node
         if tp > 1:
-            found["all_reduce"] = self._link(2 * row * (tp - 1) / tp, tp)
+            curves["all_reduce"] = self._link(2 * row * (tp - 1) / tp, tp)
         if self.shares is not None and expert_ranks > 1:
-            found["exchange"] = self._link(self.shares.away * row, expert_ranks)
-            found["exchange_sizes"] = Curve((1,), (self.device.latency,), (0.0,))
-        return found
+            curves["exchange"] = self._link(self.shares.away * row, expert_ranks)
+            curves["exchange_sizes"] = Curve((1,), (self.device.latency,), (0.0,))
+        return curves
 
     def _curve(
         self,
@@ -241,8 +241,8 @@ class _Rank:
             if routed and self.shares is not None:
                 computed, copies = rows * self.shares.pairs, self.shares.touched(rows)
             moved = (computed * values + copies * weights) * self.itemsize
-            one = self.device.seconds(computed * flops, moved, self.itemsize)
-            seconds.append(one + (copies * launches - 1) * self.device.overhead)
+            each = self.device.seconds(computed * flops, moved, self.itemsize)
+            seconds.append(each + (copies * launches - 1) * self.device.overhead)
         return Curve(self.sizes, tuple(seconds), tuple(backward * s for s in seconds))
 
     def _passes(self, width: float) -> Curve:

@@ -54,16 +54,16 @@ class UpdateSeconds:
 
 def estimated_updates(device: Device, on_gpu: bool) -> dict[str, UpdateSeconds]:
     """Estimate by numbers of launches and bytes, for each optimizer by its first name."""
-    found = {}
+    seconds = {}
     for kind in dict.fromkeys(OPTIMIZERS.values()):
         together = on_gpu and kind.together
         launches = (sum(LAUNCHES.values()), 0) if together else (_AROUND, kind.launches)
         task, run = (count * device.overhead for count in launches)
         around = 10 if together else 22  # bytes of norm, copy and zeros; of clipping, too
-        found[kind.names[0]] = UpdateSeconds(
+        seconds[kind.names[0]] = UpdateSeconds(
             task, run, 0.0, (kind.traffic + around) / device.bandwidth, together
         )
-    return found
+    return seconds
 
 
 def measured_updates(
@@ -88,18 +88,18 @@ def measured_updates(
             taken.append(time.perf_counter() - start)
         return statistics.median(taken[1:])
 
-    found = {}
+    measured = {}
     for kind in dict.fromkeys(OPTIMIZERS.values()):
         if kind.needs and importlib.util.find_spec(kind.needs) is None:
             continue
-        one, large = seconds(kind, 1, 1, _SMALL), seconds(kind, 1, 1, _LARGE)
+        small, large = seconds(kind, 1, 1, _SMALL), seconds(kind, 1, 1, _LARGE)
         many, divided = seconds(kind, _MANY, 1, _SMALL), seconds(kind, _MANY, _MANY, _SMALL)
-        value = max(0.0, large - one) / (_LARGE - _SMALL)
-        tensor = max(0.0, (many - one) / (_MANY - 1) - _SMALL * value)
+        value = max(0.0, large - small) / (_LARGE - _SMALL)
+        tensor = max(0.0, (many - small) / (_MANY - 1) - _SMALL * value)
         run = max(0.0, divided - many) / (_MANY - 1)
-        task = max(0.0, one - run - tensor - _SMALL * value)
-        found[kind.names[0]] = UpdateSeconds(task, run, tensor, value, _is_together(kind, device))
-    return found
+        task = max(0.0, small - run - tensor - _SMALL * value)
+        measured[kind.names[0]] = UpdateSeconds(task, run, tensor, value, _is_together(kind, device))
+    return measured
 
 
 def sample_step(

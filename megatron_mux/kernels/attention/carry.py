@@ -57,18 +57,18 @@ class Carry:
         Raises:
             RuntimeError: They have not been computed, or have been dropped.
         """
-        found, rows = [], 0
+        caches, rows = [], 0
         for pair in self._left.get((layer, segment.task, segment.sequence), []):
             if rows == segment.past:
                 break
-            found.append(pair)
+            caches.append(pair)
             rows += pair[0].shape[0]
         if rows != segment.past:
             raise RuntimeError(
                 f"layer {layer}: sequence {segment.sequence} of {segment.task} begins at token {segment.past}, but "
                 f"keys of {rows} tokens are there: chunks run forward in order and backward in reverse"
             )
-        return found
+        return caches
 
     def leave(self, layer: int, segment: Segment, key: Tensor, value: Tensor) -> None:
         """Keep a segment's keys and values for later chunks."""
@@ -142,6 +142,6 @@ class _Extend(torch.autograd.Function):
             later = carry.collect(layer, segment) if segment.continues else None
             if later is not None:
                 rows = slice(segment.start, segment.start + segment.length)
-                for own, total in zip((own_key, own_value), later, strict=True):
-                    own[rows] = (own[rows].to(total.dtype) + total).to(own.dtype)
+                for part, total in zip((own_key, own_value), later, strict=True):
+                    part[rows] = (part[rows].to(total.dtype) + total).to(part.dtype)
         return own_key, own_value, None, None, None

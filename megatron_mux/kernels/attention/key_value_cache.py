@@ -96,9 +96,9 @@ class KeyValueCache:
             mask &= seen > at - window
         heads, groups = query.shape[1], keys.shape[1]
         # The query heads of a group stand where several queries of one head would: no key is copied for them.
-        own = query[:count].index_select(0, step.order).unflatten(1, (groups, heads // groups))
+        heads_of_rows = query[:count].index_select(0, step.order).unflatten(1, (groups, heads // groups))
         out = F.scaled_dot_product_attention(
-            own,
+            heads_of_rows,
             keys[:count, :, : step.longest],
             values[:count, :, : step.longest],
             attn_mask=mask[:, None, None],
@@ -140,9 +140,9 @@ class KeyValueCache:
     ) -> None:
         for segment in segments:
             row, start = self._rows[segment.task, segment.sequence], 0
-            own = slice(segment.start, segment.start + segment.length)
+            rows = slice(segment.start, segment.start + segment.length)
             pieces = [prefix[segment.task]] if segment.task in prefix else []
-            for more_keys, more_values in (*pieces, (key[own], value[own])):
+            for more_keys, more_values in (*pieces, (key[rows], value[rows])):
                 place = slice(start, start + more_keys.shape[0])
                 keys[row, :, place] = more_keys.transpose(0, 1)
                 values[row, :, place] = more_values.transpose(0, 1)

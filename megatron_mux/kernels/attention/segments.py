@@ -156,8 +156,8 @@ def _runs(segments: Sequence[Segment], prefix: Prefix, short: int) -> list[_Run]
         return False, segment.length, task, segment.start if segment.past else -1
 
     runs = []
-    for (is_short, _, task, _), own in groupby(segments, kind):
-        members = tuple(own)
+    for (is_short, _, task, _), group in groupby(segments, kind):
+        members = tuple(group)
         runs.append(_Run(tuple(s.length for s in members), members[0].past, task, is_short))
     return runs
 
@@ -182,9 +182,9 @@ def _by_runs(
     pasts = [run.past for run in runs if run.past]
     keys, values = key.split([*pasts, *sizes]), value.split([*pasts, *sizes])
     past = iter(zip(keys, values, strict=True))
-    own = zip(query.split(sizes), keys[len(pasts) :], values[len(pasts) :], strict=True)
+    triples = zip(query.split(sizes), keys[len(pasts) :], values[len(pasts) :], strict=True)
     outputs = []
-    for run, (q, k, v) in zip(runs, own, strict=False):
+    for run, (q, k, v) in zip(runs, triples, strict=False):
         if run.short:
             outputs.append(short_attention(q, k, v, run.lengths, scale, window))
             continue

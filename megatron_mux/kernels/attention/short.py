@@ -57,14 +57,14 @@ def _classes(lengths: tuple[int, ...], groups: int) -> _Classes:
     padded = [padded_length(length) for length in lengths]
     sizes, gather, valid = [], [], []
     for longest in sorted(set(padded)):
-        members = [i for i, own in enumerate(padded) if own == longest]
+        members = [i for i, size in enumerate(padded) if size == longest]
         sizes.append((len(members), longest))
         at = np.arange(longest)
-        own = np.array([lengths[i] for i in members]).reshape(-1, 1, 1)
+        counts = np.array([lengths[i] for i in members]).reshape(-1, 1, 1)
         # Padding repeats the last row of the segment itself.
-        tokens = starts[members].reshape(-1, 1, 1) + np.minimum(at, own - 1)
+        tokens = starts[members].reshape(-1, 1, 1) + np.minimum(at, counts - 1)
         gather.append((tokens * groups + np.arange(groups).reshape(-1, 1)).reshape(-1))
-        valid.append(np.broadcast_to(at < own, (len(members), groups, longest)).reshape(-1))
+        valid.append(np.broadcast_to(at < counts, (len(members), groups, longest)).reshape(-1))
     rows, real = np.concatenate(gather), np.concatenate(valid)
     scatter = np.empty(int(starts[-1]) * groups, np.int64)
     scatter[rows[real]] = real.nonzero()[0]

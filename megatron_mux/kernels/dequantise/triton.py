@@ -89,8 +89,8 @@ def _grid(rows: int, row_groups: int, counts: Tensor | None) -> tuple[tuple[int,
 @triton.jit
 def _groups(groups, GROUPS: tl.constexpr):
     """This program's groups, and which of them there are: fewer at the end of an expert."""
-    own = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    return tl.program_id(1) * groups + own, own < groups
+    local = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    return tl.program_id(1) * groups + local, local < groups
 
 
 @triton.jit(

@@ -125,7 +125,7 @@ class ExpertGroups:
             rows=tuple((start, stop) for _, _, start, stop in self.groups),
             steps=(0,) * len(self.groups),
             training=False,  # which matters for dropout only
-            table=nothing,
+            row_ranges=nothing,
             tiles=nothing,
             sequence_ids=nothing,
             token_index=nothing,

@@ -124,4 +124,4 @@ class ExpertTable:
     @cached_property
     def loops(self) -> TermTable:
         """For kernels that compute one group after the other: a term for each task and expert."""
-        return TermTable([one for term in self._terms.values() for one in term.terms()])
+        return TermTable([each for term in self._terms.values() for each in term.terms()])

@@ -89,13 +89,13 @@ class TritonExpertKernels(ExpertKernels):
         """See `ExpertKernels.weight_gradients`."""
         tiles = groups.tiles_of_tasks(table.bounds, TILE_ROWS)
         rank_blocks = cdiv(table.largest_rank, OUTER["RANKS"])
-        for up, values, own in ((False, x, d_latent), (True, dy, latent)):
+        for up, values, factor in ((False, x, d_latent), (True, dy, latent)):
             columns = cdiv(values.shape[1], OUTER["WIDTH"])
             grid = len(tiles.start) * rank_blocks * columns
             if grid:
                 arguments = (
-                    values, own, table.entries, table.at, tiles.start, tiles.stop, table.slots, table.held,
-                    rank_blocks, columns, values.shape[1], values.stride(0), own.stride(0),
+                    values, factor, table.entries, table.at, tiles.start, tiles.stop, table.slots, table.held,
+                    rank_blocks, columns, values.shape[1], values.stride(0), factor.stride(0),
                 )  # fmt: skip
                 constants = {"UP": up, "PRECISION": _precision(values), **OUTER}
                 launch(outer_kernel, (grid,), arguments, constants)

@@ -57,8 +57,8 @@ def product_kernel(
     for first in range(0, inner, INNER):
         mask = first + features < inner
         block = tl.load(values, mask=row_mask[:, None] & mask[None, :], other=0.0)
-        own = tl.load(matrix, mask=mask[:, None] & out_mask[None, :], other=0.0)
-        total = tl.dot(block, own, total, input_precision=PRECISION)
+        piece = tl.load(matrix, mask=mask[:, None] & out_mask[None, :], other=0.0)
+        total = tl.dot(block, piece, total, input_precision=PRECISION)
         values += INNER
         matrix += INNER * in_stride
     places = rows.to(tl.int64)[:, None] * y_stride + out[None, :]
@@ -85,7 +85,7 @@ def _places_of(
 ):
     """Where a block of A, or of B transposed, or of their gradients lies: `[RANKS, WIDTH]`."""
     pointer = tl.load(entry + field).to(tl.pointer_type(element))
-    pointer = tl.multiple_of(pointer, 16)  # of every parameter: see `adapters.arena`
+    pointer = tl.multiple_of(pointer, 16)  # of every parameter: see `adapters.flat_params`
     if UP:
         experts = tl.load(entry + _EXPERTS).to(tl.int32)
         columns = ranks * experts + expert
@@ -117,8 +117,8 @@ def reduce_kernel(
     for first in range(0, width, WIDTH):
         features = first + tl.arange(0, WIDTH)
         mask = features < width
-        own = values + (rows.to(tl.int64)[:, None] * stride + features[None, :])
-        block = tl.load(own, mask=row_mask[:, None] & mask[None, :], other=0.0)
+        pointer = values + (rows.to(tl.int64)[:, None] * stride + features[None, :])
+        block = tl.load(pointer, mask=row_mask[:, None] & mask[None, :], other=0.0)
         places = _places_of(
             entry, _UP if UP else _DOWN, values.dtype.element_ty, expert, rank, ranks, features, width, UP
         )
@@ -156,8 +156,8 @@ def expand_kernel(
     for first_rank in range(0, rank, RANKS):
         ranks = first_rank + tl.arange(0, RANKS)
         rank_mask = ranks < rank
-        own = latent + (rows.to(tl.int64)[:, None] * latent_stride + ranks[None, :])
-        block = tl.load(own, mask=row_mask[:, None] & rank_mask[None, :], other=0.0)
+        pointer = latent + (rows.to(tl.int64)[:, None] * latent_stride + ranks[None, :])
+        block = tl.load(pointer, mask=row_mask[:, None] & rank_mask[None, :], other=0.0)
         places = _places_of(
             entry, _UP if UP else _DOWN, latent.dtype.element_ty, expert, rank, ranks, features, width, UP
         )
@@ -191,8 +191,8 @@ def outer_kernel(
     for row in range(first, end, ROWS):
         rows = row + tl.arange(0, ROWS)
         row_mask = rows < end
-        own = latent + (rows.to(tl.int64)[:, None] * latent_stride + ranks[None, :])
-        left = tl.load(own, mask=row_mask[:, None] & rank_mask[None, :], other=0.0)
+        pointer = latent + (rows.to(tl.int64)[:, None] * latent_stride + ranks[None, :])
+        left = tl.load(pointer, mask=row_mask[:, None] & rank_mask[None, :], other=0.0)
         given = values + (rows.to(tl.int64)[:, None] * stride + features[None, :])
         right = tl.load(given, mask=row_mask[:, None] & mask[None, :], other=0.0)
         total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)

@@ -73,10 +73,10 @@ def statistics(
         smoothed = sums[0] if sums else None
         triton_cross_entropy.statistics(logits, columns, (top, total, target), smoothed, vocabulary.valid)
     if vocabulary.group is not None:
-        own = top.clone()
+        label_scores = top.clone()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=vocabulary.group)
         # A rank with padding alone has no logit: its sum is zero, not zero times infinity.
-        total.copy_(torch.where(total == 0, total, total * (own - top).exp()))
+        total.copy_(torch.where(total == 0, total, total * (label_scores - top).exp()))
         dist.all_reduce(rows[1:], group=vocabulary.group)
     if smoothing is not None:
         # Selected, so that rows without smoothing are what they were.
@@ -88,7 +88,7 @@ def statistics(
 def gradient_(
     logits: Tensor,
     columns: Tensor,
-    found: Statistics,
+    stats: Statistics,
     vocabulary: Vocabulary,
     smoothing: Tensor | None = None,
 ) -> Tensor:
@@ -100,6 +100,6 @@ def gradient_(
         from megatron_mux.kernels.loss import triton as triton_cross_entropy
 
         triton_cross_entropy.gradient_(
-            logits, columns, found.top, found.total, smoothing, vocabulary.valid, vocabulary.size
+            logits, columns, stats.top, stats.total, smoothing, vocabulary.valid, vocabulary.size
         )
     return logits

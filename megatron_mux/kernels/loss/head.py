@@ -72,13 +72,13 @@ class OutputLayer:
     def _runs(self, rows: int) -> Iterator[tuple[slice, OutputLayer]]:
         """Runs of rows with the layer that they use."""
         end = 0
-        for run, own in (*self.own, (slice(rows, rows), None)):
+        for run, rows_of in (*self.own, (slice(rows, rows), None)):
             if end < run.start:
                 yield slice(end, run.start), self
-            if own is not None and own.values.shape[0]:
-                weight = self.weight if own.tokens is not None else own.values
-                yield run, replace(self, weight=weight, own=(), trained=own)
-            elif own is not None:  # this rank has padding only
+            if rows_of is not None and rows_of.values.shape[0]:
+                weight = self.weight if rows_of.tokens is not None else rows_of.values
+                yield run, replace(self, weight=weight, own=(), trained=rows_of)
+            elif rows_of is not None:  # this rank has padding only
                 yield run, self
             end = run.stop
 
@@ -167,10 +167,10 @@ class _WeightedLoss(torch.autograd.Function):
         for part, used, logits in layer.chunks(hidden.detach()):
             soft = None if smoothing is None else smoothing[part].to(_statistics_dtype(hidden))
             rows = hidden.detach()[part] if wanted else None
-            nll, own = compute(logits, labels[part], weights[part], used, rows, soft)
+            nll, grad = compute(logits, labels[part], weights[part], used, rows, soft)
             nlls.append(nll)
-            if gradient is not None and own is not None:
-                gradient[part] = own
+            if gradient is not None and grad is not None:
+                gradient[part] = grad
         nll = torch.cat(nlls) if nlls else hidden.new_zeros(0, dtype=_statistics_dtype(hidden))
         if gradient is not None:
             if layer.group is not None and layer.reduce_gradient:
@@ -204,8 +204,8 @@ def _by_operators(
     smoothing: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Losses of a chunk and, given its hidden states, their gradient, by torch's operators."""
-    found = _statistics(layer.scores(logits), labels, layer, smoothing)
-    return found.nll, None if hidden is None else _hidden_gradient(found, weights, layer, hidden, smoothing)
+    stats = _statistics(layer.scores(logits), labels, layer, smoothing)
+    return stats.nll, None if hidden is None else _hidden_gradient(stats, weights, layer, hidden, smoothing)
 
 
 def _fused(
@@ -218,24 +218,24 @@ def _fused(
 ) -> tuple[Tensor, Tensor | None]:
     """The same by two Triton kernels around the products."""
     vocabulary, columns = Vocabulary(layer.valid, layer.vocab, layer.group), layer.columns(labels)
-    found = statistics(logits, columns, vocabulary, smoothing)
+    stats = statistics(logits, columns, vocabulary, smoothing)
     if hidden is None:
-        return found.nll, None
-    scores = gradient_(logits, columns, found, vocabulary, smoothing)
-    return found.nll, _propagate(scores, layer, hidden, weights.to(found.nll.dtype))
+        return stats.nll, None
+    scores = gradient_(logits, columns, stats, vocabulary, smoothing)
+    return stats.nll, _propagate(scores, layer, hidden, weights.to(stats.nll.dtype))
 
 
 def _hidden_gradient(
-    found: _Statistics, weights: Tensor, layer: OutputLayer, hidden: Tensor, smoothing: Tensor | None
+    stats: _Statistics, weights: Tensor, layer: OutputLayer, hidden: Tensor, smoothing: Tensor | None
 ) -> Tensor:
     """`[n, H]`: weight x (softmax - labels, smoothed or not) x output layer, this rank's columns only.
 
     The gradient of rows that a task trains is added here, too: the engine back-propagates the loss as it is, so
     nothing multiplies it later, and no tensor as large as an output layer waits for the backward pass.
     """
-    scores, total, dtype = found.exponentials, found.total, hidden.dtype
+    scores, total, dtype = stats.exponentials, stats.total, hidden.dtype
     label = total if smoothing is None else total * (1 - smoothing)
-    scores[found.rows, found.columns] -= label.masked_fill(~found.mine, 0.0)
+    scores[stats.rows, stats.columns] -= label.masked_fill(~stats.mine, 0.0)
     if smoothing is not None:
         scores[:, : layer.valid] -= (total * smoothing / layer.vocab).unsqueeze(1)
     factor = weights.to(total.dtype)
@@ -268,7 +268,6 @@ def weighted_loss(
         hidden: `[N, H]` of the labelled rows, the same on every tensor rank.
         labels: `[N]` int64.
         weights: `[N]`, of each label in the sum.
-        layer: The output layer.
         smoothing: `[N]` share of each label that is spread evenly over the vocabulary, as `transformers`' LabelSmoother
             does; None: zero for all.
 
@@ -287,7 +286,6 @@ def predict(hidden: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[Tensor,
     Args:
         hidden: `[N, H]` of the labelled rows, the same on every tensor rank.
         labels: `[N]` int64.
-        layer: The output layer.
 
     Returns:
         `[N]` negative log-likelihoods and `[N]` int64 tokens (the lowest index among equals).

@@ -15,26 +15,26 @@ ROWS_AT_ONCE = {"cpu": 3072, "cuda": 1 << 16}
 """Rows of the output layer per product of its gradient: a temporary tensor of so many rows comes and goes."""
 
 
-def write_logits(own: OwnRows, start: int, hidden: Tensor, logits: Tensor) -> None:
+def write_logits(rows: OwnRows, start: int, hidden: Tensor, logits: Tensor) -> None:
     """Overwrite the logits of the tokens that a task trains rows for, if these are not all.
 
     Args:
-        own: The task's rows.
+        rows: The task's rows.
         start: The first token of this rank's part.
         hidden: `[n, H]`.
         logits: `[n, V]` under the backbone's output layer.
     """
-    if own.tokens is not None:
-        logits.index_copy_(1, own.tokens[own.held] - start, torch.mm(hidden, own.values[own.held].t()))
+    if rows.tokens is not None:
+        logits.index_copy_(1, rows.tokens[rows.held] - start, torch.mm(hidden, rows.values[rows.held].t()))
 
 
 def back_propagate(
-    own: OwnRows, start: int, weight: Tensor, gradient: Tensor, hidden: Tensor, factor: Tensor
+    rows: OwnRows, start: int, weight: Tensor, gradient: Tensor, hidden: Tensor, factor: Tensor
 ) -> Tensor:
     """The hidden states' gradient; adds to that of the task's rows.
 
     Args:
-        own: The task's rows.
+        rows: The task's rows.
         start: The first token of this rank's part.
         weight: `[V, H]` the output layer: of the task if it has all of it, else of the backbone.
         gradient: `[n, V]` of the logits before they are multiplied by `factor`; it is overwritten.
@@ -45,17 +45,17 @@ def back_propagate(
         `[n, H]`, of this rank's tokens only.
     """
     scaled = (hidden * factor).to(hidden.dtype)
-    if own.tokens is None:
+    if rows.tokens is None:
         step = ROWS_AT_ONCE[weight.device.type]
         for first in range(0, weight.shape[0], step):
             part = slice(first, first + step)
-            _add_product(own.gradient[part], gradient[:, part], scaled)
+            _add_product(rows.gradient[part], gradient[:, part], scaled)
         return torch.mm(gradient, weight).mul_(factor)
-    columns = own.tokens[own.held] - start
+    columns = rows.tokens[rows.held] - start
     chosen = gradient.index_select(1, columns)
     gradient.index_fill_(1, columns, 0.0)
-    _add_product(own.gradient[own.held], chosen, scaled)
-    return torch.mm(gradient, weight).addmm_(chosen, own.values[own.held]).mul_(factor)
+    _add_product(rows.gradient[rows.held], chosen, scaled)
+    return torch.mm(gradient, weight).addmm_(chosen, rows.values[rows.held]).mul_(factor)
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:

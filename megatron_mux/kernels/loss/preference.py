@@ -225,7 +225,7 @@ class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         factors = ctx.scale.factors
-        assert factors is not None, "the factors of a unit's rows are set before its backward pass"
+        assert factors is not None, "the factors of a chunk's rows are set before its backward pass"
         return scaled_rows(gradient, factors.unsqueeze(1)), None
 
 

@@ -19,10 +19,10 @@ GRADIENT: dict[str, int] = {"BLOCK": 4096, "num_warps": 8, "num_stages": 1}
 
 
 def statistics(
-    logits: Tensor, columns: Tensor, found: tuple[Tensor, Tensor, Tensor], sums: Tensor | None, valid: int
+    logits: Tensor, columns: Tensor, stats: tuple[Tensor, Tensor, Tensor], sums: Tensor | None, valid: int
 ) -> None:
-    """Fill `found`: see `cross_entropy.statistics`; `sums` gets each row's sum of logits."""
-    top, total, target = found
+    """Fill `stats`: see `cross_entropy.statistics`; `sums` gets each row's sum of logits."""
+    top, total, target = stats
     launch(
         statistics_kernel, (logits.shape[0],),
         (logits, columns, top, total, target, top if sums is None else sums, valid, logits.stride(0)),

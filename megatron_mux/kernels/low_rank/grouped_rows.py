@@ -70,7 +70,7 @@ class RowTables(NamedTuple):
     @classmethod
     def of(cls, terms: Sequence[Term]) -> RowTables:
         """The tables of these terms."""
-        parts = ([term for term in terms if (term.activation is not None) == own] for own in (False, True))
+        parts = ([term for term in terms if (term.activation is not None) == on] for on in (False, True))
         return cls(*map(TermTable, parts))
 
     def any_of(self, groups: RowGroups) -> bool:
@@ -114,12 +114,12 @@ class _AdaptedRows(torch.autograd.Function):
             if back is not None:
                 kernels.scale_(back, tables.factors, groups)
         if latent is not None:
-            own = tables.bottlenecks
-            d_latent = kernels.latent_gradient(gradient, own, groups)
-            hidden = kernels.activation_gradient_(d_latent, latent, own, groups)
-            kernels.weight_gradients(values, hidden, gradient, d_latent, own, groups)
+            table = tables.bottlenecks
+            d_latent = kernels.latent_gradient(gradient, table, groups)
+            hidden = kernels.activation_gradient_(d_latent, latent, table, groups)
+            kernels.weight_gradients(values, hidden, gradient, d_latent, table, groups)
             if back is not None:
-                kernels.input_gradient_(back, d_latent, own, groups)
+                kernels.input_gradient_(back, d_latent, table, groups)
         return back, None, None, None, None
 
 

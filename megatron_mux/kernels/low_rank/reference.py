@@ -29,17 +29,17 @@ class LoopKernels(LowRankKernels):
         latent = x.new_empty(x.shape[0], table.width(groups))
         for group, (start, stop), stacks in _present(table, groups):
             for stack in stacks:
-                own = _dropped(x[start:stop], stack.term, groups, group)
-                torch.mm(own, stack.down.t(), out=latent[start:stop, stack.latent])
+                rows = _dropped(x[start:stop], stack.term, groups, group)
+                torch.mm(rows, stack.down.t(), out=latent[start:stop, stack.latent])
         return latent
 
     @staticmethod
     def up_(y: Tensor, latent: Tensor, table: TermTable, groups: RowGroups) -> None:
         """See `LowRankKernels.up_`."""
         for _, (start, stop), stacks in _present(table, groups):
-            own, out = latent[start:stop], y[start:stop]
+            rows, out = latent[start:stop], y[start:stop]
             for term, columns in _terms(stacks):
-                scaled = _times(own[:, columns], term.down_factors)
+                scaled = _times(rows[:, columns], term.down_factors)
                 if term.up_factors is None:
                     term.place.add_product_(out, scaled, term.up.t(), term.scale)
                 else:
@@ -48,21 +48,21 @@ class LoopKernels(LowRankKernels):
     @staticmethod
     def latent_gradient(dy: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
         """See `LowRankKernels.latent_gradient`."""
-        found = dy.new_empty(dy.shape[0], table.width(groups))
+        d_latent = dy.new_empty(dy.shape[0], table.width(groups))
         for _, (start, stop), stacks in _present(table, groups):
-            own, out = dy[start:stop], found[start:stop]
+            rows, out = dy[start:stop], d_latent[start:stop]
             for term, columns in _terms(stacks):
-                scaled = _times(term.place.take(own), term.up_factors)
+                scaled = _times(term.place.take(rows), term.up_factors)
                 out[:, columns].addmm_(scaled, term.up, beta=0, alpha=term.scale)
-        return found
+        return d_latent
 
     @staticmethod
     def input_gradient_(dx: Tensor, d_latent: Tensor, table: TermTable, groups: RowGroups) -> None:
         """See `LowRankKernels.input_gradient_`."""
         for group, (start, stop), stacks in _present(table, groups):
-            own, out = d_latent[start:stop], dx[start:stop]
+            rows, out = d_latent[start:stop], dx[start:stop]
             for stack in stacks:
-                scaled = _times(own[:, stack.latent], stack.term.down_factors)
+                scaled = _times(rows[:, stack.latent], stack.term.down_factors)
                 if groups.training and stack.term.dropout:
                     out += _dropped(scaled @ stack.down, stack.term, groups, group)
                 else:
@@ -78,8 +78,8 @@ class LoopKernels(LowRankKernels):
             for stack in stacks:
                 gradient = own_gradient[:, stack.latent]
                 if stack.down_gradient is not None:
-                    own = _dropped(x[start:stop], stack.term, groups, group)
-                    _add_product_(stack.down_gradient, gradient.t(), own)
+                    rows = _dropped(x[start:stop], stack.term, groups, group)
+                    _add_product_(stack.down_gradient, gradient.t(), rows)
                 elif (factors := stack.term.down_factors_gradient) is not None:
                     both = gradient.to(factors.dtype) * own_latent[:, stack.latent]
                     factors.add_(both.sum(dim=0))

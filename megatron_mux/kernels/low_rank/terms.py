@@ -189,9 +189,9 @@ class TermTable:
     def __init__(self, terms: Sequence[Term]) -> None:
         self.of_slot: dict[int, tuple[tuple[Term, int], ...]] = {}
         self._sharing: list[int] = []
-        for slot, own in groupby(sorted(terms, key=lambda term: term.slot), key=lambda term: term.slot):
+        for slot, of_slot in groupby(sorted(terms, key=lambda term: term.slot), key=lambda term: term.slot):
             at, placed = 0, []
-            for sharing in _by_columns(list(own)):
+            for sharing in _by_columns(list(of_slot)):
                 for number, term in enumerate(sharing):
                     placed.append((term, at))
                     self._sharing.append(0 if number else len(sharing))
@@ -213,24 +213,24 @@ class TermTable:
 
     def width(self, groups: RowGroups) -> int:
         """W, a multiple of 16: what the tasks with rows in a micro-batch need."""
-        found = self._widths.get(groups.slots)
-        if found is None:
+        width = self._widths.get(groups.slots)
+        if width is None:
             last = [self.of_slot[slot][-1] for slot in groups.slots if slot in self.of_slot]
             widest = max((latent + term.rank for term, latent in last), default=0)
             if len(self._widths) >= _MOST_WIDTHS:
                 self._widths.clear()
-            found = self._widths[groups.slots] = -(-widest // LATENT_MULTIPLE) * LATENT_MULTIPLE
-        return found
+            width = self._widths[groups.slots] = -(-widest // LATENT_MULTIPLE) * LATENT_MULTIPLE
+        return width
 
     @cached_property
     def stacks(self) -> dict[int, tuple[Stack, ...]]:
         """The terms of each slot that has any, stacked where they can be."""
-        return {slot: tuple(_stacked(own)) for slot, own in self.of_slot.items()}
+        return {slot: tuple(_stacked(terms)) for slot, terms in self.of_slot.items()}
 
     @cached_property
     def entries(self) -> Tensor:
         """`[terms, len(ENTRY)]` int64 on the device, by slot; see `ENTRY`."""
-        placed = (both for own in self.of_slot.values() for both in own)
+        placed = (both for terms in self.of_slot.values() for both in terms)
         rows = [[*_entry(*both), sharing] for both, sharing in zip(placed, self._sharing, strict=True)]
         return to_device(torch.tensor(rows, dtype=torch.int64).view(-1, len(ENTRY)), self.device)
 
@@ -257,22 +257,22 @@ class TermTable:
         For that, addresses have to be multiples of 16 bytes, numbers of columns multiples of 8, lists of columns made
         of aligned runs of 8, and first features even (two share a hash of the dropout mask).
         """
-        terms = [term for own in self.of_slot.values() for term, _ in own]
+        terms = [term for pairs in self.of_slot.values() for term, _ in pairs]
         return math.gcd(8, *(term.rank for term in terms)) if all(map(_is_aligned, terms)) else 0
 
 
 def _by_columns(terms: Sequence[Term]) -> list[list[Term]]:
     """A task's terms, those with the same columns together; in their order otherwise."""
-    found: dict[tuple[tuple[int, int], ...], list[Term]] = {}
+    shared: dict[tuple[tuple[int, int], ...], list[Term]] = {}
     for term in terms:
-        found.setdefault(term.place.ranges, []).append(term)
-    if any(ranges and len(own) > 1 and not own[0].rank for ranges, own in found.items()):
+        shared.setdefault(term.place.ranges, []).append(term)
+    if any(ranges and len(ts) > 1 and not ts[0].rank for ranges, ts in shared.items()):
         raise ValueError(f"factors of slot {terms[0].slot} share output columns")
-    if any(overlap(a, b) for a, b in combinations(found, 2)):
+    if any(overlap(a, b) for a, b in combinations(shared, 2)):
         raise ValueError(
             f"terms of slot {terms[0].slot} overlap in some of their output columns, but not in all"
         )
-    return list(found.values())
+    return list(shared.values())
 
 
 def _is_aligned(term: Term) -> bool:
@@ -349,5 +349,5 @@ def address(tensor: Tensor | None) -> int:
 
 def bits(value: float) -> int:
     """The bits of an fp64 number as an integer."""
-    found: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return found
+    integer: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return integer

@@ -62,7 +62,7 @@ class TritonKernels(GroupedKernels):
         """See `LowRankKernels.up_`."""
         grid = (groups.tiles.shape[0], cdiv(y.shape[1], EXPAND["WIDTH"]), table.most_terms)
         _launch(
-            up_kernel, grid, table, y, latent, groups.tiles, groups.table, y.stride(0), latent.stride(0),
+            up_kernel, grid, table, y, latent, groups.tiles, groups.row_ranges, y.stride(0), latent.stride(0),
             BIASED=table.has_biases, **_products(table, y), **EXPAND,
         )  # fmt: skip
 
@@ -76,7 +76,7 @@ class TritonKernels(GroupedKernels):
         """See `LowRankKernels.input_gradient_`."""
         grid = (groups.tiles.shape[0], cdiv(dx.shape[1], EXPAND["WIDTH"]), min(table.most_terms, 1))
         _launch(
-            input_gradient_kernel, grid, table, dx, d_latent, groups.tiles, groups.table, groups.sequence_ids,
+            input_gradient_kernel, grid, table, dx, d_latent, groups.tiles, groups.row_ranges, groups.sequence_ids,
             groups.token_index, dx.stride(0), d_latent.stride(0), dx.shape[1],
             DROPOUT=groups.training and table.has_dropout, **_products(table, dx), **EXPAND,
         )  # fmt: skip
@@ -93,8 +93,8 @@ class TritonKernels(GroupedKernels):
             parts = groups.parts if partial.shape[0] else 0
             _launch(
                 weight_gradient_kernel, (terms, cdiv(values.shape[1], OUTER["WIDTH"]), count + parts), table,
-                values, latent, d_latent, partial, groups.table, groups.sequence_ids, groups.token_index, rank_blocks,
-                count, parts, values.stride(0), latent.stride(0), x.shape[1], values.shape[1], UP=bool(up),
+                values, latent, d_latent, partial, groups.row_ranges, groups.sequence_ids, groups.token_index,
+                rank_blocks, count, parts, values.stride(0), latent.stride(0), x.shape[1], values.shape[1], UP=bool(up),
                 BIASED=table.has_biases, DROPOUT=not up and groups.training and table.has_dropout, PART=PART_ROWS,
                 **_products(table, values), **OUTER,
             )  # fmt: skip
@@ -105,7 +105,7 @@ class TritonKernels(GroupedKernels):
                 for values, partial in zip((x, dy), partials, strict=True)
             )
             _launch(
-                add_parts_kernel, (terms, down_blocks + up_blocks, count), table, down, up_, groups.table,
+                add_parts_kernel, (terms, down_blocks + up_blocks, count), table, down, up_, groups.row_ranges,
                 rank_blocks, down_blocks, x.shape[1], dy.shape[1], PART=PART_ROWS, **PARTS,
             )  # fmt: skip
 
@@ -124,7 +124,7 @@ class TritonKernels(GroupedKernels):
         """See `GroupedKernels.scale_`."""
         grid = (groups.tiles.shape[0], cdiv(values.shape[1], SCALE["WIDTH"]), table.most_terms)
         _launch(
-            scale_kernel, grid, table, values, groups.tiles, groups.table, values.stride(0),
+            scale_kernel, grid, table, values, groups.tiles, groups.row_ranges, values.stride(0),
             FACTORS=_TYPES[table.factor_dtype], **SCALE,
         )  # fmt: skip
 
@@ -135,7 +135,7 @@ class TritonKernels(GroupedKernels):
         aligned = bool(alignment_of(table, values) and alignment_of(table, gradient))
         _launch(
             factor_gradient_kernel, (blocks, len(groups.rows), table.most_terms), table, values, gradient,
-            groups.table, values.stride(0), gradient.stride(0), ALIGNED=aligned, **FACTOR_GRADIENT,
+            groups.row_ranges, values.stride(0), gradient.stride(0), ALIGNED=aligned, **FACTOR_GRADIENT,
         )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def _activate(latent: Tensor, d_latent: Tensor | None, table: TermTable, groups:
     rank_blocks = cdiv(table.largest_rank, ACTIVATION["RANKS"])
     _launch(
         activation_kernel, (groups.tiles.shape[0], table.most_terms * rank_blocks), table, latent, hidden,
-        latent if d_latent is None else d_latent, groups.tiles, groups.table, rank_blocks, latent.stride(0),
+        latent if d_latent is None else d_latent, groups.tiles, groups.row_ranges, rank_blocks, latent.stride(0),
         BACKWARD=d_latent is not None, **ACTIVATION,
     )  # fmt: skip
     return hidden
@@ -158,7 +158,7 @@ def _reduce(values: Tensor, table: TermTable, groups: RowGroups, up: bool) -> Te
     rank_blocks = cdiv(table.largest_rank, blocks["RANKS"])
     grid = (table.most_terms * rank_blocks, groups.tiles.shape[0] * (TILE_ROWS // blocks["ROWS"]))
     _launch(
-        reduce_kernel, grid, table, values, latent, groups.tiles, groups.table, groups.sequence_ids,
+        reduce_kernel, grid, table, values, latent, groups.tiles, groups.row_ranges, groups.sequence_ids,
         groups.token_index, rank_blocks, values.stride(0), latent.stride(0), values.shape[1], UP=up,
         DROPOUT=not up and groups.training and table.has_dropout, TILE=TILE_ROWS, **_products(table, values),
         **blocks,

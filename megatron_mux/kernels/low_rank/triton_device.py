@@ -27,7 +27,7 @@ _FIELDS = tl.constexpr(len(ENTRY))
 ) = map(tl.constexpr, range(len(ENTRY)))  # fmt: skip
 
 _BY_TABLE = ["slots", "rank_blocks"]
-_BY_MICRO_BATCH = ["entries", "first_entry", "tiles", "table", "sequence_ids", "token_index"]
+_BY_MICRO_BATCH = ["entries", "first_entry", "tiles", "row_ranges", "sequence_ids", "token_index"]
 """Arguments that change as tasks come and go, and views whose alignment differs between micro-batches: kernels
 specialised on them would be compiled anew within a run.
 """
@@ -232,7 +232,7 @@ def _reduce_tile(
 
 @triton.jit(do_not_specialize=_BY_TABLE, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def reduce_kernel(
-    entries, first_entry, slots, values, latent, tiles, table, sequence_ids, token_index,
+    entries, first_entry, slots, values, latent, tiles, row_ranges, sequence_ids, token_index,
     rank_blocks, stride, latent_stride, features_in,
     UP: tl.constexpr, DROPOUT: tl.constexpr, FACTORS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
@@ -242,7 +242,7 @@ def reduce_kernel(
     tile = tiles + place // (TILE // ROWS) * 3
     first = tl.load(tile + 1) + place % (TILE // ROWS) * ROWS
     stop = tl.load(tile + 2)
-    group = table + tl.load(tile) * 4
+    group = row_ranges + tl.load(tile) * 4
     entry, exists = _term_of(entries, first_entry, slots, group, tl.program_id(0) // rank_blocks)
     if (not exists) | (first >= stop):
         return
@@ -317,13 +317,13 @@ def _add_to(places, mask, total):
 
 @triton.jit(do_not_specialize=_BY_TABLE, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def up_kernel(
-    entries, first_entry, slots, output, latent, tiles, table, stride, latent_stride,
+    entries, first_entry, slots, output, latent, tiles, row_ranges, stride, latent_stride,
     FACTORS: tl.constexpr, BIASED: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Latent columns to output columns: a program for a tile, a column block and all terms on the same columns."""
     tile = tiles + tl.program_id(0) * 3
-    entry, exists = _term_of(entries, first_entry, slots, table + tl.load(tile) * 4, tl.program_id(2))
+    entry, exists = _term_of(entries, first_entry, slots, row_ranges + tl.load(tile) * 4, tl.program_id(2))
     if not exists:
         return
     count = _multiple(entry, _COLUMN_COUNT, 8 if ALIGNED else 0)
@@ -336,31 +336,31 @@ def up_kernel(
     total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     for i in range(sharing):
         term = entry + i * _FIELDS
-        own = _expand_tile(
+        out = _expand_tile(
             term, latent, latent_stride, rows, row_mask, features, count,
             True, FACTORS, ALIGNED, ROWS, RANKS, WIDTH, PRECISION,
         )  # fmt: skip
         if BIASED:
             bias = _pointer(term, _UP_BIAS, latent.dtype.element_ty, ALIGNED)
-            own += tl.load(bias + features, mask=mask, other=0.0).to(tl.float32)[None, :]
-        own *= _number(term, _SCALE)
+            out += tl.load(bias + features, mask=mask, other=0.0).to(tl.float32)[None, :]
+        out *= _number(term, _SCALE)
         if FACTORS is not None:
-            own *= _factors_of(term, _UP_FACTORS, features, count, FACTORS)[None, :]
-        total += own
+            out *= _factors_of(term, _UP_FACTORS, features, count, FACTORS)[None, :]
+        total += out
     places = _places_of(output, stride, entry, rows, features, count, True, ALIGNED)
     _add_to(places, row_mask[:, None] & mask[None, :], total)
 
 
 @triton.jit(do_not_specialize=_BY_TABLE, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def input_gradient_kernel(
-    entries, first_entry, slots, gradient, d_latent, tiles, table, sequence_ids, token_index,
+    entries, first_entry, slots, gradient, d_latent, tiles, row_ranges, sequence_ids, token_index,
     stride, latent_stride, width,
     DROPOUT: tl.constexpr, FACTORS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Gradients of latent columns to those of the input: a program for a tile and a feature block, over all terms."""
     tile = tiles + tl.program_id(0) * 3
-    group = table + tl.load(tile) * 4
+    group = row_ranges + tl.load(tile) * 4
     at, end = _terms_of(tl.load(group), first_entry, slots)
     if at >= end:
         return
@@ -370,13 +370,13 @@ def input_gradient_kernel(
     total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     for i in range(at, end):
         entry = entries + i * _FIELDS
-        own = _expand_tile(
+        out = _expand_tile(
             entry, d_latent, latent_stride, rows, row_mask, features, width,
             False, FACTORS, ALIGNED, ROWS, RANKS, WIDTH, PRECISION,
         )  # fmt: skip
         if DROPOUT and _integer(entry, _THRESHOLD) > -32768:
             row_hash = _row_hash(entry, rows, row_mask, steps, sequence_ids, token_index)
-            own = tl.where(_kept(entry, row_hash, features, ALIGNED), own * _number(entry, _KEEP_SCALE), 0.0)
-        total += own
+            out = tl.where(_kept(entry, row_hash, features, ALIGNED), out * _number(entry, _KEEP_SCALE), 0.0)
+        total += out
     places = _places_of(gradient, stride, entries, rows, features, width, False, ALIGNED)
     _add_to(places, row_mask[:, None] & (features < width)[None, :], total)

@@ -55,13 +55,13 @@ def _activated(activation, x):
 
 @triton.jit(do_not_specialize=_BY_TABLE, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def activation_kernel(
-    entries, first_entry, slots, latent, hidden, d_latent, tiles, table, rank_blocks, stride,
+    entries, first_entry, slots, latent, hidden, d_latent, tiles, row_ranges, rank_blocks, stride,
     BACKWARD: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """`activation(latent + bias)` to `hidden`; BACKWARD: `d_latent` times the derivative, too."""
     tile = tiles + tl.program_id(0) * 3
     number = tl.program_id(1) // rank_blocks
-    entry, exists = _term_of(entries, first_entry, slots, table + tl.load(tile) * 4, number)
+    entry, exists = _term_of(entries, first_entry, slots, row_ranges + tl.load(tile) * 4, number)
     if not exists:
         return
     rank = _multiple(entry, _RANK, ALIGNED)
@@ -84,12 +84,12 @@ def activation_kernel(
 
 @triton.jit(do_not_specialize=_BY_TABLE, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def scale_kernel(
-    entries, first_entry, slots, values, tiles, table, stride,
+    entries, first_entry, slots, values, tiles, row_ranges, stride,
     FACTORS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Columns times their factors: a program for a tile, a column block and a term."""
     tile = tiles + tl.program_id(0) * 3
-    entry, exists = _term_of(entries, first_entry, slots, table + tl.load(tile) * 4, tl.program_id(2))
+    entry, exists = _term_of(entries, first_entry, slots, row_ranges + tl.load(tile) * 4, tl.program_id(2))
     if not exists:
         return
     count = _multiple(entry, _COLUMN_COUNT, 8 if ALIGNED else 0)
@@ -106,11 +106,11 @@ def scale_kernel(
 
 @triton.jit(do_not_specialize=_BY_TABLE, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def factor_gradient_kernel(
-    entries, first_entry, slots, values, gradient, table, stride, gradient_stride,
+    entries, first_entry, slots, values, gradient, row_ranges, stride, gradient_stride,
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Sums over a task's rows, in their order: a program for a column block, a group and a term."""
-    group = table + tl.program_id(1) * 4
+    group = row_ranges + tl.program_id(1) * 4
     first = tl.load(group + 1)
     stop = tl.load(group + 2)
     entry, exists = _term_of(entries, first_entry, slots, group, tl.program_id(2))

@@ -64,8 +64,8 @@ def _outer_block(
             entry, values, stride, rows, row_mask, row_hash, features, width,
             UP, DROPOUT, OUTPUT_FACTORS, ALIGNED,
         )  # fmt: skip
-        own = _latent_of(entry, latent, latent_stride, rows, row_mask, ranks, rank, FACTORS, ALIGNED)
-        total = tl.dot(tl.trans(block), own, total, input_precision=PRECISION)
+        factors = _latent_of(entry, latent, latent_stride, rows, row_mask, ranks, rank, FACTORS, ALIGNED)
+        total = tl.dot(tl.trans(block), factors, total, input_precision=PRECISION)
     if UP:
         total *= _number(entry, _SCALE)
     if DROPOUT:
@@ -82,9 +82,9 @@ def _down_factors_gradient(
     total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
     for start in range(first, stop, ROWS):
         rows = start + tl.arange(0, ROWS)
-        own = _latent_of(entry, latent, latent_stride, rows, rows < stop, ranks, rank, None, ALIGNED)
+        factors = _latent_of(entry, latent, latent_stride, rows, rows < stop, ranks, rank, None, ALIGNED)
         gradient = _latent_of(entry, d_latent, latent_stride, rows, rows < stop, ranks, rank, None, ALIGNED)
-        total += own.to(tl.float32) * gradient.to(tl.float32)
+        total += factors.to(tl.float32) * gradient.to(tl.float32)
     _add_to(
         _pointer(entry, _DOWN_FACTORS_GRADIENT, tl.float32, False) + ranks, ranks < rank, _sum_rows(total)
     )
@@ -157,7 +157,7 @@ def _bias_gradient(
 
 
 @triton.jit
-def _part_of(table, groups, PART: tl.constexpr):
+def _part_of(row_ranges, groups, PART: tl.constexpr):
     """This program's group, and which part of whose rows it computes; negative: all of them.
 
     A part's number is its place in `product.partials_of`: a group's parts are counted from its first row's on, PART
@@ -170,11 +170,11 @@ def _part_of(table, groups, PART: tl.constexpr):
         high = groups
         while high - low > 1:
             middle = (low + high) // 2
-            if tl.load(table + middle * 4 + 1) // PART <= part:
+            if tl.load(row_ranges + middle * 4 + 1) // PART <= part:
                 low = middle
             else:
                 high = middle
-    return table + low * 4, part
+    return row_ranges + low * 4, part
 
 
 @triton.jit
@@ -189,13 +189,13 @@ def _places_of_part(
 
 @triton.jit(do_not_specialize=_BY_PARTS, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def weight_gradient_kernel(
-    entries, first_entry, slots, values, latent, d_latent, partials, table, sequence_ids, token_index,
+    entries, first_entry, slots, values, latent, d_latent, partials, row_ranges, sequence_ids, token_index,
     rank_blocks, groups, parts, stride, latent_stride, features_in, part_width,
     UP: tl.constexpr, DROPOUT: tl.constexpr, FACTORS: tl.constexpr, BIASED: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The gradient of B (UP, from dy and latent) or of A (from x and d_latent), or of a term's factors instead."""
-    group, part = _part_of(table, groups, PART)
+    group, part = _part_of(row_ranges, groups, PART)
     first = tl.load(group + 1)
     stop = tl.load(group + 2)
     entry, exists = _term_of(entries, first_entry, slots, group, tl.program_id(0) // rank_blocks)
@@ -213,10 +213,10 @@ def weight_gradient_kernel(
     mask = (features < width)[:, None] & (ranks < rank)[None, :]
     if UP:
         gradient = _pointer(entry, _UP_GRADIENT, tl.float32, ALIGNED)
-        own = latent
+        factors = latent
     else:
         gradient = _pointer(entry, _DOWN_GRADIENT, tl.float32, ALIGNED)
-        own = d_latent
+        factors = d_latent
     count = (stop - first) // PART
     number = part - first // PART
     divided = (parts > 0) & (count >= 2) & (gradient.to(tl.int64) != 0)
@@ -234,12 +234,12 @@ def weight_gradient_kernel(
         steps = tl.load(group + 3)
         if DROPOUT and _integer(entry, _THRESHOLD) > -32768:
             total = _outer_block(
-                entry, values, stride, own, latent_stride, first, stop, steps, sequence_ids, token_index, features,
+                entry, values, stride, factors, latent_stride, first, stop, steps, sequence_ids, token_index, features,
                 width, ranks, rank, UP, DROPOUT, FACTORS, FACTORS, ALIGNED, PRECISION, ROWS, RANKS, WIDTH,
             )  # fmt: skip
         else:
             total = _outer_block(
-                entry, values, stride, own, latent_stride, first, stop, steps, sequence_ids, token_index, features,
+                entry, values, stride, factors, latent_stride, first, stop, steps, sequence_ids, token_index, features,
                 width, ranks, rank, UP, False, FACTORS, FACTORS, ALIGNED, PRECISION, ROWS, RANKS, WIDTH,
             )  # fmt: skip
         if divided:
@@ -287,11 +287,11 @@ def _add_parts(
 
 @triton.jit(do_not_specialize=_BY_PARTS, do_not_specialize_on_alignment=_BY_MICRO_BATCH)
 def add_parts_kernel(
-    entries, first_entry, slots, partials, up_partials, table, rank_blocks, down_blocks, features_in, part_width,
+    entries, first_entry, slots, partials, up_partials, row_ranges, rank_blocks, down_blocks, features_in, part_width,
     ALIGNED: tl.constexpr, PART: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """What `weight_gradient_kernel` left of divided tasks: a program for a block of A's gradient, or of B's."""
-    group = table + tl.program_id(2) * 4
+    group = row_ranges + tl.program_id(2) * 4
     entry, exists = _term_of(entries, first_entry, slots, group, tl.program_id(0) // rank_blocks)
     if not exists:
         return

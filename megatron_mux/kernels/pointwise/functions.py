@@ -117,7 +117,7 @@ def join(
         The sum, and its norm.
     """
     kernels = pointwise_kernels(type(output), output.device, output.dtype)
-    if kernels is not None and any(one is not None for one in (bias, inner, outer)):
+    if kernels is not None and any(t is not None for t in (bias, inner, outer)):
         return _join(output, bias, residual, (inner, outer), kernels)
     if bias is not None:
         output = output + bias
@@ -234,11 +234,11 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, first: int = 0, interleave
         heads = Heads(x.shape[2], x.shape[1], keyed=False, first=first, interleaved=interleaved)
         rotated: Tensor = _Turn.apply(x, cos, sin, heads, kernels)[0]  # type: ignore[no-untyped-call]
         return rotated
-    before, own = x.split([first, x.shape[2] - first], dim=-1)
+    before, part = x.split([first, x.shape[2] - first], dim=-1)
     if interleaved:
-        own = torch.cat((own[..., 0::2], own[..., 1::2]), dim=-1)
-    own = rotate(own.to(cos.dtype), cos, sin).to(x.dtype)
-    return torch.cat((before, own), dim=-1) if first else own
+        part = torch.cat((part[..., 0::2], part[..., 1::2]), dim=-1)
+    part = rotate(part.to(cos.dtype), cos, sin).to(x.dtype)
+    return torch.cat((before, part), dim=-1) if first else part
 
 
 class _Turn(torch.autograd.Function):
@@ -264,9 +264,9 @@ class _Turn(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin, mixed = ctx.saved_tensors
         shape, heads, kernels = ctx.of
-        own = [None if one is None else _features(one) for one in gradients]
-        d_mixed = cos.new_empty(shape, dtype=next(one.dtype for one in own if one is not None))
-        kernels.turn_backward(d_mixed, *own, mixed, cos, sin, heads)
+        grads = [None if g is None else _features(g) for g in gradients]
+        d_mixed = cos.new_empty(shape, dtype=next(g.dtype for g in grads if g is not None))
+        kernels.turn_backward(d_mixed, *grads, mixed, cos, sin, heads)
         return d_mixed, None, None, None, None
 
 

@@ -53,7 +53,7 @@ def turn_backward(
     grid, constants = _geometry(d_mixed, cos, heads)
     if not d_mixed.numel():
         return
-    d_key, d_value = (d_query if one is None else one for one in (d_key, d_value))
+    d_key, d_value = (d_query if g is None else g for g in (d_key, d_value))
     arguments = (
         d_mixed, d_query, d_key, d_value, mixed, cos, sin, *heads.weights, *d_query.stride()[:2],
         *d_key.stride()[:2], *d_value.stride()[:2], *((0, 0) if mixed is None else mixed.stride()[:2]),
@@ -95,13 +95,13 @@ def _features(
     """Where the two features of each rotated pair are, and all features that stay."""
     pair = tl.arange(0, HALVES)[None, :]
     if INTERLEAVED:
-        one = FIRST + 2 * pair
-        other = one + 1
+        first = FIRST + 2 * pair
+        other = first + 1
     else:
-        one = FIRST + pair
-        other = one + HALF
+        first = FIRST + pair
+        other = first + HALF
     rest = tl.arange(0, RESTS)[None, :]
-    return pair, one, other, tl.where(rest < FIRST, rest, rest + 2 * HALF)
+    return pair, first, other, tl.where(rest < FIRST, rest, rest + 2 * HALF)
 
 
 @triton.jit
@@ -112,23 +112,23 @@ def _weight(query_weight, key_weight, at, mask, is_key):
 
 
 @triton.jit
-def _store(query, key, value, place_of_query, place_of_key, at, found, mask, slot, QUERIES: tl.constexpr, KEYED: tl.constexpr):  # fmt: skip  # noqa: E501
-    tl.store(query + place_of_query + at, found, mask=mask & (slot < QUERIES))
+def _store(query, key, value, place_of_query, place_of_key, at, x, mask, slot, QUERIES: tl.constexpr, KEYED: tl.constexpr):  # fmt: skip  # noqa: E501
+    tl.store(query + place_of_query + at, x, mask=mask & (slot < QUERIES))
     if KEYED:
-        tl.store(key + place_of_key + at, found, mask=mask & (slot == QUERIES))
-        tl.store(value + place_of_key + at, found, mask=mask & (slot > QUERIES))
+        tl.store(key + place_of_key + at, x, mask=mask & (slot == QUERIES))
+        tl.store(value + place_of_key + at, x, mask=mask & (slot > QUERIES))
 
 
 @triton.jit
 def _load(
     query, key, value, of_query, of_key, of_value, at, mask, slot, QUERIES: tl.constexpr, KEYED: tl.constexpr
 ):
-    found = tl.load(query + of_query + at, mask=mask & (slot < QUERIES), other=0.0)
+    x = tl.load(query + of_query + at, mask=mask & (slot < QUERIES), other=0.0)
     if KEYED:
         of_keys = tl.load(key + of_key + at, mask=mask & (slot == QUERIES), other=0.0)
         of_values = tl.load(value + of_value + at, mask=mask & (slot > QUERIES), other=0.0)
-        found = tl.where(slot < QUERIES, found, tl.where(slot == QUERIES, of_keys, of_values))
-    return found.to(tl.float32)
+        x = tl.where(slot < QUERIES, x, tl.where(slot == QUERIES, of_keys, of_values))
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -140,11 +140,11 @@ def _turn(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head, group, slot, there = _places(QUERIES, COUNT, PER_GROUP, HEADS)
-    pair, one, other, rest = _features(HALF, FIRST, INTERLEAVED, HALVES, RESTS)
+    pair, first, other, rest = _features(HALF, FIRST, INTERLEAVED, HALVES, RESTS)
     in_half = pair < HALF
     in_rest = tl.arange(0, RESTS)[None, :] < REST
     source = mixed + row * row_stride + head * head_stride
-    x = tl.load(source + one, mask=there & in_half, other=0.0).to(tl.float32)
+    x = tl.load(source + first, mask=there & in_half, other=0.0).to(tl.float32)
     y = tl.load(source + other, mask=there & in_half, other=0.0).to(tl.float32)
     kind = query.dtype.element_ty
     turned = slot <= QUERIES
@@ -156,7 +156,7 @@ def _turn(
             squares += tl.sum(z * z, axis=1)
         scale = (1.0 / tl.sqrt(squares / SIZE + epsilon))[:, None]
         is_key = slot == QUERIES
-        x = tl.where(turned, (x * scale * _weight(query_weight, key_weight, one, in_half, is_key)), x)
+        x = tl.where(turned, (x * scale * _weight(query_weight, key_weight, first, in_half, is_key)), x)
         y = tl.where(turned, (y * scale * _weight(query_weight, key_weight, other, in_half, is_key)), y)
         x = x.to(kind).to(tl.float32)
         y = y.to(kind).to(tl.float32)
@@ -199,7 +199,7 @@ def _turn_backward(
     """`query`, `key` and `value` are the gradients of those."""
     row = tl.program_id(0).to(tl.int64)
     head, group, slot, there = _places(QUERIES, COUNT, PER_GROUP, HEADS)
-    pair, one, other, rest = _features(HALF, FIRST, INTERLEAVED, HALVES, RESTS)
+    pair, first, other, rest = _features(HALF, FIRST, INTERLEAVED, HALVES, RESTS)
     in_half = pair < HALF
     in_rest = tl.arange(0, RESTS)[None, :] < REST
     of_query = row * query_stride + (group * QUERIES + slot) * query_head
@@ -218,10 +218,10 @@ def _turn_backward(
     new_b = tl.where(turned, b * c - a * s, b)
     if NORMED:
         source = mixed + row * row_stride + head * head_stride
-        x = tl.load(source + one, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(source + first, mask=mask, other=0.0).to(tl.float32)
         y = tl.load(source + other, mask=mask, other=0.0).to(tl.float32)
         is_key = slot == QUERIES
-        back_a = new_a * _weight(query_weight, key_weight, one, in_half, is_key)
+        back_a = new_a * _weight(query_weight, key_weight, first, in_half, is_key)
         back_b = new_b * _weight(query_weight, key_weight, other, in_half, is_key)
         squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
         along = tl.sum(back_a * x, axis=1) + tl.sum(back_b * y, axis=1)
@@ -238,7 +238,7 @@ def _turn_backward(
             d = tl.where(turned, scale * (back_d - z * along), d)
     kind = d_mixed.dtype.element_ty
     target = d_mixed + (row * COUNT + head) * SIZE
-    tl.store(target + one, new_a.to(kind), mask=mask)
+    tl.store(target + first, new_a.to(kind), mask=mask)
     tl.store(target + other, new_b.to(kind), mask=mask)
     if REST:
         tl.store(target + rest, d.to(kind), mask=there & in_rest)

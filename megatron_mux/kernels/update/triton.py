@@ -4,7 +4,7 @@ Parameters, gradients and moments lie in flat fp32 storages. A table has the add
 task's parameters that are updated alike. Tasks meet nowhere: norms are summed over each task's own pieces in their own
 order, and a task that skips its step is left out by selection, so that its NaN changes no one, itself included.
 
-A program takes the path of its own piece: accesses of 16 bytes if the piece is aligned, as arenas make them, single
+A program takes the path of its own piece: accesses of 16 bytes if the piece is aligned, as flat parameters are, single
 ones if not. Values meet behind the branch only, so that sums have one order in either case.
 """
 
@@ -86,7 +86,7 @@ def _places(first, TILE: tl.constexpr):
 
 @triton.jit
 def _count(entry, ALIGNED: tl.constexpr):
-    """Elements of a piece, int64: one task's arena may have 2^31 or more."""
+    """Elements of a piece, int64: one task's flat parameters may have 2^31 or more."""
     count = tl.load(entry + _COUNT)
     return tl.multiple_of(count, 8) if ALIGNED else count
 

@@ -18,8 +18,8 @@ from megatron_mux.shape import BackboneShape
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Parameters that are used together: a layer, the embedding, the output layer.
+class ParamCounts:
+    """Numbers of values of parameters that are used together: a layer, the embedding, the output layer.
 
     Attributes:
         divided: Values that tensor ranks divide among themselves.
@@ -35,11 +35,11 @@ class Unit:
     copied: int = 0
     experts: int = 0
     shapes: Shapes = field(default=Shapes(), compare=False)
-    quantised: Unit | None = None
-    held: Unit | None = None
+    quantised: ParamCounts | None = None
+    held: ParamCounts | None = None
 
-    def __add__(self, other: Unit) -> Unit:
-        return Unit(
+    def __add__(self, other: ParamCounts) -> ParamCounts:
+        return ParamCounts(
             self.divided + other.divided,
             self.copied + other.copied,
             self.experts + other.experts,
@@ -48,14 +48,14 @@ class Unit:
             _sum(self.held, other.held),
         )
 
-    def bytes(self, size: int) -> Unit:
+    def bytes(self, size: int) -> ParamCounts:
         """Bytes between uses.
 
         Args:
             size: Of a value that is not quantised.
         """
-        quantised, held = self.quantised or Unit(), self.held or Unit()
-        return Unit(
+        quantised, held = self.quantised or ParamCounts(), self.held or ParamCounts()
+        return ParamCounts(
             size * (self.divided - quantised.divided) + held.divided,
             size * (self.copied - quantised.copied) + held.copied,
             size * (self.experts - quantised.experts) + held.experts,
@@ -72,13 +72,13 @@ class Unit:
         return self.divided + self.copied + self.experts
 
 
-def _sum(one: Unit | None, other: Unit | None) -> Unit | None:
+def _sum(one: ParamCounts | None, other: ParamCounts | None) -> ParamCounts | None:
     return other if one is None else one if other is None else one + other
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model's sizes and units.
+    """A model's sizes, and the parameters of its layers and ends.
 
     Attributes:
         model_type: As in the config.
@@ -89,7 +89,7 @@ class Architecture:
         experts_per_token: How many of them compute a token.
         vocabulary: Tokens.
         tied: Whether the output layer is the token embedding.
-        layers: The layers' units, in order.
+        layers: Those of the layers, in order.
         embedding: Parameters before the layers.
         head: The output layer's own parameters; none of its weights if tied.
         final: Parameters behind the layers besides the output layer's.
@@ -111,10 +111,10 @@ class Architecture:
     experts_per_token: int
     vocabulary: int
     tied: bool
-    layers: tuple[Unit, ...]
-    embedding: Unit
-    head: Unit
-    final: Unit
+    layers: tuple[ParamCounts, ...]
+    embedding: ParamCounts
+    head: ParamCounts
+    final: ParamCounts
     rotary: bool = False
     moe: Experts | None = None
     placement: Placement | None = field(default=None, compare=False)
@@ -124,7 +124,7 @@ class Architecture:
     @property
     def total(self) -> int:
         """Values of all parameters."""
-        return sum((*self.layers, self.embedding, self.head, self.final), start=Unit()).total
+        return sum((*self.layers, self.embedding, self.head, self.final), start=ParamCounts()).total
 
     @property
     def queries(self) -> int:
@@ -194,9 +194,9 @@ def architecture_of(
         vocabulary=shape.vocab,
         tied=shape.tied,
         layers=tuple(_layer(shape, layer) for layer in range(shape.layers)),
-        embedding=Unit(divided=vocabulary, copied=positions * shape.hidden),
-        head=Unit(divided=0 if shape.tied else vocabulary),
-        final=Unit(copied=shape.hidden * len(shape.norm_leaves)),
+        embedding=ParamCounts(divided=vocabulary, copied=positions * shape.hidden),
+        head=ParamCounts(divided=0 if shape.tied else vocabulary),
+        final=ParamCounts(copied=shape.hidden * len(shape.norm_leaves)),
         moe=moe,
         placement=placement,
         access=access,
@@ -204,7 +204,7 @@ def architecture_of(
     )
 
 
-def _layer(shape: BackboneShape, layer: int) -> Unit:
+def _layer(shape: BackboneShape, layer: int) -> ParamCounts:
     names = shape.names
     divided, copied = 0, len(names.layer_norms) * shape.hidden * len(shape.norm_leaves)
     copied += sum(width for _, width in shape.inner_norms.values())
@@ -218,20 +218,20 @@ def _layer(shape: BackboneShape, layer: int) -> Unit:
         else:
             divided += weight + bias * (op in COLUMN_PARALLEL)
             copied += bias * (op not in COLUMN_PARALLEL)
-    unit = Unit(divided, copied) + _quantised(shape, layer)
+    part = ParamCounts(divided, copied) + _quantised(shape, layer)
     if not shape.has_experts(layer):
-        return unit
+        return part
     assert shape.experts is not None
     router = shape.experts.count * (shape.hidden + shape.experts.routing.bias)
     one = sum(shape.in_features(op) * shape.out_features(op) for op in EXPERT_OPS)
-    return unit + Unit(copied=router, experts=shape.experts.count * one)
+    return part + ParamCounts(copied=router, experts=shape.experts.count * one)
 
 
-def _quantised(shape: BackboneShape, layer: int) -> Unit:
+def _quantised(shape: BackboneShape, layer: int) -> ParamCounts:
     """Which values of a layer are quantised, and the bytes that they are held in: a matrix for each BaseOp."""
-    quantisation, values, held = shape.quantisation, Unit(), Unit()
+    quantisation, values, held = shape.quantisation, ParamCounts(), ParamCounts()
     if quantisation is None:
-        return Unit()
+        return ParamCounts()
     for op in shape.ops(layer):
         modules = [module for module in shape.modules if module.layer == layer and module.op == op]
         if not all(quantisation.covers(module.path, module.experts) for module in modules):
@@ -244,12 +244,12 @@ def _quantised(shape: BackboneShape, layer: int) -> Unit:
         if op not in EXPERT_OPS and op not in REPLICATED:
             everywhere = quantisation.undivided_nbytes(rows, sources, op not in COLUMN_PARALLEL)
         values += _of_op(op, rows * columns)
-        held += _of_op(op, total - everywhere) + Unit(copied=everywhere)
-    return Unit(quantised=values, held=held)
+        held += _of_op(op, total - everywhere) + ParamCounts(copied=everywhere)
+    return ParamCounts(quantised=values, held=held)
 
 
-def _of_op(op: BaseOpName, count: int) -> Unit:
+def _of_op(op: BaseOpName, count: int) -> ParamCounts:
     """So many values or bytes of a BaseOp, divided as it is."""
     if op in EXPERT_OPS:
-        return Unit(experts=count)
-    return Unit(copied=count) if op in REPLICATED else Unit(divided=count)
+        return ParamCounts(experts=count)
+    return ParamCounts(copied=count) if op in REPLICATED else ParamCounts(divided=count)

@@ -115,14 +115,14 @@ class FullTrainingMemory(StepMemory):
 
     def _of_stage(self, stage: Stage, profile: StepProfile) -> Iterator[tuple[list[str], Array]]:
         """Names and `[C, P, 2]` bytes of a stage's phases: a constant, and bytes per row."""
-        lasting = np.zeros((len(PARTS), 2))
+        persistent = np.zeros((len(PARTS), 2))
         values = stage.divided(self.method) if self.method.zero == 3 else stage.values
-        lasting[AT["parameters"], 0] = values * self.recipe.weight_size
-        lasting[AT["parameters"], 0] += profile.buffers * len(stage.layers) / len(self.architecture.layers)
-        lasting[AT["optimizer"], 0] = 0.0 if self.method.offload else self._all_states(stage)
+        persistent[AT["parameters"], 0] = values * self.recipe.weight_size
+        persistent[AT["parameters"], 0] += profile.buffers * len(stage.layers) / len(self.architecture.layers)
+        persistent[AT["optimizer"], 0] = 0.0 if self.method.offload else self._all_states(stage)
         gradients = self._gradients(stage)
-        yield self._passes(stage, profile, lasting, gradients)
-        step = lasting + gradients
+        yield self._passes(stage, profile, persistent, gradients)
+        step = persistent + gradients
         step[AT["workspace"], 0] += self._step(stage)
         yield [_OPTIMIZER], step[None]
 
@@ -143,7 +143,7 @@ class FullTrainingMemory(StepMemory):
         found[AT["gradients"], 0] = (
             stage.values if self.method.zero < 2 else stage.divided(self.method)
         ) * size
-        if self.method.zero >= 2:  # a unit's are whole until they have been summed over ranks
+        if self.method.zero >= 2:  # a layer's are whole until they have been summed over ranks
             found[AT["communication"], 0] = stage.largest * size
         return found
 
@@ -167,11 +167,11 @@ class FullTrainingMemory(StepMemory):
     # -- the forward and backward pass
 
     def _passes(
-        self, stage: Stage, profile: StepProfile, lasting: Array, gradients: Array
+        self, stage: Stage, profile: StepProfile, persistent: Array, gradients: Array
     ) -> tuple[list[str], Array]:
         """Names and `[C, P, 2]` bytes of the samples of a stage's passes."""
         samples = self._samples(stage, profile)
-        found = np.repeat(lasting[None], len(samples.layer), axis=0)
+        found = np.repeat(persistent[None], len(samples.layer), axis=0)
         rows = self._divided(samples.bytes) / [1, profile.length]
         found[:, AT["activations"]] += rows[:, ACTIVATIONS] + self._kept_below(stage, profile, samples.layer)
         found[:, AT["logits"]] += rows[:, LOGITS]
@@ -183,7 +183,7 @@ class FullTrainingMemory(StepMemory):
             found += gradients * samples.gradients[:, None, None]
         if self.method.zero == 3:  # weights are gathered for use; during the loss none of the layers'
             outside = samples.section == LOSS
-            brought = np.where(outside, stage.units[-1].total, stage.two_in_use)
+            brought = np.where(outside, stage.counts[-1].total, stage.two_in_use)
             found[:, AT["communication"], 0] += brought * self.recipe.size
         return [self._name(stage, *one) for one in zip(samples.section, samples.layer, strict=True)], found
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_mux.errors import UserError
-from megatron_mux.memory.forms.architecture import Architecture, Unit
+from megatron_mux.memory.forms.architecture import Architecture, ParamCounts
 from megatron_mux.memory.optimizers import Shapes
 from megatron_mux.memory.tensors import ParameterTensor, Skeleton
 
@@ -70,27 +70,27 @@ class _Reader:
         self._tensors = skeleton.tensors
         self._experts = experts
 
-    def layers(self) -> list[Unit]:
-        """The units of the layers."""
-        units: list[Unit] = []
+    def layers(self) -> list[ParamCounts]:
+        """The parameters of the layers."""
+        counts: list[ParamCounts] = []
         for number, tensor, _ in self._inside():
-            while len(units) <= number:
-                units.append(Unit())
-            units[number] += self._unit(tensor)
-        return units
+            while len(counts) <= number:
+                counts.append(ParamCounts())
+            counts[number] += self._counts_of(tensor)
+        return counts
 
-    def ends(self) -> tuple[Unit, Unit, Unit]:
+    def ends(self) -> tuple[ParamCounts, ParamCounts, ParamCounts]:
         """Parameters before the layers, of the output layer, and of what else follows the layers."""
         own = self._tensors.head_tensors
-        head = sum((self._unit(tensor) for tensor in own), start=Unit())
-        before, behind, passed = Unit(), Unit(), False
+        head = sum((self._counts_of(tensor) for tensor in own), start=ParamCounts())
+        before, behind, passed = ParamCounts(), ParamCounts(), False
         for tensor in self._tensors.tensors:
             if _LAYER.match(tensor.name):
                 passed = True
             elif tensor not in own and (not passed or tensor.operator == "Embedding"):
-                before += self._unit(tensor)
+                before += self._counts_of(tensor)
             elif tensor not in own:
-                behind += self._unit(tensor)
+                behind += self._counts_of(tensor)
         return before, head, behind
 
     def attention(self) -> int:
@@ -130,16 +130,16 @@ class _Reader:
             if match:
                 yield int(match[1]), tensor, match[2]
 
-    def _unit(self, tensor: ParameterTensor) -> Unit:
+    def _counts_of(self, tensor: ParameterTensor) -> ParamCounts:
         name, count = tensor.name, tensor.count
         shapes = Shapes.of(tensor.shape, tensor.operator == "Embedding")
         if ".experts." in name and "shared" not in name and self._experts > 1:
-            return Unit(experts=count, shapes=shapes)
+            return ParamCounts(experts=count, shapes=shapes)
         tokens = name in (self._tensors.embedding, self._tensors.head)
         bias = name.endswith("bias")
         if tokens or (tensor.operator == "Linear" and not (bias and _ROW_PARALLEL.search(name))):
-            return Unit(divided=count, shapes=shapes)
-        return Unit(copied=count, shapes=shapes)
+            return ParamCounts(divided=count, shapes=shapes)
+        return ParamCounts(copied=count, shapes=shapes)
 
 
 def _first(config: Any, names: tuple[str, ...]) -> Any:

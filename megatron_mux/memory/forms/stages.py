@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from megatron_mux.backbone.split import even_split, stage_layers
-from megatron_mux.memory.forms.architecture import Architecture, Unit
+from megatron_mux.memory.forms.architecture import Architecture, ParamCounts
 from megatron_mux.memory.forms.method import ParallelConfig
 from megatron_mux.memory.optimizers import Shapes
 from megatron_mux.quantised.matrix import VALUES_AT_ONCE
@@ -24,14 +24,14 @@ class Stage:
     Attributes:
         index, count: Its index and the number of stages.
         layers: Global indices of its layers.
-        units: Its units in the order of the forward pass: the embedding, the layers, the output layer; the rank's share
-            before data-parallel ranks shard them.
+        counts: Its parameters in the order of the forward pass: the embedding, the layers, the output layer; the rank's
+            share before data-parallel ranks shard them.
     """
 
     index: int
     count: int
     layers: range
-    units: tuple[Unit, ...]
+    counts: tuple[ParamCounts, ...]
 
     @property
     def first(self) -> bool:
@@ -46,22 +46,22 @@ class Stage:
     @property
     def values(self) -> int:
         """Number of values."""
-        return sum(unit.total for unit in self.units)
+        return sum(part.total for part in self.counts)
 
     @cached_property
     def shapes(self) -> Shapes:
         """Shapes of all tensors."""
-        return sum((unit.shapes for unit in self.units), start=Shapes())
+        return sum((part.shapes for part in self.counts), start=Shapes())
 
     @property
     def largest(self) -> int:
-        """Number of values of the largest unit."""
-        return max(unit.total for unit in self.units)
+        """Number of values of its largest part."""
+        return max(part.total for part in self.counts)
 
     @property
     def two_in_use(self) -> int:
         """Number of values of the two largest neighbours: one is used while the next is being fetched."""
-        sizes = [unit.total for unit in self.units]
+        sizes = [part.total for part in self.counts]
         return max(a + b for a, b in pairwise(sizes)) if len(sizes) > 1 else sizes[0]
 
     def in_use(self, size: int, on_gpu: bool) -> int:
@@ -71,15 +71,15 @@ class Stage:
             size: Of a value in use.
             on_gpu: Whether they are dequantised by a kernel, which needs no other memory.
         """
-        dequantised = size * max(unit.dequantised for unit in self.units)
+        dequantised = size * max(part.dequantised for part in self.counts)
         if dequantised and not on_gpu:
             dequantised += min(VALUES_AT_ONCE, dequantised // size) * (_INDEX + 4 * (size != 4))
-        return dequantised + replace(self, units=tuple(unit.bytes(size) for unit in self.units)).two_in_use
+        return dequantised + replace(self, counts=tuple(part.bytes(size) for part in self.counts)).two_in_use
 
     def divided(self, method: ParallelConfig) -> int:
         """Number of values of each data-parallel rank's shard."""
-        dense = sum(-(-unit.copied // method.data) for unit in self.units)
-        return dense + sum(-(-unit.experts * method.expert // method.data) for unit in self.units)
+        dense = sum(-(-part.copied // method.data) for part in self.counts)
+        return dense + sum(-(-part.experts * method.expert // method.data) for part in self.counts)
 
 
 def stages(
@@ -98,8 +98,8 @@ def stages(
         split = stage_layers(even_split(len(architecture.layers), method.pipeline))
     found, last = [], len(split) - 1
     for index, layers in enumerate(split):
-        units = [on_rank(architecture.embedding, method)] if not index else []
-        units += [
+        counts = [on_rank(architecture.embedding, method)] if not index else []
+        counts += [
             on_rank(
                 architecture.layers[i],
                 method,
@@ -110,23 +110,23 @@ def stages(
         if index == last:
             head = architecture.head + architecture.final
             if architecture.tied and index:  # a copy of its own
-                head += Unit(divided=architecture.embedding.divided)
-            units.append(on_rank(head, method))
-        found.append(Stage(index, len(split), layers, tuple(units)))
+                head += ParamCounts(divided=architecture.embedding.divided)
+            counts.append(on_rank(head, method))
+        found.append(Stage(index, len(split), layers, tuple(counts)))
     return found
 
 
-def on_rank(unit: Unit, method: ParallelConfig, held_experts: float = 1.0) -> Unit:
+def on_rank(part: ParamCounts, method: ParallelConfig, held_experts: float = 1.0) -> ParamCounts:
     """A rank's share: `copied` is replicated over data-parallel ranks, `experts` over those with the same experts.
 
     Args:
-        unit: The unit.
+        part: A layer or an end.
         method: How ranks divide it.
         held_experts: The share of the experts that the rank holds, or divides with other tensor ranks.
     """
-    dense = -(-unit.divided // method.tensor) + unit.copied
-    experts = -(-round(unit.experts * held_experts) // method.tensor)
+    dense = -(-part.divided // method.tensor) + part.copied
+    experts = -(-round(part.experts * held_experts) // method.tensor)
     quantised, held = (
-        None if own is None else on_rank(own, method, held_experts) for own in (unit.quantised, unit.held)
+        None if own is None else on_rank(own, method, held_experts) for own in (part.quantised, part.held)
     )
-    return Unit(copied=dense, experts=experts, shapes=unit.shapes, quantised=quantised, held=held)
+    return ParamCounts(copied=dense, experts=experts, shapes=part.shapes, quantised=quantised, held=held)

@@ -149,7 +149,7 @@ class _Outline:
         _check_as_many(self, section.blocks[0], index - section.blocks[0].start)
         return found
 
-    def settle(self, parts: list[_Part]) -> None:
+    def set_parts(self, parts: list[_Part]) -> None:
         """Fix the parts, and with them the position of every event."""
         self.parts = parts
         places: dict[int, _Place] = {}
@@ -244,8 +244,8 @@ def _line_up(small: _Outline, large: _Outline) -> None:
         opened = large.opened(other)
         parts[0].extend(small.divided_like(mine, opened))
         parts[1].extend(opened)
-    small.settle(parts[0])
-    large.settle(parts[1])
+    small.set_parts(parts[0])
+    large.set_parts(parts[1])
     for block, same in _blocks_of_both(small, large):
         _check_as_many(small, block, len(same))
 

@@ -60,7 +60,7 @@ def eplb(problem: PlacementProblem, replicas: bool, groups: int = 1, nodes: Sequ
         nodes: [N] node of each worker; needed for groups.
     """
     left = problem.capacities.copy()
-    found = []
+    owners = []
     for layer in range(problem.layers):
         layers_left = problem.layers - layer
         spare = int(left.sum()) // layers_left - problem.experts if replicas else 0
@@ -69,8 +69,8 @@ def eplb(problem: PlacementProblem, replicas: bool, groups: int = 1, nodes: Sequ
         allowed = _nodes_of_groups(problem.access[layer], copies, most, groups, nodes)
         row = _pack(problem.access[layer] / copies, copies, left, most, allowed)
         left -= np.bincount([worker for workers in row for worker in workers], minlength=problem.workers)
-        found.append(row)
-    return tuple(found)
+        owners.append(row)
+    return tuple(owners)
 
 
 def _copies(load: Floats, slots: int, workers: int) -> Ints:

@@ -52,10 +52,10 @@ def _seconds(problem: PlacementProblem, layer: int, hot: Ints, near: Ints, far: 
     experts = problem.experts
     priced = np.unique(np.linspace(0, experts, _PRICED).astype(np.int64))
     owners = np.empty(experts, dtype=np.int64)
-    found = []
+    seconds = []
     for count in priced:
         # Without any worker of a kind, `resize` gives another one: the number is not chosen, since there is no room.
         owners[hot[:count]] = np.resize(near, count)
         owners[hot[count:]] = np.resize(far[:1], experts - count)
-        found.append(problem.layer_cost(layer, owners))
-    return np.asarray(np.interp(np.arange(experts + 1), priced, found))
+        seconds.append(problem.layer_cost(layer, owners))
+    return np.asarray(np.interp(np.arange(experts + 1), priced, seconds))

@@ -80,7 +80,7 @@ class _Program:
         values = np.concatenate([np.asarray(factors, dtype=np.float64) for _, factors in self._rows])
         starts = np.cumsum([0, *(len(variables) for variables, _ in self._rows)])
         matrix = sparse.csr_matrix((values, indices, starts), shape=(len(self._rows), len(self.costs)))
-        found = linprog(
+        result = linprog(
             self.costs,
             A_ub=matrix,
             b_ub=self._limits,
@@ -88,7 +88,7 @@ class _Program:
             method="highs",
             options={"time_limit": max(0.1, seconds)},
         )
-        return float(found.fun) if found.status == 0 else -np.inf
+        return float(result.fun) if result.status == 0 else -np.inf
 
 
 def _frequent(problem: PlacementProblem, layer: int, most: int) -> tuple[list[Ints], Floats, Floats]:
@@ -109,8 +109,8 @@ def _frequent(problem: PlacementProblem, layer: int, most: int) -> tuple[list[In
 def _with_master(problem: PlacementProblem, seconds: float) -> float:
     scale = 1.0 / float(problem.link_seconds.max())  # variables of the order of 1
     matrix, compute = problem.link_seconds * scale, problem.compute_seconds * scale
-    own = [np.diag(part[: problem.workers]) for part in _parts(matrix, problem.groups)]
-    classes = worker_classes(np.stack([*own, compute, problem.links.away[0]], axis=1))
+    inside = [np.diag(part[: problem.workers]) for part in _parts(matrix, problem.groups)]
+    classes = worker_classes(np.stack([*inside, compute, problem.links.away[0]], axis=1))
     sizes = [len(members) for members in classes]
     program = _Program()
     held: list[list[int]] = [[] for _ in classes]
@@ -127,12 +127,12 @@ def _with_master(problem: PlacementProblem, seconds: float) -> float:
         for index in range(len(classes)):
             held[index] += list(here[index])
             reached = program.add(len(chosen))
-            for one, members in zip(reached, chosen, strict=True):
+            for variable, members in zip(reached, chosen, strict=True):
                 for expert in members:
-                    program.at_most([here[index, expert], one], [1.0, -1.0])
+                    program.at_most([here[index, expert], variable], [1.0, -1.0])
             row = [*reached, *here[index], visits[index]]
             program.at_most(row, [*weights, *(rest / top_k), -1.0])
-        for part, direct in zip(_parts(matrix, problem.groups), own, strict=True):
+        for part, direct in zip(_parts(matrix, problem.groups), inside, strict=True):
             slowest = program.add(1, cost=1.0, least=float(direct.min() * hottest))
             for factors in _class_rows(part, classes, sizes, direct):
                 program.at_most([*visits, slowest[0]], [*factors, -1.0])
@@ -173,7 +173,6 @@ def _without_master(problem: PlacementProblem, part_of: Sequence[int], seconds: 
     """A bound from what leaves the parts of the topology.
 
     Args:
-        problem: The problem.
         part_of: [N] part of each worker.
         seconds: Time limit.
     """
@@ -183,7 +182,7 @@ def _without_master(problem: PlacementProblem, part_of: Sequence[int], seconds: 
     if not leaves.any():
         return 0.0
     total = float(links.bytes_sent.sum())
-    outward, inward = (float(found[leaves].sum()) for found in (links.outward, links.inward.T))
+    outward, inward = (float(links_of[leaves].sum()) for links_of in (links.outward, links.inward.T))
     if set(links.worker_nodes) <= set(links.shared) and len(set(part_of)) == len(set(links.worker_nodes)):
         up, down = (sum(links.shared[node][i] for node in set(links.worker_nodes)) for i in (0, 1))
         outward, inward = min(outward, up, down), min(inward, up, down)
@@ -199,15 +198,15 @@ def _without_master(problem: PlacementProblem, part_of: Sequence[int], seconds: 
         local = program.add(problem.experts, most=1.0)  # share of tokens with a copy in their own part
         held = program.add(problem.experts, least=1.0)
         copies += list(held)
-        for one, copy in zip(local, held, strict=True):
-            program.at_most([one, copy], [1.0, -share])
+        for variable, copy in zip(local, held, strict=True):
+            program.at_most([variable, copy], [1.0, -share])
         chosen, weights, rest = _frequent(problem, layer, most)
         for weight, members in zip(weights, chosen, strict=True):
             away = program.add(1, cost=float(weight))
             for expert in members:
                 program.at_most([local[expert], away[0]], [-1.0, -1.0], -1.0)
-        for one, weight in zip(local, rest, strict=True):
-            program.costs[one] -= weight / top_k
+        for variable, weight in zip(local, rest, strict=True):
+            program.costs[variable] -= weight / top_k
         constant += float(rest.sum()) / top_k
     program.at_most(copies, [1.0] * len(copies), float(problem.capacities.sum()))
     return max(0.0, program.solve(seconds) + constant) * price

@@ -36,21 +36,21 @@ def solve_full(
     bound = full_bound(problem, seconds * _BOUND_SHARE)
     left = seconds - (time.perf_counter() - began)
     ranked = sorted(starts.values(), key=problem.placement_cost)
-    found = [ranked[0]]
+    chosen = [ranked[0]]
     single = [start for start in ranked if not has_replicas(start)][:_STARTS]
     if not problem.allows_replicas:
         single.append(from_owners(concentrated(problem)))
-    spare = problem.allows_replicas and bool((problem.capacities - held(found[0], problem.workers)).any())
+    spare = problem.allows_replicas and bool((problem.capacities - held(chosen[0], problem.workers)).any())
     search_share = 0.5 if spare else 1.0
     all_finished = True
     for i, start in enumerate(single):
         until = began + seconds - left * (1 - search_share * (i + 1) / len(single))
         owners, finished = improve_small(problem, to_owners(start), until, bound)
-        found.append(from_owners(owners))
+        chosen.append(from_owners(owners))
         all_finished &= finished
     if problem.allows_replicas:
-        for start in (min(found[1:], key=problem.placement_cost), found[0]):
+        for start in (min(chosen[1:], key=problem.placement_cost), chosen[0]):
             replicated, finished = add_replicas(problem, start, began + seconds)
-            found.append(replicated)
+            chosen.append(replicated)
             all_finished &= finished
-    return min(found, key=problem.placement_cost), bound, all_finished
+    return min(chosen, key=problem.placement_cost), bound, all_finished

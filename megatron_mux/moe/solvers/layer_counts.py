@@ -104,10 +104,10 @@ class SetTable:
         """[L][E + 1] least seconds by the number of experts on fast workers."""
         layers, experts = len(self.loads), int(self.sizes[-1])
         by_set = self._by_set()
-        found = np.full((layers, experts + 1), np.inf)
+        seconds = np.full((layers, experts + 1), np.inf)
         for count in range(experts + 1):
-            found[:, count] = by_set[:, self.sizes == count].min(axis=1)
-        return found
+            seconds[:, count] = by_set[:, self.sizes == count].min(axis=1)
+        return seconds
 
     def _by_set(self) -> Floats:
         """[L][sets] least seconds with just this set on the fast workers."""
@@ -121,7 +121,6 @@ class SetTable:
         """Return the experts of each fast and of each slow worker that take the least seconds.
 
         Args:
-            layer: The layer.
             count: Experts on fast workers.
         """
         by_set = np.where(self.sizes == count, self._by_set()[layer], np.inf)
@@ -135,17 +134,17 @@ class SetTable:
 
     def _parts(self, layer: int, whole: int, workers: int, limit: float) -> list[list[int]]:
         """Divide a set among workers so that none has more load than the limit; parts as even in number as possible."""
-        found = []
+        groups = []
         while whole and workers:
             parts = _parts_with_lowest(whole)
             rest = self._largest[workers - 1][layer, whole ^ parts]
             fits = (self.loads[layer, parts] <= limit) & (rest <= limit)
             even = np.abs(self.sizes[parts] - self.sizes[whole] / workers)
             part = int(parts[np.where(fits, even, np.inf).argmin()])
-            found.append([e for e in range(part.bit_length()) if part >> e & 1])
+            groups.append([e for e in range(part.bit_length()) if part >> e & 1])
             whole ^= part
             workers -= 1
-        return found + [[] for _ in range(workers)]
+        return groups + [[] for _ in range(workers)]
 
 
 def _parts_with_lowest(whole: int) -> Ints:

@@ -31,7 +31,6 @@ def improve(
     """Improve a placement until no single change helps.
 
     Args:
-        problem: The problem.
         owners: [L][E] placement that fits the capacities.
         deadline: Value of `time.perf_counter` at which to stop.
         bound: A lower bound of the objective; a placement that has reached it is left as it is.
@@ -174,10 +173,10 @@ class _Search:
             state.move(layer, int(self._which[layer, source, target]), target)
             return (layer,)
         source, target = map(int, np.unravel_index(pairs.argmin(), pairs.shape))
-        one, other = int(first[source, target]), int(second[source, target])
-        state.move(one, int(self._which[one, source, target]), target)
+        expert, other = int(first[source, target]), int(second[source, target])
+        state.move(expert, int(self._which[expert, source, target]), target)
         state.move(other, int(self._which[other, target, source]), source)
-        return (one, other)
+        return (expert, other)
 
 
 def _two_layers(prices: Floats) -> tuple[Floats, Ints, Ints]:

@@ -103,7 +103,7 @@ def _solve(access: Floats, speeds: Floats, capacities: Floats, least: Floats) ->
     )
     lower = np.concatenate([np.zeros(count), least / scale])
     upper = np.concatenate([np.ones(count), np.full(layers, np.inf)])
-    found = linprog(
+    result = linprog(
         np.concatenate([np.zeros(count), np.ones(layers)]),
         A_ub=bounded,
         b_ub=np.concatenate([np.zeros(layers * workers), capacities]),
@@ -112,15 +112,15 @@ def _solve(access: Floats, speeds: Floats, capacities: Floats, least: Floats) ->
         bounds=np.stack([lower, upper], axis=1),
         method="highs",
     )
-    if found.x is None:  # the capacities were checked: a placement exists, and with it a solution
-        raise RuntimeError(f"HiGHS did not solve the linear program: {found.message}")
-    return found.x[:count].reshape(layers, experts, workers), float(found.fun) * scale
+    if result.x is None:  # the capacities were checked: a placement exists, and with it a solution
+        raise RuntimeError(f"HiGHS did not solve the linear program: {result.message}")
+    return result.x[:count].reshape(layers, experts, workers), float(result.fun) * scale
 
 
 def _deal(access: Floats, shares: Floats, classes: list[Ints], workers: int) -> Floats:
     """[L][E][N] shares of single workers from [L][E][classes]: each worker takes experts until it has its load."""
     layers, experts = access.shape
-    found = np.zeros((layers, experts, workers))
+    dealt = np.zeros((layers, experts, workers))
     for index, members in enumerate(classes):
         for layer in range(layers):
             order = np.roll(members, layer)  # another worker begins in each layer
@@ -131,18 +131,18 @@ def _deal(access: Floats, shares: Floats, classes: list[Ints], workers: int) -> 
                 low, high = ends[expert] - loads[expert], ends[expert]
                 first = min(int(low / part), len(members) - 1)
                 if high <= low:
-                    found[layer, expert, order[first]] += shares[layer, expert, index]
+                    dealt[layer, expert, order[first]] += shares[layer, expert, index]
                     continue
                 for position in range(first, len(members)):
                     upper = high if position == len(members) - 1 else min(high, (position + 1) * part)
                     piece = upper - max(low, position * part)
                     if piece > 0:
-                        found[layer, expert, order[position]] += (
+                        dealt[layer, expert, order[position]] += (
                             shares[layer, expert, index] * piece / (high - low)
                         )
                     if upper >= high:
                         break
-    return found
+    return dealt
 
 
 def round_shares(shares: Floats, capacities: Ints) -> Ints:

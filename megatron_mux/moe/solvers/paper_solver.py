@@ -69,7 +69,6 @@ def _dealt(problem: PlacementProblem, divided: list[tuple[_Parts, _Parts]], kind
     """[L][E] workers: larger parts of a layer to workers with more room left; capacities may be exceeded.
 
     Args:
-        problem: The problem.
         divided: [L] parts of fast and of slow workers.
         kinds: Fast and slow workers.
     """
@@ -140,7 +139,7 @@ def _pack(access: Floats, count: int, kinds: Kinds) -> tuple[_Parts, _Parts]:
     """
     hot = np.argsort(-access, kind="stable")
     taken = _for_fast(access[hot], count, kinds)
-    found = []
+    owners = []
     for workers, experts in ((kinds.fast, hot[taken]), (kinds.slow, hot[~taken])):
         parts: _Parts = [[] for _ in range(workers)]
         loads = [(0.0, worker) for worker in range(workers)]
@@ -148,8 +147,8 @@ def _pack(access: Floats, count: int, kinds: Kinds) -> tuple[_Parts, _Parts]:
             load, worker = heapq.heappop(loads)
             parts[worker].append(int(expert))
             heapq.heappush(loads, (load + float(access[expert]), worker))
-        found.append(parts)
-    return found[0], found[1]
+        owners.append(parts)
+    return owners[0], owners[1]
 
 
 def _for_fast(hot: Floats, count: int, kinds: Kinds) -> np.ndarray:

@@ -55,14 +55,14 @@ def replace_experts(
 def _change(state: SearchState, layer: int, prices: Floats) -> bool:
     """Apply the best move or exchange of a layer; returns False if none is worth its price."""
     experts = state.critical(layer)
-    own = state.owners[layer]
-    paid = prices[np.arange(len(own)), own]
+    owners = state.owners[layer]
+    paid = prices[np.arange(len(owners)), owners]
     moves = state.move_scores(layer, experts) + prices[experts] - paid[experts, None]
     moves[:, ~state.room] = np.inf
     best = _least(moves)
     swaps = state.swap_scores(layer, experts)
-    swaps += prices[experts][:, own] - paid[experts, None]
-    swaps += prices[:, own[experts]].T - paid
+    swaps += prices[experts][:, owners] - paid[experts, None]
+    swaps += prices[:, owners[experts]].T - paid
     exchange = _least(swaps)
     score = state.scores[layer] * (1 - _LEAST)
     if min(moves[best], swaps[exchange]) >= score:
@@ -71,7 +71,7 @@ def _change(state: SearchState, layer: int, prices: Floats) -> bool:
         state.move(layer, int(experts[best[0]]), best[1])
         return True
     expert, other = int(experts[exchange[0]]), exchange[1]
-    first, second = int(own[expert]), int(own[other])
+    first, second = int(owners[expert]), int(owners[other])
     state.move(layer, expert, second)
     state.move(layer, other, first)
     return True

@@ -30,7 +30,6 @@ def replace_replicas(
 
     Args:
         problem: A problem that allows replicas.
-        layer: The layer.
         row: [E] the workers of each expert.
         prices: [E][N] seconds of a step that it costs to have an expert on a worker; 0 where it is.
         counts: [N] experts that each worker holds over all layers; kept up to date.
@@ -88,8 +87,8 @@ def _changes(problem: PlacementProblem, layer: int, row: Row, expert: int, count
 
 def _changed(row: Row, changes: dict[int, tuple[int | None, int | None]]) -> Row:
     """The row with, for some experts, a worker that it leaves and one that it comes to."""
-    found = list(row)
+    changed = list(row)
     for expert, (old, new) in changes.items():
         workers = {*row[expert]} - {old} | {new}
-        found[expert] = tuple(sorted(worker for worker in workers if worker is not None))
-    return tuple(found)
+        changed[expert] = tuple(sorted(worker for worker in workers if worker is not None))
+    return tuple(changed)

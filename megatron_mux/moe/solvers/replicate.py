@@ -39,14 +39,14 @@ def add_replicas(problem: PlacementProblem, placement: Placement, deadline: floa
             best[layer] = max(
                 _candidates(problem, layer, rows[layer], costs[layer], left), default=(0.0, 0, 0)
             )
-        layer = max(best, key=lambda one: best[one][0])
+        layer = max(best, key=lambda layer: best[layer][0])
         saved, expert, worker = best[layer]
         if saved <= 1e-9 * costs[layer]:
             break
         rows[layer] = _with(rows[layer], expert, worker)
         costs[layer] -= saved
         left[worker] -= 1
-        stale = {layer} | {one for one, (_, _, there) in best.items() if not left[there]}
+        stale = {layer} | {other for other, (_, _, there) in best.items() if not left[there]}
     return tuple(rows), True
 
 
@@ -66,7 +66,7 @@ def _candidates(
     for expert in np.argsort(-per_copy, kind="stable")[:_HOTTEST]:
         taken = set(row[expert])
         for node in dict.fromkeys(nodes):
-            free = [n for n, one in enumerate(nodes) if one == node and left[n] > 0 and n not in taken]
+            free = [n for n, n_node in enumerate(nodes) if n_node == node and left[n] > 0 and n not in taken]
             if free:
                 worker = max(free, key=lambda n: left[n])
                 with_it = problem.replicated_layer_cost(layer, _with(row, int(expert), worker))

@@ -19,7 +19,6 @@ class SearchState:
     """One worker for each expert, and the layers' visits and rows.
 
     Args:
-        problem: The problem.
         owners: [L][E] first placement, which fits the capacities or does not; it is copied.
 
     Attributes:
@@ -39,11 +38,11 @@ class SearchState:
         )
         self._reached: list[Counts] = []  # [J][N] experts of each set on each worker
         self._weighted: list[sparse.csr_matrix] = []  # [E][J] weights of the sets that have an expert
-        for layer, one in enumerate(problem.sets or ()):
-            at = owners[layer][one.members] + np.arange(len(one.weights))[:, None] * problem.workers
-            counts = np.bincount(at.ravel(), minlength=len(one.weights) * problem.workers)
+        for layer, routed in enumerate(problem.sets or ()):
+            at = owners[layer][routed.members] + np.arange(len(routed.weights))[:, None] * problem.workers
+            counts = np.bincount(at.ravel(), minlength=len(routed.weights) * problem.workers)
             self._reached.append(counts.reshape(-1, problem.workers).astype(np.int16))
-            self._weighted.append(one.weighted(problem.experts))
+            self._weighted.append(routed.weighted(problem.experts))
         self._visits = np.zeros((problem.layers, problem.workers))
         self._rows = np.zeros_like(self._visits)
         self.scores = np.zeros(problem.layers)
@@ -139,42 +138,42 @@ class SearchState:
     def move_scores(self, layer: int, experts: Ints) -> Floats:
         """[experts][N] score of the layer with each of the experts on each worker."""
         lost, gained, _ = self._changes(layer)
-        access, own = self.problem.access[layer][experts], self.owners[layer][experts]
+        access, source = self.problem.access[layer][experts], self.owners[layer][experts]
         matrix = self._matrix
-        base = (matrix @ self._visits[layer])[:, None] - matrix[:, own] * lost[experts]
+        base = (matrix @ self._visits[layer])[:, None] - matrix[:, source] * lost[experts]
         times = base[:, :, None] + matrix[:, None, :] * gained[experts]
         rows = np.zeros((1, 1, 1))
         if self._computes:
             each, workers = np.arange(len(experts)), np.arange(self.problem.workers)
             rows = np.empty((len(workers), len(experts), len(workers)))
             rows[:] = self._rows[layer][:, None, None]
-            rows[own, each] -= access[:, None]
+            rows[source, each] -= access[:, None]
             rows[workers, :, workers] += access
             rows *= self.problem.compute_seconds[:, None, None]
         scores = self._score(times, rows)
-        scores[np.arange(len(experts)), own] = self.scores[layer]
+        scores[np.arange(len(experts)), source] = self.scores[layer]
         return scores
 
     def swap_scores(self, layer: int, experts: Ints) -> Floats:
         """[experts][E] score of the layer with two experts' workers exchanged; infinite for two of one worker."""
         lost, gained, kept = self._changes(layer)
         access, owners = self.problem.access[layer], self.owners[layer]
-        own, every = owners[experts], np.arange(self.problem.experts)
-        here = gained[:, own].T - lost[experts, None]  # [experts][E] change at the worker of the first
+        sources, every = owners[experts], np.arange(self.problem.experts)
+        here = gained[:, sources].T - lost[experts, None]  # [experts][E] change at the worker of the first
         there = gained[experts][:, owners] - lost
         if kept is not None:
             here, there = here + kept[experts], there + kept[:, experts].T
         matrix = self._matrix
-        times = (matrix @ self._visits[layer])[:, None, None] + matrix[:, own][:, :, None] * here
+        times = (matrix @ self._visits[layer])[:, None, None] + matrix[:, sources][:, :, None] * here
         times += matrix[:, owners][:, None, :] * there
         rows = np.zeros((1, 1, 1))
         if self._computes:
             more, each = access - access[experts, None], np.arange(len(experts))
             rows = np.empty((self.problem.workers, *more.shape))
             rows[:] = self._rows[layer][:, None, None]
-            rows[own, each] += more
+            rows[sources, each] += more
             rows[owners, each[:, None], every] -= more
             rows *= self.problem.compute_seconds[:, None, None]
         scores = self._score(times, rows)
-        scores[own[:, None] == owners] = np.inf
+        scores[sources[:, None] == owners] = np.inf
         return scores

@@ -20,12 +20,12 @@ def resolve(host: str, port: int) -> list[str]:
         UserError: It has none.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise UserError(
             f"--server {host}:{port}: the name cannot be resolved: {error.strerror or error}"
         ) from None
-    return sorted({str(entry[4][0]) for entry in found})
+    return sorted({str(entry[4][0]) for entry in infos})
 
 
 def choose_server(servers: str, session: str, resolve: Resolve = resolve) -> tuple[str, str | None]:
@@ -52,7 +52,7 @@ def choose_server(servers: str, session: str, resolve: Resolve = resolve) -> tup
             candidates = [(f"{_bracketed(address)}:{port}", host) for address in addresses]
     for server, _ in candidates:
         split_address(server)
-    return max(candidates, key=lambda one: _weight(one[0], session))
+    return max(candidates, key=lambda candidate: _weight(candidate[0], session))
 
 
 def identity_of(certificate: Path) -> str:

@@ -49,9 +49,6 @@ class SplitBackbone(Backbone):
     Args:
         front, back: The client's layers, from `load_ends`.
         remote: Computes the layers between them.
-
-    Attributes:
-        front, back, remote: The arguments.
     """
 
     def __init__(self, front: Backbone, back: Backbone, remote: RemoteBody) -> None:
@@ -61,7 +58,7 @@ class SplitBackbone(Backbone):
         self.layers = range(front.shape.layers)
         self.first = self.last = True
         self.placement = None
-        self.residence, self.vocabulary = front.residence, front.vocabulary
+        self.offload, self.vocabulary = front.offload, front.vocabulary
         self.lowest_adapter = front.lowest_adapter
         self.module_weight = front.module_weight
 

@@ -30,10 +30,10 @@ def body_share(task: Task, info: BackboneInfo, layers: range, dtype: torch.dtype
     host = Host(body.base_ops(), Parallel.alone("cpu"), dtype, body.shape)
     total = task.spec.total_steps(len(task.data))
     adapter = task.spec.adapter.attach(host, task.spec, total, task.initial)
-    found = []
+    pieces = []
     for record in stored_parameters(adapter):
         divided = record.dim is not None and record.index is not None
         runs = runs_of(record.index) if divided and record.index is not None else ()
         dim = record.dim if divided else None
-        found.append(Piece(record.key, "value", record.full_shape, record.value.detach(), dim, runs))
-    return found
+        pieces.append(Piece(record.key, "value", record.full_shape, record.value.detach(), dim, runs))
+    return pieces

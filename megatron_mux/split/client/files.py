@@ -60,7 +60,7 @@ def client_tensors(shape: BackboneShape, cut_front: int, cut_back: int) -> set[s
     whole = replace(shape, padded_vocab=shape.vocab)
     parts = (range(cut_front), range(shape.layers - cut_back, shape.layers))
     plans = [plan(whole, layers, Part()) for layers in parts]
-    return {piece.source for own in plans for pieces in own.values() for piece in pieces}
+    return {piece.source for plan in plans for pieces in plan.values() for piece in pieces}
 
 
 def read_client_info(path: str | Path, cut_front: int, cut_back: int) -> BackboneInfo:

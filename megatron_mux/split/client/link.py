@@ -86,11 +86,10 @@ class ServerConnection:
         transport: Carries messages; the link closes it.
         proposal: What the client asks for.
         shape: Of the backbone.
-        tally: Counts all requests.
+        totals: Counts all requests.
 
     Attributes:
         step: Optimizer steps that the client has done.
-        proposal, tally: The arguments.
         wire: Dtype of what is sent.
     """
 
@@ -99,12 +98,12 @@ class ServerConnection:
         transport: ClientTransport,
         proposal: Proposal,
         shape: BackboneShape,
-        tally: RequestTotals | None = None,
+        totals: RequestTotals | None = None,
     ) -> None:
         self.proposal = proposal
         self.step = proposal.step
         self.wire = Dtype[proposal.wire.upper()]
-        self.tally = tally or RequestTotals()
+        self.totals = totals or RequestTotals()
         self._transport = transport
         self._shape = shape
         self._operation = 0
@@ -208,7 +207,7 @@ class ServerConnection:
         )
         began = time.perf_counter()
         reply = self._call(message)
-        self.tally.add(time.perf_counter() - began, reply)
+        self.totals.add(time.perf_counter() - began, reply)
         self._has_begun |= Flags.TRAINING in flags
         if tells:
             self._decision = None

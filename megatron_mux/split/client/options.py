@@ -46,7 +46,7 @@ class ClientOptions:
         connect: Makes the connection; None: gRPC.
 
     Attributes:
-        tally: Of all requests so far.
+        totals: Of all requests so far.
         lock: On the task's directory in `save`, while it trains.
     """
 
@@ -69,7 +69,7 @@ class ClientOptions:
     progress: bool = True
     privacy: PrivacySection | Privacy | None = None
     connect: Callable[[Callable[[str], None]], ClientTransport] | None = None
-    tally: RequestTotals = field(default_factory=RequestTotals, init=False)
+    totals: RequestTotals = field(default_factory=RequestTotals, init=False)
     lock: DirectoryLock | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

@@ -79,7 +79,6 @@ class RemoteBody:
         """Compute the body on a micro-batch.
 
         Args:
-            batch: The micro-batch.
             hidden: `[T, 1, H]` hidden states of the layer before the body.
 
         Returns:

@@ -9,7 +9,7 @@ from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine import Task
 from megatron_mux.fusion.plan import plan_for
-from megatron_mux.fusion.step import Lengths, step_grid
+from megatron_mux.fusion.step import Lengths, step_chunks
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.tasks.evaluation import TOKENS_PER_PASS, choices_among
 
@@ -66,7 +66,7 @@ def _of_steps(spec: TaskSpec, data: TaskDataset) -> tuple[int, int]:
     for step in range(steps):
         chosen = sampler.batch(step)
         lengths = Lengths(tuple(data.lengths[chosen].tolist()), tuple(data.label_counts[chosen].tolist()))
-        for chunks in step_grid(plan, {spec.name: lengths}).chunks.values():
+        for chunks in step_chunks(plan, {spec.name: lengths}).chunks.values():
             for chunk in chunks:
                 rows = max(rows, sum(piece.tokens for piece in chunk))
                 sequences = max(sequences, len(chunk))

@@ -69,7 +69,6 @@ class ClientRun:
     Attributes:
         options: What the user asked for.
         info: The backbone, with the whole one's fingerprint.
-        task: The task.
         files: Opens data files.
         front, back: The client's layers.
         proposal: What the client asks the server for at step 0.
@@ -194,7 +193,7 @@ class ClientRun:
         uploads = self.task.initial is not None and not step
         changes = {"step": step, "incarnation": secrets.token_hex(16), "uploads": uploads}
         proposal = self.proposal.model_copy(update=changes)
-        return ServerConnection(connect(say), proposal, self.front.shape, self.options.tally)
+        return ServerConnection(connect(say), proposal, self.front.shape, self.options.totals)
 
     def _connect(self, say: Say) -> Any:
         from megatron_mux.split.client.transport import Transport  # imports grpc

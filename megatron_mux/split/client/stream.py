@@ -58,7 +58,6 @@ class ClientStream:
         """Send a request and wait for its reply.
 
         Args:
-            request: The request.
             until: The deadline, by the monotonic clock.
 
         Raises:

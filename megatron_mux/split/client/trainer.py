@@ -43,8 +43,8 @@ class SplitTrainer(ClientOptions):
         self._refuse_other_clients(spec.name)  # before a lock is broken
         with ExitStack() as held:
             if self.save is not None:
-                own = self.save / spec.name
-                self.lock = held.enter_context(DirectoryLock(own, break_lock=self.break_lock, say=print))
+                path = self.save / spec.name
+                self.lock = held.enter_context(DirectoryLock(path, break_lock=self.break_lock, say=print))
             self._refuse_other_clients(spec.name)
             if self.save is not None and self.save != self.load:
                 refuse_used(self.save, spec.name)

@@ -137,13 +137,13 @@ class Proposal(_Document):
                     f"adapter.{name}: has {len(value)} entries: a server takes at most {_MOST_NAMES}"
                 )
             values = value.values() if isinstance(value, dict) else [value]
-            if any(isinstance(one, int | float) and abs(one) > _LARGEST for one in values):
+            if any(isinstance(value, int | float) and abs(value) > _LARGEST for value in values):
                 raise UserError(f"adapter.{name}: must be at most {_LARGEST:g}, to be computed with in fp32")
         self._refuse_expressions()
         try:
             spec = kind.model_validate(self.adapter)
         except ValidationError as error:
-            raise UserError(*(f"adapter.{_sentence(one)}" for one in error.errors())) from None
+            raise UserError(*(f"adapter.{_sentence(e)}" for e in error.errors())) from None
         if getattr(spec, "takes_away", False):
             raise UserError(
                 "adapter.init_lora_weights: a server computes no factors of its weights: choose true or gaussian"

@@ -58,13 +58,13 @@ class Piece:
 def runs_of(index: Tensor) -> tuple[tuple[int, int], ...]:
     """Runs of consecutive numbers of `[n]` int64 indices in their order, as first and one past the last."""
     values: list[int] = index.tolist()
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for value in values:
-        if found and found[-1][1] == value:
-            found[-1] = (found[-1][0], value + 1)
+        if runs and runs[-1][1] == value:
+            runs[-1] = (runs[-1][0], value + 1)
         else:
-            found.append((value, value + 1))
-    return tuple(found)
+            runs.append((value, value + 1))
+    return tuple(runs)
 
 
 class _Entry(BaseModel):
@@ -115,7 +115,7 @@ def from_wire(index: Any, tensors: Mapping[str, Tensor]) -> list[Piece]:
         raise UserError(f"pieces: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     if len(entries) != len(tensors):
         raise UserError(f"pieces: {len(entries)} are named, but {len(tensors)} tensors were sent")
-    found = []
+    pieces = []
     for i, entry in enumerate(entries):
         tensor = tensors.get(str(i))
         if tensor is None or tuple(tensor.shape) != _local_shape(entry):
@@ -123,8 +123,8 @@ def from_wire(index: Any, tensors: Mapping[str, Tensor]) -> list[Piece]:
             raise UserError(
                 f"pieces: {entry.key} ({entry.kind}) must be {list(_local_shape(entry))}, got {got}"
             )
-        found.append(Piece(entry.key, entry.kind, entry.shape, tensor, entry.dim, entry.runs))
-    return found
+        pieces.append(Piece(entry.key, entry.kind, entry.shape, tensor, entry.dim, entry.runs))
+    return pieces
 
 
 def _local_shape(entry: _Entry) -> tuple[int, ...]:

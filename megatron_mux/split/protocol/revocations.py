@@ -29,7 +29,7 @@ def read_crl(file: Path, ca: Path) -> dict[int, x509.RevokedCertificate]:
     """
     try:
         crl = x509.load_pem_x509_crl(file.read_bytes())
-        keys: list[Any] = [one.public_key() for one in x509.load_pem_x509_certificates(ca.read_bytes())]
+        keys: list[Any] = [cert.public_key() for cert in x509.load_pem_x509_certificates(ca.read_bytes())]
     except ValueError as error:
         raise UserError(f"{file} is no list of revoked certificates (CRL) in PEM format: {error}") from None
     if not any(crl.is_signature_valid(key) for key in keys):
@@ -71,8 +71,8 @@ class Revocations:
 
     def _read(self) -> None:
         try:
-            found = self._file.stat()
-            state = found.st_mtime_ns, found.st_size, found.st_ino
+            stat = self._file.stat()
+            state = stat.st_mtime_ns, stat.st_size, stat.st_ino
             if state != self._state:
                 self._state = state
                 self._serials = frozenset(read_crl(self._file, self._ca))

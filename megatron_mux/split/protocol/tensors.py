@@ -105,13 +105,13 @@ def decode_named(index: object, content: Bytes, limits: Limits) -> dict[str, Ten
     Raises:
         WireError: The index is malformed or does not describe these bytes, or a value is not finite.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     start = 0
     for name, dtype, shape in _entries(index):
         end = start + math.prod(shape) * dtype.itemsize
-        if name in found or end > len(content):
+        if name in tensors or end > len(content):
             raise WireError("index", f"{name!r} is in the index twice, or does not fit the bytes sent.")
-        tensor = found[name] = torch.empty(shape, dtype=dtype)
+        tensor = tensors[name] = torch.empty(shape, dtype=dtype)
         # Any other byte than 0 and 1 is no bool to torch: bools are converted.
         target = tensor.view(-1) if dtype is torch.bool else tensor.view(-1).view(torch.uint8)
         target.copy_(torch.from_numpy(content[start:end]))
@@ -122,7 +122,7 @@ def decode_named(index: object, content: Bytes, limits: Limits) -> dict[str, Ten
         raise WireError(
             "index", f"The index describes {start} bytes of tensors, but {len(content)} were sent."
         )
-    return found
+    return tensors
 
 
 def _entries(index: object) -> Iterator[tuple[str, torch.dtype, list[int]]]:

@@ -34,14 +34,14 @@ class AdmissionController:
         capacity: Bytes.
         shared: Whether sessions share memory. If whole tasks are moved out to make room for others, each must fit by
             itself.
-        own: Bytes of parameters that each session has for itself.
+        own_bytes: Bytes of parameters that each session has for itself.
         share: Part of the capacity that one client's sessions may be promised, where sessions share memory.
     """
 
-    def __init__(self, capacity: int, shared: bool = True, own: int = 0, share: float = 1.0) -> None:
+    def __init__(self, capacity: int, shared: bool = True, own_bytes: int = 0, share: float = 1.0) -> None:
         self._capacity = capacity
         self._shared = shared
-        self._own = own
+        self._own = own_bytes
         self._most_each = int(capacity * share) if shared else capacity
         self._claims: dict[str, _Claim] = {}
 
@@ -78,12 +78,12 @@ class AdmissionController:
                 retry=True,
             )
         client = f"{name.partition('/')[0]}/"
-        own = [claim for other, claim in others.items() if other.startswith(client)]
-        if _needed([asked, *own]) > self._most_each:
+        claims = [claim for other, claim in others.items() if other.startswith(client)]
+        if _needed([asked, *claims]) > self._most_each:
             raise RefusedError(
                 "too_many",
-                f"with {len(own)} others of this client the session could need "
-                f"{_needed([asked, *own]) / _MIB:.0f} MiB, and a client may have {self._most_each / _MIB:.0f} "
+                f"with {len(claims)} others of this client the session could need "
+                f"{_needed([asked, *claims]) / _MIB:.0f} MiB, and a client may have {self._most_each / _MIB:.0f} "
                 "(--max-memory-each)",
                 retry=True,
             )
@@ -128,13 +128,13 @@ async def examine(
             f"{most_message / _MIB:.0f} MiB of a client (a quarter of --max-bytes-in-flight): use smaller batches",
         )
     try:
-        own = proposal.body(shape)
-        if own.start < layers.start or own.stop > layers.stop:
+        body = proposal.body(shape)
+        if body.start < layers.start or body.stop > layers.stop:
             least = f"--cut-front {layers.start} and --cut-back {shape.layers - layers.stop}"
             raise UserError(
                 f"the server holds layers {layers.start} to {layers.stop - 1}: it needs at least {least}"
             )
-        return own, await predict(proposal)
+        return body, await predict(proposal)
     except UserError as error:
         raise RefusedError("proposal", str(error)) from None
     except LostProcess:

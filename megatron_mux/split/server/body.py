@@ -77,7 +77,6 @@ class Kept:
     """A forward pass that waits for its backward.
 
     Attributes:
-        batch: The micro-batch.
         inputs: `[T, 1, H]` of each session, leaves of the graph.
         output: `[all T, 1, H]`, of this rank's layers.
         received: What came from the pipeline stage before.
@@ -159,23 +158,23 @@ class Body:
             tensors = adapter.tensors(self.backbone.shape)
             check_pieces(initial, {key: tensor.shape for key, tensor in tensors.items()})
             values = {**blank(tensors), **assemble(initial, "value")}
-        own = self.adapters.add(task, total_steps, values, layers)
+        member = self.adapters.add(task, total_steps, values, layers)
         try:
-            optimizer = TaskOptimizer(own, training, total_steps)
+            optimizer = TaskOptimizer(member, training, total_steps)
             states = {kind: assemble(initial, kind) for kind in MOMENTS}
             optimizer.load_state(
                 {
-                    key: {kind: own[key] for kind, own in states.items() if key in own}
+                    key: {kind: values[key] for kind, values in states.items() if key in values}
                     for key in states["exp_avg"]
                 }
             )
-            own.load_state(assemble(initial, "extra"))
+            member.load_state(assemble(initial, "extra"))
         except BaseException as error:
             self.adapters.remove(name)
             if isinstance(error, KeyError):
                 raise UserError(f"the saved optimizer state has no {error}") from None
             raise
-        self._members[name] = _Member(adapter, own, optimizer, update_of([optimizer]))
+        self._members[name] = _Member(adapter, member, optimizer, update_of([optimizer]))
 
     def has(self, name: str) -> bool:
         """Whether a session's adapter is attached."""
@@ -190,15 +189,15 @@ class Body:
 
     @torch.no_grad()
     def _pack(self, rows: Sequence[Rows]) -> MicroBatch:
-        sequences, names = [], tuple(own.session for own in rows)
-        for own in rows:
-            for length, number in zip(own.lengths, own.ids, strict=True):
+        sequences, names = [], tuple(r.session for r in rows)
+        for request in rows:
+            for length, number in zip(request.lengths, request.ids, strict=True):
                 nothing = np.zeros(length, np.int64)
-                sequences.append(PackedSequence(own.session, number, nothing, nothing.astype(bool), 1.0))
+                sequences.append(PackedSequence(request.session, number, nothing, nothing.astype(bool), 1.0))
         host = pack(
             sequences,
             names,
-            {own.session: own.step for own in rows},
+            {r.session: r.step for r in rows},
             {name: self._members[name].spec.virtual_tokens for name in names},
             training=rows[0].training,
             slots={name: self._members[name].adapter.slot for name in names},
@@ -217,20 +216,20 @@ class Body:
             `[T, H]` of each session, and what `backward` takes.
         """
         batch = self._pack(rows)
-        inputs = [own.hidden.unsqueeze(1).detach() for own in rows]
-        for own, leaf in zip(rows, inputs, strict=True):
-            leaf.requires_grad_(graph and own.needs_input)
+        inputs = [r.hidden.unsqueeze(1).detach() for r in rows]
+        for request, leaf in zip(rows, inputs, strict=True):
+            leaf.requires_grad_(graph and request.needs_input)
         self.adapters.prepare()
         with torch.set_grad_enabled(graph):
             hidden = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
             output = self._compute(batch, hidden, layers)
-        outputs = list(output.detach().squeeze(1).split([own.count for own in rows]))
+        outputs = list(output.detach().squeeze(1).split([r.count for r in rows]))
         return outputs, Kept(batch, inputs, output) if graph else None
 
     def _compute(self, batch: MicroBatch, hidden: Tensor, layers: range) -> Tensor:
         """`[T, 1, H]` to the same, by this rank's part of the layers."""
-        own = self.backbone.layers
-        part = range(max(layers.start, own.start), min(layers.stop, own.stop))
+        held = self.backbone.layers
+        part = range(max(layers.start, held.start), min(layers.stop, held.stop))
         if not part:
             return hidden
         with activate(batch):
@@ -275,10 +274,10 @@ class Body:
         if member.penalised != step:
             member.adapter.penalty(step)
             member.penalised = step
-            arenas = [member.adapter.arena]
-            size = gradient_buffer_size(arenas, self.parallel)
+            params = [member.adapter.flat_params]
+            size = gradient_buffer_size(params, self.parallel)
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
-            reduce_gradients(arenas, self.parallel, torch.zeros(1, device=device), buffer)
+            reduce_gradients(params, self.parallel, torch.zeros(1, device=device), buffer)
         squares = member.update.squared_norms()
         if self.parallel.world_size > 1:
             dist.all_reduce(squares)
@@ -303,7 +302,7 @@ class Body:
         member.update.update([step], 0, torch.tensor([norm], dtype=torch.float64, device=device), no_skip)
         if member.spec.acts_in_steps:
             member.adapter.after_step(step + 1, no_skip[0])
-            member.adapter.arena.refresh()
+            member.adapter.flat_params.refresh()
         member.adapter.rollback_after(step + 1)
 
     def zero(self, name: str) -> None:
@@ -336,15 +335,15 @@ class Body:
         graph = self._meter(lambda: self.forward([rows], layers, graph=True))
         backward = self._meter(both)
         self.zero(rows.session)
-        own = (forward.peak, graph.lasting, backward.peak, self.bytes_of(rows.session))
-        most = self.parallel.most(own)
+        sizes = (forward.peak, graph.lasting, backward.peak, self.bytes_of(rows.session))
+        most = self.parallel.most(sizes)
         return int(most[0]), int(most[1]), int(most[2]), int(most[3])
 
     def state(self, name: str) -> list[Piece]:
         """Copies of a session's adapter and optimizer state, of this rank."""
         member = self._members[name]
         moments, extra = member.optimizer.state(), member.adapter.state()
-        found = []
+        pieces = []
         for record in stored_parameters(member.adapter):
             if not record.owner and record not in member.adapter.fixed:
                 continue  # fixed ones that the client owns are needed here to go on
@@ -356,14 +355,14 @@ class Body:
             runs = () if record.index is None or dim is None else runs_of(record.index.cpu())
             for kind, tensor in named.items():
                 copied = tensor.detach().cpu().clone()
-                found.append(Piece(record.key, kind, record.full_shape, copied, dim, runs))  # type: ignore[arg-type]
-        return found
+                pieces.append(Piece(record.key, kind, record.full_shape, copied, dim, runs))  # type: ignore[arg-type]
+        return pieces
 
     def bytes_of(self, name: str) -> int:
         """Bytes of a session's adapter, gradients and optimizer state: A + O of Menos' equation 3."""
         member = self._members[name]
-        arena, fixed = member.adapter.arena, member.adapter.fixed
-        tensors = [arena.values, arena.gradients, arena.copies, *member.optimizer.tensors]
+        flat_params, fixed = member.adapter.flat_params, member.adapter.fixed
+        tensors = [flat_params.values, flat_params.gradients, flat_params.copies, *member.optimizer.tensors]
         return unique_bytes([*tensors, *(record.value for record in fixed)])
 
     @property

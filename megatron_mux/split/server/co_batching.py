@@ -53,9 +53,9 @@ def measure_co_batching(body: Body, layers: range) -> int:
     try:
         seconds([rows[:1]])
         for size in _SIZES[1:]:
-            own = rows[: size // smallest]
+            some = rows[: size // smallest]
             alone, together = zip(
-                *[(seconds([[one] for one in own]), seconds([own])) for _ in range(_ROUNDS)], strict=True
+                *[(seconds([[row] for row in some]), seconds([some])) for _ in range(_ROUNDS)], strict=True
             )
             if min(together) > _WORTH * min(alone):  # the least: other processes only add to it
                 break

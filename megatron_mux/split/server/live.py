@@ -33,17 +33,17 @@ def sessions_table(metrics: Metrics, scheduler: Scheduler, queued: int) -> Table
             heading, justify="left" if heading in ("session", "state") else "right", no_wrap=True
         )
     now = time.monotonic()
-    for name, own in metrics.sessions.items():
-        seconds = max(now - own.since, 1e-9)
+    for name, session in metrics.sessions.items():
+        seconds = max(now - session.since, 1e-9)
         table.add_row(
             name,
-            f"{own.step}/{own.total_steps}",
-            own.state,
-            str(own.requests),
-            f"{own.rows / seconds:.0f}",
-            f"{own.waited_s:.1f} s",
-            f"{own.computed_s:.1f} s",
-            f"{own.received / 1e6:.1f}",
-            f"{own.sent / 1e6:.1f}",
+            f"{session.step}/{session.total_steps}",
+            session.state,
+            str(session.requests),
+            f"{session.rows / seconds:.0f}",
+            f"{session.waited_s:.1f} s",
+            f"{session.computed_s:.1f} s",
+            f"{session.received / 1e6:.1f}",
+            f"{session.sent / 1e6:.1f}",
         )
     return table

@@ -34,8 +34,8 @@ def measure(device: torch.device, compute: Callable[[], object], tries: int = 1)
         compute: The computation.
         tries: How often it is run; the least counts.
     """
-    found = [_measure(device, compute) for _ in range(tries)]
-    return Peak(min(own.peak for own in found), min(own.lasting for own in found))
+    peaks = [_measure(device, compute) for _ in range(tries)]
+    return Peak(min(peak.peak for peak in peaks), min(peak.lasting for peak in peaks))
 
 
 def _measure(device: torch.device, compute: Callable[[], object]) -> Peak:
@@ -45,11 +45,11 @@ def _measure(device: torch.device, compute: Callable[[], object]) -> Peak:
         before = torch.cuda.memory_allocated(device)
         result = compute()
         torch.cuda.synchronize(device)
-        found = Peak(
+        peak = Peak(
             torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before
         )
         del result  # until here: what it holds counts
-        return found
+        return peak
     with Recorder(StepPosition(), device.type, 0, late=True) as recorder:
         return recorded(recorder, 1, compute)
 

@@ -52,27 +52,27 @@ class Metrics:
 
     def __init__(self) -> None:
         self.sessions: dict[str, SessionFigures] = {}
-        self.registry = own = CollectorRegistry()
+        self.registry = reg = CollectorRegistry()
         prefix = "megatron_mux_split_"
-        self.live = Gauge(f"{prefix}sessions", "Sessions that hold memory", registry=own)
+        self.live = Gauge(f"{prefix}sessions", "Sessions that hold memory", registry=reg)
         self.queued = Gauge(
-            f"{prefix}queued_requests", "Requests that wait for memory or their turn", registry=own
+            f"{prefix}queued_requests", "Requests that wait for memory or their turn", registry=reg
         )
-        self.memory = Gauge(f"{prefix}memory_bytes", "Memory by kind", ["kind"], registry=own)
-        self.requests = Counter(f"{prefix}requests", "Requests computed", ["kind"], registry=own)
-        self.rows = Counter(f"{prefix}rows", "Rows computed", ["kind"], registry=own)
-        self.refused = Counter(f"{prefix}refused", "Requests refused", ["code"], registry=own)
-        self.bytes = Counter(f"{prefix}wire_bytes", "Bytes of messages", ["direction"], registry=own)
-        self.steps = Counter(f"{prefix}optimizer_steps", "Optimizer steps", registry=own)
-        self.together = Counter(f"{prefix}computed_together", "Requests computed with others", registry=own)
+        self.memory = Gauge(f"{prefix}memory_bytes", "Memory by kind", ["kind"], registry=reg)
+        self.requests = Counter(f"{prefix}requests", "Requests computed", ["kind"], registry=reg)
+        self.rows = Counter(f"{prefix}rows", "Rows computed", ["kind"], registry=reg)
+        self.refused = Counter(f"{prefix}refused", "Requests refused", ["code"], registry=reg)
+        self.bytes = Counter(f"{prefix}wire_bytes", "Bytes of messages", ["direction"], registry=reg)
+        self.steps = Counter(f"{prefix}optimizer_steps", "Optimizer steps", registry=reg)
+        self.together = Counter(f"{prefix}computed_together", "Requests computed with others", registry=reg)
         self.wait = Histogram(
-            f"{prefix}wait_seconds", "From a request's arrival to its start", buckets=_SECONDS, registry=own
+            f"{prefix}wait_seconds", "From a request's arrival to its start", buckets=_SECONDS, registry=reg
         )
         self.decision = Histogram(
             f"{prefix}decision_seconds",
             "A decision of the scheduler",
             buckets=(1e-6, 1e-5, 5e-5, 1e-4, 5e-4, 1e-3, 1e-2),
-            registry=own,
+            registry=reg,
         )
 
     def serve(self, address: str) -> None:

@@ -61,7 +61,7 @@ def watched(parallel: Parallel, program: str) -> Iterator[Parallel]:
     name = f"rank {parallel.rank} (pipeline stage {parallel.pp_rank}, {socket.gethostname()})"
     idle = IDLE_MINUTES * 60.0  # waiting for a command is no stall
     with Liveness(
-        parallel.rank, parallel.world_size, name, idle, _ADVICE, farewell=lambda: None, program=program
+        parallel.rank, parallel.world_size, name, idle, _ADVICE, before_exit=lambda: None, program=program
     ) as liveness:
         yield replace(parallel, heartbeat=liveness)
 
@@ -71,9 +71,9 @@ class StagedBody(Body):
 
     def __init__(self, backbone: Backbone, parallel: Parallel, meter: Meter | None = None) -> None:
         super().__init__(backbone, parallel, meter)
-        own, ring = parallel.pp_rank, parallel.pipeline_ranks
-        self._before = ring[own - 1] if own else None
-        self._behind = ring[own + 1] if own + 1 < len(ring) else None
+        rank, ring = parallel.pp_rank, parallel.pipeline_ranks
+        self._before = ring[rank - 1] if rank else None
+        self._behind = ring[rank + 1] if rank + 1 < len(ring) else None
         self._first, self._last = ring[0], ring[-1]
         self._leaf: Tensor | None = None
 
@@ -95,7 +95,7 @@ class StagedBody(Body):
         self._leaf = None
         if self._first == self._last:
             return outputs, kept
-        sizes = [own.count for own in rows]
+        sizes = [r.count for r in rows]
         if self._behind is None:
             self._send(torch.cat(outputs), self._first)
         elif self._before is None:
@@ -107,7 +107,7 @@ class StagedBody(Body):
         """See `Body.backward`; gradients go back from stage to stage."""
         if self._behind is not None:
             whole = self._receive(torch.cat(list(gradients)), self._behind)
-            gradients = whole.split([one.shape[0] for one in gradients])
+            gradients = whole.split([g.shape[0] for g in gradients])
         received = kept.received
         made = super().backward(kept, gradients)
         if self._before is not None:
@@ -126,15 +126,15 @@ class StagedBody(Body):
 
     def state(self, name: str) -> list[Piece]:
         """See `Body.state`; on rank 0 of all ranks."""
-        found, device = super().state(name), self.parallel.device
+        state, device = super().state(name), self.parallel.device
         if self.parallel.rank:
-            index, tensors = to_wire(found)
+            index, tensors = to_wire(state)
             put({"index": index}, list(tensors.values()), device, lambda tensor: dist.send(tensor, 0))
-            return found
+            return state
         for rank in range(1, self.parallel.world_size):
             fields, sent = take(device, lambda tensor, rank=rank: dist.recv(tensor, rank))  # type: ignore[misc]
-            found += _pieces(fields["index"], sent)
-        return found
+            state += _pieces(fields["index"], sent)
+        return state
 
 
 class LeadingBody(StagedBody):
@@ -184,7 +184,7 @@ class LeadingBody(StagedBody):
             "graph": graph,
             "number": number,
         }
-        with self._telling("forward", fields, [own.hidden for own in rows]):
+        with self._telling("forward", fields, [r.hidden for r in rows]):
             outputs, kept = super().forward(rows, layers, graph)
         if kept is not None:
             kept.number = number
@@ -270,8 +270,8 @@ def _obey(
     """Do what rank 0 does, and forget it: nothing outlives this but what is in `kept`."""
     if what == "forward":
         layers, rows = range(*command["layers"]), zip(command["rows"], tensors, strict=True)
-        own = [_rows(fields, hidden) for fields, hidden in rows]
-        _, made = body.forward(own, layers, command["graph"])
+        requests = [_rows(fields, hidden) for fields, hidden in rows]
+        _, made = body.forward(requests, layers, command["graph"])
         if made is not None:
             kept[command["number"]] = made
     elif what == "measure":
@@ -320,7 +320,7 @@ def _together(body: Body, add: Callable[[], None], name: str) -> None:
 
 
 def _told(rows: Sequence[Rows]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in vars(own).items() if name != "hidden"} for own in rows]
+    return [{name: value for name, value in vars(r).items() if name != "hidden"} for r in rows]
 
 
 def _rows(fields: dict[str, Any], hidden: Tensor) -> Rows:

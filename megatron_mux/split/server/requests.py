@@ -18,7 +18,7 @@ from megatron_mux.split.server.dispatcher import Dispatcher, Outcome, Work
 from megatron_mux.split.server.metrics import Metrics
 from megatron_mux.split.server.policies import Circumstances, ForwardPlan, PolicyName, again, plan_forward
 from megatron_mux.split.server.request_fields import Decision
-from megatron_mux.split.server.session import Pending, Session
+from megatron_mux.split.server.session import PendingBackward, Session
 from megatron_mux.split.server.session_compute import (
     BackwardCall,
     Bodies,
@@ -57,12 +57,12 @@ class SessionRequests:
     swapping: Swapping | None = field(init=False)
 
     def __post_init__(self) -> None:
-        own = self.bodies.copies
-        self.swapping = Swapping(self.bodies, self.dispatcher, self.sessions) if own else None
+        copies = self.bodies.copies
+        self.swapping = Swapping(self.bodies, self.dispatcher, self.sessions) if copies else None
 
     async def forward(
         self, session: Session, rows: Rows, operation: int
-    ) -> tuple[Tensor, Pending | None, Outcome]:
+    ) -> tuple[Tensor, PendingBackward | None, Outcome]:
         """Compute a forward pass.
 
         Args:
@@ -86,7 +86,7 @@ class SessionRequests:
         call = ForwardCall(body, session.layers, rows, plan.graph, plan.keeps)
         outcome = await self._computed(session, "forward", self._work(session, call, plan.size, plan.kept))
         output, kept = outcome.result
-        return output, Pending(operation, rows, plan, kept, outcome.reservation), outcome
+        return output, PendingBackward(operation, rows, plan, kept, outcome.reservation), outcome
 
     def _work(self, session: Session, call: ForwardCall, size: int, keeps: int = 0) -> Work:
         joins = None if call.graph or self.bodies.copies else ("forward", session.layers, call.rows.training)
@@ -102,20 +102,20 @@ class SessionRequests:
         )
 
     def _plan(self, session: Session, rows: int) -> ForwardPlan:
-        others = [one for one in self.sessions.values() if one is not session]
+        others = [s for s in self.sessions.values() if s is not session]
         now = Circumstances(
             free=self.dispatcher.scheduler.free,
             waits=self.dispatcher.is_short,
-            largest=max((one.memory.backward for one in others), default=0),
+            largest=max((s.memory.backward for s in others), default=0),
             answer_s=session.answer_s,
             reforward_s=session.seconds_of("forward", rows),
             host_rate=self.bodies.host_rate,
-            others=tuple(one.offer for one in others if not one.pending and one.answer_s),
+            others=tuple(s.offer for s in others if not s.pending and s.answer_s),
         )
         return plan_forward(self.policy, session.memory, rows, now)
 
     async def backward(
-        self, session: Session, pending: Pending, gradient: Tensor, last: bool
+        self, session: Session, pending: PendingBackward, gradient: Tensor, last: bool
     ) -> tuple[Tensor | None, float | None, Outcome]:
         """Compute a backward pass.
 
@@ -198,11 +198,11 @@ class SessionRequests:
         except UserError as error:
             raise RefusedError("pieces", str(error)) from None
 
-    def free(self, pending: Pending) -> None:
+    def free(self, pending: PendingBackward) -> None:
         """Free what a forward pass keeps for its backward."""
         self.dispatcher.release(pending.reservation)
 
-    def without_graph(self, session: Session, pending: Pending) -> Pending:
+    def without_graph(self, session: Session, pending: PendingBackward) -> PendingBackward:
         """Keep of a forward pass its input instead of its graph, if that has memory of its own."""
         if pending.plan.keeps == "input" or not pending.reservation:
             return pending

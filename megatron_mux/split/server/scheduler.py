@@ -227,7 +227,7 @@ class Scheduler:
         """Grant what fits, in order, if what it has reserved at `start` fits into what is spare then."""
         sizes = np.array(self._sizes)
         places = np.flatnonzero(sizes <= self.free)
-        sizes, keeps, seconds = (np.array(own)[places] for own in (sizes, self._keeps, self._seconds))
+        sizes, keeps, seconds = (np.array(values)[places] for values in (sizes, self._keeps, self._seconds))
         held = np.where(now + seconds <= start, keeps, sizes)
         granted: list[Demand] = []
         left = np.flatnonzero(held <= spare)

@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 Send = Callable[[Message], Awaitable[None]]
 
 
-class Incoming(Protocol):
+class MessageStream(Protocol):
     """A client's messages, in order. PING is answered before it gets here.
 
     Attributes:
@@ -61,7 +61,7 @@ class Incoming(Protocol):
 
     limits: Limits
 
-    def __aiter__(self) -> Incoming: ...
+    def __aiter__(self) -> MessageStream: ...
 
     async def __anext__(self) -> Message: ...
 
@@ -77,7 +77,7 @@ class Handler(Protocol):
         """
         ...
 
-    async def session(self, identity: str, incoming: Incoming, send: Send) -> None:
+    async def session(self, identity: str, incoming: MessageStream, send: Send) -> None:
         """Serve one stream until its client ends it; the stream ends when this returns.
 
         A `RefusedError` is sent to the client as ERROR and ends the stream.
@@ -186,10 +186,10 @@ class Service:
                 await self._handler.session(identity, stream, stream.send)
                 for task in tasks:
                     task.cancel()
-        except* RefusedError as found:
-            error = _first(found)
-        except* Exception as found:
-            _log.error("a stream of %s failed", identity, exc_info=found)
+        except* RefusedError as refused:
+            error = _first(refused)
+        except* Exception as refused:
+            _log.error("a stream of %s failed", identity, exc_info=refused)
             error = RefusedError("internal", "The server failed; its log says why.")
         finally:
             stream.release()
@@ -226,7 +226,7 @@ def _free_addresses(address: str) -> list[str]:
 def _bindable(host: str, port: int) -> list[str]:
     """`ADDRESS:PORT` of a name's addresses that are this machine's; see `_free_addresses`."""
     failure: OSError | None = None
-    found = dict[str, None]()
+    addresses = dict[str, None]()
     with ExitStack() as held:
         for family, kind, *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             try:
@@ -239,10 +239,10 @@ def _bindable(host: str, port: int) -> list[str]:
                 failure = error
                 continue
             port = bound.getsockname()[1]
-            found[f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}"] = None
-    if failure is not None and not found:
+            addresses[f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}"] = None
+    if failure is not None and not addresses:
         raise failure
-    return list(found)
+    return list(addresses)
 
 
 def _identity(context: Any) -> str | None:
@@ -252,8 +252,8 @@ def _identity(context: Any) -> str | None:
 
 
 def _first(group: ExceptionGroup[RefusedError]) -> RefusedError:
-    found: Exception = group
-    while isinstance(found, ExceptionGroup):
-        found = found.exceptions[0]
-    assert isinstance(found, RefusedError)
-    return found
+    error: Exception = group
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, RefusedError)
+    return error

@@ -23,7 +23,7 @@ from megatron_mux.split.server.metrics import Metrics, SessionFigures
 from megatron_mux.split.server.policies import PolicyName
 from megatron_mux.split.server.rate_limits import RateLimit
 from megatron_mux.split.server.requests import SessionRequests
-from megatron_mux.split.server.service import Incoming, Send
+from megatron_mux.split.server.service import MessageStream, Send
 from megatron_mux.split.server.session import Session
 from megatron_mux.split.server.session_compute import Bodies
 from megatron_mux.split.server.session_prediction import BodyPlace, SessionPredictor
@@ -127,7 +127,7 @@ class SplitServer:
         """See `Handler.limits`."""
         return _BEFORE_JOINING
 
-    async def session(self, identity: str, incoming: Incoming, send: Send) -> None:
+    async def session(self, identity: str, incoming: MessageStream, send: Send) -> None:
         """See `Handler.session`."""
         if _IDENTITY.fullmatch(identity) is None:
             raise RefusedError(
@@ -342,7 +342,7 @@ class SplitServer:
         self.draining = True
         loop = asyncio.get_running_loop()
         until = loop.time() + grace_s
-        while loop.time() < until and any(one.begun and one.stream for one in self.sessions.values()):
+        while loop.time() < until and any(s.begun and s.stream for s in self.sessions.values()):
             await asyncio.sleep(0.05)
         for session in list(self.sessions.values()):
             if session.name not in self.sessions:

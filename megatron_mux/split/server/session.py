@@ -44,7 +44,7 @@ _REQUESTS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.STATE, Kind.LEAVE})
 
 
 @dataclass(frozen=True, eq=False)
-class Pending:
+class PendingBackward:
     """A forward pass that waits for its gradients.
 
     Attributes:
@@ -111,7 +111,7 @@ class Session:
     holds: int = 0
     stream: asyncio.Task[Any] | None = None
     current: Current | None = None
-    pending: Pending | None = None
+    pending: PendingBackward | None = None
     begun: bool = False
     state: Sequence[Piece] | None = None
     work: Work | None = None
@@ -133,7 +133,7 @@ class Session:
         kinds, named_bytes = _REQUESTS, 0
         if self.proposal.uploads:
             tensors = self.proposal.adapter_spec().tensors(shape).values()
-            kinds, named_bytes = kinds | {Kind.UPLOAD}, 8 * sum(math.prod(one.shape) for one in tensors)
+            kinds, named_bytes = kinds | {Kind.UPLOAD}, 8 * sum(math.prod(t.shape) for t in tensors)
         norm = self.server.options.most_norm
         return Limits(kinds, self.proposal.rows, shape.hidden, self.wire, named_bytes, norm=norm)
 
@@ -152,8 +152,8 @@ class Session:
     def note_seconds(self, kind: str, seconds: float, rows: int) -> None:
         """Note how long rows were computed, `forward` or `backward`."""
         before = self._seconds.get(kind)
-        own = seconds / max(rows, 1)
-        self._seconds[kind] = own if before is None else 0.8 * before + 0.2 * own
+        per_row = seconds / max(rows, 1)
+        self._seconds[kind] = per_row if before is None else 0.8 * before + 0.2 * per_row
 
     def seconds_of(self, kind: str, rows: int) -> float:
         """How long rows will probably be computed; 0 if nothing is known yet."""
@@ -239,7 +239,7 @@ class Session:
 
     async def _forward(self, message: Message) -> Message:
         fields = parse(ForwardFields, message)
-        await self._settle(fields.previous)
+        await self._apply_decision(fields.previous)
         training = Flags.TRAINING in message.flags
         self._check_rows(message, fields, training)
         await self.server.check_draining(self)
@@ -297,7 +297,7 @@ class Session:
 
     async def _state(self, message: Message) -> Message:
         fields = parse(StateFields, message)
-        await self._settle(fields.previous)
+        await self._apply_decision(fields.previous)
         if message.step != self.step:
             raise RefusedError("step", f"the client is at step {message.step}, the session at {self.step}")
         if self.state is None or not fields.first:
@@ -331,11 +331,11 @@ class Session:
 
     async def _leave(self, message: Message) -> Message:
         fields = parse(LeaveFields, message)
-        await self._settle(fields.previous)
+        await self._apply_decision(fields.previous)
         await self.server.leave(self, fields.finished)
         return Message(Kind.BYE, self.number, message.step, message.operation)
 
-    async def _settle(self, decision: Decision | None) -> None:
+    async def _apply_decision(self, decision: Decision | None) -> None:
         """Take the optimizer step that the client has decided on, unless it was taken already."""
         if decision is None or decision.step < self.step:
             return

@@ -145,7 +145,7 @@ def profile(body: Body, name: str, proposal: Proposal, layers: range, smaller: b
         return max(0, (little * most - large * few) // (most - few)) if most > few else 0
 
     lengths = [longest] if prefixed else worst_case_lengths(longest, backbone.device.type)
-    forward, graph, backward, lasting = map(max, zip(*(measured(most, one) for one in lengths), strict=True))
+    forward, graph, backward, lasting = map(max, zip(*(measured(most, s) for s in lengths), strict=True))
     hidden = most * backbone.shape.hidden * backbone.dtype.itemsize
     memory = Memory(most, forward, graph, backward, hidden, lasting)
     if not smaller:

@@ -136,8 +136,8 @@ def predict(place: BodyPlace, proposal: Proposal) -> Memory:
     with replaced(dropout, "_mix_", fewer_bits_):
         each = [
             _of_stage(place, proposal, stage, part)
-            for stage, own in enumerate(place.stages)
-            if (part := range(max(own.start, whole.start), min(own.stop, whole.stop)))
+            for stage, layers in enumerate(place.stages)
+            if (part := range(max(layers.start, whole.start), min(layers.stop, whole.stop)))
         ]
     return _combined(each, max)
 
@@ -188,5 +188,5 @@ def _measured(place: BodyPlace, proposal: Proposal, stage: int, layers: range, p
 
 def _combined(each: Sequence[Memory], how: Callable[[Sequence[int]], int]) -> Memory:
     """One figure of each kind from those of several."""
-    figures = [asdict(one) for one in each]
-    return Memory(**{name: how([one[name] for one in figures]) for name in figures[0]})
+    figures = [asdict(memory) for memory in each]
+    return Memory(**{name: how([f[name] for f in figures]) for name in figures[0]})

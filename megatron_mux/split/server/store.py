@@ -73,8 +73,8 @@ class SessionStore:
 
     def _check_count(self, session: str) -> None:
         """Raise `RefusedError` if the client has other runs and states of finished ones, as many as it may have."""
-        identity, own = self.directory / session.partition("/")[0], self._folder(session)
-        kept = [entry for entry in identity.glob("*/*") if entry != own]
+        identity, folder = self.directory / session.partition("/")[0], self._folder(session)
+        kept = [entry for entry in identity.glob("*/*") if entry != folder]
         if len(kept) >= self._most_each:
             raise RefusedError(
                 "too_many",
@@ -169,4 +169,4 @@ class SessionStore:
     def _numbers(self, session: str, pattern: re.Pattern[str]) -> list[int]:
         folder = self._folder(session)
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        return [int(found[1]) for name in names if (found := pattern.fullmatch(name))]
+        return [int(match[1]) for name in names if (match := pattern.fullmatch(name))]

@@ -41,7 +41,7 @@ class ClientStreams:
 
 
 class ServerStream:
-    """A client's messages, in order; see `service.Incoming`.
+    """A client's messages, in order; see `service.MessageStream`.
 
     Args:
         context: gRPC's, of the stream.
@@ -106,15 +106,15 @@ class ServerStream:
 
     async def _receive(self, header: Header, frame: bytes) -> Message:
         size = header.memory
-        own = self._client.in_flight
-        if size > own.most:
+        held = self._client.in_flight
+        if size > held.most:
             raise WireError(
                 "size",
-                f"{header.kind.name} takes {size} bytes; a client may have {own.most} in flight, a quarter of the "
+                f"{header.kind.name} takes {size} bytes; a client may have {held.most} in flight, a quarter of the "
                 "server's --max-bytes-in-flight.",
             )
         async with self._client.turn:
-            await own.take(size)
+            await held.take(size)
             self._taken += size
             await self._in_flight.take(size)
             self._shared += size

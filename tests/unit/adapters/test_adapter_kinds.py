@@ -58,7 +58,7 @@ def inputs(batch: MicroBatch, hidden: int) -> tuple[Tensor, Tensor]:
 def run(toy: Toy, adapters: AdapterSet, batch: MicroBatch, rows: Tensor, weights: Tensor) -> Tensor:
     """Forward and backward; the hidden states at the end."""
     for adapter in adapters.tasks.values():
-        adapter.arena.zero()
+        adapter.flat_params.zero()
     hidden, loss = toy.forward(batch, rows, weights)
     if loss.requires_grad:
         loss.backward()

@@ -116,7 +116,7 @@ def test_a_fused_matrix_with_an_unquantised_part_is_held_unquantised(plain: Path
     config["quantization_config"]["ignore"].append(name)
     (path / "config.json").write_text(json.dumps(config))
     backbone = Backbone.load(path, alone)
-    quantised = backbone.residence.units[1].dequantised
+    quantised = backbone.offload.groups[1].dequantised
     assert quantised is not None and len(quantised.matrices) == 3
     fused = backbone.model.decoder.layers[1].self_attention.linear_qkv.weight
     assert torch.allclose(fused, whole.linear_qkv.weight, atol=0.02)
@@ -136,9 +136,9 @@ def test_transposed_weights_have_the_values_of_bitsandbytes(tmp_path: Path) -> N
     found = made.module_weight(module)
     assert found is not None and torch.equal(found, wanted)
     for backbone in (made, read):
-        quantised = backbone.residence.units[0].dequantised
+        quantised = backbone.offload.groups[0].dequantised
         assert quantised is not None and len(quantised.matrices) == 4
-        with backbone.residence.using(0):
+        with backbone.offload.using(0):
             for name, parameter in whole.model.named_parameters():
                 assert torch.equal(backbone.model.get_parameter(name), parameter), name
 

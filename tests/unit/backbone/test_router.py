@@ -87,22 +87,22 @@ def test_balancing_loss_is_megatrons_for_each_sequence(name: str, tmp_path: Path
     )
     rows = (slice(0, 18), slice(18, 30))
     balanced = BalancedSequences({("a", 7): 0, ("c", 3): 1}, [17, 7], [0.5 / 4, 0.1])
-    tally: RouterLoadAccumulator | None = None
+    loads: RouterLoadAccumulator | None = None
     attached, inputs = [], []
     for segments, own in zip(chunks, rows, strict=True):
         arrays = balanced.arrays(segments, own.stop - own.start, {"b": 0, "c": 1, "a": 2})
-        counted = balanced_rows({name: torch.from_numpy(array) for name, array in arrays.items()}, tally)
-        tally = counted.tally
+        counted = balanced_rows({name: torch.from_numpy(array) for name, array in arrays.items()}, loads)
+        loads = counted.loads
         given = x[own].clone().requires_grad_(True)
         routes = router(given, counted.in_layer(3, slice(None), None, again=False))
         assert torch.equal(routes.weights.nan_to_num(), router(given).weights.nan_to_num())
         attached.append(routes.weights)
         inputs.append(given)
-    assert tally is not None
+    assert loads is not None
     for routed in reversed(attached):
         routed.backward(torch.zeros_like(routed))  # nothing but the loss's own gradient
     losses = torch.zeros(3, dtype=torch.float64)
-    tally.add_losses(losses)
+    loads.add_losses(losses)
     for task, own_rows, weight in ((2, [*range(5), *range(18, 30)], 0.5 / 4), (1, list(range(9, 16)), 0.1)):
         alone = x[own_rows].requires_grad_(True)
         wanted = weight * balancing_loss(router.logits(alone), routing.top_k, routing.score)

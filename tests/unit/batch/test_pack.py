@@ -167,13 +167,16 @@ def test_groups_say_whose_rows_are_whose() -> None:
     batch = pack(sequences, ("c", "a", "b"), steps, multiple=4, training=False, slots=slots).to()
     groups = batch.groups
     assert (groups.slots, groups.rows, groups.steps) == ((2, 9, 0), ((0, 2), (2, 5), (5, 155)), (7, 5, 6))
-    assert groups.table.tolist() == [[2, 0, 2, 7], [9, 2, 5, 5], [0, 5, 155, 6]] and not groups.training
+    assert groups.row_ranges.tolist() == [[2, 0, 2, 7], [9, 2, 5, 5], [0, 5, 155, 6]] and not groups.training
     assert groups.tiles.tolist() == [[0, 0, 2], [1, 2, 5], [2, 5, 69], [2, 69, 133], [2, 133, 155]]
     assert groups.token_index.tolist() == [*range(2), *range(3), *range(100), *range(50), 0]
     assert groups.sequence_ids.tolist() == [4] * 2 + [7] * 3 + [0] * 100 + [1] * 50 + [0]
     few = batch.labelled.groups
     assert (few.slots, few.rows, few.steps) == ((9, 0), ((0, 2), (2, 3)), (5, 6))  # none of c's is a label
-    assert few.table.tolist() == [[9, 0, 2, 5], [0, 2, 3, 6]] and few.tiles.tolist() == [[0, 0, 2], [1, 2, 3]]
+    assert few.row_ranges.tolist() == [[9, 0, 2, 5], [0, 2, 3, 6]] and few.tiles.tolist() == [
+        [0, 0, 2],
+        [1, 2, 3],
+    ]
     assert few.token_index.tolist() == [0, 1, 98] and few.sequence_ids.tolist() == [7, 7, 0]
 
 

@@ -81,6 +81,6 @@ class TablesByHand:
             moments = np.stack([kept + loss, kept + backward])
             names = (LOSS if stage.last else BACKWARD, BACKWARD)
             passes[group] = PassTable(kept, np.zeros_like(kept), moments, np.zeros(2), names)
-        lasting = PersistentBytes(weights, 18 * values, values, 4 * values, 8 * values)
+        persistent = PersistentBytes(weights, 18 * values, values, 4 * values, 8 * values)
         nothing = PersistentBytes(0.0, *(np.zeros(len(values)) for _ in range(4)))
-        return StageTable(len(stage.layers), lasting, nothing, passes)
+        return StageTable(len(stage.layers), persistent, nothing, passes)

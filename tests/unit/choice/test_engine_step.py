@@ -119,7 +119,7 @@ def test_offloaded_weights_are_in_host_memory() -> None:
     assert of(ParallelConfig(data=4, zero=3, offload=True)).host == pytest.approx(
         2 * MODEL.total / 4, rel=1e-3
     )
-    saved = 2 * sum(unit.divided for unit in MODEL.layers) * 3 / 4
+    saved = 2 * sum(part.divided for part in MODEL.layers) * 3 / 4
     for method in (ParallelConfig(offload=True), ParallelConfig(data=4, zero=3, offload=True)):
         memory = step_memory(quantised(MODEL), RECIPE, method, tables=TablesByHand(MODEL, RECIPE))
         assert memory.host == pytest.approx((2 * MODEL.total - saved) / method.data, rel=1e-3)

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_mux.choice.engine_step import step_memory
 from megatron_mux.choice.flags import megatron_flags
-from megatron_mux.memory.forms.architecture import Architecture, Unit
+from megatron_mux.memory.forms.architecture import Architecture, ParamCounts
 from megatron_mux.memory.forms.method import ParallelConfig, methods
 from megatron_mux.memory.forms.recipe import Precision, Recipe
 from megatron_mux.memory.optimizers import DEFAULT
@@ -86,7 +86,8 @@ def test_printed_flags_are_taken(
 
 
 EXPERTS = replace(
-    llama(8, experts=8, experts_per_token=2), layers=(Unit(196_608, 512 + 2048, 8 * 3 * 256 * 704),) * 8
+    llama(8, experts=8, experts_per_token=2),
+    layers=(ParamCounts(196_608, 512 + 2048, 8 * 3 * 256 * 704),) * 8,
 )
 """Attention, norms with the router, experts."""
 

@@ -20,7 +20,7 @@ from megatron_mux.choice.ranking import answer, rank
 from megatron_mux.choice.speed import _Passes, step_seconds
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.device import Device, device_of
-from megatron_mux.memory.forms.architecture import Unit
+from megatron_mux.memory.forms.architecture import ParamCounts
 from megatron_mux.memory.forms.method import ParallelConfig, methods
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.stages import Stage, on_rank, stages
@@ -151,9 +151,9 @@ def test_weights_gathered_for_a_small_batch_cost_time() -> None:
 
 def test_experts_are_shared_by_those_that_have_them_by_hand() -> None:
     """Eight GPUs, four of which share out eight experts: each is on two, which alone exchange it."""
-    dense, experts = Unit(1000, 24), 16_000
-    unit = replace(dense, experts=experts)
-    model = replace(LARGE, experts=8, experts_per_token=2, layers=(unit,))
+    dense, experts = ParamCounts(1000, 24), 16_000
+    part = replace(dense, experts=experts)
+    model = replace(LARGE, experts=8, experts_per_token=2, layers=(part,))
     link = Device("slow link", {2: 1e18, 4: 1e18}, 1e18, 0.0, 1.0, 0.0)
 
     def passes(**degrees: Any) -> tuple[_Passes, Stage]:
@@ -167,7 +167,7 @@ def test_experts_are_shared_by_those_that_have_them_by_hand() -> None:
     assert plain.gradients(stage) == pytest.approx(wanted)
     assert plain.transfer() == 4096 * 2
     three, stage = passes(zero=3)
-    own = on_rank(unit, ParallelConfig(data=8, expert=4), 1 / 4)
+    own = on_rank(part, ParallelConfig(data=8, expert=4), 1 / 4)
     brought = 2 * (1024 * 7 / 8 + 4000 / 2)
     assert three._brought(own) == pytest.approx(brought) and three._reduced(own) == pytest.approx(2 * brought)
     assert three.gradients(stage) == 0

@@ -42,19 +42,19 @@ def contents(*found: dict[str, int]) -> tuple[Content, ...]:
 def test_shared_out_by_hand() -> None:
     assert STEP.tokens == 768
     whole = STEP.divided(1, 1)
-    assert whole.heaviest == contents({"long": 3, "short": 6})
+    assert whole.worst_cases == contents({"long": 3, "short": 6})
     assert (whole.micro_batches, whole.rows) == (1, 768)
     # 128 each to three; then 64 to each of them, twice.
-    assert STEP.divided(1, 3).heaviest == contents({"long": 1, "short": 2})
+    assert STEP.divided(1, 3).worst_cases == contents({"long": 1, "short": 2})
     # Two pipelines: 128+128, 128, then short ones where there is less: 384 each.
     two = STEP.divided(2, 1)
     assert two.rows == 384
-    assert set(map(str, two.heaviest)) == set(
+    assert set(map(str, two.worst_cases)) == set(
         map(str, contents({"long": 2, "short": 2}, {"long": 1, "short": 4}))
     )
     # Each sequence by itself; a tenth micro-batch has nothing.
     alone = STEP.divided(1, 10)
-    assert alone.micro_batches == 9 and alone.heaviest == contents({"long": 1}, {"short": 1})
+    assert alone.micro_batches == 9 and alone.worst_cases == contents({"long": 1}, {"short": 1})
     assert STEP.most(1) == 9 and STEP.most(2) == 5 and STEP.most(16) == 1
 
 
@@ -62,14 +62,14 @@ def test_records_of_pairs_are_not_divided() -> None:
     """As the engine keeps them: in one pipeline, and in one micro-batch."""
     step = FileStep((replace(SHORT, sequences=6, together=2),))
     assert step.most(1) == 3 and step.most(2) == 2
-    assert step.divided(1, 8).heaviest == contents({"short": 2}) and step.divided(1, 8).micro_batches == 3
+    assert step.divided(1, 8).worst_cases == contents({"short": 2}) and step.divided(1, 8).micro_batches == 3
     one = FileStep((replace(SHORT, sequences=2, together=2),)).divided(2, 1)
-    assert one.heaviest == contents({"short": 2}) and one.rows == 2 * 64
+    assert one.worst_cases == contents({"short": 2}) and one.rows == 2 * 64
 
 
 def test_a_task_adds_what_its_own_rows_keep() -> None:
     """A micro-batch of one task's sequences is that task's alone, but for what stands there anyway."""
-    (both,) = STEP.divided(1, 1).heaviest
+    (both,) = STEP.divided(1, 1).worst_cases
     mixed = STEP.mix(both, RECIPE)
     assert mixed.shares == (0.5, 0.5)
     assert mixed.mean_length == 96
@@ -110,7 +110,7 @@ def test_the_fewest_micro_batches_that_fit(
             step_memory(
                 ARCHITECTURE, step.mix(content, recipe), own, tables=tables, gpu=known("A100").gpu
             ).peak(step.rows(content))
-            for content in division.heaviest
+            for content in division.worst_cases
         )
 
     least = min(method.micro_batches, step.most(data))

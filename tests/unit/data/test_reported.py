@@ -76,15 +76,15 @@ def test_a_sequence_has_one_beginning_and_one_end(end: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "wanted"),
+    ("chat_template", "wanted"),
     [
         (LAST_CLOSES_DIFFERENTLY, "Noted.<|im_end|>Done.</s>"),
         (END_AFTER_LAST, "Noted.Done.\n</s>"),
         (CHATML, "Noted.<|im_end|>Done.<|im_end|>"),
     ],
 )
-def test_the_assistants_turns_alone_are_learned(template: str, wanted: str) -> None:
-    assert learned_of(build(template), {"messages": EXCHANGES}) == wanted
+def test_the_assistants_turns_alone_are_learned(chat_template: str, wanted: str) -> None:
+    assert learned_of(build(chat_template), {"messages": EXCHANGES}) == wanted
 
 
 @pytest.mark.parametrize(
@@ -113,18 +113,18 @@ def test_what_is_learned_does_not_depend_on_what_users_say(
 ) -> None:
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
     spoken = [{**m, "content": other[i // 2]} if i % 2 == 0 else m for i, m in enumerate(messages)]
-    template = Tokeniser(tokenizer, 64).template
-    found = [template.render(record_of({"messages": each})) for each in (messages, spoken)]  # type: ignore[arg-type]
+    chat_template = Tokeniser(tokenizer, 64).chat_template
+    found = [chat_template.render(record_of({"messages": each})) for each in (messages, spoken)]  # type: ignore[arg-type]
     first, second = ([chat.text[start:stop] for start, stop in chat.spans] for chat in found)
     assert first == second
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("chat_template", [CHATML, MARKED])
 @pytest.mark.parametrize(
     "said", [{"weight": 0}, {"train": False}, {"loss": False}, {"trainable": False}, {"masked": True}]
 )
-def test_a_turn_may_ask_not_to_be_learned(template: str, said: dict[str, Any]) -> None:
-    tokenizer: Any = build(template)
+def test_a_turn_may_ask_not_to_be_learned(chat_template: str, said: dict[str, Any]) -> None:
+    tokenizer: Any = build(chat_template)
     row = {"messages": [USER, {**ANSWER, **said}, USER, {"role": "assistant", "content": "No.", "weight": 1}]}
     example = Tokeniser(tokenizer, 512).encode(record_of(row))
     assert learned(tokenizer, example) == "No.<|im_end|>"
@@ -188,10 +188,10 @@ def test_parts_that_are_all_text_are_joined(tokenizer: Any) -> None:
     ],
 )
 def test_arguments_as_text_are_an_object_to_who_encodes_them(written: str, wanted: str) -> None:
-    template = CHATML.replace("m['content'] +", f"m['content'] + ({written} if m.tool_calls else '') +")
+    chat_template = CHATML.replace("m['content'] +", f"m['content'] + ({written} if m.tool_calls else '') +")
     call = {"function": {"name": "f", "arguments": '{"city": "Bern"}'}}
     row = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]}
-    assert learned_of(build(template), row) == wanted + "<|im_end|>"
+    assert learned_of(build(chat_template), row) == wanted + "<|im_end|>"
     with pytest.raises(BadRecordError, match='"tool_calls", and the chat template does not render them'):
         learned_of(build(), row)
 

@@ -36,14 +36,14 @@ def stage(last: bool) -> Any:
         hidden_shape=lambda batch: (batch.rows, 1, HIDDEN),
         forward=forward,
         in_step=False,
-        residence=SimpleNamespace(units={}, abandon=lambda: None),
+        offload=SimpleNamespace(groups={}, abandon=lambda: None),
     )
 
 
 class Batches(dict[Any, Any]):
     max_rows = ROWS
 
-    def __missing__(self, unit: Any) -> Any:
+    def __missing__(self, chunk_id: Any) -> Any:
         return (SimpleNamespace(rows=ROWS - 1, training=True),)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux.backbone.exchange import Pending
+from megatron_mux.backbone.exchange import PendingResult
 from megatron_mux.backbone.pieces import Message
 from megatron_mux.engine.part_times import PartTimes
 from megatron_mux.pipeline.action import Action, TimedAction, TimedPart
@@ -61,7 +61,7 @@ def run(now: list[float], works: list[Any]) -> list[TimedPart]:
         own.begins(index)
         now[0] += 1.0
         own.ends(index)
-        own.issued(index, MESSAGE, Pending(MESSAGE.tensor, works[index]))
+        own.issued(index, MESSAGE, PendingResult(MESSAGE.tensor, works[index]))
     now[0] = 2.5
     works[0].arrive()
     own.begins(0)
@@ -102,7 +102,7 @@ def test_a_message_may_overtake_another(now: list[float]) -> None:
     times, works = PartTimes(torch.device("cpu")), (Future(), Future())
     own = times.of(ACTION, ["a", "b"])
     for index, work in enumerate(works):
-        own.issued(index, MESSAGE, Pending(MESSAGE.tensor, work))
+        own.issued(index, MESSAGE, PendingResult(MESSAGE.tensor, work))
     for moment, work in ((1.0, works[1]), (3.0, works[0])):
         now[0] = moment
         work.arrive()
@@ -114,5 +114,5 @@ def test_a_pass_that_ran_out_of_memory_has_what_has_ended(now: list[float]) -> N
     own = times.of(ACTION, ["a"])
     own.begins(0)
     own.ends(0)
-    own.issued(0, MESSAGE, Pending(MESSAGE.tensor, Future()))
+    own.issued(0, MESSAGE, PendingResult(MESSAGE.tensor, Future()))
     assert own.parts() == (TimedPart(0, 0, 0.0, 0.0, "a"),)

@@ -150,7 +150,7 @@ def test_a_plan_that_cannot_be_made_leaves_the_old_one() -> None:
     for _ in range(5):
         plan = step(planning, "abc")
     assert sorted(plan.tasks) == ["a", "b", "c"]
-    assert planning.news == ["planning failed, keeping the old plan: too large"]
+    assert planning.log_lines == ["planning failed, keeping the old plan: too large"]
 
 
 def test_ranks_follow_the_first() -> None:

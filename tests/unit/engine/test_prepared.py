@@ -166,7 +166,7 @@ def test_a_task_that_leaves_while_its_next_step_is_prepared_is_forgotten(engine:
     assert held.entered.wait(60)
     gone: list[weakref.ref[Any]] = [
         weakref.ref(engine._tasks["a"]),
-        weakref.ref(engine.adapters.tasks["a"].arena.values),
+        weakref.ref(engine.adapters.tasks["a"].flat_params.values),
     ]
     threading.Timer(0.2, held.go.set).start()
     engine.remove_task("a")

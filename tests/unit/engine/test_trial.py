@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megatron_mux import runtime
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.backbone.residence import Kind
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.engine import Engine, Planning, trial
 from megatron_mux.engine.trial import Trials, actions_of_trial, fullest_moments
-from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.pipeline.action import Action, ChunkId
 from megatron_mux.pipeline.template import gpipe, one_f_one_b, plain
 from megatron_mux.runtime import initialize
 from tests import tiny_models
@@ -72,7 +72,7 @@ def state_of(engine: Engine) -> list[tuple[str, Tensor | None]]:
         optimizer, adapter = engine.optimizer(name), engine.adapters.tasks[name]
         found.append((f"{name}: step", torch.tensor(engine.progress(name)[0])))
         found += [(f"{name}: {key}", value.clone()) for key, value in adapter.state().items()]
-        flats = {"values": adapter.arena.values, "gradients": adapter.arena.gradients}
+        flats = {"values": adapter.flat_params.values, "gradients": adapter.flat_params.gradients}
         flats |= {f"state {i}": tensor for i, tensor in enumerate(optimizer.tensors)}
         found += [(f"{name}: {what}", flat.clone()) for what, flat in flats.items()]
     for key, weight in engine.backbone.model.named_parameters():
@@ -188,8 +188,8 @@ def test_longer_records_are_not_tried_where_there_is_room_and_a_pass_recovers(
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
 def test_the_fullest_moments_are_the_template_s(schedule: Any) -> None:
-    def of(unit: Unit) -> int:
-        return {0: 10, 1: 7}[unit.bucket]
+    def of(chunk_id: ChunkId) -> int:
+        return {0: 10, 1: 7}[chunk_id.bucket]
 
     for rank, actions in enumerate(schedule(3, plain([4, 4]))):
         (first, second), size = fullest_moments(actions, of, of, 2)
@@ -211,8 +211,8 @@ def test_a_bucket_ends_while_others_are_kept() -> None:
 
 def test_the_chunks_of_a_micro_batch_are_kept_together() -> None:
     actions = one_f_one_b(1, [[3, 2]])[0]
-    (passes,), _ = fullest_moments(actions, lambda unit: 5, lambda unit: 5, 1)
-    assert [action.unit for action in passes] == [Unit(0, 0, chunk) for chunk in range(3)]
+    (passes,), _ = fullest_moments(actions, lambda chunk_id: 5, lambda chunk_id: 5, 1)
+    assert [action.chunk_id for action in passes] == [ChunkId(0, 0, chunk) for chunk in range(3)]
 
 
 @pytest.mark.parametrize(("policy", "share"), [("temporal", 0.85), ("spatial", 0.8), ("spatial", 0.6)])
@@ -230,6 +230,6 @@ def test_within_a_budget_no_step_runs_out_of_memory(policy: Any, share: float, e
 
     _, unlimited = trained(None)
     engine, budget = trained(share * unlimited.peak)
-    assert budget.failures and engine.planning.news
-    assert all("the step runs" in said for said in engine.planning.news), engine.planning.news
+    assert budget.failures and engine.planning.log_lines
+    assert all("the step runs" in said for said in engine.planning.log_lines), engine.planning.log_lines
     assert all(engine.progress(name) == (STEPS, STEPS, "finished") for name in engine.tasks)

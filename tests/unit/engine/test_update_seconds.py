@@ -62,7 +62,7 @@ def test_what_is_measured_is_what_the_engine_runs(kind: type[Optimizer], tmp_pat
     engine.register_tasks([case.task])
     optimizer = engine.optimizer("one")
     update = LoopUpdate([optimizer])
-    with Operators(optimizer.arena.values.numel()) as ours, torch.no_grad():
+    with Operators(optimizer.flat_params.values.numel()) as ours, torch.no_grad():
         update.update([0], 0, update.squared_norms().sqrt(), torch.zeros(1, dtype=torch.bool))
     engine.close()
     step = sample_step(kind, 1, 1, 4096, CPU, torch.float32)

@@ -37,7 +37,7 @@ def test_tasks_of_both_kinds_step_as_one_after_the_other(tmp_path: Path) -> None
             records = random_records(4, 96, 4, 8, seed=seed)
             cases.append(Case(name, lora(FAMILIES["llama"].query_value, r=2), training, records))
         engine.register_tasks([case.task for case in cases])
-        engine.optimizer("sgd").arena.values.fill_(torch.nan)
+        engine.optimizer("sgd").flat_params.values.fill_(torch.nan)
         results: list[dict[str, StepResult]] = [engine.step() for _ in range(STEPS)]
         adapters = {name: adapter(engine, name) for name in OPTIMIZERS}
         found.append((results, adapters))

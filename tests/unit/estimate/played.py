@@ -12,7 +12,7 @@ from megatron_mux.footprint.signature import Signature
 from megatron_mux.footprint.table import Group
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder
-from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.pipeline.action import Action, ChunkId
 from megatron_mux.tasks import TaskSpec
 
 CONFIG: dict[str, Any] = {
@@ -62,7 +62,7 @@ def played(
         chunks: Whether some micro-batches are cut.
     """
     made = rehearsal(base(), SIGNATURES, groups, layers, CHUNK, chunks=chunks)
-    grids = Windows(made, Recording(Stream.empty(), ())).grids
+    all_chunked = Windows(made, Recording(Stream.empty(), ())).all_chunked
     player = _Player(layers, kept, scratch)
     player.allocate(WEIGHTS * layers, Moment("load"))
     for number, _ in enumerate(made.run.tasks):
@@ -70,19 +70,19 @@ def played(
         player.allocate(ADAPTER * layers, Moment("join"), Category.ADAPTERS)
         if not number:
             player.allocate(ONCE, Moment("join"))
-    for step, (grid, lengths) in enumerate(grids):
+    for step, (chunked, lengths) in enumerate(all_chunked):
         player.mark(STEP)
         for bucket, own in enumerate(made.run.plan.buckets):
-            units = sorted(unit for unit in grid.chunks if unit.bucket == bucket)
-            for unit in units:
-                pieces = [piece for chunk in grid.chunks[unit] for piece in chunk]
+            chunk_ids = sorted(chunk_id for chunk_id in chunked.chunks if chunk_id.bucket == bucket)
+            for chunk_id in chunk_ids:
+                pieces = [piece for chunk in chunked.chunks[chunk_id] for piece in chunk]
                 copied = sum(
                     piece.start + piece.tokens * (piece.stop < lengths[piece.task].tokens[piece.sequence])
                     for piece in pieces
                 )
-                player.forward(unit, sum(piece.tokens for piece in pieces), copied)
-            for unit in reversed(units):
-                player.backward(unit)
+                player.forward(chunk_id, sum(piece.tokens for piece in pieces), copied)
+            for chunk_id in reversed(chunk_ids):
+                player.backward(chunk_id)
             player.update(bucket, MOMENTS * layers * len(own.tasks) if step == 0 else 0)
             if step == bucket == 0:
                 player.allocate(ONCE, Moment("optimizer"))
@@ -97,7 +97,7 @@ class _Player:
         self.marks: list[Mark] = []
         self._events = 0
         self._layers, self._kept, self._scratch = layers, kept, scratch
-        self._held: dict[Unit, tuple[int, list[int], int]] = {}
+        self._held: dict[ChunkId, tuple[int, list[int], int]] = {}
 
     def mark(self, what: object) -> None:
         self.marks.append((self._events, str(what)))
@@ -110,16 +110,16 @@ class _Player:
         self._events += 1
         self.builder.free(block, Moment(phase))
 
-    def forward(self, unit: Unit, rows: int, copied: int) -> None:
-        self.mark(Action.of(0, "F", unit))
+    def forward(self, chunk_id: ChunkId, rows: int, copied: int) -> None:
+        self.mark(Action.of(0, "F", chunk_id))
         size = self._kept(rows) + COPIED * copied
         blocks = [self.allocate(size, Moment("forward", layer, "op")) for layer in range(self._layers)]
-        self._held[unit] = rows, blocks, self.allocate(64, Moment("forward", None, "loss"))
+        self._held[chunk_id] = rows, blocks, self.allocate(64, Moment("forward", None, "loss"))
         self._take(rows, "forward")
 
-    def backward(self, unit: Unit) -> None:
-        self.mark(Action.of(0, "B", unit))
-        rows, blocks, loss = self._held.pop(unit)
+    def backward(self, chunk_id: ChunkId) -> None:
+        self.mark(Action.of(0, "B", chunk_id))
+        rows, blocks, loss = self._held.pop(chunk_id)
         for layer in reversed(range(self._layers)):
             self.free(self.allocate(rows, Moment("backward", layer, "op")), "backward")
             self.free(blocks[layer], "backward")

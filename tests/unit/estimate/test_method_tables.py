@@ -49,8 +49,8 @@ class Asked:
             (0,): PassTable(np.zeros(width), np.zeros(width), np.zeros((1, width)), np.zeros(1), ("a pass",))
         }
         nothing = np.zeros(len(signatures))
-        lasting = PersistentBytes(WEIGHTS, nothing, nothing, nothing, nothing)
-        table = StageTable(1, lasting, PersistentBytes(0.0, *(nothing,) * 4), passes)
+        persistent = PersistentBytes(WEIGHTS, nothing, nothing, nothing, nothing)
+        table = StageTable(1, persistent, PersistentBytes(0.0, *(nothing,) * 4), passes)
         return Memory(signatures, [table] * stages, [1] * stages, 64, ROW)
 
 
@@ -148,7 +148,7 @@ def test_weights_elsewhere_are_priced_from_resident_ones(
     (memory,) = of(file)(method).memories
     (run,) = asked.runs
     assert run.residence == "resident" and run.plan.data == method.data
-    assert memory.lasting_parts(np.zeros(2))["backbone"].tolist() == [kept]
+    assert memory.persistent_parts(np.zeros(2))["backbone"].tolist() == [kept]
     (table,) = memory.tables
     held = table.passes[0,].moments[0]
     assert (held[0] > 0) == (kept < WEIGHTS), "two units are in place"

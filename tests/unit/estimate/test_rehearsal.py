@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_mux.dry_run.depth import read_info
-from megatron_mux.dry_run.heaviest_batch import STEPS
+from megatron_mux.dry_run.worst_case_batch import STEPS
 from megatron_mux.estimate.rehearsal import rehearsal
 from megatron_mux.footprint.content import ATTENTION, COUNTS
 from megatron_mux.footprint.signature import Signature

@@ -41,7 +41,7 @@ def test_deep_stages_at_other_sizes_follow_from_few_layers(chunks: bool) -> None
     total = rows.sum(axis=1)
     assert taken.kept[:, 0] == pytest.approx(30 * (8 * total + COPIED * copied + 40) + 64, abs=8)
     assert taken.working[:, 0] == pytest.approx(total, abs=8)
-    lasts = memory.lasting(np.array([2.0, 1.0]))[0]
+    lasts = memory.persistent(np.array([2.0, 1.0]))[0]
     assert lasts == pytest.approx(2 * ONCE + 30 * (WEIGHTS + 3 * (ADAPTER + MOMENTS)))
     # In the first step moments are allocated, too; they count as lasting.
     assert memory.updating(np.array([1.0, 0.0]))[0] == pytest.approx(300)
@@ -79,8 +79,8 @@ def test_what_lasts_does_not_need_every_signature_of_a_pair_alone() -> None:
         stage_table(own, own, (DEEP, DEEP), CHUNK)
         for own in (played(groups, DEEP, lambda rows: 2 * rows) for groups in (GROUPS, [(1,), (0, 1)]))
     )
-    assert part.lasting.backbone == whole.lasting.backbone == 2 * ONCE + WEIGHTS * DEEP
-    assert part.lasting.tasks[1] == whole.lasting.tasks[1] == (ADAPTER + MOMENTS) * DEEP
+    assert part.persistent.backbone == whole.persistent.backbone == 2 * ONCE + WEIGHTS * DEEP
+    assert part.persistent.tasks[1] == whole.persistent.tasks[1] == (ADAPTER + MOMENTS) * DEEP
 
 
 @pytest.mark.parametrize("feature", ["pairs", "long"])

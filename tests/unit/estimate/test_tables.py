@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_mux.backbone.residence import Kind
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.estimate import tables
 from megatron_mux.estimate.rehearsal import SHALLOW
 from megatron_mux.estimate.solve import stage_table
@@ -54,9 +54,9 @@ def test_only_what_is_new_is_rehearsed(tmp_path: Path, made: list[Group]) -> Non
     assert made == [(0,)]
     second = Tables(base(), tmp_path).memory(SIGNATURES)
     assert made == [(0,), (1,), (0, 1)]
-    assert second.lasting(np.array([1.0, 0.0])) == pytest.approx(first.lasting(np.ones(1)))
+    assert second.persistent(np.array([1.0, 0.0])) == pytest.approx(first.persistent(np.ones(1)))
     again = Tables(base(), tmp_path).memory(SIGNATURES)
-    assert len(made) == 3 and again.lasting(np.ones(2)) == second.lasting(np.ones(2))
+    assert len(made) == 3 and again.persistent(np.ones(2)) == second.persistent(np.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_file_that_is_not_whole_is_made_anew(tmp_path: Path, made: list[Group]
     (file,) = tmp_path.iterdir()
     file.write_text(file.read_text()[:50])
     again = Tables(base(), tmp_path).memory(SIGNATURES[:1])
-    assert len(made) == 2 and again.lasting(np.ones(1)) == memory.lasting(np.ones(1))
+    assert len(made) == 2 and again.persistent(np.ones(1)) == memory.persistent(np.ones(1))
 
 
 def test_messages_have_rows_of_references_unless_those_are_computed_before(

@@ -51,9 +51,9 @@ def stage_table(signatures: Sequence[Signature] = SIGNATURES) -> StageTable:
         moments = np.stack([kept + line(group, np.full(len(group), 50.0), 9.0), kept * 0.5])
         passes[group] = PassTable(kept, kept / 4, moments, np.array([1.0, 0.0]), (LOSS, "a pass"))
     tasks = np.arange(1.0, 1 + count)
-    lasting = PersistentBytes(4000.0, 4 * tasks, 10 * tasks, 2 * tasks, tasks)
+    persistent = PersistentBytes(4000.0, 4 * tasks, 10 * tasks, 2 * tasks, tasks)
     return StageTable(
-        4, lasting, PersistentBytes(1000.0, tasks, 0 * tasks, 0.5 * tasks, 0.25 * tasks), passes
+        4, persistent, PersistentBytes(1000.0, tasks, 0 * tasks, 0.5 * tasks, 0.25 * tasks), passes
     )
 
 
@@ -98,7 +98,7 @@ def test_weights_elsewhere_leave_those_in_use_and_hidden_states_at_both_ends() -
     before = memory.passes(one)
     for recomputed, first in ((False, 80.0), (True, 0.0)):
         after = memory.elsewhere(0.5, [100.0, 200.0, 300.0], recomputed)
-        assert after.lasting_parts(np.zeros(4))["backbone"].tolist() == [2000.0, 3000.0, 2000.0]
+        assert after.persistent_parts(np.zeros(4))["backbone"].tolist() == [2000.0, 3000.0, 2000.0]
         found = after.passes(one)
         assert (found.kept - before.kept)[0].tolist() == [first, 0.0, 80.0]
         assert (found.working - before.working)[0] == pytest.approx([180.0, 280.0, 380.0])
@@ -107,12 +107,12 @@ def test_weights_elsewhere_leave_those_in_use_and_hidden_states_at_both_ends() -
 def test_what_lasts_is_counted_by_task_and_layer() -> None:
     memory = Memory(SIGNATURES, [stage_table(), stage_table()], [4, 6], chunk=64)
     counts = np.array([1.0, 0.0, 2.0, 0.0])
-    assert memory.lasting(counts).tolist() == [4000 + 4 * 7, 6000 + 6 * 7]
+    assert memory.persistent(counts).tolist() == [4000 + 4 * 7, 6000 + 6 * 7]
     assert memory.updating(np.array([1.0, 0.0, 1.0, 0.0])).tolist() == [30, 30]
     summed = dataclasses.replace(memory, sums=1e6)
-    assert (summed.lasting(counts) - memory.lasting(counts)).tolist() == [2 * 7, 3 * 7]
+    assert (summed.persistent(counts) - memory.persistent(counts)).tolist() == [2 * 7, 3 * 7]
     many = 1e9 * counts
-    assert (summed.lasting(many) - memory.lasting(many)).tolist() == [1e6, 1e6]
+    assert (summed.persistent(many) - memory.persistent(many)).tolist() == [1e6, 1e6]
 
 
 def test_messages_are_kept_by_the_stages_that_send_or_receive_them() -> None:

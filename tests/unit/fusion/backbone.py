@@ -152,7 +152,7 @@ def _table(
         4 * 8 * known.hidden**2 / tensor, 1e4 * ones, updating * ones, 0 * ones, 0 * ones
     )
     ends = known.vocab * hidden * (first + last)
-    lasting = dataclasses.replace(adapters, backbone=adapters.backbone + ends)
+    persistent = dataclasses.replace(adapters, backbone=adapters.backbone + ends)
     passes: dict[Group, PassTable] = {}
     for group in groups_of(signatures):
         rows = slice(len(COUNTS), len(COUNTS) + len(group))
@@ -165,4 +165,4 @@ def _table(
         working[rows] = 6 * hidden + (9 * hidden if recompute == "full" else 0)
         head[COUNTS.index("labels of a chunk")] = 8.0 * known.vocab * last
         passes[group] = PassTable(kept, deeper, np.stack([kept + working, kept + head]), np.ones(2))
-    return StageTable(1, lasting, adapters, passes)
+    return StageTable(1, persistent, adapters, passes)

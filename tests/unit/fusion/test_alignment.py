@@ -1,4 +1,4 @@
-"""The chunk grid holds every token once and sequences in order; parts are nearly even; padding is counted."""
+"""The chunks hold every token once and sequences in order; parts are nearly even; padding is counted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from megatron_mux.fusion.alignment import (
     Filled,
     Item,
-    MicroBatchGrid,
+    MicroBatchChunks,
     Slice,
     Weights,
-    chunk_grid,
+    cut_into_chunks,
     padded_lengths,
     padding_shares,
     paper_chunk,
@@ -46,10 +46,10 @@ def made(tasks: dict[str, list[int]]) -> list[Item]:
     ]
 
 
-def places(grid: tuple[MicroBatchGrid, ...]) -> dict[tuple[str, int], list[tuple[int, int, Slice]]]:
+def places(chunked: tuple[MicroBatchChunks, ...]) -> dict[tuple[str, int], list[tuple[int, int, Slice]]]:
     """For each sequence, where its slices lie: micro-batch, clock, slice."""
     found = defaultdict(list)
-    for m, micro_batch in enumerate(grid):
+    for m, micro_batch in enumerate(chunked):
         for clock, chunk in enumerate(micro_batch):
             for part in chunk:
                 found[part.task, part.sequence].append((m, clock, part))
@@ -63,11 +63,13 @@ def test_all_pipelines_together_compute_every_token_once(
 ) -> None:
     seen: set[tuple[str, int]] = set()
     for rank in range(data):
-        grid = chunk_grid(items, chunk, Filled(data, micro_batches), rank)
-        assert grid == chunk_grid(items, chunk, Filled(data, micro_batches), rank), "the same every time"
-        assert len(grid) == micro_batches
-        assert all(part for micro_batch in grid for part in micro_batch), "no chunk is empty"
-        found = places(grid)
+        chunked = cut_into_chunks(items, chunk, Filled(data, micro_batches), rank)
+        assert chunked == cut_into_chunks(items, chunk, Filled(data, micro_batches), rank), (
+            "the same every time"
+        )
+        assert len(chunked) == micro_batches
+        assert all(part for micro_batch in chunked for part in micro_batch), "no chunk is empty"
+        found = places(chunked)
         assert not seen & set(found), "no sequence is on two pipelines"
         seen |= set(found)
         for item in items:
@@ -82,7 +84,7 @@ def test_all_pipelines_together_compute_every_token_once(
 def test_a_sequence_runs_through_its_clocks_without_a_gap(
     items: list[Item], micro_batches: int, chunk: int | None
 ) -> None:
-    for parts in places(chunk_grid(items, chunk, Filled(1, micro_batches))).values():
+    for parts in places(cut_into_chunks(items, chunk, Filled(1, micro_batches))).values():
         first = parts[0][1]
         assert len({m for m, _, _ in parts}) == 1, "it stays in one micro-batch"
         assert [clock for _, clock, _ in parts] == list(range(first, first + len(parts)))
@@ -98,7 +100,7 @@ def test_as_many_clocks_as_the_longest_sequence_needs(
     items: list[Item], micro_batches: int, chunk: int | None
 ) -> None:
     lengths = {(item.task, item.sequence): item.tokens for item in items}
-    for micro_batch in filter(None, chunk_grid(items, chunk, Filled(1, micro_batches))):
+    for micro_batch in filter(None, cut_into_chunks(items, chunk, Filled(1, micro_batches))):
         longest = max(lengths[part.task, part.sequence] for clock in micro_batch for part in clock)
         assert len(micro_batch) == (1 if chunk is None else -(-longest // chunk))
 
@@ -108,7 +110,7 @@ def test_as_many_clocks_as_the_longest_sequence_needs(
 def test_a_task_that_fits_into_one_pack_never_exceeds_a_chunk(
     items: list[Item], micro_batches: int, chunk: int
 ) -> None:
-    for micro_batch in chunk_grid(items, chunk, Filled(1, micro_batches)):
+    for micro_batch in cut_into_chunks(items, chunk, Filled(1, micro_batches)):
         total = Counter[str]()
         for clock in micro_batch:
             for part in clock:
@@ -123,7 +125,7 @@ def test_a_task_that_fits_into_one_pack_never_exceeds_a_chunk(
 @given(batches(), counts, chunks)
 def test_a_chunk_holds_its_tasks_in_order(items: list[Item], micro_batches: int, chunk: int | None) -> None:
     order = {name: i for i, name in enumerate(dict.fromkeys(item.task for item in items))}
-    for micro_batch in chunk_grid(items, chunk, Filled(1, micro_batches)):
+    for micro_batch in cut_into_chunks(items, chunk, Filled(1, micro_batches)):
         for clock in micro_batch:
             rows = [(order[part.task], part.sequence) for part in clock]
             assert rows == sorted(set(rows)), "and of a sequence one slice"
@@ -131,7 +133,7 @@ def test_a_chunk_holds_its_tasks_in_order(items: list[Item], micro_batches: int,
 
 def test_a_pack_fills_its_chunks_and_takes_no_other_task_in() -> None:
     # One pack of a (5 + 3 tokens), one of b (6); a's second sequence fills up the first one's last chunk.
-    assert chunk_grid(made({"a": [5, 3], "b": [6]}), 4, Filled()) == (
+    assert cut_into_chunks(made({"a": [5, 3], "b": [6]}), 4, Filled()) == (
         (
             (Slice("a", 0, 0, 4), Slice("b", 0, 0, 4)),
             (Slice("a", 0, 4, 5), Slice("a", 1, 0, 3), Slice("b", 0, 4, 6)),
@@ -141,13 +143,13 @@ def test_a_pack_fills_its_chunks_and_takes_no_other_task_in() -> None:
 
 def test_packs_begin_where_clocks_come_out_even() -> None:
     # The longest needs three clocks, the last for one token: there goes b, and c to the first of the others.
-    grid = chunk_grid(made({"a": [9], "b": [4], "c": [3]}), 4, Filled())[0]
-    assert [sum(part.tokens for part in clock) for clock in grid] == [7, 4, 5]
+    chunked = cut_into_chunks(made({"a": [9], "b": [4], "c": [3]}), 4, Filled())[0]
+    assert [sum(part.tokens for part in clock) for clock in chunked] == [7, 4, 5]
 
 
 def test_the_longest_sequences_are_packed_first() -> None:
     # 4 + 2 fill a pack of six; in the order in which they come, 2 + 2 would share one: clocks of 6 and 2.
-    assert chunk_grid(made({"a": [2, 2, 4]}), 3, Filled()) == (
+    assert cut_into_chunks(made({"a": [2, 2, 4]}), 3, Filled()) == (
         (
             (Slice("a", 1, 0, 2), Slice("a", 2, 0, 3)),
             (Slice("a", 0, 0, 2), Slice("a", 2, 3, 4)),
@@ -157,8 +159,8 @@ def test_the_longest_sequences_are_packed_first() -> None:
 
 def test_micro_batches_are_not_cut_for_nothing() -> None:
     items = made({"a": [4, 4], "b": [2]})
-    assert chunk_grid(items, 4, Filled()) == chunk_grid(items, None, Filled())
-    assert chunk_grid([], 4, Filled(1, 3)) == ((), (), ())
+    assert cut_into_chunks(items, 4, Filled()) == cut_into_chunks(items, None, Filled())
+    assert cut_into_chunks([], 4, Filled(1, 3)) == ((), (), ())
 
 
 @settings(deadline=None)

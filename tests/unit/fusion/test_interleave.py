@@ -16,7 +16,7 @@ from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan, dumps, keep_tasks
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import PlanningContext
-from megatron_mux.fusion.step import Lengths, step_grid
+from megatron_mux.fusion.step import Lengths, step_chunks
 from tests.unit.fusion import backbone
 
 LAYERS = 8
@@ -113,7 +113,7 @@ def test_halves_have_all_sequences_and_nearly_equal_cost() -> None:
     lengths = {n: Lengths(tuple(map(int, o.tokens)), tuple(map(int, o.labels))) for n, o in LOADS.items()}
     assert all(bucket.halves for bucket in plan.buckets)
     found = Counter[tuple[str, int]]()
-    for chunks in step_grid(plan, lengths).chunks.values():
+    for chunks in step_chunks(plan, lengths).chunks.values():
         assert len(chunks) == 2
         first, second = (sum(piece.tokens for piece in chunk) for chunk in chunks)
         assert abs(first - second) <= 128

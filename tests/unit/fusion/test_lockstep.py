@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
-from megatron_mux.fusion.step import StepGrid, lockstep, must_keep_step, step_template
-from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.fusion.step import StepChunks, lockstep, must_keep_step, step_template
+from megatron_mux.pipeline.action import Action, ChunkId
 from megatron_mux.pipeline.template import Template
 
 PIPELINES = 2
@@ -65,26 +65,27 @@ def plan_of(r: Random, ranks: int, virtual: int) -> Plan:
     return Plan("auto", stages, tuple(buckets), virtual, data=PIPELINES)
 
 
-def grids_of(r: Random, plan: Plan) -> list[StepGrid]:
+def chunks_of_pipelines(r: Random, plan: Plan) -> list[StepChunks]:
     """A step of each pipeline, with sizes of its own."""
     found = []
     for _ in range(PIPELINES):
         sizes = tuple(tuple(r.randint(1, 3) for _ in range(r.randint(0, 4))) for _ in plan.buckets)
-        units = {
-            Unit(b, m, c): () for b, own in enumerate(sizes) for m, n in enumerate(own) for c in range(n)
+        chunk_ids = {
+            ChunkId(b, m, c): () for b, own in enumerate(sizes) for m, n in enumerate(own) for c in range(n)
         }
-        found.append(StepGrid(units, sizes))
+        found.append(StepChunks(chunk_ids, sizes))
     return found
 
 
 def templates_of(seed: int, ranks: int, virtual: int, kept: bool) -> tuple[Plan, list[Template]]:
     r = Random(seed)
     plan = plan_of(r, ranks, virtual)
-    steps = [grids_of(r, plan) for _ in range(r.randint(1, 3))]
+    steps = [chunks_of_pipelines(r, plan) for _ in range(r.randint(1, 3))]
     if kept:
-        steps = [lockstep(grids) for grids in steps]
+        steps = [lockstep(all_chunked) for all_chunked in steps]
     return plan, [
-        step_template(plan, [b for grids in steps for b in grids[p].sizes]) for p in range(PIPELINES)
+        step_template(plan, [b for all_chunked in steps for b in all_chunked[p].sizes])
+        for p in range(PIPELINES)
     ]
 
 

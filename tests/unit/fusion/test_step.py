@@ -1,4 +1,4 @@
-"""A step's grid follows from plan and lengths; its template is complete, in order, and never stuck."""
+"""A step's chunks follow from plan and lengths; its template is complete, in order, and never stuck."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron_mux.fusion.step import (
     Lengths,
     bucket_costs,
     lockstep,
-    step_grid,
+    step_chunks,
     step_template,
 )
-from megatron_mux.pipeline.action import Action, Kind, Unit
+from megatron_mux.pipeline.action import Action, ChunkId, Kind
 from megatron_mux.pipeline.bucket import forward_order
 from megatron_mux.pipeline.check import check
-from megatron_mux.pipeline.structured import warmup_units
+from megatron_mux.pipeline.structured import warmup_microbatches
 from megatron_mux.pipeline.template import (
     Template,
     forward_only,
@@ -91,9 +91,9 @@ def test_every_sequence_is_computed_once_over_all_pipelines(step: tuple[Plan, di
     plan, lengths = step
     computed: Counter[tuple[str, int, int]] = Counter()
     for rank in range(plan.data):
-        grid = step_grid(plan, lengths, rank)
-        assert grid == step_grid(plan, lengths, rank), "the same on every rank of a pipeline"
-        for chunks in grid.chunks.values():
+        chunked = step_chunks(plan, lengths, rank)
+        assert chunked == step_chunks(plan, lengths, rank), "the same on every rank of a pipeline"
+        for chunks in chunked.chunks.values():
             for part in (part for chunk in chunks for part in chunk):
                 computed.update((part.task, part.sequence, token) for token in range(part.start, part.stop))
     assert computed == {
@@ -109,14 +109,14 @@ def test_every_sequence_is_computed_once_over_all_pipelines(step: tuple[Plan, di
 def test_sizes_say_which_units_there_are(step: tuple[Plan, dict[str, Lengths]]) -> None:
     plan, lengths = step
     for rank in range(plan.data):
-        grid = step_grid(plan, lengths, rank)
-        assert list(grid.chunks) == forward_order(grid.sizes), "in the order of forward passes"
-        assert len(grid.sizes) == len(plan.buckets)
-        for b, (bucket, sizes) in enumerate(zip(plan.buckets, grid.sizes, strict=True)):
+        chunked = step_chunks(plan, lengths, rank)
+        assert list(chunked.chunks) == forward_order(chunked.sizes), "in the order of forward passes"
+        assert len(chunked.sizes) == len(plan.buckets)
+        for b, (bucket, sizes) in enumerate(zip(plan.buckets, chunked.sizes, strict=True)):
             assert len(sizes) <= bucket.micro_batches
             for m, count in enumerate(sizes):
                 whole: Counter[tuple[str, int]] = Counter()
-                for chunk in (chunk for c in range(count) for chunk in grid.chunks[Unit(b, m, c)]):
+                for chunk in (chunk for c in range(count) for chunk in chunked.chunks[ChunkId(b, m, c)]):
                     whole.update({(part.task, part.sequence): part.tokens for part in chunk})
                 assert count == (-(-max(whole.values()) // bucket.chunk) if bucket.chunk else 1)
 
@@ -125,8 +125,8 @@ def test_sizes_say_which_units_there_are(step: tuple[Plan, dict[str, Lengths]]) 
 @given(steps())
 def test_hybrid_tasks_stay_apart(step: tuple[Plan, dict[str, Lengths]]) -> None:
     plan, lengths = step
-    for unit, chunks in step_grid(plan, lengths).chunks.items():
-        hybrids = [hybrid.tasks for hybrid in plan.buckets[unit.bucket].hybrid_tasks]
+    for chunk_id, chunks in step_chunks(plan, lengths).chunks.items():
+        hybrids = [hybrid.tasks for hybrid in plan.buckets[chunk_id.bucket].hybrid_tasks]
         assert chunks and all(chunks), "nothing is empty"
         found = []
         for chunk in chunks:
@@ -137,7 +137,7 @@ def test_hybrid_tasks_stay_apart(step: tuple[Plan, dict[str, Lengths]]) -> None:
 
 def test_a_pipeline_without_a_sequence_of_a_bucket_has_no_micro_batch_of_it() -> None:
     plan = Plan("spatial", 1, (Bucket((HybridTask(("a",)),), 4),), data=2)
-    sizes = [step_grid(plan, {"a": Lengths((7,), (1,))}, rank).sizes for rank in range(2)]
+    sizes = [step_chunks(plan, {"a": Lengths((7,), (1,))}, rank).sizes for rank in range(2)]
     assert sizes == [((1,),), ((),)]
 
 
@@ -145,16 +145,21 @@ def test_a_pipeline_without_a_sequence_of_a_bucket_has_no_micro_batch_of_it() ->
 @given(steps())
 def test_in_lockstep_all_pipelines_have_the_same_units(step: tuple[Plan, dict[str, Lengths]]) -> None:
     plan, lengths = step
-    grids = [step_grid(plan, lengths, rank) for rank in range(plan.data)]
-    filled = lockstep(grids)
-    alike = {(grid.sizes, tuple((unit, len(own)) for unit, own in grid.chunks.items())) for grid in filled}
+    all_chunked = [step_chunks(plan, lengths, rank) for rank in range(plan.data)]
+    filled = lockstep(all_chunked)
+    alike = {
+        (chunked.sizes, tuple((chunk_id, len(own)) for chunk_id, own in chunked.chunks.items()))
+        for chunked in filled
+    }
     assert len(alike) == 1, "the same template, and the same number of batches in each of its units"
-    for grid, before in zip(filled, grids, strict=True):
-        assert list(grid.chunks) == forward_order(grid.sizes)
-        kept = {unit: tuple(filter(None, own)) for unit, own in grid.chunks.items()}
-        assert {unit: own for unit, own in kept.items() if own} == before.chunks, "nothing is lost or moved"
-    for unit in filled[0].chunks:
-        assert any(any(grid.chunks[unit]) for grid in filled), "somebody has something in it"
+    for chunked, before in zip(filled, all_chunked, strict=True):
+        assert list(chunked.chunks) == forward_order(chunked.sizes)
+        kept = {chunk_id: tuple(filter(None, own)) for chunk_id, own in chunked.chunks.items()}
+        assert {chunk_id: own for chunk_id, own in kept.items() if own} == before.chunks, (
+            "nothing is lost or moved"
+        )
+    for chunk_id in filled[0].chunks:
+        assert any(any(chunked.chunks[chunk_id]) for chunked in filled), "somebody has something in it"
     assert lockstep(filled) == filled
 
 
@@ -164,7 +169,7 @@ def run(template: Template, stages: int, random: Random) -> int:
     A stage takes its neighbour's tensor when it computes; nobody waits to be rid of one.
     """
     kinds: tuple[Kind, ...] = ("F", "B", "N", "U")
-    done: dict[tuple[int, Kind], list[Unit]] = {(s, kind): [] for s in range(stages) for kind in kinds}
+    done: dict[tuple[int, Kind], list[ChunkId]] = {(s, kind): [] for s in range(stages) for kind in kinds}
     at = [0] * stages
     most = 0
     while True:
@@ -178,7 +183,7 @@ def run(template: Template, stages: int, random: Random) -> int:
         stage = random.choice(ready)
         action = template[stage][at[stage]]
         at[stage] += 1
-        done[stage, action.kind].append(action.unit)
+        done[stage, action.kind].append(action.chunk_id)
         # What a neighbour has not taken yet of what travels one way.
         along: tuple[Kind, Kind] = ("F", "U") if action.kind in ("F", "U") else ("B", "N")
         taker = stage + (1 if "F" in along else -1)
@@ -188,9 +193,9 @@ def run(template: Template, stages: int, random: Random) -> int:
     return most
 
 
-def _input_is_there(action: Action, stages: int, done: dict[tuple[int, Kind], list[Unit]]) -> bool:
+def _input_is_there(action: Action, stages: int, done: dict[tuple[int, Kind], list[ChunkId]]) -> bool:
     before = action.before(stages, stages)
-    return before is None or before.unit in done[before.stage, before.kind]
+    return before is None or before.chunk_id in done[before.stage, before.kind]
 
 
 @settings(deadline=None)
@@ -202,7 +207,7 @@ def test_templates_of_steps_can_be_run(
     if policy == "spatial":
         plan = plan_for("spatial", dict.fromkeys(plan.tasks, 1), plan.stages, chunk=7)
     for rank in range(plan.data):
-        sizes = [*step_grid(plan, lengths, rank).sizes] * count
+        sizes = [*step_chunks(plan, lengths, rank).sizes] * count
         template = step_template(plan, sizes)
         check(template, sizes, plan.stages, len(plan.buckets))
         passes = 2 * plan.stages * len(forward_order(sizes))
@@ -240,16 +245,16 @@ def test_however_little_may_be_kept_a_step_is_finished(
 def test_only_a_micro_batch_that_is_alone_exceeds_the_limit(case: tuple[Plan, list[list[int]]]) -> None:
     plan, sizes = case
     for stage, actions in enumerate(step_template(plan, sizes)):
-        alive: list[Unit] = []
+        alive: list[ChunkId] = []
         for action in actions:
             if action.kind == "B":
-                alive.remove(action.unit)
+                alive.remove(action.chunk_id)
             if action.kind != "F":
                 continue
-            alive.append(action.unit)
-            kept = sum(bucket_costs(plan.buckets[unit.bucket]).memory[stage] for unit in alive)
+            alive.append(action.chunk_id)
+            kept = sum(bucket_costs(plan.buckets[chunk_id.bucket]).memory[stage] for chunk_id in alive)
             if kept > plan.activation_limit[stage] * (1 + 1e-6):
-                assert len({(unit.bucket, unit.micro_batch) for unit in alive}) == 1
+                assert len({(chunk_id.bucket, chunk_id.micro_batch) for chunk_id in alive}) == 1
 
 
 def test_a_micro_batch_that_was_expected_smaller_is_finished() -> None:
@@ -276,11 +281,11 @@ def turns(stages: int, sizes: list[list[int]]) -> Template:
 
 
 def has_a_lead_and_no_more(template: Template, stages: int, sizes: list[list[int]]) -> bool:
-    """As many micro-batches in flight as `warmup_units` says, but for one that is alone."""
+    """As many micro-batches in flight as `warmup_microbatches` says, but for one that is alone."""
     check(template, sizes, stages)
     longest = max((chunks for own in sizes for chunks in own), default=1)
     return all(
-        most_in_flight((actions,)) <= warmup_units(stages - 1 - stage) * longest
+        most_in_flight((actions,)) <= warmup_microbatches(stages - 1 - stage) * longest
         for stage, actions in enumerate(template)
     )
 

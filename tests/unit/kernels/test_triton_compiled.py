@@ -72,7 +72,7 @@ def compiled(
     halves = ("logits", "values", "latent", "d_latent", "output", "gradient", "hidden", "x", "y", "weight")
     types = dict.fromkeys(halves, values)
     types |= {"entries": "i64"} | dict.fromkeys(
-        ("first_entry", "tiles", "table", "sequence_ids", "token_index", "of_pieces"), "i32"
+        ("first_entry", "tiles", "row_ranges", "sequence_ids", "token_index", "of_pieces"), "i32"
     )
     statistics = ("top", "total", "target", "sums", "smoothing")
     types |= dict.fromkeys((*statistics, "partials", "up_partials"), "fp32")

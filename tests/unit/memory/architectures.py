@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_mux.adapters.lora import LoraSpec
-from megatron_mux.memory.forms.architecture import Architecture, Unit
+from megatron_mux.memory.forms.architecture import Architecture, ParamCounts
 from megatron_mux.memory.forms.phases import StepMemory
 from megatron_mux.memory.forms.task_adapters import AdaptedOp, TaskAdapters, TrainedTensor
 
@@ -35,10 +35,10 @@ def llama(layers: int = 3, hidden: int = 256, ffn: int = 704, kv_heads: int = 4,
         "experts_per_token": 1,
         "vocabulary": 1024,
         "tied": False,
-        "layers": (Unit(products, 2 * hidden),) * layers,
-        "embedding": Unit(1024 * hidden),
-        "head": Unit(1024 * hidden),
-        "final": Unit(0, hidden),
+        "layers": (ParamCounts(products, 2 * hidden),) * layers,
+        "embedding": ParamCounts(1024 * hidden),
+        "head": ParamCounts(1024 * hidden),
+        "final": ParamCounts(0, hidden),
     }
     return Architecture(**{**sizes, **more})
 
@@ -47,8 +47,8 @@ def gpt2(layers: int = 3, hidden: int = 256) -> Architecture:
     """A small GPT-2 of eight heads."""
     return Architecture(
         "gpt2", hidden, 8, 8, hidden // 8, 4 * hidden, False, 1, 1, 1024, True,
-        (Unit(12 * hidden * hidden + 7 * hidden, 6 * hidden),) * layers,
-        Unit(1024 * hidden, 1024 * hidden), Unit(), Unit(0, 2 * hidden),
+        (ParamCounts(12 * hidden * hidden + 7 * hidden, 6 * hidden),) * layers,
+        ParamCounts(1024 * hidden, 1024 * hidden), ParamCounts(), ParamCounts(0, 2 * hidden),
     )  # fmt: skip
 
 
@@ -77,7 +77,9 @@ def lora(architecture: Architecture, rank: int = 8, name: str = "lora") -> TaskA
 def quantised(whole: Architecture) -> Architecture:
     """The same whose layers' matrices are held in a quarter of bf16's bytes."""
     layers = tuple(
-        replace(unit, quantised=Unit(divided=unit.divided), held=Unit(divided=unit.divided // 2))
-        for unit in whole.layers
+        replace(
+            part, quantised=ParamCounts(divided=part.divided), held=ParamCounts(divided=part.divided // 2)
+        )
+        for part in whole.layers
     )
     return replace(whole, layers=layers)

@@ -18,7 +18,7 @@ from megatron_mux.fusion.graphs.launch_order import Chain, PieceCost, kahn
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, Policy
 from megatron_mux.fusion.schedules import PIPELINE_SCHEDULES, Schedule
 from megatron_mux.fusion.step import step_template
-from megatron_mux.pipeline.action import Action, TimedAction, Unit
+from megatron_mux.pipeline.action import Action, ChunkId, TimedAction
 from megatron_mux.pipeline.bucket import forward_order
 from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.communicate import Communicator
@@ -184,15 +184,15 @@ class Stub:
 
     def __post_init__(self) -> None:
         order = forward_order(self.part.sizes[self.pipeline])
-        self._number: dict[Unit, int] = {unit: i for i, unit in enumerate(order)}
+        self._number: dict[ChunkId, int] = {chunk_id: i for i, chunk_id in enumerate(order)}
 
     def shape(self, action: Action) -> tuple[int, ...]:
-        """No two units have the same, so that a transfer that meets another one is noticed."""
+        """No two chunks have the same, so that a transfer that meets another one is noticed."""
         if not action.is_pass:
             return action.bucket + 1, 2
         if action.kind == "B" and self._lowest(action) > action.stage:
             return 0, 1
-        return self._number[action.unit] + 1, 1
+        return self._number[action.chunk_id] + 1, 1
 
     def needs_gradient(self, action: Action) -> bool:
         return self._lowest(action) < action.stage
@@ -203,7 +203,7 @@ class Stub:
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
         assert (hidden is None) == (action.stage == 0)
         self._compute(action)
-        output = torch.empty(self._number[action.unit] + 1, 1, device="meta")
+        output = torch.empty(self._number[action.chunk_id] + 1, 1, device="meta")
         return output.requires_grad_(self._lowest(action) <= action.stage)
 
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:

@@ -19,7 +19,7 @@ from benchmarks.bucket_sets import (
     random_set,
     random_variation,
 )
-from megatron_mux.pipeline.action import Action, Unit
+from megatron_mux.pipeline.action import Action, ChunkId
 from megatron_mux.pipeline.bucket import BucketCost, Sizes, forward_order, sizes_of
 from megatron_mux.pipeline.check import TemplateError
 from megatron_mux.pipeline.simulate import simulate
@@ -31,8 +31,8 @@ from tests.unit.pipeline.idle import bubble_shares
 def every_latency(case: BucketSet) -> Iterator[float]:
     """Of all templates that can be run: stages agree on an order of forwards and on one of backwards."""
     sizes = sizes_of(case.buckets) * case.steps
-    units = forward_order(sizes)
-    for forward, backward in product(permutations(units), permutations(units)):
+    chunk_ids = forward_order(sizes)
+    for forward, backward in product(permutations(chunk_ids), permutations(chunk_ids)):
         rows = [list(interleavings(stage, forward, backward, sizes)) for stage in range(case.stages)]
         for passes in product(*rows):
             template = with_updates(passes, sizes, len(case.buckets))
@@ -43,7 +43,7 @@ def every_latency(case: BucketSet) -> Iterator[float]:
 
 
 def interleavings(
-    stage: int, forward: tuple[Unit, ...], backward: tuple[Unit, ...], sizes: Sizes
+    stage: int, forward: tuple[ChunkId, ...], backward: tuple[ChunkId, ...], sizes: Sizes
 ) -> Iterator[tuple[Action, ...]]:
     """One stage's passes in all ways in which each backward comes after its micro-batch's last forward."""
 
@@ -52,7 +52,7 @@ def interleavings(
             yield ()
             return
         due = backward[undone]
-        last = Unit(due.bucket, due.micro_batch, sizes[due.bucket][due.micro_batch] - 1)
+        last = ChunkId(due.bucket, due.micro_batch, sizes[due.bucket][due.micro_batch] - 1)
         if done < len(forward):
             first = Action.of(stage, "F", forward[done])
             yield from ((first, *rest) for rest in go(done + 1, undone))
@@ -64,7 +64,7 @@ def interleavings(
 
 
 def tiny(seed: int) -> BucketSet:
-    """At most three units on two stages or two on three, context at random."""
+    """At most three chunks on two stages or two on three, context at random."""
     r = Random(seed)
     stages, steps = r.choice([(2, 1), (2, 1), (3, 1), (2, 2)])
     shapes = [(1, 1)] if steps > 1 else [(1, 1), (1, 1)] if stages == 3 else r.choice(SHAPES)

@@ -67,7 +67,7 @@ def assert_rules(found: Simulation, buckets: list[BucketCost], stages: int) -> N
             free = actions[i - 1].stop if i else 0.0
             ready = 0.0
             if 0 <= source < stages:
-                theirs = when[Action.of(source, action.kind, action.unit)]
+                theirs = when[Action.of(source, action.kind, action.chunk_id)]
                 ready = theirs.stop + bucket.transfer[min(source, action.stage)]
             assert timed.start >= max(free, ready) - 1e-9
             assert timed.stop - timed.start == pytest.approx(bucket.seconds(action))

@@ -13,7 +13,7 @@ from megatron_mux.fusion.alignment import Slice
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
 from megatron_mux.fusion.planner.planning_context import PlanningContext
-from megatron_mux.fusion.step import Lengths, step_grid
+from megatron_mux.fusion.step import Lengths, step_chunks
 from tests.unit.fusion import backbone
 from tests.unit.fusion.planner.test_stage_cost import costs, step_memory
 
@@ -34,12 +34,12 @@ def test_pairs_stay_together(
     places: dict[int, tuple[int, int]] = {}
     tokens = 0
     for rank in range(data):
-        for unit, chunks in step_grid(plan, known, rank).chunks.items():
+        for chunk_id, chunks in step_chunks(plan, known, rank).chunks.items():
             for piece in chunks[0]:
                 tokens += piece.tokens
                 if piece.task == "pairs":
-                    place = places.setdefault(piece.sequence // 2, (rank, unit.micro_batch))
-                    assert place == (rank, unit.micro_batch)
+                    place = places.setdefault(piece.sequence // 2, (rank, chunk_id.micro_batch))
+                    assert place == (rank, chunk_id.micro_batch)
     assert tokens == sum(pairs) + sum(others), "nothing is lost or computed twice"
 
 

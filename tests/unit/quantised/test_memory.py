@@ -35,7 +35,7 @@ def test_bytes_held_are_those_predicted(method: QuantMethod, residence: Any, pla
 def test_a_layer_is_in_memory_while_it_is_in_use(plain: Path) -> None:
     backbone = Backbone.load(plain, Parallel.alone(torch.device("cpu")), quantise="nf4")
     held, form = quantised_models.held_bytes([backbone]), architecture_of(backbone.shape).layers[0]
-    with backbone.residence.using(0, 1):
+    with backbone.offload.using(0, 1):
         weight = backbone.model.decoder.layers[0].mlp.linear_fc1.weight
         assert weight.abs().sum() > 0
         used = quantised_models.held_bytes([backbone])

@@ -108,7 +108,7 @@ class FakeServer:
         self._start(from_wire(message.fields["pieces"], message.tensors))
         return {}, None, {}
 
-    def _settle(self, message: Message) -> None:
+    def _apply_decision(self, message: Message) -> None:
         previous = message.fields.get("previous")
         if previous is not None and previous["step"] == self.step:
             self.pending.clear()
@@ -118,7 +118,7 @@ class FakeServer:
             raise RefusedError("step", f"{message.kind.name} of step {message.step} at step {self.step}")
 
     def _forward(self, message: Message) -> Any:
-        self._settle(message)
+        self._apply_decision(message)
         assert self.proposal is not None and message.tensor is not None
         lengths, count_, graph = message.fields["lengths"], message.tensor.shape[0], bool(message.flags)
         own, training = self.proposal, Flags.TRAINING in message.flags
@@ -148,14 +148,14 @@ class FakeServer:
         return fields, None if made is None else self._sent(made, message), {}
 
     def _state(self, message: Message) -> Any:
-        self._settle(message)
+        self._apply_decision(message)
         kept = {step: self.saved[step] for step in message.fields["keep"] if step in self.saved}
         self.saved = {**kept, self.step: self.body.state("one")}
         index, tensors = to_wire(self.saved[self.step] if self.returns_body else [])
         return {"pieces": index, "total": len(index)}, None, tensors
 
     def _leave(self, message: Message) -> Any:
-        self._settle(message)
+        self._apply_decision(message)
         self.left.append(message.fields)
         self.restart()
         return {}, None, {}

@@ -25,7 +25,7 @@ from megatron_mux.split.certificates import make_ca, make_client, make_server
 from megatron_mux.split.client.transport import Transport
 from megatron_mux.split.protocol.pieces import from_wire
 from megatron_mux.split.protocol.wire import Dtype, Flags, Kind, Limits, Message
-from megatron_mux.split.server.service import Incoming, Send, ServerTls, Service
+from megatron_mux.split.server.service import MessageStream, Send, ServerTls, Service
 from megatron_mux.split.server.serving import SplitServer
 from tests.end_to_end.harness import relative
 from tests.unit.split.hostile_cases import CASES, act, raw_connection
@@ -54,7 +54,7 @@ class Named:
     def limits(self, identity: str) -> Limits:
         return self.server.limits(identity)
 
-    async def session(self, identity: str, incoming: Incoming, send: Send) -> None:
+    async def session(self, identity: str, incoming: MessageStream, send: Send) -> None:
         await self.server.session(next(self.names), incoming, send)
 
 

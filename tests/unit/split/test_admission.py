@@ -51,7 +51,7 @@ def test_a_session_that_needs_more_than_predicted_is_promised_nothing() -> None:
 
 
 def test_whole_tasks_that_are_moved_need_to_fit_alone_only() -> None:
-    room = AdmissionController(CAPACITY, shared=False, own=30)
+    room = AdmissionController(CAPACITY, shared=False, own_bytes=30)
     room.claim("one", memory(10, 50), 1)
     room.claim("two", memory(10, 50), 1)
     with pytest.raises(RefusedError) as refused:

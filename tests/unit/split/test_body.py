@@ -125,7 +125,7 @@ def take_step(adapter: TaskAdapter, optimizer: TaskOptimizer, step: int) -> None
     optimizer.step(step, torch.zeros(()))
     if adapter.spec.acts_in_steps:
         adapter.after_step(step + 1)
-        adapter.arena.refresh()
+        adapter.flat_params.refresh()
 
 
 @dataclass(frozen=True)
@@ -264,8 +264,8 @@ def test_all_sessions_share_one_storage_of_the_parameters(body: Body, server: Ba
     tensors = [*server.model.parameters()]
     for name in SECTIONS:
         member = body._members[name]
-        arena = member.adapter.arena
-        tensors += [arena.values, arena.gradients, *member.optimizer.tensors]
+        flat_params = member.adapter.flat_params
+        tensors += [flat_params.values, flat_params.gradients, *member.optimizer.tensors]
         tensors += [record.value for record in member.adapter.fixed]
     assert unique_bytes(tensors) == shared + sum(map(body.bytes_of, SECTIONS)), (
         "nothing is held twice, nothing else"

@@ -91,7 +91,7 @@ def test_a_nan_of_one_session_reaches_no_other(body: Body, spoilt: str, what: st
     at = list(SECTIONS).index(spoilt)
     target = {"hidden": rows[at].hidden, "gradient": gradients[at]}.get(what)
     if target is None:
-        target = body.adapters.tasks[spoilt].arena.values
+        target = body.adapters.tasks[spoilt].flat_params.values
     target.view(-1)[3] = float("nan")
     found = passes(body, rows, gradients)
     for kind, own, other in zip(SECTIONS, found, wanted, strict=True):
@@ -127,7 +127,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(body: Body) -> None:
         assert body.squared_norm(kind, 1) == square  # the regulariser is added once
         body.update(kind, 1, float("nan"), skip=True)
         assert_same(tensors_of(body, kind), before)
-        assert not body.adapters.tasks[kind].arena.gradients.any()
+        assert not body.adapters.tasks[kind].flat_params.gradients.any()
         passes(body, [rows], [rows.hidden.flip(0)])
         assert body.squared_norm(kind, 1) == square
 

@@ -90,7 +90,7 @@ def test_an_evaluation_asks_for_no_graph(path: Path) -> None:
     engine.close()
     assert sent(server) == [(Kind.FORWARD, Flags.NONE)]
     link = engine.backbone.remote.link  # type: ignore[attr-defined]
-    assert (link.tally.requests, link.tally.waited_s, link.tally.computed_s) == (1, 0.5, 0.25)
+    assert (link.totals.requests, link.totals.waited_s, link.totals.computed_s) == (1, 0.5, 0.25)
 
 
 @pytest.mark.parametrize(("wire", "tolerance"), [("f32", 1e-6), ("bf16", 1e-2), ("f16", 1e-3), ("i8", 1e-6)])

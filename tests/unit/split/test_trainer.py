@@ -184,7 +184,7 @@ def test_a_restart_between_steps_costs_nothing(
         if not begins or (message.step, message.kind) in asked:
             return False
         asked.add((message.step, message.kind))
-        server._settle(message)
+        server._apply_decision(message)
         server.saved[server.step] = server.body.state("one")  # as a server does that is told to stop
         return True
 
@@ -227,7 +227,7 @@ def test_a_real_server_that_is_restarted(
         one.train()
     same(save, undisturbed[0])
     assert "one: going back to step 2, since" in capsys.readouterr().out
-    assert one.tally.requests > 30 and 0 < one.tally.computed_s < one.tally.seconds
+    assert one.totals.requests > 30 and 0 < one.totals.computed_s < one.totals.seconds
 
 
 def test_an_error_that_ends_a_run_says_what_is_saved(

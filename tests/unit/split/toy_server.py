@@ -17,7 +17,7 @@ import torch
 from megatron_mux.split.certificates import make_ca, make_client, make_server
 from megatron_mux.split.client.transport import ClientTls, Transport
 from megatron_mux.split.protocol.wire import REPLIES, Dtype, Kind, Limits, Message, RefusedError
-from megatron_mux.split.server.service import Incoming, Send, ServerTls, Service
+from megatron_mux.split.server.service import MessageStream, Send, ServerTls, Service
 
 LIMITS = Limits(kinds=frozenset(REPLIES), rows=4096, width=1024, dtype=Dtype.F32, named_bytes=1 << 20)
 REPLIED = replace(LIMITS, kinds=frozenset(REPLIES.values()))
@@ -36,7 +36,7 @@ class ToyHandler:
     def limits(self, identity: str) -> Limits:
         return LIMITS
 
-    async def session(self, identity: str, incoming: Incoming, send: Send) -> None:
+    async def session(self, identity: str, incoming: MessageStream, send: Send) -> None:
         try:
             async for message in incoming:
                 with self.changed:

@@ -46,37 +46,37 @@ def write(info: BackboneInfo, tmp_path: Path) -> Callable[..., Path]:
 
 
 def test_one_after_the_other(info: BackboneInfo) -> None:
-    placement, news = placement_on_managers(None, (), info, 3, False)
+    placement, log_lines = placement_on_managers(None, (), info, 3, False)
     assert placement.size == 4
     assert all(ranks == ((1,), (2,), (3,), (1,), (2,)) for ranks in placement.ranks.values())
-    assert news == ["3 expert managers hold 8, 8, 4 of the backbone's 20 experts"]
+    assert log_lines == ["3 expert managers hold 8, 8, 4 of the backbone's 20 experts"]
 
 
 def test_room_is_respected(info: BackboneInfo) -> None:
-    placement, news = placement_on_managers(None, (2, 6, 12), info, 3, False)
+    placement, log_lines = placement_on_managers(None, (2, 6, 12), info, 3, False)
     counts = Counter(rank for ranks in placement.ranks.values() for (rank,) in ranks)
     assert counts == {1: 2, 2: 6, 3: 12}
-    assert news == ["3 expert managers hold 2, 6, 12 of the backbone's 20 experts"]
+    assert log_lines == ["3 expert managers hold 2, 6, 12 of the backbone's 20 experts"]
 
 
 def test_only_experts_of_managers_that_are_gone_move(info: BackboneInfo, write: Callable[..., Path]) -> None:
     file = write(FILE)
-    placement, news = placement_on_managers(file, (10,), info, 2, True)
+    placement, log_lines = placement_on_managers(file, (10,), info, 2, True)
     for layer, row in enumerate(FILE):
         for expert, (before,) in enumerate(row):
             if before < 2:
                 assert placement.ranks[layer][expert] == (before + 1,)
-    assert news[0].endswith(
+    assert log_lines[0].endswith(
         "expert managers there are 2: of the experts of those that are gone, 6 to manager 2"
     )
-    assert news[1] == "2 expert managers hold 10, 10 of the backbone's 20 experts"
+    assert log_lines[1] == "2 expert managers hold 10, 10 of the backbone's 20 experts"
 
 
 def test_numbers_for_more_managers_are_those_of_the_first(
     info: BackboneInfo, write: Callable[..., Path]
 ) -> None:
-    placement, news = placement_on_managers(write(FILE), (12, 9, 9), info, 2, True)
-    assert news[0].startswith("--mux-expert-capacity 12,9,9: is for 3 expert managers, and there are 2")
+    placement, log_lines = placement_on_managers(write(FILE), (12, 9, 9), info, 2, True)
+    assert log_lines[0].startswith("--mux-expert-capacity 12,9,9: is for 3 expert managers, and there are 2")
     counts = Counter(rank for ranks in placement.ranks.values() for (rank,) in ranks)
     assert counts[1] <= 12 and counts[2] <= 9 and counts.total() == 20
 
@@ -86,8 +86,11 @@ def test_a_kept_placement_gives_way_to_new_capacities(info: BackboneInfo, write:
     file = write(FILE)
     with pytest.raises(UserError, match="its capacity is"):
         placement_on_managers(file, (4, 10, 10), info, 3, True)
-    placement, news = placement_on_managers(file, (4, 10, 10), info, 3, True, kept=True)
-    assert news[0] == f"{file}: some experts no longer fit where it has them, and go where there is most room"
+    placement, log_lines = placement_on_managers(file, (4, 10, 10), info, 3, True, kept=True)
+    assert (
+        log_lines[0]
+        == f"{file}: some experts no longer fit where it has them, and go where there is most room"
+    )
     counts = Counter(rank for ranks in placement.ranks.values() for (rank,) in ranks)
     assert counts[1] == 4 and counts.total() == 20
     assert len(placement_on_managers(file, (), info, 3, True, kept=True)[1]) == 1, "nothing to say of it"

@@ -25,7 +25,7 @@ class Process:
     def __init__(self, backbone: Path, readings: list[Reading], cache: Path | None) -> None:
         self.paths = [source.label for source, _ in readings]
         self.losses = [loss for _, loss in readings]
-        self.news = ["half of it"]
+        self.log_lines = ["half of it"]
         self.results: dict[str, Any] | None = None
         self.cancelled = False
         self.made.append(self)
@@ -61,12 +61,12 @@ def files(monkeypatch: pytest.MonkeyPatch) -> JoiningFiles:
 
 
 def test_one_file_at_a_time(files: JoiningFiles) -> None:
-    assert not files.queue and not files.preparing and files.news() == []
+    assert not files.queue and not files.preparing and files.log_lines() == []
     files.add(Path("a.yaml"), specs("a", "x", "y"))
     files.add(Path("b.yaml"), specs("b", "z", loss="dpo"))
     assert [process.paths for process in Process.made] == [["x", "y", "held-out", "held-out"]]
     assert files.preparing and files.names == ["a-x", "a-y", "b-z"]
-    assert files.news() == ["half of it"] and files.news() == []
+    assert files.log_lines() == ["half of it"] and files.log_lines() == []
     results: Any = {"x": "tokens"}
     Process.made[0].results = results
     assert not files.preparing

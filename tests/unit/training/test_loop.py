@@ -85,7 +85,7 @@ class Engine:
     def __init__(self, noted: list[str], total: int) -> None:
         self.noted, self.total, self.step = noted, total, 0
         self.active: tuple[str, ...] = ("a",)
-        self.planning = SimpleNamespace(news=["a new plan"])
+        self.planning = SimpleNamespace(log_lines=["a new plan"])
 
     def progress(self, name: str) -> tuple[int, int, str]:
         return self.step, self.total, "running"

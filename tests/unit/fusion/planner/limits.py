@@ -13,8 +13,8 @@ from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.plan_evaluator import PlanEvaluator
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import ROLLING_STEPS, PlanningContext
-from megatron_mux.fusion.step import step_grid, step_template
-from megatron_mux.pipeline.action import Unit
+from megatron_mux.fusion.step import step_chunks, step_template
+from megatron_mux.pipeline.action import ChunkId
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.simulate import simulate
 from tests.unit.fusion import backbone
@@ -42,16 +42,18 @@ def _most_bytes(plan: Plan, context: PlanningContext) -> float:
     made = PlanEvaluator(context)
     peaks = []
     for pipeline in range(plan.data):
-        grid = step_grid(plan, made.lengths, pipeline)
-        costs = {unit: _bytes_of(made, chunks) for unit, chunks in grid.chunks.items()}
+        chunked = step_chunks(plan, made.lengths, pipeline)
+        costs = {chunk_id: _bytes_of(made, chunks) for chunk_id, chunks in chunked.chunks.items()}
         run = simulate(
-            step_template(plan, grid.sizes * 3), [_bare(b, plan) for b in plan.buckets], sizes=grid.sizes * 3
+            step_template(plan, chunked.sizes * 3),
+            [_bare(b, plan) for b in plan.buckets],
+            sizes=chunked.sizes * 3,
         )
         for rank, actions in enumerate(run.timed):
             kept = most = 0.0
             for action in (timed.action for timed in actions if timed.action.is_pass):
-                unit = Unit(action.bucket % len(plan.buckets), action.micro_batch, action.chunk)
-                own, s = costs[unit], action.stage
+                chunk_id = ChunkId(action.bucket % len(plan.buckets), action.micro_batch, action.chunk)
+                own, s = costs[chunk_id], action.stage
                 kept += own.memory[s] * (action.kind == "F")
                 most = max(most, kept + own.working[s])
                 kept -= own.memory[s] * (action.kind == "B")

@@ -12,7 +12,7 @@ from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner.cost import entry_orders, seconds_per_step
 from megatron_mux.fusion.planner.plan_evaluator import PlanEvaluator
 from megatron_mux.fusion.planner.planning_context import ROLLING_STEPS, PlanningContext
-from megatron_mux.fusion.step import bucket_costs, step_grid, step_template
+from megatron_mux.fusion.step import bucket_costs, step_chunks, step_template
 from megatron_mux.pipeline.bucket import BucketCost
 from megatron_mux.pipeline.simulate import simulate
 from tests.unit.fusion import backbone
@@ -38,7 +38,7 @@ def test_predictions_are_those_of_simulated_templates(
     made = evaluator(seed, mesh, rolling=rolling)
     found = made.with_longest(made.evaluate(made.of_policy(policy)))  # type: ignore[arg-type]
     plan = found.plan
-    costs, sizes = [bucket_costs(bucket) for bucket in plan.buckets], step_grid(plan, made.lengths).sizes
+    costs, sizes = [bucket_costs(bucket) for bucket in plan.buckets], step_chunks(plan, made.lengths).sizes
     runs = {
         steps: simulate(step_template(plan, sizes * steps), costs, sizes=sizes * steps)
         for steps in range(1, min(plan.rolling, 3) + 1)
@@ -58,7 +58,7 @@ def test_eight_steps_take_what_is_predicted() -> None:
         made = evaluator(seed, Mesh(pipeline=2), rolling=ROLLING_STEPS)
         found = made.best_order(made.of_policy("temporal"))
         plan, steps = found.plan, ROLLING_STEPS
-        sizes = step_grid(plan, made.lengths).sizes * steps
+        sizes = step_chunks(plan, made.lengths).sizes * steps
         costs = [bucket_costs(bucket) for bucket in plan.buckets]
         simulated = simulate(step_template(plan, sizes), costs, sizes=sizes).latency / steps
         overhead = made._overhead(plan)

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 
 from megatron_mux.backbone.registry import info_without_weights
-from megatron_mux.backbone.residence import Kind
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.dry_run.process import dry_runs, kept_worker
 from megatron_mux.dry_run.run_spec import Dtype, RunSpec, TaskRecords
 from megatron_mux.estimate.run_tables import RunTables

@@ -17,7 +17,7 @@ from megatron_mux.fusion.plan import Plan, dumps
 from megatron_mux.fusion.planner.load import TaskLoad, signature_of
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import PlanningContext
-from megatron_mux.fusion.step import Lengths, step_grid
+from megatron_mux.fusion.step import Lengths, step_chunks
 from megatron_mux.kernels.attention.short import LONGEST
 from megatron_mux.tasks import TaskSpec
 from tests.unit.fusion import backbone
@@ -49,9 +49,13 @@ def test_a_plan_is_whole_deterministic_and_runnable(seed: int, mesh: Mesh) -> No
         name: Lengths(tuple(map(int, load.tokens)), tuple(map(int, load.labels)))
         for name, load in loads.items()
     }
-    grids = [step_grid(plan, lengths, rank) for rank in range(mesh.data)]
+    all_chunked = [step_chunks(plan, lengths, rank) for rank in range(mesh.data)]
     rows = sum(
-        s.tokens for grid in grids for chunks in grid.chunks.values() for chunk in chunks for s in chunk
+        s.tokens
+        for chunked in all_chunked
+        for chunks in chunked.chunks.values()
+        for chunk in chunks
+        for s in chunk
     )
     tokens = sum(sum(own.tokens) for own in lengths.values())
     padding = comparison.padding

@@ -58,7 +58,7 @@ def whole(chunk_of: list[TaskLoad]) -> tuple[Slice, ...]:
 def test_without_tasks_only_the_backbone_is_there() -> None:
     model = costs([], stages=4, method=ParallelConfig(pipeline=2))
     assert model.step_overhead(()) == model.profile.step_seconds
-    assert (step_memory([], 4).lasting > 0).all()
+    assert (step_memory([], 4).persistent > 0).all()
 
 
 @settings(max_examples=30, deadline=None)

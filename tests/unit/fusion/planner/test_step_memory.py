@@ -83,8 +83,8 @@ def test_the_record_that_takes_most_need_not_be_the_longest() -> None:
 def test_what_lasts_goes_by_the_values_that_are_trained() -> None:
     loads = [backbone.load("whole", [8], size=16), backbone.load("less", [8], size=12)]
     tables = backbone.MadeUpTables().memory(Mesh(), "none", [loads[0].signature(SHAPE)])
-    two, one = (StepMemory(tables, own, SHAPE, "cpu").lasting for own in (loads, loads[:1]))
-    more = StepMemory(tables, [loads[0], replace(loads[0], name="again")], SHAPE, "cpu").lasting
+    two, one = (StepMemory(tables, own, SHAPE, "cpu").persistent for own in (loads, loads[:1]))
+    more = StepMemory(tables, [loads[0], replace(loads[0], name="again")], SHAPE, "cpu").persistent
     assert two - one == pytest.approx((more - one) * 12 / 16)
 
 
@@ -95,7 +95,7 @@ def test_a_gpu_needs_more_than_its_tensors() -> None:
     more = StepMemory(tables, [load], SHAPE, "cuda", Allowance.of("cuda", Gpu(), ParallelConfig()))
     assert more.overhead > 500 << 20 and plain.overhead == 0
     assert more.of_chunks([pieces(load)]).kept == pytest.approx(1.07 * plain.of_chunks([pieces(load)]).kept)
-    assert more.lasting == pytest.approx(plain.lasting)
+    assert more.persistent == pytest.approx(plain.persistent)
     assert Allowance.of("cpu", Gpu(), ParallelConfig()) == Allowance()
     alone, pair = (Allowance.of("cuda", Gpu(), ParallelConfig(pipeline=stages)).fixed for stages in (1, 2))
     assert alone > 512 << 20 and pair > alone

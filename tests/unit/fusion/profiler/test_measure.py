@@ -69,8 +69,8 @@ def test_a_layer_takes_what_was_measured(tensor: int, monkeypatch: pytest.Monkey
     device = backbone.profile(LAYERS, tensor_parallel=tensor)
     parallel = SimpleNamespace(tp_size=tensor, world_size=tensor)
     bench: Any = module._Bench.__new__(module._Bench)
-    residence = SimpleNamespace(units={})
-    bench.backbone = SimpleNamespace(shape=backbone.shape(LAYERS), parallel=parallel, residence=residence)
+    offload = SimpleNamespace(groups={})
+    bench.backbone = SimpleNamespace(shape=backbone.shape(LAYERS), parallel=parallel, offload=offload)
     bench.device, bench.dtype, bench.rounds = torch.device("cpu"), torch.float32, 1
     stacks = dict.fromkeys(("attention", "mlp"), [None] * STACK)
     stage = SimpleNamespace(shape=bench.backbone.shape, most_tokens=2048, stacks=stacks, divided=1)
@@ -312,7 +312,7 @@ def test_kernels_are_chosen_by_measurement(
     }
     used.clear()
     adapted = bench.probes.adapters.of(KINDS["LORA"].samples()[0], "linear_qkv", [16], 1)
-    bench.take_turns(adapted)
+    bench.measure_in_rounds(adapted)
     assert set(used) == {"loop"}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.errors import UserError
-from megatron_mux.memory.forms.architecture import Unit, architecture_of
+from megatron_mux.memory.forms.architecture import ParamCounts, architecture_of
 from megatron_mux.memory.forms.method import ParallelConfig, impossible
 from megatron_mux.memory.forms.skeleton import read_architecture
 from megatron_mux.memory.forms.stages import stages
@@ -104,7 +104,7 @@ def test_a_backbone_s_is_the_one_that_is_read_from_the_model_of_transformers(
     if name == "opt":  # its final norm stands before the layers there
         norm = 2 * found.hidden
         behind = replace(wanted.embedding, copied=wanted.embedding.copied - norm)
-        wanted = replace(wanted, embedding=behind, final=wanted.final + Unit(copied=norm))
+        wanted = replace(wanted, embedding=behind, final=wanted.final + ParamCounts(copied=norm))
     assert found == wanted
 
 

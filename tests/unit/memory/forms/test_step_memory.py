@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_mux.choice.engine_step import step_memory
-from megatron_mux.memory.forms.architecture import Unit
+from megatron_mux.memory.forms.architecture import ParamCounts
 from megatron_mux.memory.forms.method import ParallelConfig, impossible, methods
 from megatron_mux.memory.forms.phases import PARTS
 from megatron_mux.memory.forms.recipe import Recipe
@@ -24,7 +24,7 @@ FULL = Recipe(128)
 FROZEN = Recipe(128, adapters=(lora(llama(8)), lora(llama(8), 16, "other")))
 TABLES = TablesByHand(llama(8), FROZEN)
 EXPERTS = replace(
-    llama(8, experts=8, experts_per_token=2), layers=(Unit(200_000, 512, 8 * 3 * 256 * 704),) * 8
+    llama(8, experts=8, experts_per_token=2), layers=(ParamCounts(200_000, 512, 8 * 3 * 256 * 704),) * 8
 )
 
 

@@ -1,8 +1,8 @@
 """The weights of a layer, the embedding or the output layer: in place during use, elsewhere or quantised between uses.
 
-A unit has up to two buffers, which have memory only while they are needed. `FetchedBytes` brings what is kept in host
+A group has up to two buffers, which have memory only while they are needed. `FetchedBytes` brings what is kept in host
 memory or divided over data-parallel ranks; what it brings ahead are quantised bytes, if the weights are quantised.
-`DequantisedWeights` holds the values of the unit that is in use; those of experts are dequantised once rows have
+`DequantisedWeights` holds the values of the group that is in use; those of experts are dequantised once rows have
 selected them.
 """
 
@@ -177,7 +177,7 @@ class DequantisedWeights:
         """Leave parameters out of `fill` from now on.
 
         Args:
-            parameters: Those with the rows of all experts of this rank, one after the other; others of this unit, and
+            parameters: Those with the rows of all experts of this rank, one after the other; others of this group, and
                 those that are not quantised, are left as they are.
 
         Returns:
@@ -234,8 +234,8 @@ class _BeforeBackward(torch.autograd.Function):
         return gradient, None
 
 
-class WeightUnit:
-    """The frozen parameters of a unit: in place during use.
+class WeightGroup:
+    """The frozen parameters of a group: in place during use.
 
     Args:
         fetched: What is kept elsewhere; None: nothing.
@@ -259,11 +259,11 @@ class WeightUnit:
         shares: int,
         offloaded: bool,
         side: SideStream,
-    ) -> WeightUnit:
+    ) -> WeightGroup:
         """Take over filled parameters and quantised matrices.
 
         Args:
-            parameters: Those that are not quantised. They become views of the unit's buffer.
+            parameters: Those that are not quantised. They become views of the group's buffer.
             quantised: The others, with their matrices.
             parallel, shares, offloaded, side: See `FetchedBytes`.
         """

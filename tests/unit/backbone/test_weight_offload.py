@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone, Recompute
-from megatron_mux.backbone.residence import Residence, unit_of
-from megatron_mux.backbone.weight_unit import WeightUnit
+from megatron_mux.backbone.weight_group import WeightGroup
+from megatron_mux.backbone.weight_offload import WeightOffload, weight_group_of
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.runtime import Parallel
 from tests.distributed.test_engine_layouts import cases_of
 from tests.end_to_end.harness import Case, Trained, assert_same, random_records, train
 from tests.end_to_end.held_out import evaluated, make_case, plain
-from tests.weight_units import bytes_of
+from tests.weight_groups import bytes_of
 
 PLANNINGS: dict[str, Callable[[], Planning]] = {
     "whole": lambda: Planning("spatial", 1),
@@ -94,8 +94,8 @@ def test_one_data_parallel_rank_has_nobody_to_share_with(
     checkpoints: Callable[..., Path], parallel: Parallel
 ) -> None:
     path = checkpoints("llama")
-    assert not Backbone.load(path, parallel, residence="sharded").residence.units
-    assert Backbone.load(path, parallel, residence="sharded-offloaded").residence.units
+    assert not Backbone.load(path, parallel, residence="sharded").offload.groups
+    assert Backbone.load(path, parallel, residence="sharded-offloaded").offload.groups
 
 
 def test_a_step_of_a_resident_backbone_asks_nobody_for_weights(
@@ -104,7 +104,7 @@ def test_a_step_of_a_resident_backbone_asks_nobody_for_weights(
     asked: set[str] = set()
 
     def noting(name: str) -> Callable[..., Any]:
-        own = getattr(Residence, name)
+        own = getattr(WeightOffload, name)
 
         def note(*arguments: Any) -> Any:
             asked.add(name)
@@ -113,7 +113,7 @@ def test_a_step_of_a_resident_backbone_asks_nobody_for_weights(
         return note
 
     for name in ("using", "layers"):
-        monkeypatch.setattr(Residence, name, noting(name))
+        monkeypatch.setattr(WeightOffload, name, noting(name))
     path, cases = checkpoints("llama"), cases_of("llama", 96)[:1]
     nothing: set[str] = set()
     for kind, wanted in (("resident", nothing), ("offloaded", {"using", "layers"})):
@@ -125,32 +125,32 @@ def test_a_step_of_a_resident_backbone_asks_nobody_for_weights(
 
 
 def _storages(backbone: Backbone) -> dict[int, int]:
-    """Bytes that each unit's buffer has now."""
+    """Bytes that each group's buffer has now."""
     return {
-        id(unit): bytes_of(unit).whole.untyped_storage().nbytes()
-        for unit in backbone.residence.units.values()
+        id(group): bytes_of(group).whole.untyped_storage().nbytes()
+        for group in backbone.offload.groups.values()
     }
 
 
 @contextmanager
 def _watched(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], list[int]]]:
-    """Which weights were waited for, and how many units had memory each time that one was on its way."""
-    names = {id(unit): str(key) for key, unit in backbone.residence.units.items()}
+    """Which weights were waited for, and how many groups had memory each time that one was on its way."""
+    names = {id(group): str(key) for key, group in backbone.offload.groups.items()}
     used: list[str] = []
     alive: list[int] = []
-    wait, bring = WeightUnit.wait, WeightUnit.bring
+    wait, bring = WeightGroup.wait, WeightGroup.bring
 
-    def waited(unit: WeightUnit) -> None:
-        wait(unit)
-        used.append(names[id(unit)])
+    def waited(group: WeightGroup) -> None:
+        wait(group)
+        used.append(names[id(group)])
 
-    def brought(unit: WeightUnit) -> None:
-        bring(unit)
+    def brought(group: WeightGroup) -> None:
+        bring(group)
         alive.append(sum(size > 0 for size in _storages(backbone).values()))
 
     with monkeypatch.context() as patched:
-        patched.setattr(WeightUnit, "wait", waited)
-        patched.setattr(WeightUnit, "bring", brought)
+        patched.setattr(WeightGroup, "wait", waited)
+        patched.setattr(WeightGroup, "bring", brought)
         yield used, alive
 
 
@@ -183,28 +183,28 @@ def test_names_and_values_are_untouched(checkpoints: Callable[..., Path], parall
     assert found["output_layer.weight"] is found["embedding.word_embeddings.weight"]
     for name, parameter in found.items():
         assert not parameter.requires_grad
-        with away.residence.using(unit_of(name, len(away.layers))):
+        with away.offload.using(weight_group_of(name, len(away.layers))):
             assert torch.equal(parameter, wanted[name]), name
             assert parameter.data_ptr() % 64 == 0, "where torch would put it itself"
     kept = sum(
-        bytes_of(unit).share.nbytes for unit in {id(u): u for u in away.residence.units.values()}.values()
+        bytes_of(group).share.nbytes for group in {id(u): u for u in away.offload.groups.values()}.values()
     )
     size = sum(p.nbytes for p in whole.model.parameters())
-    assert size <= kept <= size + 256 * (len(wanted) + len(away.residence.units))
+    assert size <= kept <= size + 256 * (len(wanted) + len(away.offload.groups))
 
 
 def test_a_second_backward_is_not_taken_for_a_changed_weight(parallel: Parallel) -> None:
     """Autograd keeps views of the buffer; dropping and filling it again must not count as a change in place."""
     weight = torch.nn.Parameter(torch.randn(4, 4), requires_grad=False)
     wanted = weight.clone()
-    residence = Residence("offloaded", parallel)
-    residence.store(0, [weight])
+    offload = WeightOffload("offloaded", parallel)
+    offload.store(0, [weight])
     x = torch.randn(3, 4, requires_grad=True)
-    layers = residence.layers(x, 0)
+    layers = offload.layers(x, 0)
     layers.through(0, lambda h: torch.nn.functional.linear(h, weight) @ weight.t())
     assert weight.untyped_storage().nbytes() == 0
     for _ in range(3):
-        with residence.using(0):
+        with offload.using(0):
             pass
     layers.hidden.sum().backward()
     expected: Tensor = torch.ones(3, 4) @ wanted @ wanted

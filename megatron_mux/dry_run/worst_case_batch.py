@@ -1,4 +1,4 @@
-"""Tasks as a dry run trains them: a few steps, each with the heaviest batch of the task's data, or an upper bound."""
+"""Tasks as a dry run trains them: a few steps, each with the worst-case batch of the task's data, or an upper bound."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Batch:
     labels: tuple[int, ...]
 
 
-def heaviest_batches(
+def worst_case_batches(
     specs: Sequence[TaskSpec], backbone: Path
 ) -> tuple[list[tuple[Batch, Batch | None]], list[str]]:
-    """Find the heaviest batches of tasks.
+    """Find the worst-case batches of tasks.
 
     Args:
         specs: The tasks.
@@ -85,7 +85,7 @@ def heaviest_batches(
 
     for spec in specs:
         try:
-            step = chosen(spec, False, partial(heaviest, spec), longest(spec))
+            step = chosen(spec, False, partial(worst_case, spec), longest(spec))
             evaluation = None
             if spec.eval is not None:
                 bound = longest(spec, -(-TOKENS_PER_PASS // spec.data.max_length))
@@ -113,7 +113,7 @@ def longest(spec: TaskSpec, sequences: int | None = None) -> Batch:
     return Batch(lengths, lengths)
 
 
-def heaviest(spec: TaskSpec, data: RecordLengths) -> Batch:
+def worst_case(spec: TaskSpec, data: RecordLengths) -> Batch:
     """The step's batch with the most tokens, with at least as many labels as any step has.
 
     With too many steps to enumerate, the longest records form the batch.

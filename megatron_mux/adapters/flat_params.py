@@ -1,9 +1,9 @@
-"""The arena of a task's adapter: flat storage of its trained parameters on a rank, with their gradients and copies.
+"""Flat tensors of a task's trained parameters on a rank, with their gradients and copies in the compute dtype.
 
 Parameters are views of one tensor, their gradients views of another, so that sums over ranks, norms, clipping and the
 optimizer's update are operations on a few large tensors, whatever an adapter consists of, and micro-batches add to
-gradients in place. Optimizers keep their moments in the same order. Each task has an arena of its own: tasks come and
-go without moving those of others.
+gradients in place. Optimizers keep their moments in the same order. Each task has flat tensors of its own: tasks come
+and go without moving those of others.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class _Rounded(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
-class Arena:
-    """Flat storage of trained parameters; their `value` becomes a view of it, and has its gradient from the start.
+class FlatParams:
+    """Flat tensors of a task's trained parameters, whose `value` becomes a view of it, and has its gradient from the
+    start.
 
     Parameters that belong together come first in this order: those this stage owns, those whose gradient tensor ranks
     sum, those that weight decay applies to, those this rank owns. Among equals they keep the given order, next to each
@@ -61,7 +62,7 @@ class Arena:
         dtype: torch.dtype,
         compute_dtype: torch.dtype,
     ) -> None:
-        ordered = sorted(parameters, key=lambda own: own[0].precedence)
+        ordered = sorted(parameters, key=lambda pair: pair[0].precedence)
         self._place: dict[str, tuple[int, int]] = {}
         self._ranges: dict[tuple[tuple[str, bool], ...], list[tuple[int, int]]] = {}
         at = 0
@@ -99,29 +100,29 @@ class Arena:
         """A parameter in the compute dtype, through which autograd reaches the parameter."""
         if self.copies is self.values:
             return record.value
-        found: Tensor = _Rounded.apply(record.value, self.copy_of(record))  # type: ignore[no-untyped-call]
-        return found
+        rounded: Tensor = _Rounded.apply(record.value, self.copy_of(record))  # type: ignore[no-untyped-call]
+        return rounded
 
     def ranges(self, **wanted: bool) -> list[tuple[int, int]]:
         """First and one past the last value of each run of parameters with these attributes, such as `partial=True`."""
         key = tuple(wanted.items())
         if key not in self._ranges:  # each step asks for the same ones
             runs = self.runs(lambda record: all(getattr(record, name) == value for name, value in key))
-            self._ranges[key] = [(first, last) for first, last, found in runs if found]
+            self._ranges[key] = [(first, last) for first, last, is_wanted in runs if is_wanted]
         return self._ranges[key]
 
     def runs(self, kind: Callable[[AdapterParameter], Kind]) -> list[tuple[int, int, Kind]]:
         """First and one past the last value of each run of neighbouring parameters of one kind, and the kind."""
-        found: list[tuple[int, int, Kind]] = []
+        runs: list[tuple[int, int, Kind]] = []
         for record in self._records:
             first, last = self._place[record.key]
             last += (first - last) % _ALIGNMENT
-            own = kind(record)
-            if found and found[-1][1:] == (first, own):
-                found[-1] = (found[-1][0], last, own)
+            value = kind(record)
+            if runs and runs[-1][1:] == (first, value):
+                runs[-1] = (runs[-1][0], last, value)
             else:
-                found.append((first, last, own))
-        return found
+                runs.append((first, last, value))
+        return runs
 
     def zero(self) -> None:
         """Make all gradients zero."""

@@ -1,4 +1,4 @@
-"""The heaviest batch of a task, by looking at every step with nothing of ours but the sampler."""
+"""The worst-case batch of a task, by looking at every step with nothing of ours but the sampler."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from megatron_mux.adapters.diff_pruning import freeze_step
 from megatron_mux.data.sampler import Sampler
-from megatron_mux.dry_run import heaviest_batch
-from megatron_mux.dry_run.heaviest_batch import (
+from megatron_mux.dry_run import worst_case_batch
+from megatron_mux.dry_run.worst_case_batch import (
     Batch,
     densest,
-    heaviest,
     longest,
     steps_of,
     task_records,
+    worst_case,
 )
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.tasks.evaluation import TOKENS_PER_PASS
@@ -48,24 +48,24 @@ def test_the_heaviest_batch_is_that_of_a_step_that_is_taken() -> None:
     steps = [sampler.batch(step) for step in range(18)]
     tokens = [sum(int(data.lengths[i]) for i in own) for own in steps]
     labels = [sum(int(data.label_counts[i]) for i in own) for own in steps]
-    found = heaviest(spec, data)
+    found = worst_case(spec, data)
     assert sum(found.lengths) == max(tokens) and len(found.lengths) == 6
     assert sorted(found.lengths) == sorted(int(data.lengths[i]) for i in steps[tokens.index(max(tokens))])
     assert sum(found.labels) >= max(labels)
     assert all(0 < own <= length for own, length in zip(found.labels, found.lengths, strict=True))
-    assert sum(heaviest(_spec(max_steps=1), data).lengths) == tokens[0] < max(tokens)
+    assert sum(worst_case(_spec(max_steps=1), data).lengths) == tokens[0] < max(tokens)
 
 
 def test_of_too_many_steps_the_longest_records_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heaviest_batch, "_MOST_RECORDS", 10)
+    monkeypatch.setattr(worst_case_batch, "_MOST_RECORDS", 10)
     data = _data()
-    found = heaviest(_spec(), data)
+    found = worst_case(_spec(), data)
     assert list(found.lengths) == sorted(data.lengths.tolist())[:-7:-1]
     assert sum(found.labels) == sum(sorted(data.label_counts.tolist())[-6:])
 
 
 def test_a_batch_is_no_larger_than_the_data() -> None:
-    assert len(heaviest(_spec(), _data(4)).lengths) == 4
+    assert len(worst_case(_spec(), _data(4)).lengths) == 4
 
 
 def test_without_data_all_is_as_long_as_it_may_be() -> None:
@@ -75,9 +75,9 @@ def test_without_data_all_is_as_long_as_it_may_be() -> None:
 def test_a_few_steps_in_which_all_happens() -> None:
     pruning = _spec("DIFF_PRUNING", num_train_epochs=1.0)
     one = task_records(pruning, longest(pruning), Batch((48, 40), (20, 10)), 2, 3)
-    assert one.task["training"]["max_steps"] == heaviest_batch.STEPS_THAT_PRUNE
+    assert one.task["training"]["max_steps"] == worst_case_batch.STEPS_THAT_PRUNE
     assert (
-        freeze_step(heaviest_batch.STEPS_THAT_PRUNE) == heaviest_batch.STEPS == 2
+        freeze_step(worst_case_batch.STEPS_THAT_PRUNE) == worst_case_batch.STEPS == 2
     )  # after it there is one more
     assert [steps_of([pruning, _spec()]), steps_of([_spec()])] == [3, 2]
     TaskSpec.model_validate(one.task)

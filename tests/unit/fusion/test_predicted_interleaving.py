@@ -12,7 +12,7 @@ from megatron_mux.fusion.check import check_plan
 from megatron_mux.fusion.graphs.launch_order import LayerCost, PieceCost, decode
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan
-from megatron_mux.fusion.predicted_turns import with_turns
+from megatron_mux.fusion.predicted_interleaving import with_interleaving
 from megatron_mux.fusion.step import bucket_costs, step_template
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.simulate import simulate
@@ -28,7 +28,7 @@ def scheduled(plan: Plan) -> list[TimedAction]:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_the_parts_of_a_pass_are_those_of_its_launch_order(stages: int) -> None:
     plan = planned("kahn", stages, slower=slowness(1 / 2))
-    found = with_turns(scheduled(plan), plan)
+    found = with_interleaving(scheduled(plan), plan)
     passes = [timed for timed in found if timed.parts]
     assert {timed.action.stage for timed in passes} == set(range(stages))
     for timed in passes:
@@ -83,4 +83,4 @@ def test_predictions_for_other_pieces_are_refused() -> None:
 def test_without_launch_orders_nothing_is_added() -> None:
     plan = planned("off", slower=slowness(1 / 2))
     actions = scheduled(plan)
-    assert with_turns(actions, plan) == actions
+    assert with_interleaving(actions, plan) == actions

@@ -1,7 +1,7 @@
 """Where a stage's frozen weights live between uses: in place, divided over data-parallel ranks, in host memory.
 
-A unit is a layer, the embedding or the output layer (`weight_unit.py`). Its weights are in place only while it is in
-use, unless they are resident and not quantised; meanwhile the next unit's bytes are fetched.
+A group is a layer, the embedding or the output layer (`weight_group.py`). Its weights are in place only while it is in
+use, unless they are resident and not quantised; meanwhile the next group's bytes are fetched.
 
 Autograd would need weights in an order that depends on a rank's rows, and data-parallel ranks, whose rows differ, would
 wait for each other. So each layer has a graph of its own, run backward by a function that first fetches the layer's
@@ -20,17 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from megatron_mux.backbone.layer import Layers
-from megatron_mux.backbone.weight_unit import SideStream, WeightUnit
+from megatron_mux.backbone.weight_group import SideStream, WeightGroup
 from megatron_mux.quantised.matrix import QuantisedMatrix
 from megatron_mux.runtime import Parallel
 
 Kind = Literal["resident", "sharded", "offloaded", "sharded-offloaded"]
 Key = int | Literal["embedding", "head"]
-"""A unit of a stage: a layer, by its index in the stage, the embedding or the output layer."""
+"""A group of a stage: a layer, by its index in the stage, the embedding or the output layer."""
 
 
-def unit_of(parameter: str, layers: int) -> Key:
-    """The unit of a parameter of Megatron's `GPTModel`; the final norm belongs to the last layer, if there is one.
+def weight_group_of(parameter: str, layers: int) -> Key:
+    """The group of a parameter of Megatron's `GPTModel`; the final norm belongs to the last layer, if there is one.
 
     Args:
         parameter: Its full name.
@@ -44,11 +44,11 @@ def unit_of(parameter: str, layers: int) -> Key:
     return int(rest[1]) if rest[0] == "layers" else layers - 1
 
 
-class Residence:
+class WeightOffload:
     """Keeps the frozen weights of a stage between uses.
 
     Args:
-        kind: `resident`: on the device, all of them; `sharded`: each data-parallel rank keeps its share of each unit;
+        kind: `resident`: on the device, all of them; `sharded`: each data-parallel rank keeps its share of each group;
             `offloaded`: in host memory; `sharded-offloaded`: each data-parallel rank's share in host memory. With one
             data-parallel rank, its share is everything.
         parallel: Ranks, groups and device of this process.
@@ -56,7 +56,7 @@ class Residence:
     Attributes:
         shares: Number of ranks that keep a share each; 1: each rank keeps everything.
         in_step: Whether data-parallel ranks must make the same passes, because each needs the shares of the others.
-        units: The units that are fetched or dequantised, and dropped; empty if everything stays in place.
+        groups: The groups that are fetched or dequantised, and dropped; empty if everything stays in place.
     """
 
     def __init__(self, kind: Kind, parallel: Parallel) -> None:
@@ -66,7 +66,7 @@ class Residence:
         self._offloaded = kind.endswith("offloaded")
         self._side = SideStream(parallel.device)
         self._anchor = torch.zeros(0, device=parallel.device, requires_grad=True)
-        self.units: dict[Key, WeightUnit] = {}
+        self.groups: dict[Key, WeightGroup] = {}
 
     def store(
         self,
@@ -74,50 +74,50 @@ class Residence:
         parameters: Sequence[nn.Parameter],
         quantised: Sequence[tuple[nn.Parameter, QuantisedMatrix]] = (),
     ) -> None:
-        """Take over parameters as the unit `key`.
+        """Take over parameters as the group `key`.
 
         Args:
-            key: The unit.
+            key: The group.
             parameters: Those that are not quantised, filled.
             quantised: The others, empty, with their matrices.
         """
         if self.shares > 1 or self._offloaded or quantised:
-            self.units[key] = WeightUnit.of(
+            self.groups[key] = WeightGroup.of(
                 parameters, quantised, self.parallel, self.shares, self._offloaded, self._side
             )
 
     def tie(self, key: Key, other: Key) -> None:
-        """Make `key` another name of the unit `other`, which has the same weights."""
-        if other in self.units:
-            self.units[key] = self.units[other]
+        """Make `key` another name of the group `other`, which has the same weights."""
+        if other in self.groups:
+            self.groups[key] = self.groups[other]
 
     @contextmanager
     def using(self, key: Key, following: Key | None = None) -> Iterator[None]:
-        """Context in which the weights of a unit are in place.
+        """Context in which the weights of a group are in place.
 
         Args:
-            key: The unit.
-            following: The unit that is needed next: fetched meanwhile.
+            key: The group.
+            following: The group that is needed next: fetched meanwhile.
         """
-        unit = self.units.get(key)
-        if unit is None:
+        group = self.groups.get(key)
+        if group is None:
             yield
             return
-        unit.wait()
-        unit.uses += 1
-        if following in self.units:
-            self.units[following].bring()
+        group.wait()
+        group.uses += 1
+        if following in self.groups:
+            self.groups[following].bring()
         try:
             yield
         finally:
-            unit.uses -= 1
-            if not unit.uses:
-                unit.drop()
+            group.uses -= 1
+            if not group.uses:
+                group.drop()
 
     def abandon(self) -> None:
         """Drop all weights, fetched or being fetched, after a pass was interrupted."""
-        for unit in self.units.values():
-            unit.abandon()
+        for group in self.groups.values():
+            group.abandon()
 
     def layers(self, hidden: Tensor, trained_from: int) -> Layers:
         """Begin a pass through the layers of the stage, whose weights are fetched for it.
@@ -135,29 +135,29 @@ class Residence:
 
 
 class _FetchedLayers(Layers):
-    """See `Residence.layers`."""
+    """See `WeightOffload.layers`."""
 
-    def __init__(self, residence: Residence, hidden: Tensor, trained_from: int) -> None:
+    def __init__(self, offload: WeightOffload, hidden: Tensor, trained_from: int) -> None:
         super().__init__(hidden)
-        self._residence = residence
+        self._offload = offload
         self._trained_from = trained_from
         self._needed = hidden.requires_grad  # for its value, not only because ranks keep in step
 
     def through(self, key: int, compute: Callable[[Tensor], Tensor]) -> None:
         """Run the stage's layer `key` by calling `compute` with its weights in place."""
-        residence = self._residence
-        following: Key = key + 1 if key + 1 in residence.units else "head"
+        offload = self._offload
+        following: Key = key + 1 if key + 1 in offload.groups else "head"
         trained = torch.is_grad_enabled() and (key >= self._trained_from or self.hidden.requires_grad)
         if not trained:
-            with residence.using(key, following):
+            with offload.using(key, following):
                 self.hidden = compute(self.hidden)
             return
         before = key - 1 if self.hidden.requires_grad and key else None
         own = self.hidden.detach().requires_grad_(self._needed)
-        with residence.using(key, following):
+        with offload.using(key, following):
             output = compute(own)
         self._needed = output.requires_grad
-        self.hidden = residence.joined(self.hidden, _Layer(residence, key, before, own, output))
+        self.hidden = offload.joined(self.hidden, _Layer(offload, key, before, own, output))
 
 
 @dataclass
@@ -170,7 +170,7 @@ class _Layer:
         output: Its output; needs a gradient only if the layer's adapters or the input do.
     """
 
-    residence: Residence
+    offload: WeightOffload
     key: int
     before: int | None
     own: Tensor
@@ -178,7 +178,7 @@ class _Layer:
 
     def backward(self, gradient: Tensor | None) -> Tensor | None:
         """Back-propagate to the adapters; returns the input's gradient, None for zero."""
-        with self.residence.using(self.key, self.before):
+        with self.offload.using(self.key, self.before):
             if gradient is not None and self.output.requires_grad:
                 torch.autograd.backward((self.output,), (gradient,))
         return self.own.grad

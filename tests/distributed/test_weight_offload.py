@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone, Recompute, load_stages
-from megatron_mux.backbone.residence import Kind
 from megatron_mux.backbone.split import Split
-from megatron_mux.backbone.weight_unit import WeightUnit
+from megatron_mux.backbone.weight_group import WeightGroup
+from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.engine import Engine, EvalResult
 from megatron_mux.engine.evaluation import evaluator
 from megatron_mux.runtime import Parallel
@@ -26,7 +26,7 @@ from tests import tiny_models
 from tests.distributed.test_engine_layouts import Layout, planning_of
 from tests.end_to_end.harness import Case, random_records, relative
 from tests.end_to_end.held_out import COUNT, classified, evaluated, make_case, plain, uneven
-from tests.weight_units import bytes_of
+from tests.weight_groups import bytes_of
 
 LAYOUTS: dict[str, Layout] = {
     "DP4": Layout(1, 1),
@@ -102,8 +102,8 @@ def _train(
     taken = [engine.step()]
     while len(taken) < STEPS:
         taken += engine.steps(STEPS - len(taken))
-    units = [unit for stage in stages for unit in stage.residence.units.values()]
-    assert {bytes_of(unit).whole.untyped_storage().nbytes() for unit in units} <= {0}
+    groups = [group for stage in stages for group in stage.offload.groups.values()]
+    assert {bytes_of(group).whole.untyped_storage().nbytes() for group in groups} <= {0}
     tensors = {case.name: engine.adapter_tensors(case.name) or {} for case in cases}
     losses = [{name: (r.loss, r.grad_norm) for name, r in step.items()} for step in taken]
     return losses, {f"{name}/{key}": tensor for name, own in tensors.items() for key, tensor in own.items()}
@@ -183,17 +183,17 @@ def test_an_evaluation_finds_the_same(
 def test_a_rank_keeps_its_share_alone(
     kind: Kind, path: Path, joined: Callable[..., Parallel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between steps a fourth of the weights, and what fills each unit up; during a step two units more."""
+    """Between steps a fourth of the weights, and what fills each group up; during a step two groups more."""
     parallel = joined(1, 1)
     whole = Backbone.load(path, parallel, torch.float64)
     backbone = Backbone.load(path, parallel, torch.float64, residence=kind)
-    units = list({id(unit): unit for unit in backbone.residence.units.values()}.values())
+    groups = list({id(group): group for group in backbone.offload.groups.values()}.values())
     parameters = list(whole.model.parameters())
-    size, filling = sum(p.nbytes for p in parameters), 256 * (len(parameters) + 4 * len(units))
+    size, filling = sum(p.nbytes for p in parameters), 256 * (len(parameters) + 4 * len(groups))
     problems = []
     if (
         not size
-        <= 4 * sum(bytes_of(unit).share.untyped_storage().nbytes() for unit in units)
+        <= 4 * sum(bytes_of(group).share.untyped_storage().nbytes() for group in groups)
         <= size + filling
     ):
         problems.append("the shares are not a fourth")
@@ -201,14 +201,14 @@ def test_a_rank_keeps_its_share_alone(
     if sum(alive.values()):
         problems.append("weights are in memory between steps")
     most = 0
-    bring = WeightUnit.bring
+    bring = WeightGroup.bring
 
-    def brought(unit: WeightUnit) -> None:
+    def brought(group: WeightGroup) -> None:
         nonlocal most
-        bring(unit)
-        most = max(most, sum(bytes_of(u).whole.untyped_storage().nbytes() > 0 for u in units))
+        bring(group)
+        most = max(most, sum(bytes_of(u).whole.untyped_storage().nbytes() > 0 for u in groups))
 
-    monkeypatch.setattr(WeightUnit, "bring", brought)
+    monkeypatch.setattr(WeightGroup, "bring", brought)
     engine = Engine(backbone, parallel)
     engine.register_tasks([case.task for case in _cases()[:2]])
     engine.step()

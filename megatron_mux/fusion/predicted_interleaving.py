@@ -10,7 +10,7 @@ from megatron_mux.fusion.plan import Bucket, Plan
 from megatron_mux.pipeline.action import TimedAction, TimedPart
 
 
-def with_turns(actions: Iterable[TimedAction], plan: Plan) -> list[TimedAction]:
+def with_interleaving(actions: Iterable[TimedAction], plan: Plan) -> list[TimedAction]:
     """Add pieces and messages to the passes of a simulated schedule.
 
     The predictions are for the pass with the most batches of its bucket. They are stretched to the time of each pass,
@@ -21,18 +21,18 @@ def with_turns(actions: Iterable[TimedAction], plan: Plan) -> list[TimedAction]:
         plan: What it follows.
     """
     known: dict[tuple[int, int, bool], list[TimedPart]] = {}
-    found = []
+    drawn = []
     for timed in actions:
         action = timed.action
         bucket = plan.buckets[action.bucket % len(plan.buckets)]
         if not (action.is_pass and bucket.launch and bucket.turns):
-            found.append(timed)
+            drawn.append(timed)
             continue
         key = (action.bucket % len(plan.buckets), action.stage, action.is_backward)
         if key not in known:
             known[key] = _parts(bucket, action.stage, action.is_backward)
-        found.append(replace(timed, parts=_stretched(known[key], timed)))
-    return found
+        drawn.append(replace(timed, parts=_stretched(known[key], timed)))
+    return drawn
 
 
 def _parts(bucket: Bucket, stage: int, backward: bool) -> list[TimedPart]:
@@ -41,9 +41,9 @@ def _parts(bucket: Bucket, stage: int, backward: bool) -> list[TimedPart]:
     order = decode(launch.backward if backward else launch.forward)
     passes = turns.backward if backward else turns.forward
     layers = turns.layers[:: -1 if backward else 1]
-    timeline = simulate([own.chain(layers, layers) for own in passes], order, turns.share)
+    timeline = simulate([p.chain(layers, layers) for p in passes], order, turns.share)
     # Mostly the loss head: behind the layers forward, before them backward.
-    outside = sum(own.outside for own in passes)
+    outside = sum(p.outside for p in passes)
     whole, before = outside + timeline.seconds or 1.0, outside if backward else 0.0
     halves = 2 if bucket.halves else 1
 
