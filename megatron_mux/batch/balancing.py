@@ -237,7 +237,7 @@ def balanced_rows(
 
     Args:
         arrays: Of the chunk; those of `BalancedSequences.arrays` among them if some rows count.
-        loads: That of the micro-batch, if an earlier chunk has made it.
+        loads: Those of the micro-batch, if an earlier chunk has made it.
     """
     if "balanced_numbers" not in arrays:
         return NoBalancedRows(loads)

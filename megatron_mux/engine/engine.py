@@ -85,7 +85,7 @@ class Engine:
         )
         self._forward = ForwardPasses(self.stages, parallel, self.communicator, self._trials)
         self._tasks: dict[str, TaskState] = {}
-        ask_for_lowest_adapter(own, parallel, self._lowest_adapter)
+        ask_for_lowest_adapter(stages, parallel, self._lowest_adapter)
 
     def _lowest_adapter(self, _: Backbone) -> int:
         """The lowest layer in which some task has an adapter."""
