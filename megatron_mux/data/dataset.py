@@ -16,16 +16,17 @@ import numpy as np
 from megatron_mux.data.messages import Messages
 from megatron_mux.data.mixture import Mixing
 from megatron_mux.data.preference_file import PreferenceDataset
-from megatron_mux.data.record_file import RecordFile
+from megatron_mux.data.record_file import RecordFile, changed, opened_source
 from megatron_mux.data.records import PromptCompletion, Record
 from megatron_mux.data.section import DataSource
-from megatron_mux.data.token_cache import Cut
-from megatron_mux.data.tokenise import Example, Tokeniser
+from megatron_mux.data.token_cache import Cut, Usable
+from megatron_mux.data.tokenise import Example, Tokeniser, kept_part
 from megatron_mux.data.tokenised_file import (
     Progress,
     Reading,
     TokenisedFile,
     as_source,
+    check_tokens,
     progress_lines,
     tokenise_file,
 )
@@ -43,8 +44,8 @@ MAX_DISTINCT = 128
 class TaskDataset:
     """The usable records of a source, or of several that are mixed, by number: those with a label after the cut.
 
-    A source is tokenised when it is first opened (see `tokenise_file`); its tokens are then mapped into memory. Files
-    are kept open: replacing them by others does not disturb a run.
+    A source is tokenised when it is first opened (see `tokenise_file`); its tokens are then mapped into memory, and its
+    files kept open, once for all data sets of this process that read it (see `opened_source`).
 
     Args:
         source: The path of a file, or a source, or the sources of a mixture.
@@ -86,34 +87,33 @@ class TaskDataset:
         if tokenised is None:
             tokenised = [tokenise_file(one, tokenizer, cache, progress) for one in sources]
         self.tokenised = (tokenised,) if isinstance(tokenised, TokenisedFile) else tuple(tokenised)
-        self._files: list[RecordFile] = []
-        try:
-            for one, made in zip(sources, self.tokenised, strict=True):
-                self._files.append(RecordFile(one, made, self._tokeniser))
-            usable = [file.entry.usable(max_length, truncation_side) for file in self._files]
-            self.cut = sum((file.entry.cut(max_length, truncation_side) for file in self._files), Cut())
-            self.dropped = self.cut.empty + self.cut.emptied
-            empty = [file for file, (own, _, _) in zip(self._files, usable, strict=True) if not len(own)]
-            if empty:
-                raise UserError(*(self._nothing_to_learn(file) for file in empty))
-        except BaseException:
-            self.close()
-            raise
-        numbers, lengths, labels = (np.concatenate(parts) for parts in zip(*usable, strict=True))
-        owners = np.repeat(np.arange(len(usable), dtype=np.int16), [len(numbers) for numbers, _, _ in usable])
+        self._sources = sources
+        self._files = [opened_source(*pair) for pair in zip(sources, self.tokenised, strict=True)]
+        usable = [file.entry.usable(max_length, truncation_side) for file in self._files]
+        self._usable = usable  # equal cuts of a source share their arrays as long as someone holds them
+        self.cut = sum((own.cut for own in usable), Cut())
+        self.dropped = self.cut.empty + self.cut.emptied
+        pairs = list(zip(self._files, usable, strict=True))
+        if empty := [self._nothing_to_learn(*pair) for pair in pairs if not len(pair[1].numbers)]:
+            raise UserError(*empty)
+        if len(usable) == 1:  # shared with the other data sets of this source
+            numbers, lengths, labels = usable[0].numbers, usable[0].lengths, usable[0].label_counts
+            owners = np.broadcast_to(np.int16(0), numbers.shape)
+        else:
+            columns = [(own.numbers, own.lengths, own.label_counts) for own in usable]
+            numbers, lengths, labels = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+            owners = np.repeat(np.arange(len(usable), dtype=np.int16), [len(own.numbers) for own in usable])
+        self._mixed = None
         if mixing is not None:
-            order = mixing.order([len(numbers) for numbers, _, _ in usable])
+            order = mixing.order([len(own.numbers) for own in usable])
             numbers, lengths, labels, owners = numbers[order], lengths[order], labels[order], owners[order]
-        self._mixed = None if mixing is None else hashlib.sha256(order.tobytes()).hexdigest()
+            self._mixed = hashlib.sha256(order.tobytes()).hexdigest()
         self._numbers, self._owners, self.lengths, self.label_counts = numbers, owners, lengths, labels
 
-    def _nothing_to_learn(self, file: RecordFile) -> str:
+    def _nothing_to_learn(self, file: RecordFile, usable: Usable) -> str:
         """The problem with a file of which no record is usable."""
-        count, lost = (
-            file.entry.records,
-            file.entry.cut(self.max_length, self._tokeniser.truncation_side).emptied,
-        )
-        if lost:
+        count = file.entry.records
+        if usable.cut.emptied:
             return (
                 f"{file.label}: none of its {count} records has a token to learn within data.max_length "
                 f"{self.max_length}: raise it, or give the records something to learn"
@@ -131,9 +131,9 @@ class TaskDataset:
             UserError: Names the first one of each source by file and row.
         """
         problems: list[str] = []
-        for file in self._files:
+        for source, file in zip(self._sources, self._files, strict=True):
             try:
-                file.check_tokens(rows)
+                check_tokens(file.entry, source, self.tokenizer, rows)
             except UserError as error:
                 problems += error.problems
         if problems:
@@ -151,7 +151,7 @@ class TaskDataset:
             UserError: The file was changed while in use.
         """
         file, row = self._find(number)
-        return file.example(row)
+        return file.example(row, self._tokeniser)
 
     def uncut(self, number: int) -> tuple[Example, slice]:
         """The example of a record uncut, and which part of it is left after the cut.
@@ -161,7 +161,9 @@ class TaskDataset:
             UserError: The file was changed while in use.
         """
         file, row = self._find(number)
-        return file.uncut(row)
+        file.example(row, self._tokeniser)  # refuses a file that was changed
+        whole = Example(*file.entry.read(row, None), None)
+        return whole, kept_part(len(whole.tokens), self.max_length, self._tokeniser.truncation_side)
 
     def record(self, number: int) -> Record:
         """A record as it stands in the file.
@@ -183,9 +185,10 @@ class TaskDataset:
         file, row = self._find(number)
         record = file.record(row)
         if not isinstance(record, PromptCompletion) or record.completion not in self.distinct_completions:
-            raise file.changed()
-        examples = [file.encode(replace(record, completion=text)) for text in self.distinct_completions]
-        return examples, self.distinct_completions.index(record.completion)
+            raise changed(file.label)
+        texts = self.distinct_completions
+        examples = [file.encode(replace(record, completion=text), self._tokeniser) for text in texts]
+        return examples, texts.index(record.completion)
 
     @cached_property
     def distinct_completions(self) -> list[str] | None:
@@ -221,9 +224,8 @@ class TaskDataset:
         return hashlib.sha256(json.dumps([prints, self._mixed]).encode()).hexdigest()
 
     def close(self) -> None:
-        """Close the files; the data set is of no use afterwards."""
-        for file in self._files:
-            file.close()
+        """Let go of the files, which are closed unless others read them; the data set is of no use afterwards."""
+        self._files.clear()
 
     def _find(self, number: int) -> tuple[RecordFile, int]:
         """The source of a record, and its row in the source's cache entry."""

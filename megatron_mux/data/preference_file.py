@@ -71,9 +71,9 @@ class PreferenceDataset:
         self.end_of_sequence = int(tokenizer.eos_token_id)
         tokenised = tokenised or tokenise_file(given, tokenizer, cache, loss=loss)
         self._entry = opened_entry(tokenised, self.path)
-        numbers, lengths, counts = self._entry.usable(max_length)
+        usable = self._entry.usable(max_length)
         fits = np.zeros(self._entry.records, np.bool_)
-        fits[numbers] = True
+        fits[usable.numbers] = True
         whole = fits.reshape(-1, self.together).all(axis=1)
         self._numbers = np.flatnonzero(np.repeat(whole, self.together))
         self.dropped = int((~whole).sum())
@@ -82,11 +82,11 @@ class PreferenceDataset:
                 f"{self.path}: none of its {self.dropped} records has a completion that begins within "
                 f"data.max_length {max_length}: raise it"
             )
-        chosen = np.searchsorted(numbers, self._numbers)
-        self.lengths, self.completion_counts = lengths[chosen], counts[chosen]
+        chosen = np.searchsorted(usable.numbers, self._numbers)
+        self.lengths, self.completion_counts = usable.lengths[chosen], usable.label_counts[chosen]
         self.starts = self.lengths - self.completion_counts
         self.label_counts = self.completion_counts.copy()
-        self.cut = self._cut()
+        self.cut = self._cut(usable.cut.labels)
         if loss == "orpo":
             self.label_counts[0::2] = self.lengths[0::2] - 1
 
@@ -123,9 +123,8 @@ class PreferenceDataset:
             return np.equal(np.arange(len(self)) % 2, 0)
         return np.equal(self._entry.completions(self._numbers), np.uint64(digest(DESIRABLE)))
 
-    def _cut(self) -> Cut:
+    def _cut(self, labels: int) -> Cut:
         longest = self._entry.lengths.reshape(-1, self.together).max(axis=1)
-        labels = self._entry.cut(self.max_length).labels
         lost = labels - int(self.completion_counts.sum())
         longer = int((longest > self.max_length).sum())
         return Cut(len(longest), longer, 0, self.dropped, labels, lost, self._entry.notes)

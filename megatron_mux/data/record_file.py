@@ -1,9 +1,10 @@
-"""The tokens of one source, and its records as they stand in the files."""
+"""The tokens of one source, and its records as they stand in the files: opened once for all tasks of a process."""
 
 from __future__ import annotations
 
 import os
 import threading
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 
@@ -12,64 +13,79 @@ from megatron_mux.data.records import Record
 from megatron_mux.data.section import DataSource
 from megatron_mux.data.sources.selection import FILE_BITS, Selection
 from megatron_mux.data.sources.source import stamp_of
-from megatron_mux.data.tokenise import Example, Tokeniser, kept_part
-from megatron_mux.data.tokenised_file import TokenisedFile, check_tokens, opened_entry
+from megatron_mux.data.tokenise import Example, Tokeniser
+from megatron_mux.data.tokenised_file import TokenisedFile, opened_entry
 from megatron_mux.errors import UserError
+
+_opened: WeakValueDictionary[tuple[str, TokenisedFile], RecordFile] = WeakValueDictionary()
+_opening = threading.Lock()
+
+
+def opened_source(source: DataSource, tokenised: TokenisedFile) -> RecordFile:
+    """The one reader of a source in this process, for as long as anything holds it.
+
+    Args:
+        source: What a task file says.
+        tokenised: Where its tokens are.
+
+    Raises:
+        UserError: The files cannot be read, or are not those that were tokenised.
+    """
+    with _opening:
+        # By the files that the paths name now: those of a reader that is open may have been replaced since.
+        selection = Selection(source)
+        key = source.model_dump_json(), tokenised
+        known = _opened.get(key)
+        if known is None and selection.stamps == tokenised.stamps:
+            known = _opened[key] = RecordFile(selection, tokenised)
+            return known
+        selection.close()
+        if known is None or selection.stamps != tokenised.stamps:
+            raise changed(selection.label)
+        return known
 
 
 class RecordFile:
     """A tokenised source, its files kept open: replacing them by others does not disturb a run.
 
+    The files are closed once nobody holds this any more.
+
     Args:
-        source: What a task file says.
+        selection: Its files.
         tokenised: Where its tokens are.
-        tokeniser: Made those, cut as they are read.
 
     Attributes:
         entry: The tokens.
 
     Raises:
-        UserError: The files cannot be read, or are not those that were tokenised.
+        UserError: The tokens are there no longer.
     """
 
-    def __init__(self, source: DataSource, tokenised: TokenisedFile, tokeniser: Tokeniser) -> None:
-        self.label = source.label
-        self._source = source
-        self._tokeniser = tokeniser
+    def __init__(self, selection: Selection, tokenised: TokenisedFile) -> None:
+        self.label = selection.label
+        self._selection = selection
+        finalize(self, selection.close)
         self.entry = opened_entry(tokenised, self.label)
-        self._selection = Selection(source)
-        if self._selection.stamps != tokenised.stamps:
-            self.close()
-            raise self.changed()
-        self._opened = [(file.file.fileno(), file.stamp) for file in self._selection.files]
+        self._files = [(file.file.fileno(), file.stamp) for file in selection.files]
         self._lock = threading.Lock()
 
-    def example(self, row: int) -> Example:
+    def example(self, row: int, tokeniser: Tokeniser) -> Example:
         """A record's example, without its completion's text.
 
+        Args:
+            row: Of the entry.
+            tokeniser: Says where it is cut.
+
         Raises:
             UserError: Its file was changed while in use.
         """
-        limit, side = self._tokeniser.max_length, self._tokeniser.truncation_side
-        assert limit is not None
-        tokens, labelled = self.entry.read(row, limit, side)
-        descriptor, stamp = self._opened[self.entry.place(row) >> FILE_BITS]
+        tokens, labelled = self.entry.read(row, tokeniser.max_length, tokeniser.truncation_side)
+        descriptor, stamp = self._files[self.entry.place(row) >> FILE_BITS]
         if stamp_of(os.fstat(descriptor)) != stamp:
-            again = self.encode(self.record(row))
+            again = self.encode(self.record(row), tokeniser)
             if not np.array_equal(again.tokens, tokens):
-                raise self.changed()
+                raise changed(self.label)
         return Example(tokens, labelled, None)
-
-    def uncut(self, row: int) -> tuple[Example, slice]:
-        """A record's example uncut, and the part of it that `example` gives.
-
-        Raises:
-            UserError: Its file was changed while in use.
-        """
-        self.example(row)  # refuses a file that was changed
-        whole = Example(*self.entry.read(row, None), None)
-        limit, side = self._tokeniser.max_length, self._tokeniser.truncation_side
-        return whole, kept_part(len(whole.tokens), limit, side)
 
     def record(self, row: int) -> Record:
         """A record as it stands in its file.
@@ -81,29 +97,20 @@ class RecordFile:
             with self._lock:
                 return self._selection.record(self.entry.place(row))
         except (OSError, BadRecordError) as error:
-            raise self.changed() from error
+            raise changed(self.label) from error
 
-    def encode(self, record: Record) -> Example:
+    def encode(self, record: Record, tokeniser: Tokeniser) -> Example:
         """Tokenise a record again.
 
         Raises:
             UserError: It cannot be: the file was changed while in use.
         """
         try:
-            return self._tokeniser.encode(record)
+            return tokeniser.encode(record)
         except BadRecordError as error:
-            raise self.changed() from error
+            raise changed(self.label) from error
 
-    def check_tokens(self, rows: int) -> None:
-        """See the function of that name."""
-        check_tokens(self.entry, self._source, self._tokeniser.tokenizer, rows)
 
-    def close(self) -> None:
-        """Close the files."""
-        self._selection.close()
-
-    def changed(self) -> UserError:
-        """The error for files that no longer hold what was tokenised."""
-        return UserError(
-            f"{self.label}: was changed while in use: leave data files alone while tasks learn from them"
-        )
+def changed(label: str) -> UserError:
+    """The error for files that no longer hold what was tokenised."""
+    return UserError(f"{label}: was changed while in use: leave data files alone while tasks learn from them")

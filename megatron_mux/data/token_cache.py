@@ -9,18 +9,21 @@ Records are kept uncut: an entry serves every maximum length.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import tempfile
+import threading
 import time
 from array import array
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +33,8 @@ from megatron_mux.files import cache_directory, sync_directory, write
 
 _FORMAT = 3
 _META, _TOKENS, _INDEX, _SPANS = "meta.json", "tokens.bin", "index.bin", "spans.bin"
+DIGESTS = "digests"
+"""Directory beside the entries: what is known of data files (`data.digests`)."""
 
 # One row per record, in the order of the files, and a last row with the ends: the record's place (`Selection.record`),
 # its first token, its first span of labels, and a digest of its completion (0 where the record has none).
@@ -106,8 +111,24 @@ class Cut:
         return Cut(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
 
+@dataclass(frozen=True, eq=False)
+class Usable:
+    """The records of an entry that have a label within the tokens that are left after a cut.
+
+    Attributes:
+        numbers: `[n]` int64, in the entry.
+        lengths, label_counts: `[n]` int32, tokens and labels of each after the cut.
+        cut: What was lost.
+    """
+
+    numbers: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int32]
+    label_counts: npt.NDArray[np.int32]
+    cut: Cut
+
+
 class TokenCacheEntry:
-    """A tokenised file, opened for reading.
+    """A tokenised file, opened for reading; `open_entry` shares one among the tasks of a process.
 
     Args:
         directory: Of the entry.
@@ -135,53 +156,41 @@ class TokenCacheEntry:
         self._rows = _map(directory / _INDEX, _ROW, self.records + 1)
         self._spans = _map(directory / _SPANS, _SPAN, meta["spans"])
         self._tokens = _map(directory / _TOKENS, _TOKEN, meta["tokens"])
-        with suppress(OSError):  # another user's, perhaps: it only tells that the entry is in use
-            os.utime(directory / _META)
+        self._usable: WeakValueDictionary[tuple[int, str], Usable] = WeakValueDictionary()
 
-    def usable(
-        self, max_length: int, truncation_side: str = "right"
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """The records that have a label within the `max_length` tokens that are left after the cut.
+    def usable(self, max_length: int, truncation_side: str = "right") -> Usable:
+        """The records that have a label left after they are cut to `max_length`; equal cuts share the arrays."""
+        found = self._usable.get((max_length, truncation_side))
+        if found is None:
+            found = self._usable[max_length, truncation_side] = self._cut(max_length, truncation_side)
+        return found
 
-        Returns:
-            `[n]` each: their numbers in the entry; tokens, and labels, of each after the cut.
-        """
-        whole = self.lengths
+    def _cut(self, max_length: int, truncation_side: str) -> Usable:
+        whole, nothing = self.lengths, np.zeros(self.records, np.int64)
         lengths = np.minimum(whole, max_length)
-        # The first token that is left is no label, since nothing precedes it.
-        first = (
-            np.where(whole > max_length, whole - max_length + 1, 0)
-            if truncation_side == "left"
-            else 0 * whole
+        before = self._labels(nothing, whole)
+        if truncation_side == "left":
+            # The first token that is left is no label, since nothing precedes it.
+            after = self._labels(np.where(whole > max_length, whole - max_length + 1, 0), whole)
+        else:
+            after = self._labels(nothing, lengths)
+        numbers = np.flatnonzero(after)
+        cut = Cut(
+            self.records,
+            int((whole > max_length).sum()),
+            int((before == 0).sum()),
+            int(((before > 0) & (after == 0)).sum()),
+            int(before.sum()),
+            int((before - after).sum()),
+            self.notes,
         )
-        last = whole if truncation_side == "left" else lengths
-        labels = self._labels(first, last)
-        numbers = np.flatnonzero(labels)
-        return numbers, lengths[numbers].astype(np.int32), labels[numbers].astype(np.int32)
+        return Usable(numbers, lengths[numbers].astype(np.int32), after[numbers].astype(np.int32), cut)
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """`[n]`, tokens of all records, uncut."""
         found: npt.NDArray[np.int64] = np.diff(self._rows["token"])
         return found
-
-    def cut(self, max_length: int, truncation_side: str = "right") -> Cut:
-        """What is lost by cutting records to `max_length`."""
-        whole = self.lengths
-        before = self._labels(0 * whole, whole)
-        after = np.zeros_like(before)
-        numbers, _, labels = self.usable(max_length, truncation_side)
-        after[numbers] = labels
-        emptied = (before > 0) & (after == 0)
-        return Cut(
-            self.records,
-            int((whole > max_length).sum()),
-            int((before == 0).sum()),
-            int(emptied.sum()),
-            int(before.sum()),
-            int((before - after).sum()),
-            self.notes,
-        )
 
     def _labels(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Labels of each record between a first token and the one after the last."""
@@ -308,7 +317,7 @@ class TokenCacheWriter:
         try:
             os.rename(self._partial, final)
         except OSError:
-            if _is_whole(final):
+            if known_entry(final):
                 return final  # another process was faster
             shutil.rmtree(final, ignore_errors=True)  # damaged
             os.rename(self._partial, final)
@@ -317,17 +326,59 @@ class TokenCacheWriter:
         return final
 
 
-def _is_whole(directory: Path) -> bool:
+_opened: WeakValueDictionary[tuple[str, int], TokenCacheEntry] = WeakValueDictionary()
+_opening = threading.Lock()
+
+
+def open_entry(directory: Path) -> TokenCacheEntry:
+    """The entry in a directory, which is mapped once however many tasks of this process read it.
+
+    Raises:
+        OSError, ValueError, KeyError: See `TokenCacheEntry`.
+    """
+    with _opening:
+        key = str(directory), os.stat(directory / _TOKENS).st_ino
+        entry = _opened.get(key)
+        if entry is None:
+            entry = _opened[key] = TokenCacheEntry(directory)
+    with suppress(OSError):  # another user's, perhaps: it only tells that the entry is in use
+        os.utime(directory / _META)
+    return entry
+
+
+def known_entry(directory: Path) -> TokenCacheEntry | None:
+    """The same, or None if there is no whole entry."""
     try:
-        TokenCacheEntry(directory)
+        return open_entry(directory)
     except (OSError, ValueError, KeyError):
-        return False
-    return True
+        return None
+
+
+@contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """Keep other processes of this host from doing the same; where files cannot be locked, they may."""
+    handle = None
+    with suppress(OSError):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        handle = open(lock, "w")  # noqa: SIM115 (closed below)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            # Whoever waits for it holds the file itself, and finds the result in the cache.
+            with suppress(OSError):
+                lock.unlink(missing_ok=True)
+            handle.close()
 
 
 def _remove_unused(directory: Path) -> None:
     """Remove entries that nobody has opened for long, and what killed processes left."""
     now = time.time()
+    with suppress(OSError):  # there is none before a first file is remembered
+        for known in (directory / DIGESTS).iterdir():
+            if now - known.stat().st_mtime > _UNUSED_SECONDS:
+                known.unlink()
     for entry in directory.iterdir():
         partial = entry.name.startswith(".partial-")
         with suppress(OSError):
@@ -337,12 +388,18 @@ def _remove_unused(directory: Path) -> None:
 
 
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
-    """An array of a file, mapped into memory."""
-    if path.stat().st_size != count * dtype.itemsize:
+    """An array of a file, mapped into memory; unlike `numpy.memmap`, torch keeps no descriptor for that."""
+    import torch
+
+    size = count * dtype.itemsize
+    if path.stat().st_size != size:
         raise ValueError(f"{path}: is damaged: its size is not what the entry says")
-    if not count:  # an empty file cannot be mapped
+    if not size:  # an empty file cannot be mapped
         return np.zeros(count, dtype)
-    return np.asarray(np.memmap(path, dtype.base, "r", shape=(count, *dtype.shape)))
+    mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy()
+    mapped.flags.writeable = False
+    found: npt.NDArray[Any] = mapped.view(dtype.base).reshape(count, *dtype.shape)
+    return found
 
 
 def digest(text: str | None) -> int:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_mux.data.bad_record import BadRecordError, UnusableRecordError
+from megatron_mux.data.digests import file_digest
 from megatron_mux.data.row_reader import RowReader, reader_of
 from megatron_mux.data.section import DataSource
 from megatron_mux.data.sources.selection import Selection
 from megatron_mux.data.sources.source import Row, Stamp
-from megatron_mux.data.token_cache import TokenCacheEntry, TokenCacheWriter, token_cache_directory
+from megatron_mux.data.token_cache import (
+    TokenCacheEntry,
+    TokenCacheWriter,
+    alone,
+    known_entry,
+    open_entry,
+    token_cache_directory,
+)
 from megatron_mux.data.tokenise import Example
 from megatron_mux.data.tokenizer import tokenizer_fingerprint
 from megatron_mux.errors import UserError
@@ -92,14 +99,14 @@ def tokenise_file(
     directory = token_cache_directory(cache)
     selection = Selection(as_source(source))
     try:
-        fingerprint = selection.fingerprint()
+        fingerprint = selection.fingerprint(partial(file_digest, directory))
         name = f"{fingerprint[:32]}-{tokenizer_fingerprint(tokenizer)[:16]}{_SUFFIXES[loss]}"
-        entry = _known(directory / name)
-        if entry is None:
-            with _alone(directory / f".{name}.lock"):
-                entry = _known(directory / name) or _tokenise(
-                    selection, reader_of(tokenizer, loss), directory, name, fingerprint, progress
-                )
+        entry = directory / name
+        if known_entry(entry) is None:
+            with alone(directory / f".{name}.lock"):
+                if known_entry(entry) is None:
+                    reader = reader_of(tokenizer, loss)
+                    _tokenise(selection, reader, directory, name, fingerprint, progress)
         return TokenisedFile(str(entry), selection.stamps)
     finally:
         selection.close()
@@ -112,7 +119,7 @@ def opened_entry(tokenised: TokenisedFile, label: str) -> TokenCacheEntry:
         UserError: It is there no longer.
     """
     try:
-        return TokenCacheEntry(Path(tokenised.entry))
+        return open_entry(Path(tokenised.entry))
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"{label}: its tokens were taken from the cache ({tokenised.entry}): begin again"
@@ -167,32 +174,6 @@ def progress_lines(label: object, say: Callable[[str], None]) -> Progress:
     return tell
 
 
-def _known(directory: Path) -> Path | None:
-    """An entry's directory, if the entry is whole."""
-    try:
-        return TokenCacheEntry(directory).directory
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Keep other processes of this host from doing the same; where files cannot be locked, they may."""
-    handle = None
-    with suppress(OSError):
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        handle = open(lock, "w")  # noqa: SIM115 (closed below)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        if handle is not None:
-            # Whoever waits for it holds the file itself, and finds the entry in the cache.
-            with suppress(OSError):
-                lock.unlink(missing_ok=True)
-            handle.close()
-
-
 def _tokenise(
     selection: Selection,
     reader: RowReader,
@@ -200,7 +181,7 @@ def _tokenise(
     name: str,
     fingerprint: str,
     progress: Progress | None,
-) -> Path:
+) -> None:
     """Make the entry of open files."""
     records, kept = 0, 2 * reader.rows
     bad, unusable = _BadRows(selection.label, kept), _BadRows(selection.label, kept)
@@ -226,7 +207,7 @@ def _tokenise(
             if not selection.is_unchanged:
                 raise UserError(f"{selection.label}: was changed while it was read: begin again")
             notes = [*unusable.notes(records), *reader.notes]
-            return writer.finish(name, fingerprint, selection.size, notes)
+            writer.finish(name, fingerprint, selection.size, notes)
     except OSError as error:
         raise UserError(
             f"{directory}: the tokens of {selection.label} cannot be kept there: {error.strerror or error}: make room, "

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from megatron_mux.batch.balancing import BalancedSequences, balanced_sequences
@@ -75,10 +76,13 @@ def prepare_step(
     else:
         grid = step_grid(plan, lengths, rank)
     sequences, beside, problems = {}, {}, {}
+    own: dict[str, set[int]] = {name: set() for name in tasks}
+    for piece in chain.from_iterable(chain.from_iterable(grid.chunks.values())):
+        own[piece.task].add(piece.sequence)
     share = parallel.experts.share  # ranks without rows make the same passes
     for name, task in share(list(tasks.items())):
         try:
-            sequences[name] = task.sequences(steps[name], pad_to.get(name, 0))
+            sequences[name] = task.sequences(steps[name], sorted(own[name]), pad_to.get(name, 0))
             beside[name] = task.read_beside(steps[name])
         except UserError as error:
             problems[name] = str(error)
@@ -103,13 +107,13 @@ class _Packer:
     Attributes:
         tasks: Of the plan, in its order.
         steps: The step of each.
-        sequences: Of each task's step.
+        sequences: Those of each task's step that are in this pipeline's chunks, by number.
         parallel: Where this rank stands.
     """
 
     tasks: Mapping[str, TaskState]
     steps: Mapping[str, int]
-    sequences: Mapping[str, Sequence[PackedSequence]]
+    sequences: Mapping[str, Mapping[int, PackedSequence]]
     parallel: Parallel
 
     def refers(self, names: Iterable[str]) -> bool:

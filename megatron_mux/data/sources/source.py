@@ -15,9 +15,9 @@ from typing import Any
 from megatron_mux.data.bad_record import BadRecordError
 from megatron_mux.errors import UserError
 
-Stamp = tuple[int, int]
-"""Size of a file and when it was modified, in nanoseconds: another one after it has been written to."""
-stamp_of: Callable[[os.stat_result], Stamp] = attrgetter("st_size", "st_mtime_ns")
+Stamp = tuple[int, int, int]
+"""Size of a file, when it was modified, in nanoseconds, and its inode: another one after it has been written to."""
+stamp_of: Callable[[os.stat_result], Stamp] = attrgetter("st_size", "st_mtime_ns", "st_ino")
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def test_of_two_processes_that_write_an_entry_the_first_wins(
         return finish(self, *arguments)
 
     monkeypatch.setattr(token_cache.TokenCacheWriter, "finish", late)
-    monkeypatch.setattr(tokenised_file, "_alone", nullcontext)  # as where files cannot be locked
+    monkeypatch.setattr(tokenised_file, "alone", nullcontext)  # as where files cannot be locked
     assert tokenise_file(path, tokenizer, cache).entry == other[1]
     assert [str(entry) for entry in cache.iterdir()] == [other[1]]
 
@@ -194,7 +194,7 @@ def test_entries_that_nobody_opens_are_removed(
     partial.mkdir()
     for place in (old / "meta.json", used / "meta.json", partial):
         os.utime(place, (1.0, 1.0))
-    token_cache.TokenCacheEntry(used)  # it is opened, which is noted
+    token_cache.open_entry(used)  # it is opened, which is noted
     newest = Path(tokenise_file(write(path, [{"text": "a third"}]), tokenizer, cache).entry)
     assert set(cache.iterdir()) == {used, newest}
 
