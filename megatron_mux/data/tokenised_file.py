@@ -206,7 +206,7 @@ def _tokenise(
                 unusable.raise_if_any()
             if not selection.is_unchanged:
                 raise UserError(f"{selection.label}: was changed while it was read: begin again")
-            notes = [*unusable.notes(records), *reader.notes]
+            notes = [*unusable.notes(records), *reader.template.notes]
             writer.finish(name, fingerprint, selection.size, notes)
     except OSError as error:
         raise UserError(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ class Columnar(Source):
         # Of the last row that was read by its place: the batches from there on, and the current one.
         self._reader: Iterator[tuple[int, Any]] = iter(())
         self._start, self._batch = 0, None
-        self._rows = 0
         import pyarrow as pa
 
         try:
@@ -42,7 +41,7 @@ class Columnar(Source):
             self._columns = [
                 name for name in names if name in (columns or RECORD_KEYS + REFUSED_KEYS)
             ] or names
-            self._rows = self._count()
+            self._starts = [0, *accumulate(self._sizes())]
         except (pa.ArrowException, OSError) as error:
             self.close()
             raise self._unreadable(error) from error
@@ -52,12 +51,20 @@ class Columnar(Source):
         """Open the file, and return the names of its columns."""
 
     @abstractmethod
-    def _count(self) -> int:
-        """Count its rows."""
+    def _sizes(self) -> Iterable[int]:
+        """Rows of the parts that the file is written in."""
 
     @abstractmethod
+    def _read(self, part: int) -> Iterator[Any]:
+        """Record batches from a part on."""
+
     def _batches(self, place: int) -> Iterator[tuple[int, Any]]:
         """Record batches with the number of the first row of each, from the one (or one before) that has a row."""
+        part = bisect_right(self._starts, place) - 1
+        start = self._starts[part]
+        for batch in self._read(part):
+            yield start, batch
+            start += batch.num_rows
 
     def rows(self) -> Iterator[Row]:
         """See `Source.rows`."""
@@ -68,19 +75,19 @@ class Columnar(Source):
                 rows = max(1, min(_ROWS, _BYTES * batch.num_rows // (batch.nbytes + 1)))
                 for first in range(0, batch.num_rows, rows):
                     for number, value in enumerate(_values(batch.slice(first, rows)), start + first + 1):
-                        yield Row(number - 1, f"row {number}", value, self.size * number // self._rows)
+                        yield Row(number - 1, f"row {number}", value, self.size * number // self.count())
         except (pa.ArrowException, OSError) as error:
             raise self._unreadable(error) from error
 
     def count(self) -> int:
         """See `Source.count`."""
-        return self._rows
+        return self._starts[-1]
 
     def row(self, place: int) -> Any:
         """See `Source.row`."""
         import pyarrow as pa
 
-        if not 0 <= place < self._rows:
+        if not 0 <= place < self.count():
             raise BadRecordError("there is no record")
         try:
             # Records are mostly read in order: then the batch is here, or the next one.
@@ -111,42 +118,26 @@ class Arrow(Columnar):
         import pyarrow as pa
 
         self._mapped = pa.memory_map(str(self.path))
-        self.file.seek(0)
-        self._is_stream = self.file.read(6) != b"ARROW1"
-        names: list[str] = self._ipc(None).schema.names
-        return names
+        self._is_stream = not self.file.peek(6).startswith(b"ARROW1")
+        self._names: list[str] = self._ipc(None).schema.names
+        return self._names
 
     def _ipc(self, columns: Sequence[str] | None) -> Any:
         import pyarrow as pa
 
+        fields = None if columns is None else [self._names.index(column) for column in columns]
+        options = pa.ipc.IpcReadOptions(ensure_native_endian=True, included_fields=fields)
         self._mapped.seek(0)
-        kind = pa.ipc.open_stream if self._is_stream else pa.ipc.open_file
-        options = pa.ipc.IpcReadOptions(ensure_native_endian=True)
-        if columns is not None:
-            names = self._ipc(None).schema.names
-            self._mapped.seek(0)
-            options = pa.ipc.IpcReadOptions(included_fields=[names.index(column) for column in columns])
-        return kind(self._mapped, options=options)
+        return (pa.ipc.open_stream if self._is_stream else pa.ipc.open_file)(self._mapped, options=options)
 
-    def _each(self, first: int) -> Iterator[Any]:
+    def _sizes(self) -> Iterable[int]:
+        return (batch.num_rows for batch in self._read(0))
+
+    def _read(self, part: int) -> Iterator[Any]:
         reader = self._ipc(self._columns)
         if self._is_stream:
-            yield from reader
-        else:
-            yield from (reader.get_batch(i) for i in range(first, reader.num_record_batches))
-
-    def _count(self) -> int:
-        self._starts: list[int] = [0, *accumulate(batch.num_rows for batch in self._each(0))]
-        return self._starts[-1]
-
-    def _batches(self, place: int) -> Iterator[tuple[int, Any]]:
-        first = 0 if self._is_stream else bisect_right(self._starts, place) - 1
-        return zip(self._starts[first:], self._each(first), strict=False)
-
-    def close(self) -> None:
-        """See `Source.close`."""
-        super().close()
-        self._mapped.close()
+            return islice(reader, part, None)
+        return (reader.get_batch(i) for i in range(part, reader.num_record_batches))
 
 
 class Parquet(Columnar):
@@ -156,35 +147,24 @@ class Parquet(Columnar):
         import pyarrow.parquet as pq
 
         self._parquet = pq.ParquetFile(self.file, buffer_size=1 << 20, pre_buffer=False)
+        metadata = self._parquet.metadata
+        self._groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         names: list[str] = self._parquet.schema_arrow.names
         return names
 
-    def _count(self) -> int:
-        groups = self._parquet.metadata
-        self._starts: list[int] = [
-            0,
-            *accumulate(groups.row_group(i).num_rows for i in range(groups.num_row_groups)),
-        ]
-        return self._starts[-1]
+    def _sizes(self) -> Iterable[int]:
+        return (group.num_rows for group in self._groups)
 
-    def _batches(self, place: int) -> Iterator[tuple[int, Any]]:
-        groups = range(bisect_right(self._starts, place) - 1, len(self._starts) - 1)
-        start = self._starts[groups.start]
-        for group in groups:
-            about = self._parquet.metadata.row_group(group)
-            rows = max(1, min(_ROWS, _BYTES * about.num_rows // (about.total_byte_size + 1)))
-            for batch in self._parquet.iter_batches(rows, [group], self._columns, use_threads=False):
-                yield start, batch
-                start += batch.num_rows
+    def _read(self, part: int) -> Iterator[Any]:
+        for i, group in enumerate(self._groups[part:], part):
+            rows = max(1, min(_ROWS, _BYTES * group.num_rows // (group.total_byte_size + 1)))
+            yield from self._parquet.iter_batches(rows, [i], self._columns, use_threads=False)
 
 
 def _values(batch: Any) -> list[dict[str, Any]]:
     """Rows as Python values: JSON columns decoded, and no keys inside values that a row lacks."""
-    columns = {
-        name: [_decoded(value, kind) for value in column.to_pylist()]
-        for name, kind, column in zip(batch.schema.names, batch.schema.types, batch.columns, strict=True)
-    }
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    kinds = list(zip(batch.schema.names, batch.schema.types, strict=True))
+    return [{name: _decoded(row[name], kind) for name, kind in kinds} for row in batch.to_pylist()]
 
 
 def _decoded(value: Any, kind: Any) -> Any:
