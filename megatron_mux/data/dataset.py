@@ -1,4 +1,4 @@
-"""A task's records: tokens from the token cache, text from the files themselves; both may be larger than memory."""
+"""A task's records: their tokens come from the token cache, and may be larger than memory."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from megatron_mux.data.messages import Messages
 from megatron_mux.data.mixture import Mixing
 from megatron_mux.data.preference_file import PreferenceDataset
-from megatron_mux.data.record_file import RecordFile, changed, opened_source
-from megatron_mux.data.records import PromptCompletion, Record
+from megatron_mux.data.records import PromptCompletion, record_of
 from megatron_mux.data.section import DataSource
-from megatron_mux.data.token_cache import Cut, Usable
+from megatron_mux.data.sources.selection import Selection
+from megatron_mux.data.token_cache import Cut, TokenCacheEntry, digest
 from megatron_mux.data.tokenise import Example, Tokeniser, kept_part
 from megatron_mux.data.tokenised_file import (
     Progress,
@@ -27,6 +29,7 @@ from megatron_mux.data.tokenised_file import (
     TokenisedFile,
     as_source,
     check_tokens,
+    opened_entry,
     progress_lines,
     tokenise_file,
 )
@@ -44,8 +47,8 @@ MAX_DISTINCT = 128
 class TaskDataset:
     """The usable records of a source, or of several that are mixed, by number: those with a label after the cut.
 
-    A source is tokenised when it is first opened (see `tokenise_file`); its tokens are then mapped into memory, and its
-    files kept open, once for all data sets of this process that read it (see `opened_source`).
+    A source is tokenised when it is first opened (see `tokenise_file`). Its tokens are then mapped into memory, once
+    for all data sets of this process; its files are not read again.
 
     Args:
         source: The path of a file, or a source, or the sources of a mixture.
@@ -65,7 +68,7 @@ class TaskDataset:
         dropped: Records left out because they have no label after it.
 
     Raises:
-        UserError: See `tokenise_file`; or no record is usable; or a file is not the one that was tokenised.
+        UserError: See `tokenise_file`; or no record is usable.
     """
 
     def __init__(
@@ -88,13 +91,14 @@ class TaskDataset:
             tokenised = [tokenise_file(one, tokenizer, cache, progress) for one in sources]
         self.tokenised = (tokenised,) if isinstance(tokenised, TokenisedFile) else tuple(tokenised)
         self._sources = sources
-        self._files = [opened_source(*pair) for pair in zip(sources, self.tokenised, strict=True)]
-        usable = [file.entry.usable(max_length, truncation_side) for file in self._files]
+        pairs = list(zip(sources, self.tokenised, strict=True))
+        self._entries = [opened_entry(made, one.label) for one, made in pairs]
+        usable = [entry.usable(max_length, truncation_side) for entry in self._entries]
         self._usable = usable  # equal cuts of a source share their arrays as long as someone holds them
         self.cut = sum((own.cut for own in usable), Cut())
         self.dropped = self.cut.empty + self.cut.emptied
-        pairs = list(zip(self._files, usable, strict=True))
-        if empty := [self._nothing_to_learn(*pair) for pair in pairs if not len(pair[1].numbers)]:
+        found = zip(sources, usable, strict=True)
+        if empty := [self._nothing_to_learn(one, own.cut) for one, own in found if not len(own.numbers)]:
             raise UserError(*empty)
         if len(usable) == 1:  # shared with the other data sets of this source
             numbers, lengths, labels = usable[0].numbers, usable[0].lengths, usable[0].label_counts
@@ -110,19 +114,22 @@ class TaskDataset:
             self._mixed = hashlib.sha256(order.tobytes()).hexdigest()
         self._numbers, self._owners, self.lengths, self.label_counts = numbers, owners, lengths, labels
 
-    def _nothing_to_learn(self, file: RecordFile, usable: Usable) -> str:
-        """The problem with a file of which no record is usable."""
-        count = file.entry.records
-        if usable.cut.emptied:
+    def _nothing_to_learn(self, source: DataSource, cut: Cut) -> str:
+        """The problem with a source of which no record is usable."""
+        if cut.emptied:
             return (
-                f"{file.label}: none of its {count} records has a token to learn within data.max_length "
+                f"{source.label}: none of its {cut.records} records has a token to learn within data.max_length "
                 f"{self.max_length}: raise it, or give the records something to learn"
             )
-        record, roles = file.record(0), ""
+        with closing(Selection(source)) as selection:
+            record, roles = selection.read(next(selection.rows()).value, record_of), ""
         if isinstance(record, Messages):
             found = dict.fromkeys(message["role"] for message in record.messages)
             roles = f' (of messages those of "assistant" are learned, and the first record has {", ".join(found)})'
-        return f"{file.label}: none of its {count} records has a token to learn{roles}: give them something to learn"
+        return (
+            f"{source.label}: none of its {cut.records} records has a token to learn{roles}: give them something to "
+            "learn"
+        )
 
     def check_tokens(self, rows: int) -> None:
         """Refuse tokens that a backbone's embedding of `rows` rows lacks.
@@ -131,9 +138,9 @@ class TaskDataset:
             UserError: Names the first one of each source by file and row.
         """
         problems: list[str] = []
-        for source, file in zip(self._sources, self._files, strict=True):
+        for source, entry in zip(self._sources, self._entries, strict=True):
             try:
-                check_tokens(file.entry, source, self.tokenizer, rows)
+                check_tokens(entry, source, self.tokenizer, rows)
             except UserError as error:
                 problems += error.problems
         if problems:
@@ -148,62 +155,55 @@ class TaskDataset:
 
         Raises:
             IndexError: There is no such record.
-            UserError: The file was changed while in use.
         """
-        file, row = self._find(number)
-        return file.example(row, self._tokeniser)
+        entry, row = self._find(number)
+        return Example(*entry.read(row, self.max_length, self._tokeniser.truncation_side), None)
 
     def uncut(self, number: int) -> tuple[Example, slice]:
         """The example of a record uncut, and which part of it is left after the cut.
 
         Raises:
             IndexError: There is no such record.
-            UserError: The file was changed while in use.
         """
-        file, row = self._find(number)
-        file.example(row, self._tokeniser)  # refuses a file that was changed
-        whole = Example(*file.entry.read(row, None), None)
+        entry, row = self._find(number)
+        whole = Example(*entry.read(row, None), None, entry.is_unprompted(row))
         return whole, kept_part(len(whole.tokens), self.max_length, self._tokeniser.truncation_side)
-
-    def record(self, number: int) -> Record:
-        """A record as it stands in the file.
-
-        Raises:
-            IndexError: There is no such record.
-            UserError: The file was changed while in use.
-        """
-        file, row = self._find(number)
-        return file.record(row)
 
     def candidates(self, number: int) -> tuple[list[Example], int]:
         """A record with each of the `distinct_completions` in turn, and which of them is its own.
 
         The record alone, where there are none to choose among.
         """
-        if self.distinct_completions is None:
-            return [self[number]], 0
-        file, row = self._find(number)
-        record = file.record(row)
-        if not isinstance(record, PromptCompletion) or record.completion not in self.distinct_completions:
-            raise changed(file.label)
         texts = self.distinct_completions
-        examples = [file.encode(replace(record, completion=text), self._tokeniser) for text in texts]
-        return examples, texts.index(record.completion)
+        if texts is None:
+            return [self[number]], 0
+        entry, row = self._find(number)
+        tokens, tails = entry.read(row, None)[0].tolist(), self._completion_tokens
+        own = [digest(text) for text in texts].index(int(entry.completions(np.array([row]))[0]))
+        head = tokens[: len(tokens) - len(tails[own])]
+        pairs = zip(texts, tails, strict=True)
+        return [self._tokeniser.joined(head, tail, PromptCompletion("", text)) for text, tail in pairs], own
 
     @cached_property
     def distinct_completions(self) -> list[str] | None:
         """The completions that occur, in order of appearance, if every record has one and at most 128 differ."""
         digests = np.empty(len(self), np.uint64)
-        for owner, file in enumerate(self._files):
+        for owner, entry in enumerate(self._entries):
             own = self._owners == owner
-            digests[own] = file.entry.completions(self._numbers[own])
+            digests[own] = entry.completions(self._numbers[own])
         if not digests.all():
             return None
         _, first = np.unique(digests, return_index=True)
         if len(first) > MAX_DISTINCT:
             return None
-        records = [self.record(int(number)) for number in np.sort(first)]
-        return [record.completion for record in records if isinstance(record, PromptCompletion)]
+        texts = {key: text for entry in self._entries for key, text in entry.completion_texts.items()}
+        chosen = [int(own) for own in digests[np.sort(first)]]
+        return [texts[own] for own in chosen] if texts.keys() >= set(chosen) else None
+
+    @cached_property
+    def _completion_tokens(self) -> list[list[int]]:
+        """Tokens of each of the `distinct_completions`."""
+        return [self._tokeniser.closed(own) for own in self._tokeniser.plain(self.distinct_completions or [])]
 
     @property
     def tokenizer(self) -> Any:
@@ -218,20 +218,24 @@ class TaskDataset:
     @property
     def fingerprint(self) -> str:
         """Identifies the records and their order: what the files hold, and how they are mixed."""
-        prints = [file.entry.fingerprint for file in self._files]
+        prints = [entry.fingerprint for entry in self._entries]
         if self._mixed is None:
             return prints[0]
         return hashlib.sha256(json.dumps([prints, self._mixed]).encode()).hexdigest()
 
     def close(self) -> None:
-        """Let go of the files, which are closed unless others read them; the data set is of no use afterwards."""
-        self._files.clear()
+        """Let go of the tokens, which stay mapped for others that read them; the data set is of no use afterwards."""
+        self._entries.clear()
 
-    def _find(self, number: int) -> tuple[RecordFile, int]:
-        """The source of a record, and its row in the source's cache entry."""
+    def _find(self, number: int) -> tuple[TokenCacheEntry, int]:
+        """The cache entry of a record's source, and its number there."""
         if not -len(self) <= number < len(self):
             raise IndexError(f"{self.path} has {len(self)} usable records, no number {number}")
-        return self._files[self._owners[number]], int(self._numbers[number])
+        return self._entries[self._owners[number]], int(self._numbers[number])
+
+
+_preferences: WeakValueDictionary[tuple[str, str, int], PreferenceDataset] = WeakValueDictionary()
+"""Those that tasks hold, by source, tokens and cut: equal ones are one."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +279,11 @@ class DataFiles:
         if loss != "sft":
             (only,) = sources
             tokens = self._tokenised(only, loss)
-            data = PreferenceDataset(only, self.tokenizer, max_length, loss, self.cache, tokens)
+            key = only.model_dump_json(), tokens.entry, max_length
+            data = _preferences.get(key)
+            if data is None:
+                data = PreferenceDataset(only, self.tokenizer, max_length, loss, self.cache, tokens)
+                _preferences[key] = data
             return cast(TaskDataset, data)
         made: list[TokenisedFile] = []
         problems: list[str] = []

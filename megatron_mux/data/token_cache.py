@@ -17,9 +17,10 @@ import tempfile
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
@@ -31,17 +32,21 @@ import numpy.typing as npt
 from megatron_mux.data.tokenise import Example, kept_part
 from megatron_mux.files import cache_directory, sync_directory, write
 
-_FORMAT = 3
+_FORMAT = 4
 _META, _TOKENS, _INDEX, _SPANS = "meta.json", "tokens.bin", "index.bin", "spans.bin"
+_COMPLETIONS = "completions.json"
 DIGESTS = "digests"
 """Directory beside the entries: what is known of data files (`data.digests`)."""
 
-# One row per record, in the order of the files, and a last row with the ends: the record's place (`Selection.record`),
-# its first token, its first span of labels, and a digest of its completion (0 where the record has none).
-_ROW = np.dtype([("place", "<i8"), ("token", "<i8"), ("span", "<i8"), ("completion", "<u8")])
+# One row per record, in the order of the files, and a last row with the ends: twice the number of its row in the files
+# (`Row`), and one more if its text follows no prompt; its first token, its first span of labels, and a digest of its
+# completion (0 where the record has none).
+_ROW = np.dtype([("row", "<i8"), ("token", "<i8"), ("span", "<i8"), ("completion", "<u8")])
 # The first label and the token after the last, counted from the record's first token.
 _SPAN = np.dtype(("<i4", 2))
 _TOKEN = np.dtype("<u4")
+_MOST_COMPLETIONS, _LONGEST_COMPLETIONS = 4096, 1 << 20
+"""Completions that are kept as texts too, and characters of all: those of records that may be classified."""
 _SEARCHED = 1 << 20
 """Tokens that are looked at together."""
 
@@ -156,6 +161,7 @@ class TokenCacheEntry:
         self._rows = _map(directory / _INDEX, _ROW, self.records + 1)
         self._spans = _map(directory / _SPANS, _SPAN, meta["spans"])
         self._tokens = _map(directory / _TOKENS, _TOKEN, meta["tokens"])
+        self._texts = _map(directory / _COMPLETIONS, np.dtype(np.uint8), meta["texts"])
         self._usable: WeakValueDictionary[tuple[int, str], Usable] = WeakValueDictionary()
 
     def usable(self, max_length: int, truncation_side: str = "right") -> Usable:
@@ -225,14 +231,23 @@ class TokenCacheEntry:
                 return int(np.searchsorted(self._rows["token"], at, side="right")) - 1, int(self._tokens[at])
         raise ValueError(f"{self.directory}: has no token of at least {limit}")
 
-    def place(self, number: int) -> int:
-        """Where a record is in its files; see `Selection.record`."""
-        return int(self._rows["place"][number])
+    def row(self, number: int) -> int:
+        """Which row of its files a record is of; see `Row`."""
+        return int(self._rows["row"][number]) >> 1
+
+    def is_unprompted(self, number: int) -> bool:
+        """Whether a record is a text that follows no prompt."""
+        return bool(self._rows["row"][number] & 1)
 
     def completions(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """Digests of records' completions: equal for equal texts, 0 for a record without one."""
         found: npt.NDArray[np.uint64] = self._rows["completion"][numbers]
         return found
+
+    @cached_property
+    def completion_texts(self) -> dict[int, str]:
+        """The texts of completions by their digests; empty if there are too many of them."""
+        return {digest(text): text for text in json.loads(self._texts.tobytes())}
 
 
 class TokenCacheWriter:
@@ -250,7 +265,8 @@ class TokenCacheWriter:
         directory.mkdir(parents=True, exist_ok=True)
         self._partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory))
         self._tokens: IO[bytes] = open(self._partial / _TOKENS, "wb")  # noqa: SIM115 (closed in `__exit__`)
-        self._places, self._starts, self._completions = array("q"), array("q"), array("Q")
+        self._numbers, self._starts, self._completions = array("q"), array("q"), array("Q")
+        self._texts: dict[str, None] | None = {}
         self._first_spans, self._spans = array("q"), array("i")
         self._count, self._largest = 0, -1
 
@@ -263,10 +279,10 @@ class TokenCacheWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def add(self, records: Sequence[tuple[int, Example]]) -> None:
-        """Append records: the place of each in its files, and its tokens, uncut."""
+        """Append records: the number of each one's row, and its tokens, uncut."""
         if not records:
             return
-        places, examples = zip(*records, strict=True)
+        examples = [example for _, example in records]
         lengths = [len(example.tokens) for example in examples]
         starts = np.cumsum([0, *lengths[:-1]])
         # Runs of labels never join across records: the first token of a record is no label.
@@ -276,13 +292,20 @@ class TokenCacheWriter:
         counts = np.bincount(owners, minlength=len(examples))
         self._first_spans.extend(len(self._spans) // 2 + np.cumsum(counts) - counts)
         self._spans.extend((edges - starts[owners, None]).ravel())
-        self._places.extend(places)
+        self._numbers.extend(2 * row + own.unprompted for row, own in records)
         self._starts.extend(self._count + starts)
         self._completions.extend(digest(example.completion_text) for example in examples)
+        self._keep_texts(example.completion_text for example in examples)
         self._count += sum(lengths)
         tokens = np.concatenate([example.tokens for example in examples])
         self._largest = max(self._largest, int(tokens.max(initial=-1)))
         self._tokens.write(tokens.astype(_TOKEN).tobytes())
+
+    def _keep_texts(self, texts: Iterable[str | None]) -> None:
+        if self._texts is not None:
+            self._texts.update(dict.fromkeys(text for text in texts if text is not None))
+            if len(self._texts) > _MOST_COMPLETIONS or sum(map(len, self._texts)) > _LONGEST_COMPLETIONS:
+                self._texts = None
 
     def finish(self, name: str, fingerprint: str, size: int, notes: Sequence[str] = ()) -> Path:
         """Put the entry in its place.
@@ -298,9 +321,9 @@ class TokenCacheWriter:
         """
         self._tokens.flush()
         os.fsync(self._tokens.fileno())
-        rows = np.zeros(len(self._places) + 1, _ROW)
+        rows = np.zeros(len(self._numbers) + 1, _ROW)
         for field, values, end in (
-            ("place", self._places, size),
+            ("row", self._numbers, size),
             ("token", self._starts, self._count),
             ("span", self._first_spans, len(self._spans) // 2),
             ("completion", self._completions, 0),
@@ -308,7 +331,14 @@ class TokenCacheWriter:
             rows[field][:-1], rows[field][-1] = values, end
         write(self._partial / _INDEX, rows.tobytes())
         write(self._partial / _SPANS, np.array(self._spans, _SPAN.base).tobytes())
-        counts = {"records": len(self._places), "tokens": self._count, "spans": len(self._spans) // 2}
+        texts = json.dumps(list(self._texts or ())).encode()
+        write(self._partial / _COMPLETIONS, texts)
+        counts = {
+            "texts": len(texts),
+            "records": len(self._numbers),
+            "tokens": self._count,
+            "spans": len(self._spans) // 2,
+        }
         about = {"largest_token": self._largest, "notes": list(notes)}
         meta: dict[str, Any] = {"format": _FORMAT, "fingerprint": fingerprint, **counts, **about}
         write(self._partial / _META, json.dumps(meta).encode())

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,13 +17,12 @@ from megatron_mux.data.digests import file_digest
 from megatron_mux.data.row_reader import RowReader, reader_of
 from megatron_mux.data.section import DataSource
 from megatron_mux.data.sources.selection import Selection
-from megatron_mux.data.sources.source import Row, Stamp
+from megatron_mux.data.sources.source import Row
 from megatron_mux.data.token_cache import (
     TokenCacheEntry,
     TokenCacheWriter,
     alone,
     known_entry,
-    open_entry,
     token_cache_directory,
 )
 from megatron_mux.data.tokenise import Example
@@ -45,13 +46,13 @@ _SECONDS_BETWEEN_LINES = 10.0
 class TokenisedFile:
     """Where the tokens of a source are; plain data that one process may send to others of its host.
 
+    They are all that tasks learn from: what happens to the files afterwards disturbs nobody.
+
     Attributes:
         entry: Directory of the tokens.
-        stamps: Of the files when they were tokenised.
     """
 
     entry: str
-    stamps: tuple[Stamp, ...]
 
 
 def as_source(given: str | os.PathLike[str] | DataSource) -> DataSource:
@@ -97,8 +98,7 @@ def tokenise_file(
             the first ones named by file and number); or the cache cannot be written.
     """
     directory = token_cache_directory(cache)
-    selection = Selection(as_source(source))
-    try:
+    with closing(Selection(as_source(source))) as selection:
         fingerprint = selection.fingerprint(partial(file_digest, directory))
         name = f"{fingerprint[:32]}-{tokenizer_fingerprint(tokenizer)[:16]}{_SUFFIXES[loss]}"
         entry = directory / name
@@ -107,9 +107,7 @@ def tokenise_file(
                 if known_entry(entry) is None:
                     reader = reader_of(tokenizer, loss)
                     _tokenise(selection, reader, directory, name, fingerprint, progress)
-        return TokenisedFile(str(entry), selection.stamps)
-    finally:
-        selection.close()
+        return TokenisedFile(str(entry))
 
 
 def opened_entry(tokenised: TokenisedFile, label: str) -> TokenCacheEntry:
@@ -118,12 +116,10 @@ def opened_entry(tokenised: TokenisedFile, label: str) -> TokenCacheEntry:
     Raises:
         UserError: It is there no longer.
     """
-    try:
-        return open_entry(Path(tokenised.entry))
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"{label}: its tokens were taken from the cache ({tokenised.entry}): begin again"
-        ) from error
+    entry = known_entry(Path(tokenised.entry))
+    if entry is None:
+        raise UserError(f"{label}: its tokens were taken from the cache ({tokenised.entry}): begin again")
+    return entry
 
 
 def check_tokens(
@@ -143,11 +139,9 @@ def check_tokens(
     if entry.largest_token < rows:
         return
     number, token = entry.first_beyond(rows)
-    place, selection = entry.place(number), Selection(source)
-    try:
-        where = next((row.where for row in selection.rows() if row.place == place), source.label)
-    finally:
-        selection.close()
+    with closing(Selection(source)) as selection:
+        found = islice(selection.rows(), entry.row(number), None)
+        where = next((row.where for row in found), source.label)
     raise UserError(
         f"{where}: becomes token {token} ({tokenizer.convert_ids_to_tokens(token)!r}), which the backbone's embedding "
         f"of {rows:,} rows lacks: take tokens that were added out of the tokenizer beside the backbone, or resize the "
@@ -194,7 +188,7 @@ def _tokenise(
                     if isinstance(found, BadRecordError):
                         (unusable if isinstance(found, UnusableRecordError) else bad).note(row, found)
                     else:
-                        good.append((row.place, found))
+                        good.append((row.number, found))
                 writer.add(good)
                 records += len(rows)
                 if progress is not None:
@@ -242,7 +236,7 @@ class _BadRows:
         """Count a row."""
         self.count += 1
         if len(self._first) < self._kept:
-            self._first.append((row.place, f"{row.where}: {error}"))
+            self._first.append((row.number, f"{row.where}: {error}"))
 
     def raise_if_any(self) -> None:
         """Raise a `UserError` that names them."""

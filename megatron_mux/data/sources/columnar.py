@@ -1,16 +1,13 @@
-"""Arrow IPC and parquet files, read a batch of rows at a time. The place of a row is its number."""
+"""Arrow IPC and parquet files, read a batch of rows at a time."""
 
 from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, islice
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_mux.data.bad_record import BadRecordError
 from megatron_mux.data.section import RECORD_KEYS, REFUSED_KEYS
 from megatron_mux.data.sources.source import Row, Source
 from megatron_mux.errors import UserError
@@ -30,9 +27,6 @@ class Columnar(Source):
 
     def __init__(self, path: Path, columns: Sequence[str] | None = None) -> None:
         super().__init__(path)
-        # Of the last row that was read by its place: the batches from there on, and the current one.
-        self._reader: Iterator[tuple[int, Any]] = iter(())
-        self._start, self._batch = 0, None
         import pyarrow as pa
 
         try:
@@ -41,7 +35,7 @@ class Columnar(Source):
             self._columns = [
                 name for name in names if name in (columns or RECORD_KEYS + REFUSED_KEYS)
             ] or names
-            self._starts = [0, *accumulate(self._sizes())]
+            self._rows = self._count()
         except (pa.ArrowException, OSError) as error:
             self.close()
             raise self._unreadable(error) from error
@@ -51,61 +45,31 @@ class Columnar(Source):
         """Open the file, and return the names of its columns."""
 
     @abstractmethod
-    def _sizes(self) -> Iterable[int]:
-        """Rows of the parts that the file is written in."""
+    def _count(self) -> int:
+        """Count its rows."""
 
     @abstractmethod
-    def _read(self, part: int) -> Iterator[Any]:
-        """Record batches from a part on."""
-
-    def _batches(self, place: int) -> Iterator[tuple[int, Any]]:
-        """Record batches with the number of the first row of each, from the one (or one before) that has a row."""
-        part = bisect_right(self._starts, place) - 1
-        start = self._starts[part]
-        for batch in self._read(part):
-            yield start, batch
-            start += batch.num_rows
+    def _batches(self) -> Iterator[Any]:
+        """Its record batches."""
 
     def rows(self) -> Iterator[Row]:
         """See `Source.rows`."""
         import pyarrow as pa
 
+        number = 0
         try:
-            for start, batch in self._batches(0):
+            for batch in self._batches():
                 rows = max(1, min(_ROWS, _BYTES * batch.num_rows // (batch.nbytes + 1)))
                 for first in range(0, batch.num_rows, rows):
-                    for number, value in enumerate(_values(batch.slice(first, rows)), start + first + 1):
-                        yield Row(number - 1, f"row {number}", value, self.size * number // self.count())
+                    for value in _values(batch.slice(first, rows)):
+                        number += 1
+                        yield Row(f"row {number}", value, self.size * number // self._rows)
         except (pa.ArrowException, OSError) as error:
             raise self._unreadable(error) from error
 
     def count(self) -> int:
         """See `Source.count`."""
-        return self._starts[-1]
-
-    def row(self, place: int) -> Any:
-        """See `Source.row`."""
-        import pyarrow as pa
-
-        if not 0 <= place < self.count():
-            raise BadRecordError("there is no record")
-        try:
-            # Records are mostly read in order: then the batch is here, or the next one.
-            ahead = self._batch is not None and self._start <= place < self._start + 2 * self._batch.num_rows
-            if not ahead:
-                self._reader, self._batch = self._batches(place), None
-            while self._batch is None or place >= self._start + self._batch.num_rows:
-                self._start, self._batch = next(self._reader)
-        except (pa.ArrowException, OSError, StopIteration) as error:
-            self._batch = None
-            raise BadRecordError(f"cannot be read: {error}") from error
-        (value,) = _values(self._batch.slice(place - self._start, 1))
-        return value
-
-    def close(self) -> None:
-        """See `Source.close`."""
-        self._reader, self._batch = iter(()), None
-        super().close()
+        return self._rows
 
     def _unreadable(self, error: Exception) -> UserError:
         return UserError(f"{self.path}: cannot be read: {' '.join(str(error).split())}")
@@ -119,8 +83,9 @@ class Arrow(Columnar):
 
         self._mapped = pa.memory_map(str(self.path))
         self._is_stream = not self.file.peek(6).startswith(b"ARROW1")
-        self._names: list[str] = self._ipc(None).schema.names
-        return self._names
+        names: list[str] = self._ipc(None).schema.names
+        self._names = names
+        return names
 
     def _ipc(self, columns: Sequence[str] | None) -> Any:
         import pyarrow as pa
@@ -130,14 +95,14 @@ class Arrow(Columnar):
         self._mapped.seek(0)
         return (pa.ipc.open_stream if self._is_stream else pa.ipc.open_file)(self._mapped, options=options)
 
-    def _sizes(self) -> Iterable[int]:
-        return (batch.num_rows for batch in self._read(0))
+    def _count(self) -> int:
+        return sum(batch.num_rows for batch in self._batches())
 
-    def _read(self, part: int) -> Iterator[Any]:
+    def _batches(self) -> Iterator[Any]:
         reader = self._ipc(self._columns)
         if self._is_stream:
-            return islice(reader, part, None)
-        return (reader.get_batch(i) for i in range(part, reader.num_record_batches))
+            return iter(reader)
+        return (reader.get_batch(i) for i in range(reader.num_record_batches))
 
 
 class Parquet(Columnar):
@@ -147,16 +112,15 @@ class Parquet(Columnar):
         import pyarrow.parquet as pq
 
         self._parquet = pq.ParquetFile(self.file, buffer_size=1 << 20, pre_buffer=False)
-        metadata = self._parquet.metadata
-        self._groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         names: list[str] = self._parquet.schema_arrow.names
         return names
 
-    def _sizes(self) -> Iterable[int]:
-        return (group.num_rows for group in self._groups)
+    def _count(self) -> int:
+        return int(self._parquet.metadata.num_rows)
 
-    def _read(self, part: int) -> Iterator[Any]:
-        for i, group in enumerate(self._groups[part:], part):
+    def _batches(self) -> Iterator[Any]:
+        for i in range(self._parquet.num_row_groups):
+            group = self._parquet.metadata.row_group(i)
             rows = max(1, min(_ROWS, _BYTES * group.num_rows // (group.total_byte_size + 1)))
             yield from self._parquet.iter_batches(rows, [i], self._columns, use_threads=False)
 
