@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,13 +15,14 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from megatron_mux.data.bad_record import BadRecordError
+from megatron_mux.data.cut import Cut
 from megatron_mux.data.messages import Messages
 from megatron_mux.data.mixture import Mixing
 from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.data.records import PromptCompletion, record_of
 from megatron_mux.data.section import DataSource
-from megatron_mux.data.sources.selection import Selection
-from megatron_mux.data.token_cache import Cut, TokenCacheEntry, digest
+from megatron_mux.data.token_cache import TokenCacheEntry, digest
 from megatron_mux.data.tokenise import Example, Tokeniser, kept_part
 from megatron_mux.data.tokenised_file import (
     Progress,
@@ -31,6 +32,7 @@ from megatron_mux.data.tokenised_file import (
     check_tokens,
     opened_entry,
     progress_lines,
+    row_of,
     tokenise_file,
 )
 from megatron_mux.errors import UserError
@@ -97,8 +99,12 @@ class TaskDataset:
         self._usable = usable  # equal cuts of a source share their arrays as long as someone holds them
         self.cut = sum((own.cut for own in usable), Cut())
         self.dropped = self.cut.empty + self.cut.emptied
-        found = zip(sources, usable, strict=True)
-        if empty := [self._nothing_to_learn(one, own.cut) for one, own in found if not len(own.numbers)]:
+        found = zip(sources, self._entries, usable, strict=True)
+        if empty := [
+            _nothing_to_learn(one, entry, own.cut.emptied, max_length)
+            for one, entry, own in found
+            if not len(own.numbers)
+        ]:
             raise UserError(*empty)
         if len(usable) == 1:  # shared with the other data sets of this source
             numbers, lengths, labels = usable[0].numbers, usable[0].lengths, usable[0].label_counts
@@ -113,23 +119,6 @@ class TaskDataset:
             numbers, lengths, labels, owners = numbers[order], lengths[order], labels[order], owners[order]
             self._mixed = hashlib.sha256(order.tobytes()).hexdigest()
         self._numbers, self._owners, self.lengths, self.label_counts = numbers, owners, lengths, labels
-
-    def _nothing_to_learn(self, source: DataSource, cut: Cut) -> str:
-        """The problem with a source of which no record is usable."""
-        if cut.emptied:
-            return (
-                f"{source.label}: none of its {cut.records} records has a token to learn within data.max_length "
-                f"{self.max_length}: raise it, or give the records something to learn"
-            )
-        with closing(Selection(source)) as selection:
-            record, roles = selection.read(next(selection.rows()).value, record_of), ""
-        if isinstance(record, Messages):
-            found = dict.fromkeys(message["role"] for message in record.messages)
-            roles = f' (of messages those of "assistant" are learned, and the first record has {", ".join(found)})'
-        return (
-            f"{source.label}: none of its {cut.records} records has a token to learn{roles}: give them something to "
-            "learn"
-        )
 
     def check_tokens(self, rows: int) -> None:
         """Refuse tokens that a backbone's embedding of `rows` rows lacks.
@@ -232,6 +221,19 @@ class TaskDataset:
         if not -len(self) <= number < len(self):
             raise IndexError(f"{self.path} has {len(self)} usable records, no number {number}")
         return self._entries[self._owners[number]], int(self._numbers[number])
+
+
+def _nothing_to_learn(source: DataSource, entry: TokenCacheEntry, emptied: int, max_length: int) -> str:
+    """The problem with a source of which no record is usable."""
+    none = f"{source.label}: none of its {entry.records} records has a token to learn"
+    if emptied:
+        return f"{none} within data.max_length {max_length}: raise it, or give the records something to learn"
+    row, roles = row_of(source, entry, 0), ""
+    with suppress(BadRecordError):
+        if row is not None and isinstance(record := record_of(row.value), Messages):
+            found = dict.fromkeys(message["role"] for message in record.messages)
+            roles = f' (of messages those of "assistant" are learned, and the first record has {", ".join(found)})'
+    return f"{none}{roles}: give them something to learn"
 
 
 _preferences: WeakValueDictionary[tuple[str, str, int], PreferenceDataset] = WeakValueDictionary()

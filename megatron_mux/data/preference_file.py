@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_mux.data.cut import Cut
 from megatron_mux.data.preference import DESIRABLE
 from megatron_mux.data.section import DataSource
-from megatron_mux.data.token_cache import Cut, digest
+from megatron_mux.data.token_cache import digest
 from megatron_mux.data.tokenise import Example
 from megatron_mux.data.tokenised_file import (
     TokenisedFile,

@@ -122,6 +122,12 @@ def opened_entry(tokenised: TokenisedFile, label: str) -> TokenCacheEntry:
     return entry
 
 
+def row_of(source: DataSource, entry: TokenCacheEntry, number: int) -> Row | None:
+    """The row of a record, read again for a message; None if its file has become shorter."""
+    with closing(Selection(source)) as selection:
+        return next(islice(selection.rows(), entry.row(number), None), None)
+
+
 def check_tokens(
     entry: TokenCacheEntry, source: DataSource, tokenizer: PreTrainedTokenizerBase, rows: int
 ) -> None:
@@ -139,9 +145,8 @@ def check_tokens(
     if entry.largest_token < rows:
         return
     number, token = entry.first_beyond(rows)
-    with closing(Selection(source)) as selection:
-        found = islice(selection.rows(), entry.row(number), None)
-        where = next((row.where for row in found), source.label)
+    row = row_of(source, entry, number)
+    where = source.label if row is None else row.where
     raise UserError(
         f"{where}: becomes token {token} ({tokenizer.convert_ids_to_tokens(token)!r}), which the backbone's embedding "
         f"of {rows:,} rows lacks: take tokens that were added out of the tokenizer beside the backbone, or resize the "
