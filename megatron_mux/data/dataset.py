@@ -22,7 +22,7 @@ from megatron_mux.data.mixture import Mixing
 from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.data.records import PromptCompletion, record_of
 from megatron_mux.data.section import DataSource
-from megatron_mux.data.token_cache import TokenCacheEntry, digest
+from megatron_mux.data.token_cache import MAX_DISTINCT, TokenCacheEntry, digest
 from megatron_mux.data.tokenise import Example, Tokeniser, kept_part
 from megatron_mux.data.tokenised_file import (
     Progress,
@@ -40,10 +40,7 @@ from megatron_mux.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DataFiles", "Example", "TaskDataset"]
-
-MAX_DISTINCT = 128
-"""Records can be classified among at most this many distinct completions: each is scored with every prompt."""
+__all__ = ["MAX_DISTINCT", "DataFiles", "Example", "TaskDataset"]
 
 
 class TaskDataset:

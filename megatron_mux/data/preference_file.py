@@ -24,8 +24,6 @@ from megatron_mux.data.tokenised_file import (
 )
 from megatron_mux.errors import UserError
 
-_UNCUT = 1 << 62
-
 
 class PreferenceDataset:
     """The sequences of a preference file that the engine takes for a `TaskDataset`.
@@ -108,8 +106,8 @@ class PreferenceDataset:
 
     def mismatched(self, prompt: int, completion: int) -> Example:
         """One sequence's prompt with another's completion (KTO's KL term), cut to `max_length`."""
-        head, labelled = self._entry.read(int(self._numbers[prompt]), _UNCUT)
-        tail, wanted = self._entry.read(int(self._numbers[completion]), _UNCUT)
+        head, labelled = self._entry.read(int(self._numbers[prompt]), None)
+        tail, wanted = self._entry.read(int(self._numbers[completion]), None)
         tokens = np.concatenate([head[~labelled], tail[wanted]])[: self.max_length]
         return Example(tokens, np.arange(len(tokens)) >= np.count_nonzero(~labelled), None)
 

@@ -45,8 +45,10 @@ _ROW = np.dtype([("row", "<i8"), ("token", "<i8"), ("span", "<i8"), ("completion
 # The first label and the token after the last, counted from the record's first token.
 _SPAN = np.dtype(("<i4", 2))
 _TOKEN = np.dtype("<u4")
+MAX_DISTINCT = 128
+"""Records can be classified among at most this many distinct completions: each is scored with every prompt."""
 _MOST_COMPLETIONS, _LONGEST_COMPLETIONS = 4096, 1 << 20
-"""Completions that are kept as texts too, and characters of all: those of records that may be classified."""
+"""Completions that are kept as texts too, and characters of all: a cut may leave few of more than `MAX_DISTINCT`."""
 _SEARCHED = 1 << 20
 """Tokens that are looked at together."""
 
@@ -243,16 +245,16 @@ class TokenCacheWriter:
     def _keep_texts(self, texts: Iterable[str | None]) -> None:
         if self._texts is not None:
             self._texts.update(dict.fromkeys(text for text in texts if text is not None))
-            if len(self._texts) > _MOST_COMPLETIONS or sum(map(len, self._texts)) > _LONGEST_COMPLETIONS:
+            count, length = len(self._texts), sum(map(len, self._texts))
+            if count > _MOST_COMPLETIONS or (count > MAX_DISTINCT and length > _LONGEST_COMPLETIONS):
                 self._texts = None
 
-    def finish(self, name: str, fingerprint: str, size: int, notes: Sequence[str] = ()) -> Path:
+    def finish(self, name: str, fingerprint: str, notes: Sequence[str] = ()) -> Path:
         """Put the entry in its place.
 
         Args:
             name: Of the entry.
             fingerprint: Of the files.
-            size: Bytes of the files.
             notes: See `Cut`.
 
         Returns:
@@ -262,7 +264,7 @@ class TokenCacheWriter:
         os.fsync(self._tokens.fileno())
         rows = np.zeros(len(self._numbers) + 1, _ROW)
         for field, values, end in (
-            ("row", self._numbers, size),
+            ("row", self._numbers, 0),
             ("token", self._starts, self._count),
             ("span", self._first_spans, len(self._spans) // 2),
             ("completion", self._completions, 0),
@@ -272,13 +274,8 @@ class TokenCacheWriter:
         write(self._partial / _SPANS, np.array(self._spans, _SPAN.base).tobytes())
         texts = json.dumps(list(self._texts or ())).encode()
         write(self._partial / _COMPLETIONS, texts)
-        counts = {
-            "texts": len(texts),
-            "records": len(self._numbers),
-            "tokens": self._count,
-            "spans": len(self._spans) // 2,
-        }
-        about = {"largest_token": self._largest, "notes": list(notes)}
+        counts = {"records": len(self._numbers), "tokens": self._count, "spans": len(self._spans) // 2}
+        about = {"texts": len(texts), "largest_token": self._largest, "notes": list(notes)}
         meta: dict[str, Any] = {"format": _FORMAT, "fingerprint": fingerprint, **counts, **about}
         write(self._partial / _META, json.dumps(meta).encode())
         sync_directory(self._partial)

@@ -206,7 +206,7 @@ def _tokenise(
             if not selection.is_unchanged:
                 raise UserError(f"{selection.label}: was changed while it was read: begin again")
             notes = [*unusable.notes(records), *reader.template.notes]
-            writer.finish(name, fingerprint, selection.size, notes)
+            writer.finish(name, fingerprint, notes)
     except OSError as error:
         raise UserError(
             f"{directory}: the tokens of {selection.label} cannot be kept there: {error.strerror or error}: make room, "

@@ -139,6 +139,17 @@ def test_choices(path: Path, tokenizer: Tokenizer) -> None:
             assert own == 0 and alone.tokens.tolist() == found[0].tokens.tolist()
 
 
+def test_choices_may_be_long_and_come_from_a_file_with_many(path: Path, tokenizer: Tokenizer) -> None:
+    long = ["yes " * 500, "no " * 500]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_mux.data.token_cache._LONGEST_COMPLETIONS", 1000)
+        write(path, *(pair("a", text) for text in long))
+        assert TaskDataset(path, tokenizer, 4096).distinct_completions == long
+    many = [pair("a" * 50, f"answer {i}") for i in range(200)]
+    data = TaskDataset(write(path, pair("a", "yes"), *many, pair("b", "no")), tokenizer, 20)
+    assert (len(data), data.distinct_completions) == (2, ["yes", "no"])
+
+
 def test_a_cut_candidate_always_keeps_a_label(path: Path, tokenizer: Tokenizer) -> None:
     write(path, pair("hello", "yes it is a test"), pair("hello world", "no"))
     for length in range(2, 9):
