@@ -103,16 +103,16 @@ class TaskDataset:
             if not len(own.numbers)
         ]:
             raise UserError(*empty)
-        if len(usable) == 1:  # shared with the other data sets of this source
-            numbers, lengths, labels = usable[0].numbers, usable[0].lengths, usable[0].label_counts
-            owners = np.broadcast_to(np.int16(0), numbers.shape)
-        else:
-            columns = [(own.numbers, own.lengths, own.label_counts) for own in usable]
-            numbers, lengths, labels = (np.concatenate(parts) for parts in zip(*columns, strict=True))
-            owners = np.repeat(np.arange(len(usable), dtype=np.int16), [len(own.numbers) for own in usable])
+        columns = zip(*((own.numbers, own.lengths, own.label_counts) for own in usable), strict=True)
+        # Those of one source are shared with its other data sets.
+        numbers, lengths, labels = (own[0] if len(own) == 1 else np.concatenate(own) for own in columns)
+        sizes = [len(own.numbers) for own in usable]
+        owners = np.broadcast_to(np.int16(0), numbers.shape)
+        if len(usable) > 1:
+            owners = np.repeat(np.arange(len(usable), dtype=np.int16), sizes)
         self._mixed = None
         if mixing is not None:
-            order = mixing.order([len(own.numbers) for own in usable])
+            order = mixing.order(sizes)
             numbers, lengths, labels, owners = numbers[order], lengths[order], labels[order], owners[order]
             self._mixed = hashlib.sha256(order.tobytes()).hexdigest()
         self._numbers, self._owners, self.lengths, self.label_counts = numbers, owners, lengths, labels

@@ -85,7 +85,10 @@ class PreferenceDataset:
         self.lengths, self.completion_counts = usable.lengths[chosen], usable.label_counts[chosen]
         self.starts = self.lengths - self.completion_counts
         self.label_counts = self.completion_counts.copy()
-        self.cut = self._cut(usable.cut.labels)
+        longest = self._entry.lengths.reshape(-1, self.together).max(axis=1)
+        labels, lost = usable.cut.labels, usable.cut.labels - int(self.completion_counts.sum())
+        longer = int((longest > max_length).sum())
+        self.cut = Cut(len(longest), longer, 0, self.dropped, labels, lost, self._entry.notes)
         if loss == "orpo":
             self.label_counts[0::2] = self.lengths[0::2] - 1
 
@@ -121,12 +124,6 @@ class PreferenceDataset:
         if self.together == 2:
             return np.equal(np.arange(len(self)) % 2, 0)
         return np.equal(self._entry.completions(self._numbers), np.uint64(digest(DESIRABLE)))
-
-    def _cut(self, labels: int) -> Cut:
-        longest = self._entry.lengths.reshape(-1, self.together).max(axis=1)
-        lost = labels - int(self.completion_counts.sum())
-        longer = int((longest > self.max_length).sum())
-        return Cut(len(longest), longer, 0, self.dropped, labels, lost, self._entry.notes)
 
     def check_tokens(self, rows: int) -> None:
         """Refuse tokens that an embedding of `rows` rows lacks; see the function of that name."""

@@ -74,7 +74,7 @@ def token_cache_directory(given: str | Path | None = None) -> Path:
 
 
 class TokenCacheEntry:
-    """A tokenised file, opened for reading; `open_entry` shares one among the tasks of a process.
+    """A tokenised file, opened for reading; `known_entry` shares one among the tasks of a process.
 
     Args:
         directory: Of the entry.
@@ -296,28 +296,19 @@ _opened: WeakValueDictionary[tuple[str, int], TokenCacheEntry] = WeakValueDictio
 _opening = threading.Lock()
 
 
-def open_entry(directory: Path) -> TokenCacheEntry:
-    """The entry in a directory, which is mapped once however many tasks of this process read it.
-
-    Raises:
-        OSError, ValueError, KeyError: See `TokenCacheEntry`.
-    """
-    with _opening:
-        key = str(directory), os.stat(directory / _TOKENS).st_ino
-        entry = _opened.get(key)
-        if entry is None:
-            entry = _opened[key] = TokenCacheEntry(directory)
+def known_entry(directory: Path) -> TokenCacheEntry | None:
+    """The entry in a directory, mapped once for all tasks of this process; None if there is no whole one."""
+    try:
+        with _opening:
+            key = str(directory), os.stat(directory / _TOKENS).st_ino
+            entry = _opened.get(key)
+            if entry is None:
+                entry = _opened[key] = TokenCacheEntry(directory)
+    except (OSError, ValueError, KeyError):
+        return None
     with suppress(OSError):  # another user's, perhaps: it only tells that the entry is in use
         os.utime(directory / _META)
     return entry
-
-
-def known_entry(directory: Path) -> TokenCacheEntry | None:
-    """The same, or None if there is no whole entry."""
-    try:
-        return open_entry(directory)
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 @contextmanager
