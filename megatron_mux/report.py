@@ -36,6 +36,9 @@ EXPERT_ACCESS = "expert_access.jsonl"
 SAMPLES = "samples.jsonl"
 """What a task generates on some held-out prompts, evaluation by evaluation."""
 
+_OPEN_FILES = 64
+"""Files of metrics that are open at once: every task has some, and descriptors are few."""
+
 _REFRESHES = 2
 """How often the live table is drawn, each second."""
 
@@ -273,7 +276,9 @@ class Reporter:
             if file not in self._files:
                 path = self.directory / file
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._files[file] = open(path, "a")  # noqa: SIM115 (kept open for the run)
+                if len(self._files) >= _OPEN_FILES:
+                    self._files.pop(next(iter(self._files))).close()
+                self._files[file] = open(path, "a")  # noqa: SIM115 (kept open for the next line)
             self._files[file].write(json.dumps(line) + "\n")
             self._files[file].flush()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""A task's records: tokens from the token cache, text from the files themselves; both may be larger than memory."""
+"""A task's records: their tokens come from the token cache, and may be larger than memory."""
 
 from __future__ import annotations
 
@@ -6,27 +6,33 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 
+from megatron_mux.data.bad_record import BadRecordError
+from megatron_mux.data.cut import Cut
 from megatron_mux.data.messages import Messages
 from megatron_mux.data.mixture import Mixing
 from megatron_mux.data.preference_file import PreferenceDataset
-from megatron_mux.data.record_file import RecordFile
-from megatron_mux.data.records import PromptCompletion, Record
+from megatron_mux.data.records import PromptCompletion, record_of
 from megatron_mux.data.section import DataSource
-from megatron_mux.data.token_cache import Cut
-from megatron_mux.data.tokenise import Example, Tokeniser
+from megatron_mux.data.token_cache import MAX_DISTINCT, TokenCacheEntry, digest
+from megatron_mux.data.tokenise import Example, Tokeniser, kept_part
 from megatron_mux.data.tokenised_file import (
     Progress,
     Reading,
     TokenisedFile,
     as_source,
+    check_tokens,
+    opened_entry,
     progress_lines,
+    row_of,
     tokenise_file,
 )
 from megatron_mux.errors import UserError
@@ -34,17 +40,14 @@ from megatron_mux.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DataFiles", "Example", "TaskDataset"]
-
-MAX_DISTINCT = 128
-"""Records can be classified among at most this many distinct completions: each is scored with every prompt."""
+__all__ = ["MAX_DISTINCT", "DataFiles", "Example", "TaskDataset"]
 
 
 class TaskDataset:
     """The usable records of a source, or of several that are mixed, by number: those with a label after the cut.
 
-    A source is tokenised when it is first opened (see `tokenise_file`); its tokens are then mapped into memory. Files
-    are kept open: replacing them by others does not disturb a run.
+    A source is tokenised when it is first opened (see `tokenise_file`). Its tokens are then mapped into memory, once
+    for all data sets of this process; its files are not read again.
 
     Args:
         source: The path of a file, or a source, or the sources of a mixture.
@@ -64,7 +67,7 @@ class TaskDataset:
         dropped: Records left out because they have no label after it.
 
     Raises:
-        UserError: See `tokenise_file`; or no record is usable; or a file is not the one that was tokenised.
+        UserError: See `tokenise_file`; or no record is usable.
     """
 
     def __init__(
@@ -86,43 +89,33 @@ class TaskDataset:
         if tokenised is None:
             tokenised = [tokenise_file(one, tokenizer, cache, progress) for one in sources]
         self.tokenised = (tokenised,) if isinstance(tokenised, TokenisedFile) else tuple(tokenised)
-        self._files: list[RecordFile] = []
-        try:
-            for one, made in zip(sources, self.tokenised, strict=True):
-                self._files.append(RecordFile(one, made, self._tokeniser))
-            usable = [file.entry.usable(max_length, truncation_side) for file in self._files]
-            self.cut = sum((file.entry.cut(max_length, truncation_side) for file in self._files), Cut())
-            self.dropped = self.cut.empty + self.cut.emptied
-            empty = [file for file, (own, _, _) in zip(self._files, usable, strict=True) if not len(own)]
-            if empty:
-                raise UserError(*(self._nothing_to_learn(file) for file in empty))
-        except BaseException:
-            self.close()
-            raise
-        numbers, lengths, labels = (np.concatenate(parts) for parts in zip(*usable, strict=True))
-        owners = np.repeat(np.arange(len(usable), dtype=np.int16), [len(numbers) for numbers, _, _ in usable])
+        self._sources = sources
+        pairs = list(zip(sources, self.tokenised, strict=True))
+        self._entries = [opened_entry(made, one.label) for one, made in pairs]
+        usable = [entry.usable(max_length, truncation_side) for entry in self._entries]
+        self._usable = usable  # equal cuts of a source share their arrays as long as someone holds them
+        self.cut = sum((own.cut for own in usable), Cut())
+        self.dropped = self.cut.empty + self.cut.emptied
+        found = zip(sources, self._entries, usable, strict=True)
+        if empty := [
+            _nothing_to_learn(one, entry, own.cut.emptied, max_length)
+            for one, entry, own in found
+            if not len(own.numbers)
+        ]:
+            raise UserError(*empty)
+        columns = zip(*((own.numbers, own.lengths, own.label_counts) for own in usable), strict=True)
+        # Those of one source are shared with its other data sets.
+        numbers, lengths, labels = (own[0] if len(own) == 1 else np.concatenate(own) for own in columns)
+        sizes = [len(own.numbers) for own in usable]
+        owners = np.broadcast_to(np.int16(0), numbers.shape)
+        if len(usable) > 1:
+            owners = np.repeat(np.arange(len(usable), dtype=np.int16), sizes)
+        self._mixed = None
         if mixing is not None:
-            order = mixing.order([len(numbers) for numbers, _, _ in usable])
+            order = mixing.order(sizes)
             numbers, lengths, labels, owners = numbers[order], lengths[order], labels[order], owners[order]
-        self._mixed = None if mixing is None else hashlib.sha256(order.tobytes()).hexdigest()
+            self._mixed = hashlib.sha256(order.tobytes()).hexdigest()
         self._numbers, self._owners, self.lengths, self.label_counts = numbers, owners, lengths, labels
-
-    def _nothing_to_learn(self, file: RecordFile) -> str:
-        """The problem with a file of which no record is usable."""
-        count, lost = (
-            file.entry.records,
-            file.entry.cut(self.max_length, self._tokeniser.truncation_side).emptied,
-        )
-        if lost:
-            return (
-                f"{file.label}: none of its {count} records has a token to learn within data.max_length "
-                f"{self.max_length}: raise it, or give the records something to learn"
-            )
-        record, roles = file.record(0), ""
-        if isinstance(record, Messages):
-            found = dict.fromkeys(message["role"] for message in record.messages)
-            roles = f' (of messages those of "assistant" are learned, and the first record has {", ".join(found)})'
-        return f"{file.label}: none of its {count} records has a token to learn{roles}: give them something to learn"
 
     def check_tokens(self, rows: int) -> None:
         """Refuse tokens that a backbone's embedding of `rows` rows lacks.
@@ -131,9 +124,9 @@ class TaskDataset:
             UserError: Names the first one of each source by file and row.
         """
         problems: list[str] = []
-        for file in self._files:
+        for source, entry in zip(self._sources, self._entries, strict=True):
             try:
-                file.check_tokens(rows)
+                check_tokens(entry, source, self.tokenizer, rows)
             except UserError as error:
                 problems += error.problems
         if problems:
@@ -148,59 +141,55 @@ class TaskDataset:
 
         Raises:
             IndexError: There is no such record.
-            UserError: The file was changed while in use.
         """
-        file, row = self._find(number)
-        return file.example(row)
+        entry, row = self._find(number)
+        return Example(*entry.read(row, self.max_length, self._tokeniser.truncation_side), None)
 
     def uncut(self, number: int) -> tuple[Example, slice]:
         """The example of a record uncut, and which part of it is left after the cut.
 
         Raises:
             IndexError: There is no such record.
-            UserError: The file was changed while in use.
         """
-        file, row = self._find(number)
-        return file.uncut(row)
-
-    def record(self, number: int) -> Record:
-        """A record as it stands in the file.
-
-        Raises:
-            IndexError: There is no such record.
-            UserError: The file was changed while in use.
-        """
-        file, row = self._find(number)
-        return file.record(row)
+        entry, row = self._find(number)
+        whole = Example(*entry.read(row, None), None, entry.is_unprompted(row))
+        return whole, kept_part(len(whole.tokens), self.max_length, self._tokeniser.truncation_side)
 
     def candidates(self, number: int) -> tuple[list[Example], int]:
         """A record with each of the `distinct_completions` in turn, and which of them is its own.
 
         The record alone, where there are none to choose among.
         """
-        if self.distinct_completions is None:
+        texts = self.distinct_completions
+        if texts is None:
             return [self[number]], 0
-        file, row = self._find(number)
-        record = file.record(row)
-        if not isinstance(record, PromptCompletion) or record.completion not in self.distinct_completions:
-            raise file.changed()
-        examples = [file.encode(replace(record, completion=text)) for text in self.distinct_completions]
-        return examples, self.distinct_completions.index(record.completion)
+        entry, row = self._find(number)
+        tokens, tails = entry.read(row, None)[0].tolist(), self._completion_tokens
+        own = [digest(text) for text in texts].index(int(entry.completions(np.array([row]))[0]))
+        head = tokens[: len(tokens) - len(tails[own])]
+        pairs = zip(texts, tails, strict=True)
+        return [self._tokeniser.joined(head, tail, PromptCompletion("", text)) for text, tail in pairs], own
 
     @cached_property
     def distinct_completions(self) -> list[str] | None:
         """The completions that occur, in order of appearance, if every record has one and at most 128 differ."""
         digests = np.empty(len(self), np.uint64)
-        for owner, file in enumerate(self._files):
+        for owner, entry in enumerate(self._entries):
             own = self._owners == owner
-            digests[own] = file.entry.completions(self._numbers[own])
+            digests[own] = entry.completions(self._numbers[own])
         if not digests.all():
             return None
         _, first = np.unique(digests, return_index=True)
         if len(first) > MAX_DISTINCT:
             return None
-        records = [self.record(int(number)) for number in np.sort(first)]
-        return [record.completion for record in records if isinstance(record, PromptCompletion)]
+        texts = {key: text for entry in self._entries for key, text in entry.completion_texts.items()}
+        chosen = [int(own) for own in digests[np.sort(first)]]
+        return [texts[own] for own in chosen] if texts.keys() >= set(chosen) else None
+
+    @cached_property
+    def _completion_tokens(self) -> list[list[int]]:
+        """Tokens of each of the `distinct_completions`."""
+        return [self._tokeniser.closed(own) for own in self._tokeniser.plain(self.distinct_completions or [])]
 
     @property
     def tokenizer(self) -> Any:
@@ -215,21 +204,37 @@ class TaskDataset:
     @property
     def fingerprint(self) -> str:
         """Identifies the records and their order: what the files hold, and how they are mixed."""
-        prints = [file.entry.fingerprint for file in self._files]
+        prints = [entry.fingerprint for entry in self._entries]
         if self._mixed is None:
             return prints[0]
         return hashlib.sha256(json.dumps([prints, self._mixed]).encode()).hexdigest()
 
     def close(self) -> None:
-        """Close the files; the data set is of no use afterwards."""
-        for file in self._files:
-            file.close()
+        """Let go of the tokens, which stay mapped for others that read them; the data set is of no use afterwards."""
+        self._entries.clear()
 
-    def _find(self, number: int) -> tuple[RecordFile, int]:
-        """The source of a record, and its row in the source's cache entry."""
+    def _find(self, number: int) -> tuple[TokenCacheEntry, int]:
+        """The cache entry of a record's source, and its number there."""
         if not -len(self) <= number < len(self):
             raise IndexError(f"{self.path} has {len(self)} usable records, no number {number}")
-        return self._files[self._owners[number]], int(self._numbers[number])
+        return self._entries[self._owners[number]], int(self._numbers[number])
+
+
+def _nothing_to_learn(source: DataSource, entry: TokenCacheEntry, emptied: int, max_length: int) -> str:
+    """The problem with a source of which no record is usable."""
+    none = f"{source.label}: none of its {entry.records} records has a token to learn"
+    if emptied:
+        return f"{none} within data.max_length {max_length}: raise it, or give the records something to learn"
+    row, roles = row_of(source, entry, 0), ""
+    with suppress(BadRecordError):
+        if row is not None and isinstance(record := record_of(row.value), Messages):
+            found = dict.fromkeys(message["role"] for message in record.messages)
+            roles = f' (of messages those of "assistant" are learned, and the first record has {", ".join(found)})'
+    return f"{none}{roles}: give them something to learn"
+
+
+_preferences: WeakValueDictionary[tuple[str, str, int], PreferenceDataset] = WeakValueDictionary()
+"""Those that tasks hold, by source, tokens and cut: equal ones are one."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +278,11 @@ class DataFiles:
         if loss != "sft":
             (only,) = sources
             tokens = self._tokenised(only, loss)
-            data = PreferenceDataset(only, self.tokenizer, max_length, loss, self.cache, tokens)
+            key = only.model_dump_json(), tokens.entry, max_length
+            data = _preferences.get(key)
+            if data is None:
+                data = PreferenceDataset(only, self.tokenizer, max_length, loss, self.cache, tokens)
+                _preferences[key] = data
             return cast(TaskDataset, data)
         made: list[TokenisedFile] = []
         problems: list[str] = []

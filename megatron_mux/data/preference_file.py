@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_mux.data.cut import Cut
 from megatron_mux.data.preference import DESIRABLE
 from megatron_mux.data.section import DataSource
-from megatron_mux.data.token_cache import Cut, digest
+from megatron_mux.data.token_cache import digest
 from megatron_mux.data.tokenise import Example
 from megatron_mux.data.tokenised_file import (
     TokenisedFile,
@@ -22,8 +23,6 @@ from megatron_mux.data.tokenised_file import (
     tokenise_file,
 )
 from megatron_mux.errors import UserError
-
-_UNCUT = 1 << 62
 
 
 class PreferenceDataset:
@@ -71,9 +70,9 @@ class PreferenceDataset:
         self.end_of_sequence = int(tokenizer.eos_token_id)
         tokenised = tokenised or tokenise_file(given, tokenizer, cache, loss=loss)
         self._entry = opened_entry(tokenised, self.path)
-        numbers, lengths, counts = self._entry.usable(max_length)
+        usable = self._entry.usable(max_length)
         fits = np.zeros(self._entry.records, np.bool_)
-        fits[numbers] = True
+        fits[usable.numbers] = True
         whole = fits.reshape(-1, self.together).all(axis=1)
         self._numbers = np.flatnonzero(np.repeat(whole, self.together))
         self.dropped = int((~whole).sum())
@@ -82,11 +81,14 @@ class PreferenceDataset:
                 f"{self.path}: none of its {self.dropped} records has a completion that begins within "
                 f"data.max_length {max_length}: raise it"
             )
-        chosen = np.searchsorted(numbers, self._numbers)
-        self.lengths, self.completion_counts = lengths[chosen], counts[chosen]
+        chosen = np.searchsorted(usable.numbers, self._numbers)
+        self.lengths, self.completion_counts = usable.lengths[chosen], usable.label_counts[chosen]
         self.starts = self.lengths - self.completion_counts
         self.label_counts = self.completion_counts.copy()
-        self.cut = self._cut()
+        longest = self._entry.lengths.reshape(-1, self.together).max(axis=1)
+        labels, lost = usable.cut.labels, usable.cut.labels - int(self.completion_counts.sum())
+        longer = int((longest > max_length).sum())
+        self.cut = Cut(len(longest), longer, 0, self.dropped, labels, lost, self._entry.notes)
         if loss == "orpo":
             self.label_counts[0::2] = self.lengths[0::2] - 1
 
@@ -107,8 +109,8 @@ class PreferenceDataset:
 
     def mismatched(self, prompt: int, completion: int) -> Example:
         """One sequence's prompt with another's completion (KTO's KL term), cut to `max_length`."""
-        head, labelled = self._entry.read(int(self._numbers[prompt]), _UNCUT)
-        tail, wanted = self._entry.read(int(self._numbers[completion]), _UNCUT)
+        head, labelled = self._entry.read(int(self._numbers[prompt]), None)
+        tail, wanted = self._entry.read(int(self._numbers[completion]), None)
         tokens = np.concatenate([head[~labelled], tail[wanted]])[: self.max_length]
         return Example(tokens, np.arange(len(tokens)) >= np.count_nonzero(~labelled), None)
 
@@ -122,13 +124,6 @@ class PreferenceDataset:
         if self.together == 2:
             return np.equal(np.arange(len(self)) % 2, 0)
         return np.equal(self._entry.completions(self._numbers), np.uint64(digest(DESIRABLE)))
-
-    def _cut(self) -> Cut:
-        longest = self._entry.lengths.reshape(-1, self.together).max(axis=1)
-        labels = self._entry.cut(self.max_length).labels
-        lost = labels - int(self.completion_counts.sum())
-        longer = int((longest > self.max_length).sum())
-        return Cut(len(longest), longer, 0, self.dropped, labels, lost, self._entry.notes)
 
     def check_tokens(self, rows: int) -> None:
         """Refuse tokens that an embedding of `rows` rows lacks; see the function of that name."""

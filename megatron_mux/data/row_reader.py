@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from megatron_mux.data.bad_record import BadRecordError
 from megatron_mux.data.preference import PreferenceTokeniser, parse_preference
@@ -15,50 +15,32 @@ from megatron_mux.data.tokenise import Example, Tokeniser
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Found = Iterable[tuple[Row, Example | BadRecordError]]
+"""The uncut sequences of rows in order, each with its row, or what is wrong with the row."""
 
-class RowReader(Protocol):
-    """Makes sequences of rows.
+
+class SupervisedReader:
+    """Makes a sequence of each record.
 
     Attributes:
         rows, nbytes: How many rows, or of how many bytes, are read together.
+        chat_template: Renders conversations.
     """
 
-    rows: int
-    nbytes: int
+    rows, nbytes = 256, 1 << 22
 
-    @property
-    def notes(self) -> list[str]:
-        """Lines for people about what the rows hold and no sequence has."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokeniser = Tokeniser(tokenizer, None)
+        self.chat_template = self._tokeniser.chat_template
 
-    def sequences(
-        self, selection: Selection, rows: Sequence[Row], only_parse: bool
-    ) -> Iterable[tuple[Row, Example | BadRecordError]]:
-        """The uncut sequences of rows in order, each with its row, or what is wrong with the row.
+    def sequences(self, selection: Selection, rows: Sequence[Row], only_parse: bool) -> Found:
+        """The sequences of rows.
 
         Args:
             selection: What the rows are of.
             rows: Up to `self.rows` of them.
             only_parse: Tell of rows that hold no record, and make no sequences.
         """
-
-
-class SupervisedReader:
-    """A sequence of each record."""
-
-    rows, nbytes = 256, 1 << 22
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokeniser = Tokeniser(tokenizer, None)
-
-    @property
-    def notes(self) -> list[str]:
-        """See `RowReader`."""
-        return self._tokeniser.chat_template.notes
-
-    def sequences(
-        self, selection: Selection, rows: Sequence[Row], only_parse: bool
-    ) -> Iterable[tuple[Row, Example | BadRecordError]]:
-        """See `RowReader`."""
         records: list[Record | BadRecordError] = []
         for row in rows:
             try:
@@ -72,24 +54,21 @@ class SupervisedReader:
 
 
 class PreferenceReader:
-    """A sequence of each completion; for KTO first the desirable ones of all rows that are read together, then the
-    undesirable ones of pairs, as TRL orders them."""
+    """Makes a sequence of each completion; see `SupervisedReader`.
+
+    For KTO first the desirable ones of all rows that are read together, then the undesirable ones of pairs, as TRL
+    orders them.
+    """
 
     rows, nbytes = 1000, 1 << 62  # TRL's number, whatever their size
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss: str) -> None:
         self._loss = loss
         self._tokeniser = PreferenceTokeniser(tokenizer, loss)
+        self.chat_template = self._tokeniser.chat_template
 
-    @property
-    def notes(self) -> list[str]:
-        """See `RowReader`."""
-        return self._tokeniser.chat_template.notes
-
-    def sequences(
-        self, selection: Selection, rows: Sequence[Row], only_parse: bool
-    ) -> Iterable[tuple[Row, Example | BadRecordError]]:
-        """See `RowReader`."""
+    def sequences(self, selection: Selection, rows: Sequence[Row], only_parse: bool) -> Found:
+        """See `SupervisedReader.sequences`."""
         firsts, seconds = list[tuple[Row, Example]](), list[tuple[Row, Example]]()
         for row in rows:
             try:
@@ -104,6 +83,9 @@ class PreferenceReader:
             firsts += made[0]
             seconds += made[1] if len(made) > 1 else []
         yield from firsts + seconds
+
+
+RowReader = SupervisedReader | PreferenceReader
 
 
 def reader_of(tokenizer: PreTrainedTokenizerBase, loss: str) -> RowReader:

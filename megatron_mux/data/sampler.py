@@ -67,7 +67,9 @@ def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     with np.errstate(over="ignore"):
         key = _mix(_mix(np.uint64(seed % 2**64) + _GOLDEN) ^ np.uint64(epoch))
         hashes = _mix(key ^ _mix(np.arange(count, dtype=np.uint64) * _GOLDEN + key))
-    return np.argsort(hashes, kind="stable").astype(np.int64, copy=False)
+    return np.argsort(hashes).astype(
+        np.int64, copy=False
+    )  # they all differ: any way to sort gives this order
 
 
 def _mix(x: npt.NDArray[np.uint64] | np.uint64) -> npt.NDArray[np.uint64]:

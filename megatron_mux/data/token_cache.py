@@ -9,34 +9,46 @@ Records are kept uncut: an entry serves every maximum length.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import tempfile
+import threading
 import time
 from array import array
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_mux.data.cut import Cut, Usable
 from megatron_mux.data.tokenise import Example, kept_part
 from megatron_mux.files import cache_directory, sync_directory, write
 
-_FORMAT = 3
+_FORMAT = 4
 _META, _TOKENS, _INDEX, _SPANS = "meta.json", "tokens.bin", "index.bin", "spans.bin"
+_COMPLETIONS = "completions.json"
+DIGESTS = "digests"
+"""Directory beside the entries: what is known of data files (`data.digests`)."""
 
-# One row per record, in the order of the files, and a last row with the ends: the record's place (`Selection.record`),
-# its first token, its first span of labels, and a digest of its completion (0 where the record has none).
-_ROW = np.dtype([("place", "<i8"), ("token", "<i8"), ("span", "<i8"), ("completion", "<u8")])
+# One row per record, in the order of the files, and a last row with the ends: twice the number of its row in the files
+# (`Row`), and one more if its text follows no prompt; its first token, its first span of labels, and a digest of its
+# completion (0 where the record has none).
+_ROW = np.dtype([("row", "<i8"), ("token", "<i8"), ("span", "<i8"), ("completion", "<u8")])
 # The first label and the token after the last, counted from the record's first token.
 _SPAN = np.dtype(("<i4", 2))
 _TOKEN = np.dtype("<u4")
+MAX_DISTINCT = 128
+"""Records can be classified among at most this many distinct completions: each is scored with every prompt."""
+_MOST_COMPLETIONS, _LONGEST_COMPLETIONS = 4096, 1 << 20
+"""Completions that are kept as texts too, and characters of all: a cut may leave few of more than `MAX_DISTINCT`."""
 _SEARCHED = 1 << 20
 """Tokens that are looked at together."""
 
@@ -61,53 +73,8 @@ def token_cache_directory(given: str | Path | None = None) -> Path:
     return Path(tempfile.gettempdir()) / f"megatron-mux-{os.getuid()}" / "tokens"
 
 
-@dataclass(frozen=True)
-class Cut:
-    """What is lost by cutting records to a maximum length.
-
-    Attributes:
-        records: All records.
-        longer: Those that are longer than that.
-        empty: Those that have no label even uncut.
-        emptied: Those that have no label left.
-        labels: Labels of all records, uncut.
-        lost: Labels that are cut off.
-        notes: Lines for people about rows that are no records here, and about what is left out of others.
-    """
-
-    records: int = 0
-    longer: int = 0
-    empty: int = 0
-    emptied: int = 0
-    labels: int = 0
-    lost: int = 0
-    notes: tuple[str, ...] = ()
-
-    def lines(self, max_length: int) -> list[str]:
-        """Say what was lost, in lines for people; none if nothing was."""
-        found = []
-        if self.longer:
-            share = f"{self.lost:,} of {self.labels:,} tokens to learn" if self.lost else "no token to learn"
-            emptied = f", {self.emptied:,} records all of theirs: these were dropped" if self.emptied else ""
-            warning = "warning: " if 2 * self.lost > self.labels or 2 * self.emptied > self.records else ""
-            advice = ": raise max_length" if warning else ""
-            found.append(
-                f"{warning}{self.longer:,} of {self.records:,} records are longer than {max_length} tokens; cutting "
-                f"them loses {share}{emptied}{advice}"
-            )
-        if self.empty:
-            found.append(
-                f"{self.empty:,} of {self.records:,} records have no token to learn and were dropped"
-            )
-        return [*found, *self.notes]
-
-    def __add__(self, other: Cut) -> Cut:
-        """Both together."""
-        return Cut(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
-
-
 class TokenCacheEntry:
-    """A tokenised file, opened for reading.
+    """A tokenised file, opened for reading; `known_entry` shares one among the tasks of a process.
 
     Args:
         directory: Of the entry.
@@ -135,53 +102,42 @@ class TokenCacheEntry:
         self._rows = _map(directory / _INDEX, _ROW, self.records + 1)
         self._spans = _map(directory / _SPANS, _SPAN, meta["spans"])
         self._tokens = _map(directory / _TOKENS, _TOKEN, meta["tokens"])
-        with suppress(OSError):  # another user's, perhaps: it only tells that the entry is in use
-            os.utime(directory / _META)
+        self._texts = _map(directory / _COMPLETIONS, np.dtype(np.uint8), meta["texts"])
+        self._usable: WeakValueDictionary[tuple[int, str], Usable] = WeakValueDictionary()
 
-    def usable(
-        self, max_length: int, truncation_side: str = "right"
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """The records that have a label within the `max_length` tokens that are left after the cut.
+    def usable(self, max_length: int, truncation_side: str = "right") -> Usable:
+        """The records that have a label left after they are cut to `max_length`; equal cuts share the arrays."""
+        found = self._usable.get((max_length, truncation_side))
+        if found is None:
+            found = self._usable[max_length, truncation_side] = self._cut(max_length, truncation_side)
+        return found
 
-        Returns:
-            `[n]` each: their numbers in the entry; tokens, and labels, of each after the cut.
-        """
-        whole = self.lengths
+    def _cut(self, max_length: int, truncation_side: str) -> Usable:
+        whole, nothing = self.lengths, np.zeros(self.records, np.int64)
         lengths = np.minimum(whole, max_length)
-        # The first token that is left is no label, since nothing precedes it.
-        first = (
-            np.where(whole > max_length, whole - max_length + 1, 0)
-            if truncation_side == "left"
-            else 0 * whole
+        before = self._labels(nothing, whole)
+        if truncation_side == "left":
+            # The first token that is left is no label, since nothing precedes it.
+            after = self._labels(np.where(whole > max_length, whole - max_length + 1, 0), whole)
+        else:
+            after = self._labels(nothing, lengths)
+        numbers = np.flatnonzero(after)
+        cut = Cut(
+            self.records,
+            int((whole > max_length).sum()),
+            int((before == 0).sum()),
+            int(((before > 0) & (after == 0)).sum()),
+            int(before.sum()),
+            int((before - after).sum()),
+            self.notes,
         )
-        last = whole if truncation_side == "left" else lengths
-        labels = self._labels(first, last)
-        numbers = np.flatnonzero(labels)
-        return numbers, lengths[numbers].astype(np.int32), labels[numbers].astype(np.int32)
+        return Usable(numbers, lengths[numbers].astype(np.int32), after[numbers].astype(np.int32), cut)
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """`[n]`, tokens of all records, uncut."""
         found: npt.NDArray[np.int64] = np.diff(self._rows["token"])
         return found
-
-    def cut(self, max_length: int, truncation_side: str = "right") -> Cut:
-        """What is lost by cutting records to `max_length`."""
-        whole = self.lengths
-        before = self._labels(0 * whole, whole)
-        after = np.zeros_like(before)
-        numbers, _, labels = self.usable(max_length, truncation_side)
-        after[numbers] = labels
-        emptied = (before > 0) & (after == 0)
-        return Cut(
-            self.records,
-            int((whole > max_length).sum()),
-            int((before == 0).sum()),
-            int(emptied.sum()),
-            int(before.sum()),
-            int((before - after).sum()),
-            self.notes,
-        )
 
     def _labels(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Labels of each record between a first token and the one after the last."""
@@ -216,14 +172,23 @@ class TokenCacheEntry:
                 return int(np.searchsorted(self._rows["token"], at, side="right")) - 1, int(self._tokens[at])
         raise ValueError(f"{self.directory}: has no token of at least {limit}")
 
-    def place(self, number: int) -> int:
-        """Where a record is in its files; see `Selection.record`."""
-        return int(self._rows["place"][number])
+    def row(self, number: int) -> int:
+        """Which row of its files a record is of; see `Row`."""
+        return int(self._rows["row"][number]) >> 1
+
+    def is_unprompted(self, number: int) -> bool:
+        """Whether a record is a text that follows no prompt."""
+        return bool(self._rows["row"][number] & 1)
 
     def completions(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """Digests of records' completions: equal for equal texts, 0 for a record without one."""
         found: npt.NDArray[np.uint64] = self._rows["completion"][numbers]
         return found
+
+    @cached_property
+    def completion_texts(self) -> dict[int, str]:
+        """The texts of completions by their digests; empty if there are too many of them."""
+        return {digest(text): text for text in json.loads(self._texts.tobytes())}
 
 
 class TokenCacheWriter:
@@ -241,7 +206,8 @@ class TokenCacheWriter:
         directory.mkdir(parents=True, exist_ok=True)
         self._partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory))
         self._tokens: IO[bytes] = open(self._partial / _TOKENS, "wb")  # noqa: SIM115 (closed in `__exit__`)
-        self._places, self._starts, self._completions = array("q"), array("q"), array("Q")
+        self._numbers, self._starts, self._completions = array("q"), array("q"), array("Q")
+        self._texts: dict[str, None] | None = {}
         self._first_spans, self._spans = array("q"), array("i")
         self._count, self._largest = 0, -1
 
@@ -254,10 +220,10 @@ class TokenCacheWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def add(self, records: Sequence[tuple[int, Example]]) -> None:
-        """Append records: the place of each in its files, and its tokens, uncut."""
+        """Append records: the number of each one's row, and its tokens, uncut."""
         if not records:
             return
-        places, examples = zip(*records, strict=True)
+        examples = [example for _, example in records]
         lengths = [len(example.tokens) for example in examples]
         starts = np.cumsum([0, *lengths[:-1]])
         # Runs of labels never join across records: the first token of a record is no label.
@@ -267,21 +233,28 @@ class TokenCacheWriter:
         counts = np.bincount(owners, minlength=len(examples))
         self._first_spans.extend(len(self._spans) // 2 + np.cumsum(counts) - counts)
         self._spans.extend((edges - starts[owners, None]).ravel())
-        self._places.extend(places)
+        self._numbers.extend(2 * row + own.unprompted for row, own in records)
         self._starts.extend(self._count + starts)
         self._completions.extend(digest(example.completion_text) for example in examples)
+        self._keep_texts(example.completion_text for example in examples)
         self._count += sum(lengths)
         tokens = np.concatenate([example.tokens for example in examples])
         self._largest = max(self._largest, int(tokens.max(initial=-1)))
         self._tokens.write(tokens.astype(_TOKEN).tobytes())
 
-    def finish(self, name: str, fingerprint: str, size: int, notes: Sequence[str] = ()) -> Path:
+    def _keep_texts(self, texts: Iterable[str | None]) -> None:
+        if self._texts is not None:
+            self._texts.update(dict.fromkeys(text for text in texts if text is not None))
+            count, length = len(self._texts), sum(map(len, self._texts))
+            if count > _MOST_COMPLETIONS or (count > MAX_DISTINCT and length > _LONGEST_COMPLETIONS):
+                self._texts = None
+
+    def finish(self, name: str, fingerprint: str, notes: Sequence[str] = ()) -> Path:
         """Put the entry in its place.
 
         Args:
             name: Of the entry.
             fingerprint: Of the files.
-            size: Bytes of the files.
             notes: See `Cut`.
 
         Returns:
@@ -289,9 +262,9 @@ class TokenCacheWriter:
         """
         self._tokens.flush()
         os.fsync(self._tokens.fileno())
-        rows = np.zeros(len(self._places) + 1, _ROW)
+        rows = np.zeros(len(self._numbers) + 1, _ROW)
         for field, values, end in (
-            ("place", self._places, size),
+            ("row", self._numbers, 0),
             ("token", self._starts, self._count),
             ("span", self._first_spans, len(self._spans) // 2),
             ("completion", self._completions, 0),
@@ -299,8 +272,10 @@ class TokenCacheWriter:
             rows[field][:-1], rows[field][-1] = values, end
         write(self._partial / _INDEX, rows.tobytes())
         write(self._partial / _SPANS, np.array(self._spans, _SPAN.base).tobytes())
-        counts = {"records": len(self._places), "tokens": self._count, "spans": len(self._spans) // 2}
-        about = {"largest_token": self._largest, "notes": list(notes)}
+        texts = json.dumps(list(self._texts or ())).encode()
+        write(self._partial / _COMPLETIONS, texts)
+        counts = {"records": len(self._numbers), "tokens": self._count, "spans": len(self._spans) // 2}
+        about = {"texts": len(texts), "largest_token": self._largest, "notes": list(notes)}
         meta: dict[str, Any] = {"format": _FORMAT, "fingerprint": fingerprint, **counts, **about}
         write(self._partial / _META, json.dumps(meta).encode())
         sync_directory(self._partial)
@@ -308,7 +283,7 @@ class TokenCacheWriter:
         try:
             os.rename(self._partial, final)
         except OSError:
-            if _is_whole(final):
+            if known_entry(final):
                 return final  # another process was faster
             shutil.rmtree(final, ignore_errors=True)  # damaged
             os.rename(self._partial, final)
@@ -317,17 +292,50 @@ class TokenCacheWriter:
         return final
 
 
-def _is_whole(directory: Path) -> bool:
+_opened: WeakValueDictionary[tuple[str, int], TokenCacheEntry] = WeakValueDictionary()
+_opening = threading.Lock()
+
+
+def known_entry(directory: Path) -> TokenCacheEntry | None:
+    """The entry in a directory, mapped once for all tasks of this process; None if there is no whole one."""
     try:
-        TokenCacheEntry(directory)
+        with _opening:
+            key = str(directory), os.stat(directory / _TOKENS).st_ino
+            entry = _opened.get(key)
+            if entry is None:
+                entry = _opened[key] = TokenCacheEntry(directory)
     except (OSError, ValueError, KeyError):
-        return False
-    return True
+        return None
+    with suppress(OSError):  # another user's, perhaps: it only tells that the entry is in use
+        os.utime(directory / _META)
+    return entry
+
+
+@contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """Keep other processes of this host from doing the same; where files cannot be locked, they may."""
+    handle = None
+    with suppress(OSError):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        handle = open(lock, "w")  # noqa: SIM115 (closed below)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            # Whoever waits for it holds the file itself, and finds the result in the cache.
+            with suppress(OSError):
+                lock.unlink(missing_ok=True)
+            handle.close()
 
 
 def _remove_unused(directory: Path) -> None:
     """Remove entries that nobody has opened for long, and what killed processes left."""
     now = time.time()
+    with suppress(OSError):  # there is none before a first file is remembered
+        for known in (directory / DIGESTS).iterdir():
+            if now - known.stat().st_mtime > _UNUSED_SECONDS:
+                known.unlink()
     for entry in directory.iterdir():
         partial = entry.name.startswith(".partial-")
         with suppress(OSError):
@@ -337,12 +345,18 @@ def _remove_unused(directory: Path) -> None:
 
 
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
-    """An array of a file, mapped into memory."""
-    if path.stat().st_size != count * dtype.itemsize:
+    """An array of a file, mapped into memory; unlike `numpy.memmap`, torch keeps no descriptor for that."""
+    import torch
+
+    size = count * dtype.itemsize
+    if path.stat().st_size != size:
         raise ValueError(f"{path}: is damaged: its size is not what the entry says")
-    if not count:  # an empty file cannot be mapped
+    if not size:  # an empty file cannot be mapped
         return np.zeros(count, dtype)
-    return np.asarray(np.memmap(path, dtype.base, "r", shape=(count, *dtype.shape)))
+    mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy()
+    mapped.flags.writeable = False
+    found: npt.NDArray[Any] = mapped.view(dtype.base).reshape(count, *dtype.shape)
+    return found
 
 
 def digest(text: str | None) -> int:

@@ -38,11 +38,13 @@ class Example:
         tokens: `[L]` int64, at most `max_length` of them.
         labelled: `[L]` bool, the tokens to predict; the first never is, since nothing precedes it.
         completion_text: The completion of a prompt/completion or instruction record, else None.
+        unprompted: Whether it is a text that follows no prompt, or an empty one.
     """
 
     tokens: npt.NDArray[np.int64]
     labelled: npt.NDArray[np.bool_]
     completion_text: str | None
+    unprompted: bool = False
 
 
 class Tokeniser:
@@ -115,18 +117,23 @@ class Tokeniser:
                 examples.append(self._chat_example(part, *next(turns)))
             elif part.prompt is None:
                 ids = self.closed(next(heads))
-                examples.append(self._example(ids, [True] * len(ids), None))
+                examples.append(self._example(ids, [True] * len(ids), None, unprompted=True))
             else:
-                head, tail = next(heads), self.closed(next(tails))
-                mask = [False] * len(head) + [True] * len(tail)
-                examples.append(self._example(head + tail, mask, part.completion))
+                examples.append(self.joined(next(heads), self.closed(next(tails)), part))
         return examples
 
-    def _example(self, tokens: Sequence[int], labelled: Sequence[bool], completion: str | None) -> Example:
+    def joined(self, head: Sequence[int], tail: Sequence[int], record: PromptCompletion) -> Example:
+        """The example of a record's prompt and completion, from the tokens of each."""
+        mask = [False] * len(head) + [True] * len(tail)
+        return self._example([*head, *tail], mask, record.completion, not record.prompt)
+
+    def _example(
+        self, tokens: Sequence[int], labelled: Sequence[bool], text: str | None, unprompted: bool = False
+    ) -> Example:
         kept = kept_part(len(tokens), self.max_length, self.truncation_side)
         ids, mask = np.array(tokens[kept], np.int64), np.array(labelled[kept], np.bool_)
         mask[:1] = False
-        return Example(ids, mask, completion)
+        return Example(ids, mask, text, unprompted)
 
     # -- texts
 

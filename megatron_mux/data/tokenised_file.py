@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_mux.data.bad_record import BadRecordError, UnusableRecordError
+from megatron_mux.data.digests import file_digest
 from megatron_mux.data.row_reader import RowReader, reader_of
 from megatron_mux.data.section import DataSource
 from megatron_mux.data.sources.selection import Selection
-from megatron_mux.data.sources.source import Row, Stamp
-from megatron_mux.data.token_cache import TokenCacheEntry, TokenCacheWriter, token_cache_directory
+from megatron_mux.data.sources.source import Row
+from megatron_mux.data.token_cache import (
+    TokenCacheEntry,
+    TokenCacheWriter,
+    alone,
+    known_entry,
+    token_cache_directory,
+)
 from megatron_mux.data.tokenise import Example
 from megatron_mux.data.tokenizer import tokenizer_fingerprint
 from megatron_mux.errors import UserError
@@ -38,13 +46,13 @@ _SECONDS_BETWEEN_LINES = 10.0
 class TokenisedFile:
     """Where the tokens of a source are; plain data that one process may send to others of its host.
 
+    They are all that tasks learn from: what happens to the files afterwards disturbs nobody.
+
     Attributes:
         entry: Directory of the tokens.
-        stamps: Of the files when they were tokenised.
     """
 
     entry: str
-    stamps: tuple[Stamp, ...]
 
 
 def as_source(given: str | os.PathLike[str] | DataSource) -> DataSource:
@@ -90,19 +98,16 @@ def tokenise_file(
             the first ones named by file and number); or the cache cannot be written.
     """
     directory = token_cache_directory(cache)
-    selection = Selection(as_source(source))
-    try:
-        fingerprint = selection.fingerprint()
+    with closing(Selection(as_source(source))) as selection:
+        fingerprint = selection.fingerprint(partial(file_digest, directory))
         name = f"{fingerprint[:32]}-{tokenizer_fingerprint(tokenizer)[:16]}{_SUFFIXES[loss]}"
-        entry = _known(directory / name)
-        if entry is None:
-            with _alone(directory / f".{name}.lock"):
-                entry = _known(directory / name) or _tokenise(
-                    selection, reader_of(tokenizer, loss), directory, name, fingerprint, progress
-                )
-        return TokenisedFile(str(entry), selection.stamps)
-    finally:
-        selection.close()
+        entry = directory / name
+        if known_entry(entry) is None:
+            with alone(directory / f".{name}.lock"):
+                if known_entry(entry) is None:
+                    reader = reader_of(tokenizer, loss)
+                    _tokenise(selection, reader, directory, name, fingerprint, progress)
+        return TokenisedFile(str(entry))
 
 
 def opened_entry(tokenised: TokenisedFile, label: str) -> TokenCacheEntry:
@@ -111,12 +116,16 @@ def opened_entry(tokenised: TokenisedFile, label: str) -> TokenCacheEntry:
     Raises:
         UserError: It is there no longer.
     """
-    try:
-        return TokenCacheEntry(Path(tokenised.entry))
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"{label}: its tokens were taken from the cache ({tokenised.entry}): begin again"
-        ) from error
+    entry = known_entry(Path(tokenised.entry))
+    if entry is None:
+        raise UserError(f"{label}: its tokens were taken from the cache ({tokenised.entry}): begin again")
+    return entry
+
+
+def row_of(source: DataSource, entry: TokenCacheEntry, number: int) -> Row | None:
+    """The row of a record, read again for a message; None if its file has become shorter."""
+    with closing(Selection(source)) as selection:
+        return next(islice(selection.rows(), entry.row(number), None), None)
 
 
 def check_tokens(
@@ -136,11 +145,8 @@ def check_tokens(
     if entry.largest_token < rows:
         return
     number, token = entry.first_beyond(rows)
-    place, selection = entry.place(number), Selection(source)
-    try:
-        where = next((row.where for row in selection.rows() if row.place == place), source.label)
-    finally:
-        selection.close()
+    row = row_of(source, entry, number)
+    where = source.label if row is None else row.where
     raise UserError(
         f"{where}: becomes token {token} ({tokenizer.convert_ids_to_tokens(token)!r}), which the backbone's embedding "
         f"of {rows:,} rows lacks: take tokens that were added out of the tokenizer beside the backbone, or resize the "
@@ -167,32 +173,6 @@ def progress_lines(label: object, say: Callable[[str], None]) -> Progress:
     return tell
 
 
-def _known(directory: Path) -> Path | None:
-    """An entry's directory, if the entry is whole."""
-    try:
-        return TokenCacheEntry(directory).directory
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Keep other processes of this host from doing the same; where files cannot be locked, they may."""
-    handle = None
-    with suppress(OSError):
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        handle = open(lock, "w")  # noqa: SIM115 (closed below)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        if handle is not None:
-            # Whoever waits for it holds the file itself, and finds the entry in the cache.
-            with suppress(OSError):
-                lock.unlink(missing_ok=True)
-            handle.close()
-
-
 def _tokenise(
     selection: Selection,
     reader: RowReader,
@@ -200,7 +180,7 @@ def _tokenise(
     name: str,
     fingerprint: str,
     progress: Progress | None,
-) -> Path:
+) -> None:
     """Make the entry of open files."""
     records, kept = 0, 2 * reader.rows
     bad, unusable = _BadRows(selection.label, kept), _BadRows(selection.label, kept)
@@ -213,7 +193,7 @@ def _tokenise(
                     if isinstance(found, BadRecordError):
                         (unusable if isinstance(found, UnusableRecordError) else bad).note(row, found)
                     else:
-                        good.append((row.place, found))
+                        good.append((row.number, found))
                 writer.add(good)
                 records += len(rows)
                 if progress is not None:
@@ -225,8 +205,8 @@ def _tokenise(
                 unusable.raise_if_any()
             if not selection.is_unchanged:
                 raise UserError(f"{selection.label}: was changed while it was read: begin again")
-            notes = [*unusable.notes(records), *reader.notes]
-            return writer.finish(name, fingerprint, selection.size, notes)
+            notes = [*unusable.notes(records), *reader.chat_template.notes]
+            writer.finish(name, fingerprint, notes)
     except OSError as error:
         raise UserError(
             f"{directory}: the tokens of {selection.label} cannot be kept there: {error.strerror or error}: make room, "
@@ -261,7 +241,7 @@ class _BadRows:
         """Count a row."""
         self.count += 1
         if len(self._first) < self._kept:
-            self._first.append((row.place, f"{row.where}: {error}"))
+            self._first.append((row.number, f"{row.where}: {error}"))
 
     def raise_if_any(self) -> None:
         """Raise a `UserError` that names them."""

@@ -8,7 +8,6 @@ import os
 import tempfile
 from datetime import date
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +66,9 @@ def load_tokenizer(backbone: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Identifies what a tokenizer makes of records: SHA-256 of its content, its chat template and its libraries."""
+    import tokenizers
+    import transformers
+
     template = str(tokenizer.chat_template)
     about = {
         "content": _content(tokenizer),
@@ -76,7 +78,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         "end": tokenizer.eos_token_id,
         "special": [str(token) for token in tokenizer.all_special_tokens],
         "split_special": bool(getattr(tokenizer, "split_special_tokens", False)),
-        "libraries": [version("transformers"), version("tokenizers")],
+        "libraries": [transformers.__version__, tokenizers.__version__],
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 

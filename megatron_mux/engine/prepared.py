@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from megatron_mux.batch.balancing import NO_SEQUENCES, BalancedSequences, balanced_sequences
@@ -74,10 +75,13 @@ def prepare_step(
     else:
         chunked = step_chunks(plan, lengths, rank)
     sequences, extra_examples, problems = {}, {}, {}
+    wanted: dict[str, set[int]] = {name: set() for name in tasks}
+    for piece in chain.from_iterable(chain.from_iterable(chunked.chunks.values())):
+        wanted[piece.task].add(piece.sequence)
     share = parallel.experts.share  # ranks without rows make the same passes
     for name, task in share(list(tasks.items())):
         try:
-            sequences[name] = task.sequences(steps[name], pad_to.get(name, 0))
+            sequences[name] = task.sequences(steps[name], sorted(wanted[name]), pad_to.get(name, 0))
             extra_examples[name] = task.extra_examples(steps[name])
         except UserError as error:
             problems[name] = str(error)
@@ -109,13 +113,13 @@ class _Packer:
     Attributes:
         tasks: Of the plan, in its order.
         steps: The step of each.
-        sequences: Of each task's step.
+        sequences: Those of each task's step that are in this pipeline's chunks, by number.
         parallel: Where this rank stands.
     """
 
     tasks: Mapping[str, TaskState]
     steps: Mapping[str, int]
-    sequences: Mapping[str, Sequence[PackedSequence]]
+    sequences: Mapping[str, Mapping[int, PackedSequence]]
     parallel: Parallel
 
     def refers(self, names: Iterable[str]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -198,32 +198,30 @@ class TaskState:
         lengths: list[int] = self.task.data.lengths[self.sampler.batch(step)].tolist()
         return lengths
 
-    def sequences(self, step: int, pad_to: int) -> list[PackedSequence]:
-        """Read the records of a step (from 0), weighted so that its loss is the mean over their labels.
+    def sequences(self, step: int, wanted: Iterable[int], pad_to: int) -> dict[int, PackedSequence]:
+        """Read records of a step (from 0), weighted so that its loss is the mean over the labels of all of them.
 
         Args:
+            step: The step.
+            wanted: Numbers, within the step, of those that are read.
             pad_to: Pad shorter sequences to so many tokens, with tokens that are no labels and that no token of the
                 sequence attends to.
 
         Raises:
             UserError: The data cannot be read any more.
         """
-        examples = [self.task.data[i] for i in self.sampler.batch(step)]
-        weight = self.label_weight(examples)
-        return [
-            PackedSequence(
-                self.task.spec.name,
-                i,
-                _padded(example.tokens, pad_to),
-                _padded(example.labelled, pad_to),
-                weight,
-            )
-            for i, example in enumerate(examples)
-        ]
+        chosen = self.sampler.batch(step)
+        name, weight = self.task.spec.name, self.label_weight(chosen)
+        found = {}
+        for i in wanted:
+            example = self.task.data[chosen[i]]
+            tokens, labelled = (_padded(part, pad_to) for part in (example.tokens, example.labelled))
+            found[i] = PackedSequence(name, i, tokens, labelled, weight)
+        return found
 
-    def label_weight(self, examples: Sequence[Example]) -> float:
+    def label_weight(self, chosen: Sequence[int]) -> float:
         """The weight of each label of a step's records."""
-        return 1.0 / sum(int(np.count_nonzero(example.labelled[1:])) for example in examples)
+        return 1.0 / int(self.task.data.label_counts[chosen].sum())
 
     def extra_examples(self, step: int) -> list[Example]:
         """Read the sequences that a step (from 0) needs besides its batch.

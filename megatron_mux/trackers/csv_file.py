@@ -17,22 +17,20 @@ class CsvTracker(Tracker):
     """Appends to `metrics.csv`, flushed after every step."""
 
     def __init__(self, run: TrackedRun) -> None:
-        path = run.directory / _NAME
+        self._path = path = run.directory / _NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text().splitlines()[1:] if run.step and path.exists() else []
         kept = [line for line in lines if _step_of(line) <= run.step]
         write_atomically(path, "".join(f"{line}\n" for line in [",".join(_HEADER), *kept]))
-        self._file = open(path, "a", newline="")  # noqa: SIM115 (kept open for the run)
-        self._writer = csv.writer(self._file, lineterminator="\n")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker.log`."""
-        self._writer.writerows((step, name, repr(value)) for name, value in values.items())
-        self._file.flush()
+        with open(self._path, "a", newline="") as file:  # not kept open: every task may have one
+            rows = ((step, name, repr(value)) for name, value in values.items())
+            csv.writer(file, lineterminator="\n").writerows(rows)
 
     def close(self, finished: bool) -> None:
         """See `Tracker.close`."""
-        self._file.close()
 
 
 def _step_of(line: str) -> float:

@@ -120,17 +120,24 @@ def test_tasks_that_end_together_are_all_evaluated(tmp_path: Path, server: Serve
 
 
 SPOILER = """
-import pathlib, sys
+import sys
+from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.engine import Engine
+from megatron_mux.errors import UserError
 import pretrain_mux
 
-real, steps = Engine.steps, 0
+real, read, steps = Engine.steps, TaskDataset.__getitem__, 0
+
+def unreadable(self, number):
+    if self.path == sys.argv[1]:
+        raise UserError(f"{self.path}: cannot be read")
+    return read(self, number)
 
 def spoil(self, *arguments, **more):
     global steps
     steps += 1
     if steps == 3:
-        pathlib.Path(sys.argv[1]).write_text("{[/] no record any more\\n")
+        TaskDataset.__getitem__ = unreadable
     return real(self, *arguments, **more)
 
 Engine.steps = spoil
@@ -138,7 +145,7 @@ sys.exit(pretrain_mux.main(sys.argv[2:]))
 """
 
 
-def test_a_data_file_that_is_spoilt_stops_its_own_task_only(tmp_path: Path, server: Server) -> None:
+def test_a_task_whose_data_cannot_be_read_stops_alone(tmp_path: Path, server: Server) -> None:
     workplace = furnish(tmp_path)
     shared = workplace.root / "pairs.jsonl"
     spoilt = workplace.root / "[spoilt].jsonl"
@@ -157,9 +164,9 @@ def test_a_data_file_that_is_spoilt_stops_its_own_task_only(tmp_path: Path, serv
     final = sorted((workplace.root / "run" / "manifests").iterdir())[-1]
     tasks_left = {task["name"]: task for task in json.loads(final.read_text())["tasks"]}
     assert (tasks_left["lora"]["status"], tasks_left["lora"]["step"]) == ("finished", 14)
-    # A few records may still lie in the reader's buffer.
+    # Steps that were prepared ahead are taken.
     assert tasks_left["broken"]["status"] == "failed" and 2 <= tasks_left["broken"]["step"] < 12
-    assert "was changed" in tasks_left["broken"]["reason"]
+    assert "cannot be read" in tasks_left["broken"]["reason"]
     # Nothing is known against what it had learned: all of it stays, though no step came after to call it good.
     last = f"broken/checkpoint-{tasks_left['broken']['step']}"
     assert tasks_left["broken"]["checkpoint"] == last != tasks_left["broken"]["good"]

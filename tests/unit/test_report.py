@@ -183,3 +183,19 @@ def test_a_step_of_many_tasks_does_not_draw_the_live_table(monkeypatch: pytest.M
     assert len([moment for moment in draws if moment >= began]) <= 2 + 3 * lasted, "of 1,500 steps"
     reporter.close()
     assert "task-499" in screen.getvalue()
+
+
+def test_few_files_of_many_tasks_are_open_at_once(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, None, 1, live=False, silent=False)
+    names = [f"task{i}" for i in range(200)]
+    for name in names:
+        reporter.add(spec_of(name), TaskLife("running"), 0, 2)
+    before = len(os.listdir("/proc/self/fd"))
+    for step in (1, 2):
+        for name in names:
+            reporter.step(name, StepResult(step, 2, 2.5, 1.0, 0.1, 8, "running"), 1.0)
+    assert len(os.listdir("/proc/self/fd")) - before <= 70
+    reporter.release()
+    for name in names:
+        lines = map(strict, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        assert [line["step"] for line in lines] == [1, 2]

@@ -1,4 +1,4 @@
-"""A JSON array of objects, read element by element. The place of a row is its first byte."""
+"""A JSON array of objects, read element by element."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from typing import IO, Any
 
-from megatron_mux.data.bad_record import BadRecordError
 from megatron_mux.data.sources.source import Row, Source, unreadable
 from megatron_mux.errors import UserError
 
@@ -33,10 +32,9 @@ class JsonArray(Source):
                 if number:
                     text.take(",")
                     text.skip(_SPACE)
-                place = text.byte
                 number += 1
                 value = text.value()
-                yield Row(place, f"row {number}", value, text.byte)
+                yield Row(f"row {number}", value, text.byte)
             text.take("]")
             if text.skip(_SPACE):
                 raise ValueError("something follows the end of the array: write one array, or JSON Lines")
@@ -49,15 +47,6 @@ class JsonArray(Source):
         except ValueError as error:
             where = f"row {number}: " if number else ""
             raise UserError(f"{self.path}: {where}not valid JSON: {error} (line {text.line})") from error
-
-    def row(self, place: int) -> Any:
-        """See `Source.row`."""
-        with open(self.file.fileno(), "rb", closefd=False) as file:
-            file.seek(place)
-            try:
-                return _Text(file).value()
-            except ValueError as error:
-                raise BadRecordError(f"not valid JSON: {error}") from error
 
 
 class _Text:

@@ -1,4 +1,9 @@
-"""JSON Lines: one JSON object a line, blank lines skipped. The place of a row is its first byte."""
+"""JSON Lines: one JSON object a line, blank lines skipped.
+
+The reader of `datasets` (5.2) would not do. It takes rows of mixed shapes and types, but makes times of texts that
+look like times, floats of large integers, and nulls of keys that a row lacks. It refuses a whole file for a key that is
+there twice or for half a surrogate pair, and names neither file nor line where a line is no JSON.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +22,13 @@ class JsonLines(Source):
 
     def rows(self) -> Iterator[Row]:
         """See `Source.rows`."""
-        offset = 0
+        done = 0
         try:
             self.file.seek(0)
             for number, line in enumerate(self.file, 1):
-                start, offset = offset, offset + len(line)
+                done += len(line)
                 if line.removeprefix(_MARK).strip():
-                    yield Row(start, f"line {number}", _parsed(line), offset)
+                    yield Row(f"line {number}", _parsed(line), done)
         except OSError as error:
             raise unreadable(self.path, error) from error
 
@@ -31,16 +36,6 @@ class JsonLines(Source):
         """See `Source.count`."""
         self.file.seek(0)
         return sum(1 for line in self.file if line.removeprefix(_MARK).strip())
-
-    def row(self, place: int) -> Any:
-        """See `Source.row`."""
-        # A reader of its own: another one's buffer may hold what the file held before.
-        with open(self.file.fileno(), "rb", closefd=False) as file:
-            file.seek(place)
-            line = file.readline().removeprefix(_MARK)
-        if not line.strip():
-            raise BadRecordError("there is no record")
-        return parse_json(line)
 
 
 def _parsed(line: bytes) -> Any | BadRecordError:

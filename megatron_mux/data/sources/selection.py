@@ -6,26 +6,22 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any, TypeVar
 
 from megatron_mux.data.bad_record import BadRecordError
-from megatron_mux.data.records import Record, listed, record_of
+from megatron_mux.data.records import listed
 from megatron_mux.data.section import DataSource, template_columns
 from megatron_mux.data.sources.json_lines import JsonLines
 from megatron_mux.data.sources.locate import is_sliced, locate, open_file, row_ranges
-from megatron_mux.data.sources.source import Row, Source, Stamp
+from megatron_mux.data.sources.source import Row, Source
 from megatron_mux.errors import UserError
 
 T = TypeVar("T")
 
-FILE_BITS = 47
-"""A place is that in its file, with the file's number above these bits."""
-
 
 class Selection:
-    """The rows of a source, in order, and a row again by its place.
+    """The rows of a source, in order.
 
     Args:
         source: What a task file says.
@@ -33,7 +29,6 @@ class Selection:
     Attributes:
         label: Names it in messages.
         files: Its files.
-        stamps: Of its files, when they were opened.
         size: Bytes of its files.
 
     Raises:
@@ -53,31 +48,15 @@ class Selection:
             self.close()
             raise
         self._splits = [split for _, split in located]
-        self.stamps: tuple[Stamp, ...] = tuple(file.stamp for file in self.files)
         self.size = sum(file.size for file in self.files)
 
     def rows(self) -> Iterator[Row]:
         """All rows; `Row.where` begins with the file, and `Row.value` is a mapping of a record's keys."""
-        for number, start, stop, before in self._parts():
-            file = self.files[number]
+        numbers = count()
+        for file, start, stop, before in self._parts():
             for row in islice(file.rows(), start, stop):
-                yield replace(
-                    row,
-                    place=(number << FILE_BITS) + row.place,
-                    where=f"{file.path}: {row.where}",
-                    value=self._mapped(row.value),
-                    done=before + row.done,
-                )
-
-    def record(self, place: int) -> Record:
-        """Read a row again from its file.
-
-        Raises:
-            BadRecordError: It is no record, or no longer.
-            OSError: The file cannot be read.
-        """
-        value = self._mapped(self.files[place >> FILE_BITS].row(place & ((1 << FILE_BITS) - 1)))
-        return self.read(value, record_of)
+                value = self._mapped(row.value)
+                yield Row(f"{file.path}: {row.where}", value, before + row.done, next(numbers))
 
     def read(self, value: Any, parse: Callable[[Any], T]) -> T:
         """Read the record of a row, with its columns' names in what is said of a bad one.
@@ -101,9 +80,13 @@ class Selection:
         """Whether the files have not been written to since they were opened."""
         return all(file.is_unchanged for file in self.files)
 
-    def fingerprint(self) -> str:
-        """Identify the rows and what becomes of them: SHA-256 of the files and of the section's other fields."""
-        digests = [file.digest() for file in self.files]
+    def fingerprint(self, digest: Callable[[Source], str] = Source.digest) -> str:
+        """Identify the rows and what becomes of them: SHA-256 of the files and of the section's other fields.
+
+        Args:
+            digest: Gives that of a file.
+        """
+        digests = [digest(file) for file in self.files]
         options = {
             "columns": self._source.columns,
             "templates": self._source.templates,
@@ -124,18 +107,18 @@ class Selection:
             with suppress(OSError):
                 file.close()
 
-    def _parts(self) -> Iterator[tuple[int, int, int | None, int]]:
-        """The parts of files: number of the file, first row, the row after the last, bytes of the files before."""
+    def _parts(self) -> Iterator[tuple[Source, int, int | None, int]]:
+        """The parts of files: the file, first row, the row after the last, bytes of the files before."""
         if not is_sliced(self._asked):
             before = 0
-            for number, file in enumerate(self.files):
-                yield number, 0, None, before
+            for file in self.files:
+                yield file, 0, None, before
                 before += file.size
             return
         counts = [file.count() for file in self.files]
         totals = dict.fromkeys(self._splits, 0)
-        for split, count in zip(self._splits, counts, strict=True):
-            totals[split] += count
+        for split, rows in zip(self._splits, counts, strict=True):
+            totals[split] += rows
         try:
             ranges = row_ranges(self._asked, totals)
         except ValueError as error:
@@ -144,12 +127,12 @@ class Selection:
             ) from error
         for wanted, start, stop in ranges:
             first = before = 0
-            for number, (split, count) in enumerate(zip(self._splits, counts, strict=True)):
+            for file, split, rows in zip(self.files, self._splits, counts, strict=True):
                 if split == wanted:
-                    if start < first + count and stop > first:
-                        yield number, max(0, start - first), min(count, stop - first), before
-                    first += count
-                before += self.files[number].size
+                    if start < first + rows and stop > first:
+                        yield file, max(0, start - first), min(rows, stop - first), before
+                    first += rows
+                before += file.size
 
     def _mapped(self, value: Any) -> Any:
         if not isinstance(value, dict):

@@ -1,23 +1,18 @@
-"""What every kind of data file offers."""
+"""What every kind of data file offers: its rows in order, once."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from megatron_mux.data.bad_record import BadRecordError
 from megatron_mux.errors import UserError
-
-Stamp = tuple[int, int]
-"""Size of a file and when it was modified, in nanoseconds: another one after it has been written to."""
-stamp_of: Callable[[os.stat_result], Stamp] = attrgetter("st_size", "st_mtime_ns")
 
 
 @dataclass(frozen=True)
@@ -25,28 +20,28 @@ class Row:
     """A row of a file.
 
     Attributes:
-        place: Where it is, for `Source.row`; less than 2**47.
-        where: The same for people: "line 7".
+        where: Its place for people: "line 7".
         value: Its keys and values, or what is wrong with it.
         done: Bytes of the file up to its end, perhaps estimated.
+        number: Among the rows of a `Selection`, from 0.
     """
 
-    place: int
     where: str
     value: Any | BadRecordError
     done: int
+    number: int = 0
 
 
 class Source(ABC):
     """The rows of one file.
 
-    The file is kept open: replacing it by another one does not disturb a reader. Memory holds a few rows at a time.
+    Memory holds a few rows at a time.
 
     Args:
         path: The file.
 
     Attributes:
-        stamp: Of the file when it was opened.
+        size: Bytes of the file when it was opened.
 
     Raises:
         UserError: The file cannot be read, or is none of this kind.
@@ -60,17 +55,14 @@ class Source(ABC):
             raise UserError(f"{path}: no such file") from error
         except OSError as error:
             raise unreadable(path, error) from error
-        self.stamp = stamp_of(os.fstat(self.file.fileno()))
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file when it was opened."""
-        return self.stamp[0]
+        about = os.fstat(self.file.fileno())
+        self.size, self._modified = about.st_size, about.st_mtime_ns
 
     @property
     def is_unchanged(self) -> bool:
         """Whether the file has not been written to since it was opened."""
-        return stamp_of(os.fstat(self.file.fileno())) == self.stamp
+        about = os.fstat(self.file.fileno())
+        return (about.st_size, about.st_mtime_ns) == (self.size, self._modified)
 
     def digest(self) -> str:
         """SHA-256 of the file."""
@@ -86,14 +78,6 @@ class Source(ABC):
 
         Raises:
             UserError: The file cannot be read further.
-        """
-
-    @abstractmethod
-    def row(self, place: int) -> Any:
-        """The value of a row, read again from the file.
-
-        Raises:
-            BadRecordError, OSError: There is none, or no longer.
         """
 
     def count(self) -> int:

@@ -1,4 +1,4 @@
-"""CSV and TSV: a header, then one row a line; every value is text. The place of a row is its first byte."""
+"""CSV and TSV: a header, then one row a line; every value is text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from megatron_mux.data.bad_record import BadRecordError
 from megatron_mux.data.sources.source import Row, Source, unreadable
@@ -25,7 +25,6 @@ class TableText(Source):
         super().__init__(path)
         self._delimiter = delimiter
         csv.field_size_limit(sys.maxsize)  # of the whole process, but no one relies on its default
-        self._header: list[str] | None = None
 
     def rows(self) -> Iterator[Row]:
         """See `Source.rows`."""
@@ -34,40 +33,22 @@ class TableText(Source):
             lines = _Lines(self.file)
             reader = csv.reader(lines, delimiter=self._delimiter, strict=True)
             number = 0
-            header = self._header = next(reader, [])
+            header = next(reader, [])
             self._check(header)
             while True:
-                place, line = lines.byte, lines.number + 1
+                line = lines.number + 1
                 cells = next(reader, None)
                 if cells is None:
                     return
                 if cells:  # else a blank line
                     number += 1
-                    yield Row(place, f"row {number} (line {line})", _row(header, cells), lines.byte)
+                    yield Row(f"row {number} (line {line})", _row(header, cells), lines.byte)
         except OSError as error:
             raise unreadable(self.path, error) from error
         except UnicodeDecodeError as error:
             raise UserError(f"{self.path}: line {lines.number + 1}: not UTF-8 text") from error
         except csv.Error as error:
             raise UserError(f"{self.path}: line {lines.number}: not valid CSV: {error}") from error
-
-    def row(self, place: int) -> Any:
-        """See `Source.row`."""
-        with open(self.file.fileno(), "rb", closefd=False) as file:
-            try:
-                if self._header is None:
-                    file.seek(0)
-                    self._header = next(self._reader(file), [])
-                file.seek(place)
-                value = _row(self._header, next(self._reader(file), []))
-            except (csv.Error, UnicodeDecodeError) as error:
-                raise BadRecordError(f"not valid CSV: {error}") from error
-        if isinstance(value, BadRecordError):
-            raise value
-        return value
-
-    def _reader(self, file: IO[bytes]) -> Iterator[list[str]]:
-        return csv.reader(_Lines(file), delimiter=self._delimiter, strict=True)
 
     def _check(self, header: list[str]) -> None:
         twice = {name for name in header if header.count(name) > 1}

@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from megatron_mux.data.dataset import Example, TaskDataset
 from megatron_mux.data.preference_file import PreferenceDataset
-from megatron_mux.data.records import PromptCompletion
 from megatron_mux.engine.agreement import everyones
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.errors import UserError
@@ -116,10 +115,8 @@ def prompt_and_completion(records: TaskDataset, number: int) -> tuple[Tokens, To
     example, kept = records.uncut(number)
     start, stop = np.flatnonzero(np.diff(example.labelled, prepend=False, append=False))[-2:].tolist()
     # Without a prompt every token but the first one is labelled, as after a prompt of one token.
-    if start == 1:
-        record = records.record(number)
-        if isinstance(record, PromptCompletion) and not record.prompt:
-            return Unprompted.NO_PROMPT
+    if start == 1 and example.unprompted:
+        return Unprompted.NO_PROMPT
     if kept.start > 0 or kept.stop < start:
         return Unprompted.CUT_PROMPT
     return example.tokens[:start], example.tokens[start:stop]

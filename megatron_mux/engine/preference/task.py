@@ -82,7 +82,7 @@ class PreferenceTask(TaskState):
         """Its data."""
         return cast(PreferenceDataset, self.task.data)
 
-    def label_weight(self, examples: Sequence[Example]) -> float:
+    def label_weight(self, chosen: Sequence[int]) -> float:
         """One: the weights of rows follow from the step's log-probabilities (`engine.preference.losses`)."""
         return 1.0
 

@@ -241,7 +241,8 @@ def test_an_empty_list_of_calls_is_none(tokenizer: Any) -> None:
 def test_nothing_to_learn_is_not_blamed_on_the_length(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    path = write(tmp_path / "a.jsonl", [{"messages": [USER, {"role": "bot", "content": "Me."}]}])
+    unusable = {"messages": [USER, {**ANSWER, "tool_calls": [{"function": {"name": "f"}}]}]}
+    path = write(tmp_path / "a.jsonl", [unusable, {"messages": [USER, {"role": "bot", "content": "Me."}]}])
     with pytest.raises(UserError, match=r'those of "assistant" are learned.*has user, bot') as caught:
         TaskDataset(path, tokenizer, 64, cache=tmp_path)
     assert "max_length" not in str(caught.value)

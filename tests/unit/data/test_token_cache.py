@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_mux.data import token_cache, tokenised_file
 from megatron_mux.data.dataset import TaskDataset
-from megatron_mux.data.records import parse_record
+from megatron_mux.data.records import PromptCompletion, Record, parse_record
 from megatron_mux.data.tokenise import Example, Tokeniser
 from megatron_mux.data.tokenised_file import progress_lines, tokenise_file
 from megatron_mux.data.tokenizer import tokenizer_fingerprint
@@ -42,14 +43,19 @@ def write(path: Path, records: list[Any]) -> Path:
     return path
 
 
-def expected(records: list[Any], tokeniser: Tokeniser) -> tuple[list[Example], int, list[str] | None]:
-    """The usable examples of records, the number of the others, and the distinct completions, without a cache."""
-    examples = [tokeniser.encode(record) for r in records if (record := parse_record(json.dumps(r).encode()))]
-    usable = [example for example in examples if example.labelled.sum()]
-    texts = list(dict.fromkeys(example.completion_text for example in usable))
+Usable = list[tuple[Record, Example]]
+
+
+def expected(records: list[Any], tokeniser: Tokeniser) -> tuple[Usable, int, list[str] | None]:
+    """The usable records, the number of the others, and the distinct completions, without a cache."""
+    parsed = [record for r in records if (record := parse_record(json.dumps(r).encode()))]
+    usable = [
+        pair for pair in zip(parsed, map(tokeniser.encode, parsed), strict=True) if pair[1].labelled.sum()
+    ]
+    texts = list(dict.fromkeys(example.completion_text for _, example in usable))
     known = [text for text in texts if text is not None]
     small = len(known) == len(texts) <= 16
-    return usable, len(examples) - len(usable), known if small else None
+    return usable, len(parsed) - len(usable), known if small else None
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
@@ -65,14 +71,15 @@ def test_cached_records_are_those_of_the_tokenizer(
     path = write(tmp_path / "data.jsonl", records)
     chosen = llama_like if prefix else tokenizer
     for max_length in (length, 1000, 2):  # one entry serves all of them
-        wanted, dropped, completions = expected(records, Tokeniser(chosen, max_length))
+        tokeniser = Tokeniser(chosen, max_length)
+        wanted, dropped, completions = expected(records, tokeniser)
         try:
             data = TaskDataset(path, chosen, max_length)
         except UserError as error:
             assert not wanted and f"none of its {dropped} records" in str(error)
             continue
         assert (len(data), data.dropped, data.distinct_completions) == (len(wanted), dropped, completions)
-        for i, example in enumerate(wanted):
+        for i, (record, example) in enumerate(wanted):
             found = data[i]
             assert (
                 found.tokens.dtype == example.tokens.dtype and found.labelled.dtype == example.labelled.dtype
@@ -80,15 +87,16 @@ def test_cached_records_are_those_of_the_tokenizer(
             assert found.tokens.tolist() == example.tokens.tolist()
             assert found.labelled.tolist() == example.labelled.tolist()
             assert (data.lengths[i], data.label_counts[i]) == (len(example.tokens), example.labelled.sum())
-            assert tokenised_again(data, i, chosen, max_length) == example.tokens.tolist()
+            unprompted = isinstance(record, PromptCompletion) and not record.prompt
+            assert data.uncut(i)[0].unprompted == unprompted
+            if isinstance(record, PromptCompletion) and completions is not None:
+                others, own = data.candidates(i)
+                assert completions[own] == example.completion_text
+                for text, other in zip(completions, others, strict=True):
+                    again = tokeniser.encode(replace(record, completion=text))
+                    assert (other.tokens.tolist(), other.completion_text) == (again.tokens.tolist(), text)
+                    assert other.labelled.tolist() == again.labelled.tolist()
         data.close()
-
-
-def tokenised_again(
-    data: TaskDataset, number: int, tokenizer: PreTrainedTokenizerFast, length: int
-) -> list[int]:
-    tokens: list[int] = Tokeniser(tokenizer, length).encode(data.record(number)).tokens.tolist()
-    return tokens
 
 
 @pytest.fixture
@@ -146,7 +154,8 @@ def test_a_damaged_entry_is_made_again(
         (entry / "meta.json").write_text(json.dumps({**meta, "format": 0}) if damage == "version" else "[")
     data = TaskDataset(path, tokenizer, 32, cache=cache)
     assert Path(data.tokenised[0].entry) == entry
-    assert data[3].tokens.tolist() == tokenised_again(data, 3, tokenizer, 32)
+    again = Tokeniser(tokenizer, 32).encode(PromptCompletion(None, "hello 3"))
+    assert data[3].tokens.tolist() == again.tokens.tolist()
 
 
 def test_nothing_half_written_is_left(
@@ -180,7 +189,7 @@ def test_of_two_processes_that_write_an_entry_the_first_wins(
         return finish(self, *arguments)
 
     monkeypatch.setattr(token_cache.TokenCacheWriter, "finish", late)
-    monkeypatch.setattr(tokenised_file, "_alone", nullcontext)  # as where files cannot be locked
+    monkeypatch.setattr(tokenised_file, "alone", nullcontext)  # as where files cannot be locked
     assert tokenise_file(path, tokenizer, cache).entry == other[1]
     assert [str(entry) for entry in cache.iterdir()] == [other[1]]
 
@@ -194,7 +203,7 @@ def test_entries_that_nobody_opens_are_removed(
     partial.mkdir()
     for place in (old / "meta.json", used / "meta.json", partial):
         os.utime(place, (1.0, 1.0))
-    token_cache.TokenCacheEntry(used)  # it is opened, which is noted
+    token_cache.known_entry(used)  # it is opened, which is noted
     newest = Path(tokenise_file(write(path, [{"text": "a third"}]), tokenizer, cache).entry)
     assert set(cache.iterdir()) == {used, newest}
 
