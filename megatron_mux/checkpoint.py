@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ from megatron_mux.saved_files import (
     manifest_name,
     manifests,
     named_by,
-    named_by_newest,
     prune,
+    what_is_wrong,
     write_best,
 )
 from megatron_mux.tasks.life import TaskLife
@@ -87,6 +87,11 @@ class SavedTask:
         self.health.note(loss)
         if self.health.good and self.checkpoint and self.step == step - 1:
             self.good = self.checkpoint
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is not to train on as it is."""
+        return self.status in ("finished", "failed")
 
     def fall_back(self) -> None:
         """Name the last good checkpoint instead of the newest, if there is one."""
@@ -181,12 +186,11 @@ def save(
     """
     check()
     try:
-        named_before = named_by_newest(directory, owner)
         entries: list[SavedTask] = []
         limits: dict[str, int] = {}
         for state in states:
             if state.snapshot is not None:
-                state.entry.checkpoint = _write_checkpoint(directory, state, named_before, pace, check)
+                state.entry.checkpoint = _write_checkpoint(directory, state, pace, check)
                 state.snapshot = None
             entries.append(state.entry)
             if state.limit is not None:
@@ -217,7 +221,6 @@ def save(
 def _write_checkpoint(
     directory: Path,
     state: TaskToSave,
-    named_before: Collection[str],
     pace: Pace | None,
     check: Callable[[], None],
 ) -> str:
@@ -225,9 +228,6 @@ def _write_checkpoint(
     assert snapshot is not None
     relative = checkpoint_of(entry.name, entry.step)
     final = directory / relative
-    files = (ADAPTER_WEIGHTS, TRAINING_STATE)
-    if relative in named_before and not any(_what_is_wrong(final / name) for name in files):
-        return relative  # the task has not moved since
     partial = directory / entry.name / f".partial-checkpoint-{entry.step}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -243,7 +243,7 @@ def _write_checkpoint(
         write_tensors(partial / TRAINING_STATE, training, {"step": str(snapshot.step)}, pace)
         sync_directory(partial)
         check()
-        # What it replaces was left by a run that was killed between renaming and writing its manifest.
+        # What it replaces was left by a run that was killed before it wrote its manifest, or is damaged.
         replace_directory(partial, final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -268,19 +268,19 @@ def load(
         before: Pass over saves of this number and later ones.
 
     Returns:
-        The manifest; None if nothing was saved there.
+        The manifest, with each task as of its newest save that is whole; None if nothing was saved there.
 
     Raises:
         UserError: The run was made on another backbone, by an unknown format, or none of its saves is complete.
     """
     try:
-        manifest, problems = _newest(directory, owner, before)
+        manifest, notes = _newest(directory, owner, before)
     except OSError as error:
         raise UserError(f"--load {directory}: cannot be read: {error.strerror or error}") from error
-    if manifest is None and problems:
-        others = f" (nor can the {len(problems) - 1} before it)" if len(problems) > 1 else ""
+    if manifest is None and notes:
+        others = f" (nor can the {len(notes) - 1} before it)" if len(notes) > 1 else ""
         raise UserError(
-            f"--load {directory}: the newest save cannot be continued{others}: {problems[0]}: put the file back as "
+            f"--load {directory}: the newest save cannot be continued{others}: {notes[0]}: put the file back as "
             "it was, or start anew with another --save"
         )
     if manifest is not None and manifest.backbone != backbone:
@@ -289,9 +289,8 @@ def load(
             "its weights): give the --backbone they were trained on, or start anew with another --save; "
             "adapter_name_or_path then starts a task from a checkpoint's adapter."
         )
-    if manifest is not None:
-        for problem in problems:
-            say(f"--load {directory}: going back to save {manifest.number}, since {problem}")
+    for note in notes:
+        say(f"--load {directory}: {note}")
     return manifest
 
 
@@ -299,20 +298,47 @@ class _IncompleteError(Exception):
     """A manifest that cannot be continued; says its file and what is wrong."""
 
 
-def _newest(directory: Path, owner: str, before: int | None = None) -> tuple[Manifest | None, list[str]]:
-    """The newest manifest whose checkpoints are all there, and what is wrong with each newer one."""
+def _newest(directory: Path, owner: str, before: int | None) -> tuple[Manifest | None, list[str]]:
+    """What the newest saves say, each task by its newest one whose checkpoint is whole.
+
+    Returns:
+        A manifest and what is not as in the newest save; or None and what is wrong with each save.
+    """
     problems: list[str] = []
+    notes: list[str] = []
+    base: Manifest | None = None
+    damaged: dict[str, str] = {}
     for number, path in sorted(manifests(directory / owner), reverse=True):
         if before is not None and number >= before:
             continue
         try:
-            return _read_manifest(directory, path), problems
+            manifest = _read_manifest(path)
         except _IncompleteError as error:
             problems.append(str(error))
-    return None, problems
+            continue
+        if base is None:
+            damaged = {
+                t.name: wrong for t in manifest.tasks if (wrong := _what_is_missing(directory, path, t))
+            }
+            if damaged and not any(
+                t.checkpoint and t.name not in damaged for t in manifest.tasks if not t.is_over
+            ):
+                problems.append(next(iter(damaged.values())))
+                damaged = {}
+                continue
+            base = manifest
+            notes = [f"going back to save {number}, since {problem}" for problem in problems]
+        else:
+            entries = {t.name: t for t in manifest.tasks if not _what_is_missing(directory, path, t)}
+            for task in [t for t in base.tasks if t.name in damaged and t.name in entries]:
+                notes.append(f"{task.name} goes back to save {number}, since {damaged.pop(task.name)}")
+                base.tasks[base.tasks.index(task)] = entries[task.name]
+        if not damaged:
+            return base, notes
+    return None, [*problems, *damaged.values()]
 
 
-def _read_manifest(directory: Path, path: Path) -> Manifest:
+def _read_manifest(path: Path) -> Manifest:
     try:
         value = json.loads(path.read_text())
         if value["format"] != _FORMAT:
@@ -328,33 +354,22 @@ def _read_manifest(directory: Path, path: Path) -> Manifest:
             )
             for task in value["tasks"]
         ]
-        manifest = Manifest(**value)
+        return Manifest(**value)
     except (ValueError, KeyError, TypeError) as error:
         raise _IncompleteError(f"{path.name} is damaged ({error})") from error
-    for task in manifest.tasks:
-        # Of a task that is over nothing but the adapter is ever read.
-        over = task.status in ("finished", "failed")
-        for name in (ADAPTER_WEIGHTS,) if over else (ADAPTER_WEIGHTS, TRAINING_STATE):
-            if task.checkpoint and (wrong := _what_is_wrong(directory / task.checkpoint / name)):
-                raise _IncompleteError(f"{path.name} names {task.checkpoint}/{name}, which {wrong}")
-        if task.good and _what_is_wrong(directory / task.good / ADAPTER_WEIGHTS):
-            task.good = ""
-        if task.best.checkpoint and _what_is_wrong(directory / task.best.checkpoint / ADAPTER_WEIGHTS):
-            task.best.checkpoint = ""
-    return manifest
 
 
-def _what_is_wrong(path: Path) -> str:
-    """Whether a file of tensors is whole, by its header and its size: no tensor is read. Empty if it is."""
-    from safetensors import SafetensorError, safe_open
-
-    if not path.exists():
-        return "is not there"
-    try:
-        with safe_open(path, framework="pt"):
-            return ""
-    except (OSError, SafetensorError) as error:
-        return f"cannot be read ({error})"
+def _what_is_missing(directory: Path, manifest: Path, task: SavedTask) -> str:
+    """Which file a manifest's task cannot be continued without, if any; drops the names of others that are damaged."""
+    # Of a task that is over nothing but the adapter is ever read.
+    for name in (ADAPTER_WEIGHTS,) if task.is_over else (ADAPTER_WEIGHTS, TRAINING_STATE):
+        if task.checkpoint and (wrong := what_is_wrong(directory / task.checkpoint / name)):
+            return f"{manifest.name} names {task.checkpoint}/{name}, which {wrong}"
+    if task.good and what_is_wrong(directory / task.good / ADAPTER_WEIGHTS):
+        task.good = ""
+    if task.best.checkpoint and what_is_wrong(directory / task.best.checkpoint / ADAPTER_WEIGHTS):
+        task.best.checkpoint = ""
+    return ""
 
 
 def load_task(directory: Path, entry: SavedTask) -> Snapshot:

@@ -119,13 +119,18 @@ def new_directory(flag: str, output: Path) -> Iterator[Path]:
 def replace_directory(partial: Path, final: Path) -> None:
     """Let a directory that is filled and flushed to disk take the place of another, or of none, beside it.
 
-    The other one stays until the new one is there.
+    The other one is removed once the new one is there; until then it is beside it, under another name.
     """
     old = final.with_name(f".old-{final.name}")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
         os.rename(final, old)
-    os.rename(partial, final)
+    try:
+        os.rename(partial, final)
+    except OSError:
+        if old.exists():
+            os.rename(old, final)
+        raise
     sync_directory(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -124,23 +125,13 @@ def drop_after(directory: Path, number: int, owner: str = "") -> None:
             path.unlink()
 
 
-def named_by_newest(directory: Path, owner: str) -> set[str]:
-    """The checkpoints from which the newest save continues; damaged ones are passed over."""
-    for _, path in sorted(manifests(directory / owner), reverse=True):
-        try:
-            return {task["checkpoint"] for task in json.loads(path.read_text())["tasks"]}
-        except (ValueError, KeyError, TypeError):
-            continue
-    return set()
-
-
 def named_by(task: Mapping[str, Any]) -> set[str]:
     """The checkpoints that a manifest's entry of a task names."""
     return {task["checkpoint"], task["good"], task.get("best", {}).get("checkpoint", "")} - {""}
 
 
 def limit_checkpoints(directory: Path, limits: Mapping[str, int], named: Collection[str], owner: str) -> None:
-    """Drop the oldest checkpoints of tasks that limit their number, and the older saves that name one of them.
+    """Drop the oldest checkpoints of tasks that limit their number; saves that name them are passed over for that task.
 
     Args:
         directory: The run's.
@@ -156,13 +147,6 @@ def limit_checkpoints(directory: Path, limits: Mapping[str, int], named: Collect
             if re.fullmatch(r"checkpoint-[0-9]+", path.name)
         )
         dropped |= {checkpoint for _, checkpoint in found[:-limit]} - set(named)
-    for _, path in sorted(manifests(directory / owner))[:-1] if dropped else ():
-        try:
-            tasks = json.loads(path.read_text())["tasks"]
-            if any(named_by(task) & dropped for task in tasks):
-                path.unlink()
-        except (ValueError, KeyError, TypeError):
-            continue
     for checkpoint in dropped:
         shutil.rmtree(directory / checkpoint, ignore_errors=True)
 
@@ -192,18 +176,65 @@ def write_best(directory: Path, best: Mapping[str, str]) -> None:
         replace_directory(partial, final)
 
 
+def what_is_wrong(path: Path) -> str:
+    """Whether a file of tensors is whole, by its header and its size: no tensor is read. Empty if it is."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.exists():
+        return "is not there"
+    try:
+        with safe_open(path, framework="pt"):
+            return ""
+    except (OSError, SafetensorError) as error:
+        return f"cannot be read ({error})"
+
+
 def prune(directory: Path, keep: int, owner: str) -> None:
-    """Drop all but the newest `keep` manifests, and the checkpoints that only the dropped ones name."""
-    named: dict[Path, set[str]] = {}
-    for _, path in sorted(manifests(directory / owner), reverse=True):
-        try:
-            tasks = json.loads(path.read_text())["tasks"]
-            named[path] = {checkpoint for task in tasks for checkpoint in named_by(task)}
-        except (ValueError, KeyError, TypeError):
+    """Drop what no task needs to go back by `keep` of its checkpoints, or to be complete if it is over.
+
+    A save names the last checkpoints of tasks that it did not write, so several saves may name the same one. Kept are
+    each task's newest checkpoints and the saves that name them first.
+    """
+    wanted: dict[str, list[str]] = {}
+    over: set[str] = set()
+    kept: set[str] = set()
+    dropped: set[str] = set()
+    for nth, (_, path) in enumerate(sorted(manifests(directory / owner), reverse=True)):
+        tasks = _tasks_of(path)
+        if tasks is None:
             continue  # damaged: it is no save, and says nothing of what may be dropped
-    kept = set().union(*list(named.values())[:keep])
-    for path, checkpoints in list(named.items())[keep:]:
-        path.unlink()
-        for checkpoint in checkpoints - kept - {""}:
-            if not os.path.isabs(checkpoint):  # another run's is not ours to delete
-                shutil.rmtree(directory / checkpoint, ignore_errors=True)
+        needed = not wanted
+        for task in tasks:
+            own = wanted.setdefault(task["name"], [])
+            over |= (
+                {task["name"]}
+                if not nth and task.get("status") in ("finished", "failed", "removed")
+                else set()
+            )
+            if task["checkpoint"] not in own and len(own) < (1 if task["name"] in over else keep):
+                own.append(task["checkpoint"])
+                kept |= named_by(task)
+                needed = True
+            dropped |= named_by(task)
+        if not needed:
+            path.unlink()
+    for checkpoint in dropped - kept:
+        if not os.path.isabs(checkpoint):  # another run's is not ours to delete
+            shutil.rmtree(directory / checkpoint, ignore_errors=True)
+
+
+def _tasks_of(manifest: Path) -> list[dict[str, Any]] | None:
+    """The tasks of a manifest; None if it is damaged."""
+    status = manifest.stat()
+    return _read_tasks(manifest, (status.st_mtime_ns, status.st_size))
+
+
+@lru_cache(maxsize=4096)  # every save looks at all of them
+def _read_tasks(manifest: Path, _: tuple[int, int]) -> list[dict[str, Any]] | None:
+    try:
+        tasks = json.loads(manifest.read_text())["tasks"]
+        names = ("name", "checkpoint", "good")
+        more = ("status", "best")
+        return [{key: task[key] for key in (*names, *(k for k in more if k in task))} for task in tasks]
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -126,6 +126,8 @@ class Engine:
         try:
             state = self._tasks[name] = attach(self.adapters, task, self._load_of(task))
             self.reserve_gradient_buffer()
+        except UserError as error:  # its checkpoint, which other ranks may have read
+            return str(error)
         except torch.OutOfMemoryError as error:
             self._tasks.pop(name, None)
             detach(self.adapters, name)
@@ -250,9 +252,8 @@ class Engine:
             self.planning.planner.check({task.spec.name: self._load_of(task)})
 
     def has_room(self, tasks: Sequence[Task]) -> bool:
-        """Whether the memory limit has room for these tasks beside those that train, are parked or are paused."""
-        kept = [name for name, task in self._tasks.items() if task.life.trains or task.life.state == "paused"]
-        loads = {name: self._tasks[name].load for name in kept}
+        """Whether the memory limit has room for these tasks beside those that are registered and not over."""
+        loads = {name: task.load for name, task in self._tasks.items() if not task.life.is_over}
         loads |= {task.spec.name: self._load_of(task) for task in tasks}
         try:
             if self.planning.planner is not None:

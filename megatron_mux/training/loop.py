@@ -160,8 +160,9 @@ class Loop:
         """Do what is due after a burst; tasks that are done leave."""
         for callback in self.callbacks:
             callback.when_due(last)
-        if names := {name for callback in self.callbacks for name in callback.tasks_to_save(last)}:
-            save_run(self.callbacks, names)
+        names = dict.fromkeys(name for callback in self.callbacks for name in callback.tasks_to_save(last))
+        if names:
+            save_run(self.callbacks, [*names])  # in the same order on every rank
         for name, result in last.items():
             if result.status != "running":
                 for callback in self.callbacks:

@@ -205,8 +205,8 @@ def _manifest(arguments: MuxArguments, info: BackboneInfo, reporter: Reporter) -
 
 def _check_same_save(manifest: Manifest | None, parallel: Parallel) -> None:
     """Refuse to continue from other saves on some ranks: rank 0 may have waited while another run saved and left."""
-    numbers = set(everyones(0 if manifest is None else manifest.number, parallel))
-    if len(numbers) > 1:
+    named = [] if manifest is None else [manifest.number, *(task.checkpoint for task in manifest.tasks)]
+    if len(set(everyones(repr(named), parallel))) > 1:
         raise UserError("--load: another run saved there while this one started: start again")
 
 

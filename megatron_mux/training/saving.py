@@ -116,13 +116,13 @@ class Saver(Callback):
         steps: int,
         pace: Pace,
     ) -> None:
-        gathered = self._gathered(states, copies)
+        waiting = iter(states)
         try:
             if self.parallel.rank == 0:
                 assert plan is not None
                 checkpoint.save(
                     self.directory,
-                    gathered,
+                    map(self._described, self._gathered(waiting, copies)),
                     plan,
                     self.backbone,
                     self.keep,
@@ -133,21 +133,27 @@ class Saver(Callback):
                     *(() if self.lock is None else (self.lock.check,)),
                 )
         finally:
-            for _ in gathered:  # other ranks wait for this one's part of the tasks that could not be written
+            for _ in self._gathered(
+                waiting, copies
+            ):  # if one failed: other ranks send what they have of the rest
                 pass
 
     def _gathered(
-        self, states: Sequence[TaskToSave], copies: Mapping[str, LocalState]
+        self, states: Iterator[TaskToSave], copies: Mapping[str, LocalState]
     ) -> Iterator[TaskToSave]:
         """Yield the tasks, each with its snapshot once it is its turn: one of them is in memory at a time."""
         for state in states:
             if state.entry.name in copies:
                 state.snapshot = copies[state.entry.name].gather(self.parallel, self._group)
-                if self.parallel.rank == 0:
-                    state.header = self._trained_on.header
-                    state.card = self._cards.card(state)
             yield state
             state.snapshot = None
+
+    def _described(self, state: TaskToSave) -> TaskToSave:
+        """The task with what its files say of it."""
+        if state.snapshot is not None:
+            state.header = self._trained_on.header
+            state.card = self._cards.card(state)
+        return state
 
     @property
     def is_done(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,8 +42,7 @@ class TaskRegistry:
         callbacks: Told who joins and leaves; they save the run before tasks leave.
         continued: Directory of the run that this one continues, if any.
         entries: Every task the run has had, as it is now.
-        saved: The same tasks, each as it was when its own state was last saved: what the next save says of it unless
-            its state is saved anew. Values are replaced, not changed.
+        saved: The same tasks, each as it was when its state was last saved. Values are replaced, not changed.
         accepted: Called once, when the first tasks are known to be those that the continued run had.
         saves: Whether the run saves anything.
         intervals: The `Callback.intervals` of each task that was registered with the engine.
@@ -169,8 +167,7 @@ class TaskRegistry:
             self.reporter.add(task.spec, self.lives[name], step, total)
             if status == "running":
                 self.reporter.track(task.spec, step)
-            found = (callback.intervals(name) for callback in self.callbacks)
-            self.intervals[name] = tuple(itertools.chain.from_iterable(found))
+            self.intervals[name] = tuple(n for callback in self.callbacks for n in callback.intervals(name))
             if alone and step == 0 and task.resume is None:
                 fresh_tasks.append(name)
         for callback in self.callbacks if fresh_tasks else ():
@@ -186,7 +183,7 @@ class TaskRegistry:
             return
         try:
             self._admit([task])
-        except UserError as error:  # the same on every rank: it depends on the task and the backbone alone
+        except UserError as error:  # the same on every rank
             self.lives[name].end("refused", str(error))
             self.reporter.say(f"{name} refused: {error}")
 
@@ -229,7 +226,7 @@ class TaskRegistry:
         for command in commands:
             match command:
                 case Submit(file):
-                    self._prepare(file)
+                    self._prepare(Path(file))
                 case Cancel(Path() as file):
                     self._cancel_file(file)
                 case Cancel(str() as name):
@@ -387,9 +384,7 @@ class TaskRegistry:
                 for task in tasks:  # on every rank: the first may have to predict memory for all
                     self.engine.check_alone(task)
                 self.register(tasks)
-            except (
-                UserError
-            ) as error:  # the same on every rank: it depends on the file and the backbone alone
+            except UserError as error:  # the same on every rank
                 problem = str(error)
                 for task in tasks:
                     self._admission.withdraw(task.spec.name)

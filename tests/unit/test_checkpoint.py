@@ -315,3 +315,59 @@ def test_a_manifest_says_in_what_the_run_computed(tmp_path: Path) -> None:
     path.write_text(json.dumps(value))
     old = checkpoint.load(tmp_path, "backbone")
     assert old is not None and list(changes_since(old, planning, "bfloat16")) == []
+
+
+def _unmoved(entry: SavedTask) -> TaskToSave:
+    """Of a task that a save only names."""
+    return TaskToSave(replace(entry))
+
+
+def _save_in_turns(directory: Path, keep: int | None = None) -> None:
+    """Save tasks a and b at step 1, b at step 2, then a alone at steps 2 to 4."""
+    first, other = _state(1), _state(1, "b")
+    checkpoint.save(directory, [first, other], PLAN, "backbone", keep)
+    other = _state(2, "b")
+    checkpoint.save(directory, [_unmoved(first.entry), other], PLAN, "backbone", keep)
+    for step in (2, 3, 4):
+        checkpoint.save(directory, [_state(step), _unmoved(other.entry)], PLAN, "backbone", keep)
+
+
+def test_each_task_keeps_as_many_ways_back(tmp_path: Path) -> None:
+    _save_in_turns(tmp_path, keep=2)
+    kept = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/checkpoint-*"))
+    assert kept == ["a/checkpoint-3", "a/checkpoint-4", "b/checkpoint-1", "b/checkpoint-2"]
+    numbers = [number for number, _ in sorted(saved_files.manifests(tmp_path))]
+    assert numbers == [1, 4, 5], "the first names what b can go back to"
+
+
+def test_a_task_whose_checkpoint_is_damaged_goes_back_alone(tmp_path: Path) -> None:
+    _save_in_turns(tmp_path, keep=2)
+    (tmp_path / "b/checkpoint-2/training_state.safetensors").write_bytes(b"")
+    said: list[str] = []
+    manifest = checkpoint.load(tmp_path, "backbone", said.append)
+    assert manifest is not None and manifest.number == 5
+    assert [(task.name, task.step) for task in manifest.tasks] == [("a", 4), ("b", 1)]
+    (line,) = said
+    assert "b goes back to save 1, since manifest-00000005.json names b/checkpoint-2/training_state" in line
+    (tmp_path / "b/checkpoint-1/adapter_model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"cannot be continued: manifest-00000005\.json names b/checkpoint-2"):
+        checkpoint.load(tmp_path, "backbone")
+
+
+def test_steps_that_are_done_again_are_written_again(tmp_path: Path) -> None:
+    """Those of another timeline are named by a save that is passed over."""
+    checkpoint.save(tmp_path, [_state(1)], PLAN, "backbone")
+    checkpoint.save(tmp_path, [_state(2, value=2.0)], PLAN, "backbone")
+    checkpoint.save(tmp_path, [_state(2, value=3.0)], PLAN, "backbone")
+    manifest = checkpoint.load(tmp_path, "backbone")
+    assert manifest is not None
+    assert (checkpoint.load_task(tmp_path, manifest.tasks[0]).adapter["k.lora_A.weight"] == 3.0).all()
+    assert not list(tmp_path.rglob(".old-*")) and not list(tmp_path.rglob(".partial-*"))
+
+
+def test_a_directory_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "file").write_text("old")
+    with pytest.raises(FileNotFoundError):
+        files.replace_directory(tmp_path / "partial", tmp_path / "final")
+    assert (tmp_path / "final" / "file").read_text() == "old"

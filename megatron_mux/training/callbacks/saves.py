@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,10 +76,12 @@ class Saves(Callback):
         """Copy the states of the tasks; writing them goes on while steps run."""
         engine, saved = self.registry.engine, self.registry.saved
         self.registry.update_entries()
+        # Tasks of a run that was saved elsewhere: this directory is to be whole by itself.
+        elsewhere = {name for name in engine.tasks if os.path.isabs(saved[name].checkpoint)}
         states, moved = [], []
         for name, entry in self.registry.entries.items():
             state = TaskToSave(entry)
-            if names is None or name in names:
+            if names is None or name in names or name in elsewhere:
                 if self._note(state, leaving):
                     moved.append(name)
                 saved[name] = copy.deepcopy(entry)

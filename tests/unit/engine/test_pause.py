@@ -28,9 +28,9 @@ def test_a_paused_task_takes_no_part_and_one_that_was_parked_beside_it_goes_on()
     assert engine.active == ("c",)
 
 
-def test_a_paused_task_keeps_its_place_in_memory() -> None:
+def test_tasks_that_are_registered_keep_their_place_in_memory() -> None:
     engine, asked = made(a="running", b="paused", c="parked", d="waiting", e="finished"), list[Any]()
     engine._load_of = lambda task: task.spec.name
     engine.planning = SimpleNamespace(planner=SimpleNamespace(check=asked.append))
     assert engine.has_room([SimpleNamespace(spec=SimpleNamespace(name="new"))])
-    assert asked == [{name: name for name in ("a", "b", "c", "new")}]
+    assert asked == [{name: name for name in ("a", "b", "c", "d", "new")}]

@@ -65,7 +65,7 @@ def save(engine: Engine, saver: Saver) -> list[SavedTask]:
 
 
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Have saves wait, once their states are gathered, until the event is set."""
+    """Have saves wait, before their states are gathered, until the event is set."""
     go, real = threading.Event(), checkpoint.save
 
     def slow(*args: Any, **kwargs: Any) -> Any:
@@ -162,11 +162,15 @@ def test_a_task_that_cannot_be_written_leaves_no_rank_waiting(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(LocalState, "gather", gathering)
-    monkeypatch.setattr(checkpoint, "write_tensors", full)
-    save(engine, saver)
-    with pytest.raises(UserError, match="No space left"):
-        saver.wait()
-    assert len(gathered) == 2, "other ranks send what they have of each task"
+    for task_part in (checkpoint, saver._cards):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(task_part, "write_tensors" if task_part is checkpoint else "card", full)
+            save(engine, saver)
+            with pytest.raises(UserError, match="No space left"):
+                saver.wait()
+        saver.problem = ""
+        assert len(gathered) == 2, "other ranks send what they have of each task"
+        gathered.clear()
 
 
 def test_a_save_that_fails_is_a_problem_until_somebody_hears_of_it(

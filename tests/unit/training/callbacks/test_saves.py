@@ -113,6 +113,15 @@ def entry_of(name: str, step: int, good: bool = True) -> SavedTask:
     )
 
 
+def test_a_task_that_was_saved_elsewhere_is_written_with_the_first_save() -> None:
+    due, elsewhere = entry_of("due", 6), entry_of("elsewhere", 8)
+    elsewhere.checkpoint = "/another/run/elsewhere/checkpoint-6"
+    elsewhere.step = 6
+    copied, told = saved(due, elsewhere, names=("due",))
+    assert copied == ["due", "elsewhere"]
+    assert [state.entry.checkpoint for state in told] == ["due/checkpoint-8", "elsewhere/checkpoint-8"]
+
+
 def test_a_save_says_who_leaves_and_falls_back_to_the_last_good_adapter() -> None:
     entries = [
         entry_of("goes-on", 6), entry_of("leaves", 6), entry_of("not-moved", 8), entry_of("failed", 6, good=False),
