@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron_mux.checkpoint import SavedTask, TaskToSave
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.engine.snapshot import LocalState, Snapshot
 from megatron_mux.errors import UserError
-from megatron_mux.runtime import initialize
+from megatron_mux.runtime import Parallel, initialize
 from megatron_mux.tensor_file import write_tensors
 from megatron_mux.training.saving import Saver
 from tests import tiny_models
@@ -216,3 +217,24 @@ def test_what_is_copied_belongs_to_nobody_else(engine: Engine) -> None:
     adapter: TaskAdapter = engine.adapters.tasks["lora"]
     storages = {parameter.value.untyped_storage().data_ptr() for parameter in adapter.parameters}
     assert not storages & {tensor.untyped_storage().data_ptr() for tensor in one.adapter.values()}
+
+
+def test_ranks_agree_that_a_checkpoint_cannot_be_read(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them may have read it."""
+    heard: list[str] = []
+
+    def first_problem(problem: str, _: Parallel) -> str:
+        heard.append(problem)
+        return problem
+
+    def unreadable() -> Snapshot:
+        raise UserError("cannot be read")
+
+    monkeypatch.setattr("megatron_mux.engine.engine.first_problem", first_problem)
+    task = replace(engine.task("lora"), resume=unreadable, life=None)
+    engine.remove_task("lora")
+    with pytest.raises(UserError, match="cannot be read"):
+        engine.register_tasks([task])
+    assert heard == ["cannot be read"] and list(engine.tasks) == ["pruned"]
