@@ -1,8 +1,8 @@
 """Saves of a run: per-task checkpoints that `peft` loads, and one atomic manifest that names them.
 
 A checkpoint is written beside its final name, flushed to disk and renamed; the manifest that names it comes last.
-So whatever kills the run, the newest manifest names complete checkpoints only, and `load` finds it. Runs of a task each
-may share a directory: each is then the `owner` of its manifests, which are in the task's directory.
+So whatever kills the run, the newest manifest names complete checkpoints only, and `load` finds it. Runs of one task
+each may share a directory: `owner` is then that task, and the manifests are in its directory.
 
 Whether a checkpoint is good shows one step later: the loss of step s + 1 is the first that is measured with the adapter
 that update s left, and `checkpoint-s` holds that adapter. It is good once that loss and its gradient were finite and
@@ -58,7 +58,7 @@ class SavedTask:
         spec: The task as it was given, as plain data.
         data: Fingerprint of its training records.
         good: Directory of its last good checkpoint: `checkpoint` or one before it; empty if none is known to be good.
-        health: Whether its loss goes its usual way.
+        health: Its losses, by which a diverging one is recognised.
         best: Its best evaluation so far, if it compares them.
         reference: Fingerprint of the adapter that a preference loss compares with; empty if it is the backbone.
         lengths: See `engine.Task`.
@@ -90,7 +90,7 @@ class SavedTask:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is not to train on as it is."""
+        """Whether it has finished or failed."""
         return self.status in ("finished", "failed")
 
     def fall_back(self) -> None:
@@ -243,7 +243,7 @@ def _write_checkpoint(
         write_tensors(partial / TRAINING_STATE, training, {"step": str(snapshot.step)}, pace)
         sync_directory(partial)
         check()
-        # What it replaces was left by a run that was killed before it wrote its manifest, or is damaged.
+        # What it replaces was left by a run that was killed before its manifest, or by steps that are done again.
         replace_directory(partial, final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -258,7 +258,7 @@ def load(
     owner: str = "",
     before: int | None = None,
 ) -> Manifest | None:
-    """The newest complete manifest of a run.
+    """The state of a run by its newest saves.
 
     Args:
         directory: The run's directory; may be empty or missing.

@@ -1,4 +1,4 @@
-"""Computing one layer: all of it or its labelled rows, kept for the backward or computed again there.
+"""Computing one layer: its MLP on all rows or on labelled ones, kept for the backward or computed again there.
 
 Shapes: T tokens in the micro-batch, N labelled ones, H hidden.
 """
@@ -124,12 +124,12 @@ def mlp_half(layer: Any, hidden: Tensor) -> Tensor:
 
 
 def before_attention(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """`[T, 1, H]` to the same, for the residual sum, and its norm."""
+    """The hidden states `[T, 1, H]`, for the residual sum, and their norm."""
     return fork(hidden, layer.input_layernorm.frozen)
 
 
 def attend(layer: Any, normed: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor | None]:
-    """Attention on `[T, 1, H]`: the same, and a bias `[H]` that is still to be added or None."""
+    """Attention's output of `[T, 1, H]`, and its bias `[H]`, which is not added yet; None: it has none."""
     output: tuple[Tensor, Tensor | None] = layer.self_attention(
         normed, attention_mask=None, attention_bias=angles
     )

@@ -1,6 +1,6 @@
 """A layer, cut at its messages, so that other hybrid tasks can be computed meanwhile.
 
-Tensor ranks: forward, a message follows attention and another one the MLP; backward, one follows each of them too:
+Tensor ranks: one all-reduce after attention and one after the MLP, in each direction:
 
     [norm, attention] message [join, norm, MLP] message [join]
 

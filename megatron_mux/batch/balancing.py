@@ -127,7 +127,7 @@ class RouterLoadAccumulator:
     def add_losses(self, losses: Tensor) -> None:
         """Add the weighted loss of all layers to `[tasks]` fp64, by index of the task."""
         for counts, sums, scale in self._layers.values():
-            # Rows that do not count come last, and may hold anything.
+            # The last line sums rows that do not count, and may hold anything.
             own = (counts.double() * sums.double()).sum(dim=1)[:-1] * (self._weights[:-1] * scale)
             losses.index_add_(0, self._tasks[:-1], own)
 

@@ -30,7 +30,7 @@ class Callback:
     # -- tasks come and go
 
     def intervals(self, name: str) -> Iterable[int]:
-        """Yield in multiples of which steps of a task `when_due` is called. Asked once, when the task is registered."""
+        """Yield in multiples of which steps of a task `when_due` is called. Asked when the task is registered."""
         return ()
 
     def before_first_step(self, names: Sequence[str]) -> None:

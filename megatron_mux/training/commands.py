@@ -1,7 +1,7 @@
 """What a run can be told while it trains, and where commands come from.
 
 A command that is impossible, such as to pause a task that is over, is refused in a line of the run's output; the run
-goes on. What becomes of tasks, callbacks are told (`Callback.state_changed`).
+goes on. Callbacks are told each change of a task's state (`Callback.state_changed`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Submit:
 class Cancel:
     """A task is to leave, by its name; or all tasks of a file that was submitted, by its path.
 
-    Its state is saved before.
+    The state of one that has trained is saved before.
     """
 
     what: str | Path
@@ -68,7 +68,7 @@ class CommandSource(Protocol):
         """What an idle run waits for, in words."""
 
     def poll(self) -> Sequence[Command]:
-        """What the run is told since the last call, which was before the last burst of steps."""
+        """What the run is told since the last call. Called between bursts of steps, and twice a second while idle."""
 
 
 class OnlyDrain:

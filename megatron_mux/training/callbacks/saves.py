@@ -37,7 +37,7 @@ class SaveTimes(Callback):
     interval: int | None
 
     def intervals(self, name: str) -> Iterable[int]:
-        """Yield after how many steps each of a task it is saved."""
+        """Yield the intervals, in steps, at which a task is saved."""
         task = self.registry.engine.task(name)
         epoch = math.ceil(len(task.data) / task.spec.sequences_per_step)
         own = task.spec.training.save_interval(self.registry.engine.progress(name)[1], epoch)
@@ -76,7 +76,7 @@ class Saves(Callback):
         """Copy the states of the tasks; writing them goes on while steps run."""
         engine, saved = self.registry.engine, self.registry.saved
         self.registry.update_entries()
-        # Tasks of a run that was saved elsewhere: this directory is to be whole by itself.
+        # Tasks that train here and were saved elsewhere: a resume from here is not to need the other directory.
         elsewhere = {name for name in engine.tasks if os.path.isabs(saved[name].checkpoint)}
         states, moved = [], []
         for name, entry in self.registry.entries.items():
@@ -106,7 +106,7 @@ class Saves(Callback):
         is_moved = False
         if status == "failed" and not entry.health.good and entry.good:
             entry.fall_back()  # the updates since then made its loss diverge
-        elif not (entry.checkpoint and entry.step == step):
+        elif os.path.isabs(entry.checkpoint) or not (entry.checkpoint and entry.step == step):
             is_moved = True
             entry.step, entry.checkpoint = step, checkpoint_of(name, step)
             state.config = engine.adapter_config(name)
@@ -126,7 +126,7 @@ class Saves(Callback):
             self.saver.wait()  # only what is complete is named
             if entry.checkpoint == entry.good:
                 what = "its last good adapter is kept"
-            elif entry.health.good:  # its data could not be read, which says nothing against its adapter
+            elif entry.health.good:  # it ran out of memory, which says nothing against its adapter
                 what = "its last adapter is kept"
             else:
                 what = "its adapter before the failing step is kept (no earlier save is known to be good)"
