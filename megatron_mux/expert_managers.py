@@ -105,10 +105,10 @@ class ManagedExperts(ExpertRanks):
         return Placement.among_managers(experts, self.size - 1, layers)
 
     def adapter_part(
-        self, dense: tuple[int | None, Tensor | None], expert_dim: int | None, places: Callable[[], Tensor]
+        self, dense: tuple[int | None, Tensor | None], expert_dim: int, places: Callable[[], Tensor]
     ) -> tuple[int | None, Tensor | None]:
         """See `ExpertRanks.adapter_part`: a process has the adapters of its own experts alone."""
-        return dense if expert_dim is None else (expert_dim, places())
+        return expert_dim, places()
 
     def connect(self, device: torch.device) -> None:
         """Send something both ways: NCCL connects at the first message, for which the host waits."""

@@ -76,13 +76,13 @@ class ExpertRanks:
         """Remove the modules of a stage, Megatron's with our sublayers, that this process does not compute."""
 
     def adapter_part(
-        self, dense: tuple[int | None, Tensor | None], expert_dim: int | None, places: Callable[[], Tensor]
+        self, dense: tuple[int | None, Tensor | None], expert_dim: int, places: Callable[[], Tensor]
     ) -> tuple[int | None, Tensor | None]:
-        """Which part of a tensor of an adapter is on this process: dimension and places along it.
+        """Which part of a tensor of experts' adapters is on this process: dimension and places along it.
 
         Args:
             dense: As tensor ranks divide it.
-            expert_dim: The dimension along which ranks of experts lie; None: it is no expert's.
+            expert_dim: The dimension along which ranks of experts lie.
             places: Returns those of the experts that this process holds.
         """
         return dense

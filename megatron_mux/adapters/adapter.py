@@ -189,11 +189,10 @@ class TaskAdapter(ABC):
             key = tensor_key(self.spec.key_path(site.module), name)
             tensor = self.tensors[key]
             held = site.part.features if site.info.column_parallel else site.inputs
-            dim, index = self.host.parallel.experts.adapter_part(
-                (tensor.dim, None if tensor.dim is None else held),
-                tensor.expert_dim,
-                partial(self.places_of_experts, tensor, site.info.experts),
-            )
+            dim, index = tensor.dim, None if tensor.dim is None else held
+            if tensor.expert_dim is not None:
+                of_experts = tensor.expert_dim, partial(self.places_of_experts, tensor, site.info.experts)
+                dim, index = self.host.parallel.experts.adapter_part((dim, index), *of_experts)
             made.append(self.make(key, dim, index))
         return made
 

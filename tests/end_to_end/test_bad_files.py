@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from megatron_mux.directory_lock import LOCK
 from tests import tiny_models
 from tests.end_to_end.complaints import check_manners, complaints
 from tests.end_to_end.forked import Fault, Server
+from tests.end_to_end.harness import assert_close
 from tests.end_to_end.workplace import TASKS, Workplace, write_tokenizer
 
 
@@ -226,10 +228,13 @@ def test_a_checkpoint_that_is_cut_off_with_an_older_save(
     cut(directory / damaged / file, 0.5)
     run = server.run(workplace.arguments(*flags, "--load", directory))
     assert run.status == 0, run.errors
-    assert f"since {newest} names {damaged}/{file}, which cannot be read" in run.output
+    assert (
+        f"lora goes back to save 1, since {newest} names {damaged}/{file}, which cannot be read" in run.output
+    )
     for task, steps in (("lora", 14), ("diff", 12), ("prefix", 7)):
         last = f"{task}/checkpoint-{steps}/adapter_model.safetensors"
-        assert (directory / last).read_bytes() == (finished / last).read_bytes()
+        ours, theirs = load_file(directory / last), load_file(finished / last)
+        assert_close(ours, theirs, 1e-5, task)  # other tasks were beside it in the steps that are done again
 
 
 def tasks_of(manifest: Path) -> list[dict[str, Any]]:

@@ -161,6 +161,6 @@ def test_a_task_without_it_gets_what_it_always_got(
     def never(*_: Any) -> Tensor:
         raise AssertionError("a balancing loss is computed")
 
-    monkeypatch.setattr("megatron_mux.backbone.experts.router.Router._balanced", never)
+    monkeypatch.setattr("megatron_mux.backbone.experts.router.Router._ranked", never)
     case = case_of("plain", lora(["o_proj"], r=4), 0.0, 3, 4, 24)
     assert train(backbone_of("mixtral"), parallel, [case], 1).results["plain"][0].router_aux_loss is None
