@@ -288,7 +288,7 @@ class Engine:
         Every rank calls it with the same number. A task's steps come out as if they were taken one at a time.
 
         Args:
-            max_steps: Steps to take at the most; fewer if a task finishes or the plan changes.
+            max_steps: Steps to take at the most; fewer if a task finishes, the plan changes, or data cannot be read.
             timer: See `step`.
             next_steps: The `max_steps` that will follow, for what is prepared ahead; None: as many as are taken now.
 
