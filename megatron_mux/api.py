@@ -93,9 +93,7 @@ def train(
             `callbacks`.
         RuntimeError: One of several processes failed; it has printed why.
     """
-    from megatron_mux.cli.launch import is_launched, run_processes
-    from megatron_mux.cli.train import PROGRAM, build_parser, plan_run
-    from megatron_mux.gpus import set_allocator_options
+    from megatron_mux.cli.train import build_parser
     from megatron_mux.tasks import TaskSpec
 
     with tempfile.TemporaryDirectory(prefix="megatron-mux-") as folder:
@@ -112,26 +110,40 @@ def train(
         }
         known = build_parser()._option_string_actions
         words = [word for name, value in given.items() for word in _words(name, value, known)]
-        arguments, count = plan_run(words, PROGRAM)
-        if count > 1 and not is_launched():
-            if commands is not None or callbacks:
-                raise UserError(
-                    f"commands, callbacks: are not passed to the {count} processes that this one would start: start "
-                    "this script with torchrun, or train on one process"
-                )
-            status = run_processes(["train", *words], count, PROGRAM)
-            if status:
-                raise RuntimeError(f"training ended with status {status}: its processes have printed why")
-        else:
-            set_allocator_options()
-            from megatron_mux.runtime import shutdown  # imports torch: seconds
-            from megatron_mux.training.run import run
-
-            try:
-                run(arguments, PROGRAM, commands, callbacks)
-            finally:
-                shutdown()
+        _run(words, commands, callbacks)
     return read_run(save)
+
+
+def _run(words: Sequence[str], commands: CommandSource | None, callbacks: Sequence[Callback]) -> None:
+    """Train in this process, or in those that it starts; see `train`.
+
+    Args:
+        words: Those of a command line.
+        commands, callbacks: See `train`.
+    """
+    from megatron_mux.cli.launch import is_launched, run_processes
+    from megatron_mux.cli.train import PROGRAM, plan_run
+    from megatron_mux.gpus import set_allocator_options
+
+    arguments, count = plan_run(words, PROGRAM)
+    if count > 1 and not is_launched():
+        if commands is not None or callbacks:
+            raise UserError(
+                f"commands, callbacks: are not passed to the {count} processes that this one would start: start "
+                "this script with torchrun, or train on one process"
+            )
+        status = run_processes(["train", *words], count, PROGRAM)
+        if status:
+            raise RuntimeError(f"training ended with status {status}: its processes have printed why")
+    else:
+        set_allocator_options()
+        from megatron_mux.runtime import shutdown  # imports torch: seconds
+        from megatron_mux.training.run import run
+
+        try:
+            run(arguments, PROGRAM, commands, callbacks)
+        finally:
+            shutdown()
 
 
 def read_run(directory: str | os.PathLike[str]) -> dict[str, TaskResult]:

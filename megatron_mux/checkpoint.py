@@ -171,7 +171,7 @@ def save(
         states: Every task of the run; each is written before the next one is asked for, and its snapshot dropped.
         plan: The plan in force.
         backbone: Fingerprint of the backbone.
-        keep: Manifests to keep with the checkpoints they name; None keeps all.
+        keep: Checkpoints of each task to keep, with the manifests that name them first; None keeps all.
         pace: How fast to write.
         precision: See `Manifest`.
         owner: The one task of the run, if other runs share the directory.
@@ -186,8 +186,7 @@ def save(
     """
     check()
     try:
-        entries: list[SavedTask] = []
-        limits: dict[str, int] = {}
+        entries, limits = list[SavedTask](), dict[str, int]()
         for state in states:
             if state.snapshot is not None:
                 state.entry.checkpoint = _write_checkpoint(directory, state, pace, check)
@@ -197,17 +196,12 @@ def save(
                 limits[state.entry.name] = state.limit
         number = 1 + max((m for m, _ in manifests(directory / owner)), default=0)
         manifest = Manifest(number, backbone, entries, plan.to_json(), precision=precision, steps=steps)
-        text = json.dumps(asdict(manifest), indent=1)
-        write_atomically(directory / owner / MANIFESTS / manifest_name(number), text, check=check)
-        plan_text = json.dumps(plan.to_json(), indent=2) + "\n"
-        write_atomically(directory / owner / "plan.json", plan_text, check=check)
+        named = _write_manifest(directory / owner, manifest, check)
         check()
-        write_best(
-            directory, {entry.name: entry.best.checkpoint for entry in entries if entry.best.checkpoint}
-        )
+        best = {entry.name: entry.best.checkpoint for entry in entries if entry.best.checkpoint}
+        write_best(directory, best)
         if keep is not None:
             prune(directory, keep, owner)
-        named = {checkpoint for entry in entries for checkpoint in named_by(asdict(entry))}
         limit_checkpoints(directory, limits, named, owner)
     except OSError as error:
         check()  # whoever took the directory over cleared away what this save had begun
@@ -216,6 +210,15 @@ def save(
             "saved before is complete; make room or choose another directory, and go on with --load."
         ) from error
     return manifest
+
+
+def _write_manifest(directory: Path, manifest: Manifest, check: Callable[[], None]) -> set[str]:
+    """Write a manifest and its plan; returns the checkpoints that it names."""
+    value = asdict(manifest)
+    text = json.dumps(value, indent=1)
+    write_atomically(directory / MANIFESTS / manifest_name(manifest.number), text, check=check)
+    write_atomically(directory / "plan.json", json.dumps(manifest.plan, indent=2) + "\n", check=check)
+    return {checkpoint for task in value["tasks"] for checkpoint in named_by(task)}
 
 
 def _write_checkpoint(
@@ -304,8 +307,7 @@ def _newest(directory: Path, owner: str, before: int | None) -> tuple[Manifest |
     Returns:
         A manifest and what is not as in the newest save; or None and what is wrong with each save.
     """
-    problems: list[str] = []
-    notes: list[str] = []
+    problems, notes = list[str](), list[str]()
     base: Manifest | None = None
     damaged: dict[str, str] = {}
     for number, path in sorted(manifests(directory / owner), reverse=True):

@@ -60,8 +60,7 @@ class Backbone:
         vocabulary: Its embedding and output layer, and the rows of them that tasks train themselves.
         module_weight: Reads the whole weight of a linear module from its file.
         residence: Where its parameters live; unless resident, they can be read while their group is in use only.
-        lowest_adapter: Returns the lowest layer in which some task has an adapter: by this stage's modules, unless
-            somebody knows better because most adapters are on another rank.
+        lowest_adapter: Returns the lowest layer with an adapter of some task; replaced where most are on another rank.
     """
 
     def __init__(
