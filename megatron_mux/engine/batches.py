@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron_mux.batch.balancing import RouterLoadAccumulator
 from megatron_mux.batch.host_batch import HostBatch
 from megatron_mux.batch.micro_batch import MicroBatch
-from megatron_mux.engine.agreement import first_problem
 from megatron_mux.engine.prepared import PreparedStep
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.fusion.plan import Bucket
@@ -44,28 +43,6 @@ class Burst:
         return bucket // len(self.buckets)
 
 
-def agree(
-    steps: Sequence[PreparedStep], names: Sequence[str], parallel: Parallel
-) -> tuple[list[PreparedStep], dict[str, str]]:
-    """Find the steps that every rank could read. Every rank calls it, once for all steps.
-
-    Args:
-        steps: This rank's.
-        names: The tasks of the steps.
-        parallel: Where this rank stands.
-
-    Returns:
-        The steps before the first that some rank could not read; and if that is the first of all, what is wrong with
-        each task whose batch could not be read. The same on every rank.
-    """
-    counts = parallel.total([name in step.problems for step in steps for name in names])
-    bad = [(i // len(names), names[i % len(names)]) for i, count in enumerate(counts) if count]
-    readable = min((step for step, _ in bad), default=len(steps))
-    # In the order of the tasks: each of these calls is one of all ranks.
-    wrong = {name: first_problem(steps[0].problems.get(name, ""), parallel) for step, name in bad if not step}
-    return list(steps[:readable]), wrong
-
-
 class Staging:
     """Pinned memory from which the micro-batches of a burst are copied to a GPU.
 
@@ -96,7 +73,7 @@ class StepBatches:
     """The micro-batches of this pipeline in one or several steps; a chunk is on the device once it is asked for.
 
     Args:
-        burst: The steps, without problems.
+        burst: The steps.
         staging: Where they are copied from.
     """
 
@@ -160,7 +137,7 @@ class StepBatches:
         """Drop a chunk that is done; harmless for one that was never laid out.
 
         Returns:
-            What its micro-batch's balanced sequences selected, if there are any and this was the last chunk of it.
+            What its micro-batch's balanced sequences selected, if there are any and no chunk of it is left.
         """
         self._laid_out.pop(chunk_id, None)
         if chunk_id.chunk:

@@ -288,7 +288,7 @@ class Engine:
         Every rank calls it with the same number. A task's steps come out as if they were taken one at a time.
 
         Args:
-            max_steps: Steps to take at the most; fewer if a task finishes, the plan changes, or data cannot be read.
+            max_steps: Steps to take at the most; fewer if a task finishes or the plan changes.
             timer: See `step`.
             next_steps: The `max_steps` that will follow, for what is prepared ahead; None: as many as are taken now.
 
@@ -299,6 +299,8 @@ class Engine:
         Raises:
             torch.OutOfMemoryError: This rank ran out of memory where others wait for it: the run cannot go on.
         """
+        if not self.active:
+            return [{}]
         self.adapters.prepare()
         new = {name: self._tasks[name] for name in self.active if not self._tasks[name].ready}
         if new and (problems := self._forward.compute_references(new)):

@@ -1,8 +1,8 @@
 """Prepares steps in host memory, and ahead of their turn in a thread: records, chunks, micro-batches, template.
 
 A prepared step is a pure function of the plan, of the tasks' data, and of the steps' numbers. So a step computes the
-same, and fails for the same data, whether it was prepared ahead or not. The thread reads tokens from the
-cache and works with NumPy: it never touches the device.
+same, whether it was prepared ahead or not. The thread reads tokens from the cache and works with NumPy: it never
+touches the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from megatron_mux.batch.host_batch import HostBatch
 from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.data.tokenise import Example
 from megatron_mux.engine.task_state import TaskState
-from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Chunk, padded_lengths
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.step import StepChunks, lockstep, must_keep_step, step_chunks, step_template
@@ -37,17 +36,15 @@ class PreparedStep:
 
     Attributes:
         chunked: The sequences in each chunk.
-        batches: For each chunk, a batch for each hybrid task with sequences in it; one without rows where only other
-            pipelines have any. Empty if there are problems.
+        batches: For each chunk, a batch for each hybrid task with sequences in it, behind one of references where some
+            task compares with any; one without rows where only other pipelines have any.
         tokens: Tokens of each task's batch over all pipelines.
-        problems: Why the batch of a task cannot be read on this rank.
         extra_examples: What tasks read besides their batches, see `TaskState.extra_examples`.
     """
 
     chunked: StepChunks
     batches: Mapping[ChunkId, tuple[HostBatch, ...]]
     tokens: Mapping[str, int]
-    problems: Mapping[str, str]
     extra_examples: Mapping[str, list[Example]] = field(default_factory=dict)
 
     def chunks(self, chunk_id: ChunkId) -> int:
@@ -74,17 +71,14 @@ def prepare_step(
         chunked = lockstep([step_chunks(plan, lengths, other) for other in range(parallel.dp_size)])[rank]
     else:
         chunked = step_chunks(plan, lengths, rank)
-    sequences, extra_examples, problems = {}, {}, {}
+    sequences, extra_examples = {}, {}
     wanted: dict[str, set[int]] = {name: set() for name in tasks}
     for piece in chain.from_iterable(chain.from_iterable(chunked.chunks.values())):
         wanted[piece.task].add(piece.sequence)
     share = parallel.experts.share  # ranks without rows make the same passes
     for name, task in share(list(tasks.items())):
-        try:
-            sequences[name] = task.sequences(steps[name], sorted(wanted[name]), pad_to.get(name, 0))
-            extra_examples[name] = task.extra_examples(steps[name])
-        except UserError as error:
-            problems[name] = str(error)
+        sequences[name] = task.sequences(steps[name], sorted(wanted[name]), pad_to.get(name, 0))
+        extra_examples[name] = task.extra_examples(steps[name])
     balanced = balanced_sequences(
         _pieces(chunked),
         {name: task.task.spec.training.router_aux_loss_coef for name, task in tasks.items()},
@@ -92,7 +86,7 @@ def prepare_step(
     )
     packer = _Packer(tasks, steps, sequences, parallel)
     batches: dict[ChunkId, tuple[HostBatch, ...]] = {}
-    for chunk_id, chunks in chunked.chunks.items() if not problems else ():
+    for chunk_id, chunks in chunked.chunks.items():
         made: list[HostBatch] = []
         for chunk in (tuple(share(chunk)) for chunk in chunks):
             refers = packer.refers(
@@ -103,7 +97,7 @@ def prepare_step(
             made.append(packer.trained(chunk, balanced.get(micro_batch, NO_SEQUENCES)))
         batches[chunk_id] = tuple(made)
     tokens = {name: sum(of_task.tokens) for name, of_task in lengths.items()}
-    return PreparedStep(chunked, batches, tokens, problems, extra_examples)
+    return PreparedStep(chunked, batches, tokens, extra_examples)
 
 
 @dataclass(frozen=True)
@@ -217,9 +211,6 @@ class ReadAhead:
         Args:
             tasks: Its tasks, in its order.
             count: How many steps.
-
-        Raises:
-            Exception: Preparing a step failed, for a reason other than data that cannot be read.
         """
         steps = {name: task.step for name, task in tasks.items()}
         same = plan == self._plan and steps == self._next

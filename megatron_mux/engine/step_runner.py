@@ -9,7 +9,7 @@ import torch
 
 from megatron_mux.backbone.exchange import Exchange
 from megatron_mux.engine.agreement import raise_on_every_rank
-from megatron_mux.engine.batches import Burst, Staging, StepBatches, agree
+from megatron_mux.engine.batches import Burst, Staging, StepBatches
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.interleaved import launch_problem
 from megatron_mux.engine.optimize import TaskOptimizer
@@ -21,7 +21,7 @@ from megatron_mux.engine.task_state import StepResult, TaskState
 from megatron_mux.engine.train_step import TrainStep
 from megatron_mux.engine.trial import Trials
 from megatron_mux.engine.updates import BucketUpdate, MakeUpdate, update_of
-from megatron_mux.fusion.plan import Plan, keep_tasks, shrink_bucket
+from megatron_mux.fusion.plan import Plan, shrink_bucket
 from megatron_mux.fusion.schedules import PIPELINE_SCHEDULES
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import Timer, execute
@@ -100,24 +100,10 @@ class StepRunner:
         count = min(
             [max_steps, self.planning.steps_left, *(tasks[name].steps_at_once for name in plan.tasks)]
         )
-        failures: dict[str, StepResult] = {}
-        while plan.tasks:
-            steps = self.read_ahead.take(plan, {name: tasks[name] for name in plan.tasks}, count)
-            steps, problems = agree(steps, plan.tasks, self.parallel)
-            if not problems:
-                break
-            failures |= {name: tasks[name].fail(reason) for name, reason in problems.items()}
-            plan = keep_tasks(plan, [name for name in plan.tasks if name not in problems])
-        else:
-            # Nothing is left; or a serial run's next task, which takes the next step.
-            self.planning.count(count)
-            return [failures]
+        running = {name: tasks[name] for name in plan.tasks}
+        steps = self.read_ahead.take(plan, running, count)
         self.last_plan = plan
-        results = self._run(plan, {name: tasks[name] for name in plan.tasks}, steps, timer, next_steps)
-        if failures:
-            results = results or [{}]
-            results[0] = {**failures, **results[0]}
-        return results
+        return self._run(plan, running, steps, timer, next_steps)
 
     def _run(
         self,

@@ -74,9 +74,9 @@ class StepResult:
         grad_norm: Norm of the adapter's gradient before clipping, over all ranks.
         learning_rate: The rate this step used.
         tokens: Tokens of the batch, none of them padding.
-        status: `failed` if the loss or the gradient was not finite, or data unreadable: the adapter is as before.
+        status: `failed` if the loss or the gradient was not finite, or memory too small: the adapter is as before.
         reason: Why it failed, else empty.
-        diverged: Whether it failed for its loss or gradient, not for data that could not be read.
+        diverged: Whether it failed for its loss or gradient, not for want of memory.
         router_aux_loss: The balancing loss before its coefficient, which `loss` leaves out (`batch.balancing`);
             None: the task does not ask for it.
         metrics: Rewards and log-probabilities of a preference task, by TRL's names; empty for others.
@@ -206,9 +206,6 @@ class TaskState:
             wanted: Numbers, within the step, of those that are read.
             pad_to: Pad shorter sequences to so many tokens, with tokens that are no labels and that no token of the
                 sequence attends to.
-
-        Raises:
-            UserError: The data cannot be read any more.
         """
         chosen = self.sampler.batch(step)
         name, weight = self.task.spec.name, self.label_weight(chosen)
@@ -224,11 +221,7 @@ class TaskState:
         return 1.0 / int(self.task.data.label_counts[chosen].sum())
 
     def extra_examples(self, step: int) -> list[Example]:
-        """Read the sequences that a step (from 0) needs besides its batch.
-
-        Raises:
-            UserError: The data cannot be read any more.
-        """
+        """Read the sequences that a step (from 0) needs besides its batch."""
         return []
 
     def attach_more(self, adapters: AdapterSet) -> None:

@@ -76,7 +76,7 @@ class TrainStep:
         self._for_all_tasks = any(stage.offload.groups or stage.in_step for stage in stages.values())
 
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor:
-        """Hidden states, or the step's share of the loss on the last stage; zeros once memory has run out."""
+        """Hidden states, or this chunk's share of the step's loss on the last stage; zeros once memory has run out."""
         made = self.failed.attempt(action, lambda: self._forward_chunk(action, hidden))
         if made is not None:
             return made

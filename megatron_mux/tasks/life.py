@@ -28,7 +28,7 @@ State = Literal[
 ]
 """`loading`: its data, before the run begins; `joining`: the same while others train; `waiting`: for room in memory;
 `parked`: it ran out of memory beside others, and goes on once one of them has left; `paused`: by
-command, until another one resumes it; `failed`: its loss or gradient was not finite, or its data could not be read;
+command, until another one resumes it; `failed`: its loss or gradient was not finite, or it had no memory even alone;
 `refused`: it cannot train here; `removed`: it left by command; `stopped`: the run ended before it was done."""
 
 Status = Literal["running", "finished", "failed"]

@@ -12,7 +12,6 @@ import torch
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.data.dataset import Example
 from megatron_mux.engine import Engine, EvalResult
-from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.families import FAMILIES, lora, prefix
 from tests.end_to_end.harness import Case, Records, random_records
@@ -30,17 +29,13 @@ class Watched(Records):
     Attributes:
         candidates_of: Each record's sequence with every completion, if they are to be classified.
         most: The most sequences that were in use at once.
-        unreadable: A record that cannot be read.
     """
 
     candidates_of: list[list[Pair]] = field(default_factory=list)
     most: int = 0
-    unreadable: int = -1
     _alive: weakref.WeakSet[Example] = field(default_factory=weakref.WeakSet)
 
     def __getitem__(self, index: int) -> Example:
-        if index == self.unreadable:
-            raise UserError("was changed while in use")
         return self._handed_out(super().__getitem__(index))
 
     def candidates(self, index: int) -> tuple[list[Example], int]:

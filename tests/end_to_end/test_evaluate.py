@@ -114,20 +114,6 @@ def test_where_one_sequence_finds_no_memory_that_is_said_and_training_goes_on(
     engine.remove_task("task")
 
 
-def test_a_record_that_cannot_be_read_ends_the_evaluation_alone(
-    backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluator, "TOKENS_PER_PASS", 40)
-    monkeypatch.setattr(evaluator, "PASSES_PER_STAGE", 1)
-    backbone, case = backbone_of("llama", torch.float64), make_case("lora", path_of("llama"))
-    records = plain()
-    records.unreadable = 50
-    with pytest.raises(UserError, match="was changed while in use"):
-        evaluated(backbone, parallel, case, records)
-    records.unreadable = -1
-    assert evaluated(backbone, parallel, case, records).records == COUNT
-
-
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_batch_size_bounds_a_pass_and_a_group(
     batch_size: int,

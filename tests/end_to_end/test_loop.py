@@ -119,60 +119,6 @@ def test_tasks_that_end_together_are_all_evaluated(tmp_path: Path, server: Serve
         assert evaluated == [0, 3], f"{name} was evaluated after steps {evaluated}"
 
 
-SPOILER = """
-import sys
-from megatron_mux.data.dataset import TaskDataset
-from megatron_mux.engine import Engine
-from megatron_mux.errors import UserError
-import pretrain_mux
-
-real, read, steps = Engine.steps, TaskDataset.__getitem__, 0
-
-def unreadable(self, number):
-    if self.path == sys.argv[1]:
-        raise UserError(f"{self.path}: cannot be read")
-    return read(self, number)
-
-def spoil(self, *arguments, **more):
-    global steps
-    steps += 1
-    if steps == 3:
-        TaskDataset.__getitem__ = unreadable
-    return real(self, *arguments, **more)
-
-Engine.steps = spoil
-sys.exit(pretrain_mux.main(sys.argv[2:]))
-"""
-
-
-def test_a_task_whose_data_cannot_be_read_stops_alone(tmp_path: Path, server: Server) -> None:
-    workplace = furnish(tmp_path)
-    shared = workplace.root / "pairs.jsonl"
-    spoilt = workplace.root / "[spoilt].jsonl"
-    spoilt.write_text(shared.read_text())
-    broken = {**TASKS["diff"], "data": {"path": str(spoilt), "max_length": 16}}
-    tasks = workplace.write_tasks("two.yaml", {"broken": broken, "lora": TASKS["lora"]})
-    run = python(
-        server,
-        "-c",
-        SPOILER,
-        str(spoilt),
-        *workplace.arguments("--save", workplace.root / "run", "--save-interval", "1", tasks=tasks),
-    )
-    assert run.returncode == 0, run.stderr
-    assert "broken stopped" in run.stdout and "[spoilt].jsonl" in run.stdout
-    final = sorted((workplace.root / "run" / "manifests").iterdir())[-1]
-    tasks_left = {task["name"]: task for task in json.loads(final.read_text())["tasks"]}
-    assert (tasks_left["lora"]["status"], tasks_left["lora"]["step"]) == ("finished", 14)
-    # Steps that were prepared ahead are taken.
-    assert tasks_left["broken"]["status"] == "failed" and 2 <= tasks_left["broken"]["step"] < 12
-    assert "cannot be read" in tasks_left["broken"]["reason"]
-    # Nothing is known against what it had learned: all of it stays, though no step came after to call it good.
-    last = f"broken/checkpoint-{tasks_left['broken']['step']}"
-    assert tasks_left["broken"]["checkpoint"] == last != tasks_left["broken"]["good"]
-    assert f"broken: its last adapter is kept: {workplace.root / 'run' / last}" in run.stdout
-
-
 DIVERGING = """
 import math, pathlib, sys, time
 from megatron_mux import checkpoint

@@ -87,8 +87,7 @@ class Evaluator(PassRunner):
             tasks: In the same order on every rank.
 
         Returns:
-            By task, its figures; or why there are none: some rank could not read its records, or has no memory for one
-            of its sequences.
+            By task, its figures; or why there are none: some rank has no memory for one of its sequences.
         """
         members = {task.name: task for task in tasks}
         passes = PASSES_PER_STAGE * self.parallel.pp_size

@@ -12,9 +12,7 @@ import numpy.typing as npt
 
 from megatron_mux.data.dataset import Example, TaskDataset
 from megatron_mux.data.preference_file import PreferenceDataset
-from megatron_mux.engine.agreement import everyones
 from megatron_mux.engine.task_state import TaskState
-from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks.evaluation import EvalSpec, GenerateSpec, Metric, choices_among
 
@@ -107,11 +105,7 @@ class Unprompted(Enum):
 
 
 def prompt_and_completion(records: TaskDataset, number: int) -> tuple[Tokens, Tokens] | Unprompted:
-    """The tokens before a record's last run of labels, and those of the run, uncut; or why there is no prompt.
-
-    Raises:
-        UserError: It cannot be read.
-    """
+    """The tokens before a record's last run of labels, and those of the run, uncut; or why there is no prompt."""
     example, kept = records.uncut(number)
     start, stop = np.flatnonzero(np.diff(example.labelled, prepend=False, append=False))[-2:].tolist()
     # Without a prompt every token but the first one is labelled, as after a prompt of one token.
@@ -141,7 +135,7 @@ class HeldOutRecord:
 class RecordGroups:
     """This rank's share of all tasks' records, task after task, as many at a time as fill some passes.
 
-    A record is never divided. Tasks whose records cannot be read on some rank leave on every rank.
+    A record is never divided.
 
     Attributes:
         tasks: The tasks, in one order on every rank.
@@ -156,7 +150,6 @@ class RecordGroups:
     tokens: int
     passes: int
     problems: dict[str, str] = field(default_factory=dict)
-    _unread: dict[str, str] = field(default_factory=dict)
     _groups: Iterator[list[HeldOutRecord]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -165,14 +158,7 @@ class RecordGroups:
     def next(self) -> list[HeldOutRecord] | None:
         """This rank's next group, empty if only others have one left; None once nobody has. Every rank calls it."""
         group = next(self._groups, [])
-        problems, left = self.parallel.total([bool(self._unread), bool(group)])
-        if problems:
-            for rank, unread in enumerate(everyones(self._unread, self.parallel)):
-                for name, text in unread.items():
-                    self.problems.setdefault(name, f"rank {rank}: {text}" if rank else text)
-            self._unread.clear()
-            group = [record for record in group if record.task not in self.problems]
-        return group if left else None
+        return group if self.parallel.total([bool(group)])[0] else None
 
     def _in_groups(self) -> Iterator[list[HeldOutRecord]]:
         group: list[HeldOutRecord] = []
@@ -197,10 +183,6 @@ class RecordGroups:
             for number in range(first, count, self.parallel.dp_size):
                 if task.name in self.problems:
                     break
-                try:
-                    read = task.records.candidates(number) if classifies else ([task.records[number]], 0)
-                except UserError as error:
-                    self._unread[task.name] = str(error)
-                    break
+                read = task.records.candidates(number) if classifies else ([task.records[number]], 0)
                 yield task.batch_size, HeldOutRecord(task.name, *read)
             before += count

@@ -10,11 +10,10 @@ from typing import Any
 
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.stop_tokens import stop_tokens
-from megatron_mux.engine.agreement import everyones
 from megatron_mux.engine.evaluation.evaluator import EvalResult, Sample
 from megatron_mux.engine.evaluation.held_out import HeldOut, Tokens, Unprompted, prompt_and_completion
 from megatron_mux.engine.generate import Completion, Generator, Prompt
-from megatron_mux.errors import SharedError, UserError
+from megatron_mux.errors import SharedError
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks.evaluation import GenerateSpec
 
@@ -189,24 +188,14 @@ def _prompts(
     size = PROMPTS_AT_ONCE * parallel.dp_size
     for start in range(0, len(numbers), size):
         asked: list[_Asked] = []
-        unread: dict[str, str] = {}
         for name, number in numbers[start : start + size]:
-            if name in problems or name in unread:
+            if name in problems:
                 continue
-            try:
-                prompt = _asked(texts[name].task, number)
-            except UserError as error:
-                unread[name] = str(error)
-                continue
+            prompt = _asked(texts[name].task, number)
             if isinstance(prompt, Unprompted):
                 texts[name].unprompted[prompt] += 1
             else:
                 asked.append(prompt)
-        if parallel.total([bool(unread)])[0]:
-            for rank, problem_of in enumerate(everyones(unread, parallel)):
-                for name, text in problem_of.items():
-                    problems.setdefault(name, SharedError(f"rank {rank}: {text}" if rank else text))
-            asked = [prompt for prompt in asked if prompt.task not in problems]
         yield asked
 
 

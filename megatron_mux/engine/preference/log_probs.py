@@ -14,11 +14,10 @@ from torch import Tensor
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.data.tokenise import Example
-from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.engine.forward_compute import ForwardCompute, PassRunner
 from megatron_mux.engine.out_of_memory import FailedBuckets, Stages
 from megatron_mux.engine.preference.task import PreferenceTask
-from megatron_mux.errors import SharedError, UserError
+from megatron_mux.errors import SharedError
 from megatron_mux.tasks.evaluation import filled
 
 _AT_ONCE = 512
@@ -114,17 +113,12 @@ class LogProbs(PassRunner):
             the reference (zeros if the loss has none).
 
         Raises:
-            SharedError: Some rank could not read a sequence, or ran out of memory in a pass.
+            SharedError: Some rank ran out of memory in a pass.
         """
         numbers = [(w, number) for w in wanted for number in w.numbers]
         log_probs = []
         for first in range(0, len(numbers), _AT_ONCE):
-            sequences, problem = list[_Sequence](), ""
-            try:
-                sequences = [_Sequence(w, w.example(i)) for w, i in numbers[first : first + _AT_ONCE]]
-            except UserError as error:
-                problem = str(error)
-            raise_on_every_rank(problem, self.parallel)
+            sequences = [_Sequence(w, w.example(i)) for w, i in numbers[first : first + _AT_ONCE]]
             log_probs.append(self._everywhere(sequences))
         return _of_each(wanted, torch.cat(log_probs, dim=1))
 

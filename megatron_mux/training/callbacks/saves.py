@@ -126,7 +126,7 @@ class Saves(Callback):
             self.saver.wait()  # only what is complete is named
             if entry.checkpoint == entry.good:
                 what = "its last good adapter is kept"
-            elif entry.health.good:  # neither unreadable data nor want of memory says anything against it
+            elif entry.health.good:  # it ran out of memory, which says nothing against its adapter
                 what = "its last adapter is kept"
             else:
                 what = "its adapter before the failing step is kept (no earlier save is known to be good)"
