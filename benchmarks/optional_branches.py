@@ -30,7 +30,7 @@ PARTS = (
     "backbone/experts/at_start.py", "backbone/experts/from_master.py", "backbone/experts/master_exchange.py",
     "batch/balancing.py",
     "backbone/weight_offload.py", "engine/balancing_loss.py", "engine/expert_managers.py", "engine/expert_moves.py",
-    "engine/forward_passes.py", "engine/hand_over.py", "engine/log_probs.py", "engine/optional_parts.py",
+    "engine/forward_passes.py", "engine/hand_over.py", "engine/log_probs.py", "engine/extensions.py",
     "engine/preference", "engine/reference.py", "engine/tied_rows.py", "fusion/planner/load.py",
 )  # fmt: skip
 """Of those, the ones that are an optional part or choose among them."""

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_mux.data.sources.source import Source
-from megatron_mux.data.token_cache import DIGESTS, alone
+from megatron_mux.data.token_cache import DIGESTS, locked
 from megatron_mux.files import write_atomically
 
 _SETTLED_NS = 2_000_000_000
@@ -42,7 +42,7 @@ def file_digest(cache: Path, file: Source) -> str:
     index = cache / DIGESTS / name
     found = _remembered(index, identity)
     if found is None:
-        with alone(cache / f".{name}.lock"):
+        with locked(cache / f".{name}.lock"):
             found = _remembered(index, identity) or _hash(index, identity, file)
     if _identity(file) == identity:  # else it was written to meanwhile
         _hashed[identity] = found

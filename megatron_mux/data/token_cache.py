@@ -74,7 +74,7 @@ def token_cache_directory(given: str | Path | None = None) -> Path:
 
 
 class TokenCacheEntry:
-    """A tokenised file, opened for reading; `known_entry` shares one among the tasks of a process.
+    """A tokenised file, opened for reading; `open_entry` shares one among the tasks of a process.
 
     Args:
         directory: Of the entry.
@@ -283,7 +283,7 @@ class TokenCacheWriter:
         try:
             os.rename(self._partial, final)
         except OSError:
-            if known_entry(final):
+            if open_entry(final):
                 return final  # another process was faster
             shutil.rmtree(final, ignore_errors=True)  # damaged
             os.rename(self._partial, final)
@@ -296,7 +296,7 @@ _opened: WeakValueDictionary[tuple[str, int], TokenCacheEntry] = WeakValueDictio
 _opening = threading.Lock()
 
 
-def known_entry(directory: Path) -> TokenCacheEntry | None:
+def open_entry(directory: Path) -> TokenCacheEntry | None:
     """The entry in a directory, mapped once for all tasks of this process; None if there is no whole one."""
     try:
         with _opening:
@@ -312,7 +312,7 @@ def known_entry(directory: Path) -> TokenCacheEntry | None:
 
 
 @contextmanager
-def alone(lock: Path) -> Iterator[None]:
+def locked(lock: Path) -> Iterator[None]:
     """Keep other processes of this host from doing the same; where files cannot be locked, they may."""
     handle = None
     with suppress(OSError):

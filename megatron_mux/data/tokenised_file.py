@@ -21,8 +21,8 @@ from megatron_mux.data.sources.source import Row
 from megatron_mux.data.token_cache import (
     TokenCacheEntry,
     TokenCacheWriter,
-    alone,
-    known_entry,
+    locked,
+    open_entry,
     token_cache_directory,
 )
 from megatron_mux.data.tokenise import Example
@@ -102,9 +102,9 @@ def tokenise_file(
         fingerprint = selection.fingerprint(partial(file_digest, directory))
         name = f"{fingerprint[:32]}-{tokenizer_fingerprint(tokenizer)[:16]}{_SUFFIXES[loss]}"
         entry = directory / name
-        if known_entry(entry) is None:
-            with alone(directory / f".{name}.lock"):
-                if known_entry(entry) is None:
+        if open_entry(entry) is None:
+            with locked(directory / f".{name}.lock"):
+                if open_entry(entry) is None:
                     reader = reader_of(tokenizer, loss)
                     _tokenise(selection, reader, directory, name, fingerprint, progress)
         return TokenisedFile(str(entry))
@@ -116,7 +116,7 @@ def opened_entry(tokenised: TokenisedFile, label: str) -> TokenCacheEntry:
     Raises:
         UserError: It is there no longer.
     """
-    entry = known_entry(Path(tokenised.entry))
+    entry = open_entry(Path(tokenised.entry))
     if entry is None:
         raise UserError(f"{label}: its tokens were taken from the cache ({tokenised.entry}): begin again")
     return entry

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_mux.engine.step_part import StepPart
+from megatron_mux.engine.step_extension import StepExtension
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.runtime import Parallel
 
 
-class ActingAdapters(StepPart):
+class ActingAdapters(StepExtension):
     """Calls the adapters of kinds that ask for it: see `AdapterSpec.acts_in_steps`."""
 
     @classmethod

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from megatron_mux.batch.balancing import RouterLoadAccumulator
 from megatron_mux.engine.batches import Burst
-from megatron_mux.engine.step_part import StepPart
+from megatron_mux.engine.step_extension import StepExtension
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.runtime import Parallel
 
 
-class BalancingLosses(StepPart):
+class BalancingLosses(StepExtension):
     """Sums each task's balancing loss over micro-batches, layers and ranks (see `batch.balancing`)."""
 
     summed = True

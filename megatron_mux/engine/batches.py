@@ -94,7 +94,7 @@ class StepBatches:
         if chunk_id not in self._laid_out:
             step, local = self._own(chunk_id)
             carry, micro_batch = None, (chunk_id.bucket, chunk_id.micro_batch)
-            if step.chunks(local) > 1:
+            if step.chunk_count(local) > 1:
                 # Keys and values wait for later chunks of the same micro-batch only.
                 carry = self._carries.setdefault(micro_batch, Carry())
             self._laid_out[chunk_id] = tuple(

@@ -3,8 +3,8 @@
 Clipping needs the norm of a task's gradient over all stages, and only the last stage knows whether its loss is finite.
 Both travel to the first stage with the bucket's last gradients and back with its next hidden states
 (`pipeline.template.with_updates`), as statistics in fp64: a row per task of the bucket with its loss, its squared norm,
-the number of ranks that ran out of memory, and what the parts of its step (`step_part`) add: first columns that all
-stages sum, then others that the host reads, then the rest.
+the number of ranks that ran out of memory, and what the extensions of its step (`step_extension`) add: first columns
+that all stages sum, then others that the host reads, then the rest.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megatron_mux import runtime
 from megatron_mux.engine.batches import Burst
 from megatron_mux.engine.optimize import gradient_buffer_size, reduce_gradients
 from megatron_mux.engine.out_of_memory import FailedBuckets
-from megatron_mux.engine.step_part import StepPart
+from megatron_mux.engine.step_extension import StepExtension
 from megatron_mux.engine.task_state import StepResult
 from megatron_mux.engine.updates import BucketUpdate
 from megatron_mux.pipeline.action import Action
 
-_SQUARE, _FAILED, _FIRST_OF_PARTS = 1, 2, 3
+_SQUARE, _FAILED, _FIRST_OF_EXTENSIONS = 1, 2, 3
 """Columns of the statistics after the loss."""
 
 
@@ -37,27 +37,32 @@ class _Columns:
     """Columns of a bucket's statistics.
 
     Attributes:
-        parts: Those of each part that has any.
+        extensions: Those of each extension that has any.
         summed: Columns up to here are sums over ranks, but for the loss.
         read: The host reads columns up to here.
         width: All columns.
     """
 
-    parts: Sequence[tuple[StepPart, slice]]
+    extensions: Sequence[tuple[StepExtension, slice]]
     summed: int
     read: int
     width: int
 
     @classmethod
-    def of(cls, parts: Sequence[StepPart], names: Sequence[str]) -> _Columns:
+    def of(cls, extensions: Sequence[StepExtension], names: Sequence[str]) -> _Columns:
         """Of a bucket with these tasks."""
-        placed, summed, read, at = list[tuple[StepPart, slice]](), _FIRST_OF_PARTS, _FIRST_OF_PARTS, 3
-        for part in sorted(parts, key=lambda part: (not part.summed, not part.read)):
-            width = part.width(names)
+        placed, summed, read, at = (
+            list[tuple[StepExtension, slice]](),
+            _FIRST_OF_EXTENSIONS,
+            _FIRST_OF_EXTENSIONS,
+            3,
+        )
+        for extension in sorted(extensions, key=lambda one: (not one.summed, not one.read)):
+            width = extension.width(names)
             if width:
-                placed.append((part, slice(at, at + width)))
+                placed.append((extension, slice(at, at + width)))
                 at += width
-                summed, read = at if part.summed else summed, at if part.read else read
+                summed, read = at if extension.summed else summed, at if extension.read else read
         return cls(placed, summed, read, at)
 
 
@@ -69,7 +74,7 @@ class BucketFinalizer:
         failed: Buckets that ran out of memory on this rank.
         buffer: `[n]` uint8 to sum gradients in, of at least `gradient_buffer_size` of these tasks.
         updates: Of each bucket.
-        parts: What the tasks ask for besides.
+        extensions: What the tasks ask for besides.
 
     Attributes:
         out_of_memory: After `finish`, the buckets whose tasks skipped their optimizer step because some rank ran out
@@ -82,11 +87,11 @@ class BucketFinalizer:
         failed: FailedBuckets,
         buffer: Tensor,
         updates: Sequence[BucketUpdate],
-        parts: Sequence[StepPart],
+        extensions: Sequence[StepExtension],
     ) -> None:
         self.burst = burst
         self.failed = failed
-        self.parts = parts
+        self.extensions = extensions
         self.out_of_memory: set[int] = set()
         tasks, buckets, parallel = burst.tasks, burst.buckets, burst.parallel
         self._whole: dict[int, Tensor] = {}
@@ -106,7 +111,7 @@ class BucketFinalizer:
             update.prepare(start, len(burst.steps))
         params = [task.adapter.flat_params for task in tasks.values()]
         self._buffer = buffer[: gradient_buffer_size(params, parallel)]
-        self._columns = [_Columns.of(parts, bucket.tasks) for bucket in buckets]
+        self._columns = [_Columns.of(extensions, bucket.tasks) for bucket in buckets]
 
     def stats_shape(self, bucket: int) -> tuple[int, int]:
         """Rows and columns of the statistics of a bucket, by its index, counted on over steps."""
@@ -132,8 +137,8 @@ class BucketFinalizer:
         names, index = self.burst.bucket(bucket).tasks, bucket % len(self._columns)
         columns = self._columns[index]
         if others is None:
-            for part, _ in columns.parts:
-                part.after_passes(bucket, losses)
+            for extension, _ in columns.extensions:
+                extension.after_passes(bucket, losses)
         # It may allocate, so it comes before the sum over pipelines, which tells all of them who ran out of memory.
         self.failed.attempt(action, lambda: self._before_sums(bucket))
         sums = self._local_sums(bucket)
@@ -141,8 +146,8 @@ class BucketFinalizer:
             params = [self.burst.tasks[name].adapter.flat_params for name in names]
             reduce_gradients(params, parallel, sums, self._buffer)
         if others is not None and parallel.is_first_stage:
-            for part, place in columns.parts:
-                part.on_first_stage(bucket, others[:, place])
+            for extension, place in columns.extensions:
+                extension.on_first_stage(bucket, others[:, place])
         squares = self._updates[index].squared_norms()
         if others is None:
             stats = self._first_stats(bucket, losses, squares, sums)
@@ -163,9 +168,9 @@ class BucketFinalizer:
         columns, rows = self._columns[index], self._rows[index]
         shape, device = (columns.summed - _FAILED, len(rows)), self.burst.parallel.device
         sums = torch.full(shape, float(bucket in self.failed), dtype=torch.float64, device=device)
-        for part, place in columns.parts:
-            if part.summed:
-                sums[place.start - _FAILED : place.stop - _FAILED] = part.local_sums(bucket, rows)
+        for extension, place in columns.extensions:
+            if extension.summed:
+                sums[place.start - _FAILED : place.stop - _FAILED] = extension.local_sums(bucket, rows)
         return sums
 
     def _first_stats(self, bucket: int, losses: Tensor, squares: Tensor, sums: Tensor) -> Tensor:
@@ -175,16 +180,18 @@ class BucketFinalizer:
         task_losses = losses[self._rows[index]]
         if parallel.dp_size > 1:
             dist.all_reduce(task_losses, group=parallel.dp_group)
-        parts = self._columns[index].parts
-        more = [part.columns_of_last_stage(bucket) for part, _ in parts if not part.summed]
+        extensions = self._columns[index].extensions
+        more = [
+            extension.columns_of_last_stage(bucket) for extension, _ in extensions if not extension.summed
+        ]
         stats = torch.cat([torch.stack([task_losses, squares, *sums], dim=1), *more], dim=1)
-        for part in self.parts:
-            part.complete(stats)
+        for extension in self.extensions:
+            extension.complete(stats)
         return stats
 
     def _before_sums(self, bucket: int) -> None:
-        for part in self.parts:
-            part.before_sums(bucket)
+        for extension in self.extensions:
+            extension.before_sums(bucket)
 
     def update(self, bucket: int, whole: Tensor | None) -> Tensor:
         """Step the optimizers of a bucket's tasks here, unless a task failed or ran out of memory, now or before.
@@ -205,15 +212,15 @@ class BucketFinalizer:
                 dist.all_reduce(sums, group=parallel.tp_group)
                 whole[:, _SQUARE : columns.summed] = sums
         if parallel.is_last_stage:
-            for part, place in columns.parts:
-                part.on_last_stage(bucket, whole[:, place])
+            for extension, place in columns.extensions:
+                extension.on_last_stage(bucket, whole[:, place])
         # Once a task has skipped a step of a burst it skips those after it.
         is_finite = torch.isfinite(whole[:, : columns.summed]).all(dim=1)
         skip = self._skip[rows] | ~is_finite | (whole[:, _FAILED] > 0)
         self._skip[rows] = skip
         self._updates[index].update(self._starts[index], later, whole[:, _SQUARE].sqrt(), skip)
-        for part in self.parts if self._counts else ():
-            part.after_update(bucket, skip)
+        for extension in self.extensions if self._counts else ():
+            extension.after_update(bucket, skip)
         self._stats.append((bucket, whole[:, : columns.read]))
         return whole
 
@@ -232,8 +239,8 @@ class BucketFinalizer:
                 if index in self.out_of_memory or self.burst.tasks[name].life.state == "failed":
                     continue
                 results[step][name] = self._result(step, name, row, self._columns[index])
-        for part in self.parts:
-            part.after_steps()
+        for extension in self.extensions:
+            extension.after_steps()
         return results
 
     def _result(self, step: int, name: str, row: Sequence[float], columns: _Columns) -> StepResult:
@@ -246,10 +253,10 @@ class BucketFinalizer:
             problem = f"its loss was {loss}"
         elif not math.isfinite(norm):
             problem = f"its gradient norm was {norm}"
-        for part, place in columns.parts:
-            if part.read:
-                problem = problem or part.problem(row[place])
-                fields |= part.fields(step, name, row[place])
+        for extension, place in columns.extensions:
+            if extension.read:
+                problem = problem or extension.problem(row[place])
+                fields |= extension.fields(step, name, row[place])
         reason = f"{problem} at step {task.step + 1}" if problem else ""
         if problem:
             task.life.to("failed", reason)

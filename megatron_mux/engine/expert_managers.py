@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.engine.step_part import StepPart
+from megatron_mux.engine.step_extension import StepExtension
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.runtime import Parallel
 
 
-class ManagerSums(StepPart):
+class ManagerSums(StepExtension):
     """Sums statistics over a master and its managers: each owns part of the adapters, and the master has the losses."""
 
     @classmethod

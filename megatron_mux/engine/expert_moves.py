@@ -198,7 +198,7 @@ def adapter_bytes_per_expert(engine: Engine) -> float:
     if not engine.parallel.experts.divides_adapters or shape.experts is None:
         return 0.0
     values = sum(
-        math.prod(tensor.shape) * (1 + (task.optimizer.kind.states_per_value or 0))
+        math.prod(tensor.shape) * (1 + (task.optimizer.optimizer.states_per_value or 0))
         for task in engine.states.values()
         for tensor in task.adapter.tensors.values()
         if tensor.expert_dim is not None

@@ -62,7 +62,7 @@ class TaskOptimizer:
         layout = ParamLayout(
             self.flat_params.values, self.flat_params.gradients, groups, self._slices(), group
         )
-        self.kind = kind(layout, Options(spec.adam_beta1, spec.adam_beta2, spec.adam_epsilon))
+        self.optimizer = kind(layout, Options(spec.adam_beta1, spec.adam_beta2, spec.adam_epsilon))
 
     def _alike(self, p: AdapterParameter) -> _Alike:
         return (*self.spec.decay_and_rate(p.key, p.full_shape, p.decay), p.owner)
@@ -84,18 +84,21 @@ class TaskOptimizer:
     @property
     def tensors(self) -> list[Tensor]:
         """Every tensor that the optimizer keeps from step to step."""
-        return self.kind.tensors
+        return self.optimizer.tensors
 
     @property
     def is_fused(self) -> bool:
         """Whether `kernels.update.triton` can step it together with other tasks."""
-        return self.kind.together
+        return self.optimizer.together
 
     def pieces(self) -> Iterator[tuple[Flats, Tensor | None, float, float, bool]]:
         """Runs of parameters that are updated alike: their tensors, their copy if it is another one, weight decay, the
         learning rate as a multiple of the task's, and whether this rank counts their norm.
         """
-        flat_params, states = self.flat_params, self.kind.flats if isinstance(self.kind, AdamW) else {}
+        flat_params, states = (
+            self.flat_params,
+            self.optimizer.flats if isinstance(self.optimizer, AdamW) else {},
+        )
         for first, last, (decay, rate, owner) in self._runs:
             average, square = (states[name][first:last] if states else None for name in AdamW.state_names)
             flats = flat_params.values[first:last], flat_params.gradients[first:last], average, square
@@ -128,7 +131,7 @@ class TaskOptimizer:
             step: Sets the learning rate.
             skip: Scalar fp32 on the device: unless it is zero, parameters and states stay as they are.
         """
-        self.kind.update(step, self.learning_rate(step), skip)
+        self.optimizer.update(step, self.learning_rate(step), skip)
         self.flat_params.refresh()
         self.zero()
 
@@ -138,13 +141,13 @@ class TaskOptimizer:
 
     def state(self) -> dict[str, dict[str, Stored]]:
         """What this rank holds of the optimizer's state, by parameter key and name; empty for SGD."""
-        return self.kind.state()
+        return self.optimizer.state()
 
     def load_state(self, full: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Restore `state()` from full tensors by key and name, cut to this rank's shards."""
         if full:
-            for param in self.kind.layout.slices:
-                self.kind.load(param, full[param.parameter.key])
+            for param in self.optimizer.layout.slices:
+                self.optimizer.load(param, full[param.parameter.key])
 
 
 def gradient_buffer_size(params: Sequence[FlatParams], parallel: Parallel) -> int:

@@ -47,13 +47,13 @@ class PreparedStep:
     tokens: Mapping[str, int]
     extra_examples: Mapping[str, list[Example]] = field(default_factory=dict)
 
-    def chunks(self, chunk_id: ChunkId) -> int:
+    def chunk_count(self, chunk_id: ChunkId) -> int:
         """How many chunks the micro-batch of a chunk has."""
         return self.chunked.sizes[chunk_id.bucket][chunk_id.micro_batch]
 
 
 def prepare_step(
-    plan: Plan, tasks: Mapping[str, TaskState], steps: Mapping[str, int], parallel: Parallel, sharded: bool
+    plan: Plan, tasks: Mapping[str, TaskState], steps: Mapping[str, int], parallel: Parallel, in_step: bool
 ) -> PreparedStep:
     """Prepare one step of a plan.
 
@@ -61,13 +61,13 @@ def prepare_step(
         tasks: Its tasks, in its order.
         steps: The step of each task, from 0.
         parallel: Where this rank stands.
-        sharded: Whether all pipelines must make the same passes, since they gather weights together.
+        in_step: Whether all pipelines must make the same passes, since they gather weights together.
     """
     limits = {name: task.task.spec.data.max_length for name, task in tasks.items()}
     pad_to = padded_lengths(plan.alignment, limits)
     lengths = {name: task.lengths(steps[name], pad_to.get(name, 0)) for name, task in tasks.items()}
     rank = parallel.dp_rank
-    if sharded or must_keep_step(plan):
+    if in_step or must_keep_step(plan):
         chunked = lockstep([step_chunks(plan, lengths, other) for other in range(parallel.dp_size)])[rank]
     else:
         chunked = step_chunks(plan, lengths, rank)
@@ -90,7 +90,7 @@ def prepare_step(
         made: list[HostBatch] = []
         for chunk in (tuple(share(chunk)) for chunk in chunks):
             refers = packer.refers(
-                plan.buckets[chunk_id.bucket].tasks if sharded else (p.task for p in chunk)
+                plan.buckets[chunk_id.bucket].tasks if in_step else (p.task for p in chunk)
             )
             made += [packer.forward_only(chunk)] if refers else []
             micro_batch = chunk_id.bucket, chunk_id.micro_batch
@@ -193,11 +193,11 @@ class ReadAhead:
 
     Args:
         parallel: Where this rank stands.
-        sharded: See `prepare_step`.
+        in_step: See `prepare_step`.
     """
 
     parallel: Parallel
-    sharded: bool
+    in_step: bool
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "read-ahead"))
     _coming: deque[Future[PreparedStep]] = field(default_factory=deque)
     _template: Future[None] | None = None
@@ -256,7 +256,7 @@ class ReadAhead:
         self._thread.shutdown(cancel_futures=True)
 
     def _prepare(self, plan: Plan, tasks: Mapping[str, TaskState], steps: Mapping[str, int]) -> PreparedStep:
-        return prepare_step(plan, tasks, steps, self.parallel, self.sharded)
+        return prepare_step(plan, tasks, steps, self.parallel, self.in_step)
 
 
 def _after(steps: Mapping[str, int], later: int) -> dict[str, int]:

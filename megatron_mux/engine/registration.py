@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.data.sampler import Sampler
+from megatron_mux.engine.extensions import extensions_of, state_of
 from megatron_mux.engine.optimize import TaskOptimizer
-from megatron_mux.engine.optional_parts import kinds_of, state_of
 from megatron_mux.engine.task_state import Task, TaskState
 from megatron_mux.fusion.planner.load import TaskLoad
 
@@ -31,7 +31,7 @@ def attach(adapters: AdapterSet, task: Task, load: TaskLoad) -> TaskState:
         optimizer = TaskOptimizer(adapter, spec.training, total, task.lengths)
         state = state_of(spec)(task, adapter, optimizer, sampler, load, total)
         state.attach_more(adapters)
-        state.parts = kinds_of(state, adapters.host.parallel)
+        state.extensions = extensions_of(state, adapters.host.parallel)
         if snapshot is not None:
             state.resume(snapshot)
     except BaseException:

@@ -134,8 +134,8 @@ class StepRunner:
         self.read_ahead.prepare_next((next_steps or len(steps)) if rolls else 1)
         failed = FailedBuckets(len(plan.buckets), self.stages.values(), self.parallel)
         work = self._train_step(burst, batches, failed)
-        for part in work.finalizer.parts:
-            part.before_steps(self.stages, self.communicator)
+        for extension in work.finalizer.extensions:
+            extension.before_steps(self.stages, self.communicator)
         self._execute(template, work, plan, timer)
         self.planning.count(len(steps))
         results = work.finalizer.finish()
@@ -148,9 +148,9 @@ class StepRunner:
         updates = self._updates_of(burst)
         for index, update in enumerate(updates):
             update.expect([sum(step.chunked.sizes[index]) for step in burst.steps])
-        kinds = dict.fromkeys(kind for task in burst.tasks.values() for kind in task.parts)
-        parts = [kind(burst) for kind in kinds]
-        finalizer = BucketFinalizer(burst, failed, self.buffer, updates, parts)
+        kinds = dict.fromkeys(kind for task in burst.tasks.values() for kind in task.extensions)
+        extensions = [kind(burst) for kind in kinds]
+        finalizer = BucketFinalizer(burst, failed, self.buffer, updates, extensions)
         return TrainStep(self.stages, batches, finalizer, self.exchange, self.copied)
 
     def _updates_of(self, burst: Burst) -> list[BucketUpdate]:

@@ -122,7 +122,7 @@ class TaskState:
         total_steps: Optimizer steps it runs for.
         step: Optimizer steps done.
         life: Whether it goes on.
-        parts: Kinds of `StepPart` that it asks for.
+        extensions: Kinds of `StepExtension` that it asks for.
         forward_rows: Rows that each of its steps computes besides, forward only; None: there are none.
         most_steps_at_once: Most steps before the host reads what they gave.
         ready: What it needs before its first step has been computed.
@@ -136,7 +136,7 @@ class TaskState:
     total_steps: int
     step: int = 0
     life: TaskLife = field(init=False)
-    parts: tuple[type[Any], ...] = ()
+    extensions: tuple[type[Any], ...] = ()
     forward_rows: ForwardRows | None = None
     most_steps_at_once: int = 1 << 30
     ready: bool = True

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron_mux.engine.batches import Burst
-from megatron_mux.engine.step_part import StepPart
+from megatron_mux.engine.step_extension import StepExtension
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.runtime import Parallel
 
 
-class TiedRows(StepPart):
+class TiedRows(StepExtension):
     """The columns of buckets' statistics for such rows."""
 
     read = False

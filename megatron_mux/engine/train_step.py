@@ -9,7 +9,7 @@ through this rank's actions, moves hidden states and gradients between stages, a
     U   update      once norms are known over all stages: clip, and step the optimizers
 
 On a single stage that is F B, F B, ... N U. Nothing waits for the device until `BucketFinalizer.finish` reads what the
-steps gave. What only some tasks ask for (`step_part`) is called on the way.
+steps gave. What only some tasks ask for (`step_extension`) is called on the way.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class TrainStep:
                 self._burst.tasks[name].optimizer.zero()
         if action.stage == min(self.stages):  # the last on this rank to be back-propagated
             accumulator = self.batches.forget(action.chunk_id)
-            for part in self.finalizer.parts:
-                part.after_chunk(action.bucket, accumulator)
+            for extension in self.finalizer.extensions:
+                extension.after_chunk(action.bucket, accumulator)
 
     def norm(self, action: Action, others: Tensor | None) -> Tensor:
         """Losses and squared gradient norms of the bucket's tasks, summed over this and later stages."""
@@ -149,16 +149,16 @@ class TrainStep:
 
     def _loss_or_output(self, action: Action, batch: MicroBatch, output: Tensor) -> Tensor:
         """What a stage's pass makes: its hidden states, or the loss on the last stage."""
-        backbone, parts = self.stages[action.stage], self.finalizer.parts
+        backbone, extensions = self.stages[action.stage], self.finalizer.extensions
         if not backbone.last:
             return output
-        for part in parts:
-            part.before_loss(action.bucket, batch)
+        for extension in extensions:
+            extension.before_loss(action.bucket, batch)
         with activate(batch):
             smoothing = None if self._smoothing is None else self._smoothing[batch.label_tasks]
             loss, nll = backbone.loss(output, batch, batch.row_scale, smoothing)
-        for part in parts:
-            part.after_loss(action.bucket, batch, nll)
+        for extension in extensions:
+            extension.after_loss(action.bucket, batch, nll)
         if batch.training:
             self.losses[action.bucket].index_add_(0, batch.label_tasks, (nll * batch.label_weights).double())
         return loss
@@ -167,9 +167,9 @@ class TrainStep:
         """Back-propagate through the batches of a chunk, one after the other or in turns."""
         batches = self.batches[action.chunk_id]
         backbone = self.stages[action.stage]
-        for part in self.finalizer.parts if backbone.last else ():
+        for extension in self.finalizer.extensions if backbone.last else ():
             for batch in batches:
-                part.before_backward(action.bucket, batch)
+                extension.before_backward(action.bucket, batch)
         trained = self._trained_below(backbone.layers.stop, action.chunk_id)
         gradients: Sequence[Tensor | None] = [None] * len(outputs)
         if gradient is not None and any(trained):

@@ -30,7 +30,7 @@ class Cancel:
     The state of one that has trained is saved before.
     """
 
-    what: str | Path
+    task_or_file: str | Path
 
 
 @dataclass(frozen=True)

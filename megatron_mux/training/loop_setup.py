@@ -18,7 +18,7 @@ from megatron_mux.training.best import BestCheckpointTracker
 from megatron_mux.training.callback import Callback
 from megatron_mux.training.callbacks.evaluations import Evaluations
 from megatron_mux.training.callbacks.pictures import Pictures
-from megatron_mux.training.callbacks.saves import Saves, SaveTimes
+from megatron_mux.training.callbacks.saves import Saves, SaveSchedule
 from megatron_mux.training.commands import CommandSource, OnlyDrain, SharedCommands
 from megatron_mux.training.exits import Exits
 from megatron_mux.training.garbage import FrozenObjects
@@ -98,7 +98,7 @@ def _callbacks(
     if arguments.exit_interval is not None or arguments.exit_duration_in_mins is not None:
         yield Exits(arguments.exit_interval, arguments.exit_duration_in_mins, steps_before)
     yield Evaluations(registry, BestCheckpointTracker(registry.entries, reporter.say), check)
-    yield SaveTimes(registry, arguments.save_interval)
+    yield SaveSchedule(registry, arguments.save_interval)
     if arguments.save is not None:
         saver = Saver(
             arguments.save,

@@ -28,7 +28,7 @@ from megatron_mux.engine.batches import Burst
 from megatron_mux.engine.out_of_memory import Stages
 from megatron_mux.engine.preference.log_probs import LogProbs, Wanted, kl_term
 from megatron_mux.engine.preference.task import PreferenceTask
-from megatron_mux.engine.step_part import StepPart
+from megatron_mux.engine.step_extension import StepExtension
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.kernels.loss.preference import FIGURES, PreferenceLoss, RowScale, SequenceSums
 from megatron_mux.pipeline.communicate import Communicator
@@ -98,7 +98,7 @@ class _StepTask:
         return slice(1 + 2 * self.first, 1 + 2 * self.stop)
 
 
-class PreferenceLosses(StepPart):
+class PreferenceLosses(StepExtension):
     """What the preference tasks of one or several steps have computed so far on this rank.
 
     Sums of log-likelihoods have a place for the completion and for the prompt of each sequence. Their first place takes

@@ -25,7 +25,7 @@ from megatron_mux.training.task_registry import TaskRegistry
 
 
 @dataclass(eq=False)
-class SaveTimes(Callback):
+class SaveSchedule(Callback):
     """Asks for saves of tasks at intervals, after an improvement, and when they are done.
 
     Attributes:
@@ -82,7 +82,7 @@ class Saves(Callback):
         for name, entry in self.registry.entries.items():
             state = TaskToSave(entry)
             if names is None or name in names or name in elsewhere:
-                if self._note(state, leaving):
+                if self._update_entry(state, leaving):
                     moved.append(name)
                 saved[name] = copy.deepcopy(entry)
             else:
@@ -95,7 +95,7 @@ class Saves(Callback):
             plan = engine.plan if engine.active else engine.last_plan or engine.plan
         self.saver.begin(states, copies, plan, self.steps_before + self.step_loop.steps)
 
-    def _note(self, state: TaskToSave, leaving: Sequence[str]) -> bool:
+    def _update_entry(self, state: TaskToSave, leaving: Sequence[str]) -> bool:
         """Bring a task's entry up to date; whether its state has to be written."""
         engine, entry, name = self.registry.engine, state.entry, state.entry.name
         if name in leaving:

@@ -203,7 +203,7 @@ def test_entries_that_nobody_opens_are_removed(
     partial.mkdir()
     for place in (old / "meta.json", used / "meta.json", partial):
         os.utime(place, (1.0, 1.0))
-    token_cache.known_entry(used)  # it is opened, which is noted
+    token_cache.open_entry(used)  # it is opened, which is noted
     newest = Path(tokenise_file(write(path, [{"text": "a third"}]), tokenizer, cache).entry)
     assert set(cache.iterdir()) == {used, newest}
 

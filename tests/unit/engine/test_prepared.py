@@ -144,7 +144,7 @@ def test_a_rank_reads_its_own_rows(engine: Engine) -> None:
     found = []
     for rank in range(2):
         parallel = replace(engine.parallel, dp_rank=rank, dp_size=2)
-        step = prepare_step(plan, states, dict.fromkeys("ab", 1), parallel, sharded=False)
+        step = prepare_step(plan, states, dict.fromkeys("ab", 1), parallel, in_step=False)
         found.append({name: [*own.read] for name, own in counted.items()})
         rows = sum(batch.rows for batches in step.batches.values() for batch in batches)
         lengths = {name: counted[name].lengths[own].sum() for name, own in found[-1].items()}

@@ -13,12 +13,12 @@ from megatron_mux.checkpoint import SavedTask, TaskToSave
 from megatron_mux.engine import BestEvaluation, LossHealth, StepResult
 from megatron_mux.tasks import TrainingSpec
 from megatron_mux.tasks.life import State, TaskLives
-from megatron_mux.training.callbacks.saves import Saves, SaveTimes
+from megatron_mux.training.callbacks.saves import Saves, SaveSchedule
 from megatron_mux.training.step_loop import StepLoop
 from megatron_mux.training.task_registry import TaskRegistry
 
 
-def made(interval: int | None = None, **training: Any) -> SaveTimes:
+def made(interval: int | None = None, **training: Any) -> SaveSchedule:
     """Of a task of 30 steps and 7 records, two a step, whose best evaluation is that of step 4."""
     spec = SimpleNamespace(training=TrainingSpec(**training), sequences_per_step=2)
     engine = SimpleNamespace(
@@ -26,7 +26,7 @@ def made(interval: int | None = None, **training: Any) -> SaveTimes:
     )
     entry = SavedTask("a", 0, "running", "", "", {}, "", best=BestEvaluation(value=1.0, step=4))
     registry: Any = SimpleNamespace(engine=engine, entries={"a": entry})
-    return SaveTimes(registry, interval)
+    return SaveSchedule(registry, interval)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def made(interval: int | None = None, **training: Any) -> SaveTimes:
         (made(save_strategy="epoch"), [4]),
     ],
 )
-def test_intervals_of_the_run_and_of_the_task(times: SaveTimes, expected: list[int]) -> None:
+def test_intervals_of_the_run_and_of_the_task(times: SaveSchedule, expected: list[int]) -> None:
     assert list(times.intervals("a")) == expected
 
 
@@ -56,7 +56,7 @@ def test_intervals_of_the_run_and_of_the_task(times: SaveTimes, expected: list[i
         (made(load_best_model_at_end=True), 5, "running", False),
     ],
 )
-def test_a_save_is_due(times: SaveTimes, step: int, status: Any, expected: bool) -> None:
+def test_a_save_is_due(times: SaveSchedule, step: int, status: Any, expected: bool) -> None:
     result = StepResult(step, 30, 1.0, 1.0, 1e-3, 10, status)
     assert list(times.tasks_to_save({"a": result})) == ["a"] * expected
 

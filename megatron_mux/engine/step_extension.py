@@ -18,12 +18,12 @@ from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.runtime import Parallel
 
 
-class StepPart(ABC):
-    """What only some tasks ask of a training step. The step calls its parts at these moments, and knows none by name.
+class StepExtension(ABC):
+    """What only some tasks ask of a training step, which calls its extensions at these moments and knows none by name.
 
-    A part is made for each burst with tasks that ask for it (`optional_parts.py` lists all kinds); here it does
-    nothing. It may change a loss, and may have columns of its own in the statistics that end buckets' steps
-    (`bucket_finalizer`): K rows, one for each task of the bucket, whether the task asks for the part or not.
+    One is made for each burst with tasks that ask for it (`extensions.py` lists all kinds); here it does nothing. It may
+    change a loss, and may have columns of its own in the statistics that end buckets' steps
+    (`bucket_finalizer`): K rows, one for each task of the bucket, whether the task asks for it or not.
 
     Args:
         burst: The steps.

@@ -7,13 +7,13 @@ from megatron_mux.engine.balancing_loss import BalancingLosses
 from megatron_mux.engine.expert_managers import ManagerSums
 from megatron_mux.engine.preference.losses import PreferenceLosses
 from megatron_mux.engine.preference.task import PreferenceTask
-from megatron_mux.engine.step_part import StepPart
+from megatron_mux.engine.step_extension import StepExtension
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.engine.tied_rows import TiedRows
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
 
-KINDS: tuple[type[StepPart], ...] = (
+EXTENSIONS: tuple[type[StepExtension], ...] = (
     BalancingLosses, PreferenceLosses, TiedRows, ManagerSums, ActingAdapters,
 )  # fmt: skip
 """In the order in which a step calls those of a task; tasks in the order of the plan."""
@@ -24,6 +24,6 @@ def state_of(spec: TaskSpec) -> type[TaskState]:
     return PreferenceTask if spec.training.is_preference else TaskState
 
 
-def kinds_of(task: TaskState, parallel: Parallel) -> tuple[type[StepPart], ...]:
+def extensions_of(task: TaskState, parallel: Parallel) -> tuple[type[StepExtension], ...]:
     """The kinds that a task asks for."""
-    return tuple(kind for kind in KINDS if kind.wanted_by(task, parallel))
+    return tuple(kind for kind in EXTENSIONS if kind.wanted_by(task, parallel))
