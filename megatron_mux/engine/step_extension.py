@@ -21,9 +21,9 @@ from megatron_mux.runtime import Parallel
 class StepExtension(ABC):
     """What only some tasks ask of a training step, which calls its extensions at these moments and knows none by name.
 
-    One is made for each burst with tasks that ask for it (`extensions.py` lists all kinds); here it does nothing. It may
-    change a loss, and may have columns of its own in the statistics that end buckets' steps
-    (`bucket_finalizer`): K rows, one for each task of the bucket, whether the task asks for it or not.
+    One is made for each burst with tasks that ask for it (`extensions.py` lists all kinds); here it does nothing. It
+    may change a loss, and may have columns of its own in the statistics that end buckets' steps (`bucket_finalizer`):
+    K rows, one for each task of the bucket, whether the task asks for it or not.
 
     Args:
         burst: The steps.
