@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workload import GPU_MIX, TINY_MIX, Pair, TaskShape
+from workload import TINY_MIX, Pair, TaskShape
 
 from megatron_mux.quantised.scheme import QuantMethod
 
@@ -32,10 +32,8 @@ class Row:
         burst: Steps of a turn; see `gpu_sides`.
         targets, parameters: Modules, and parameters of experts, that get a LoRA adapter.
         dropout: LoRA dropout.
-        rivals: `packed`, `liger-experts` (packed, experts by Liger's kernel), `padded`, `zero-padded`; none: only our
-            sides.
+        rivals: `packed`, `liger-experts` (packed, experts by Liger's kernel), `padded`; none: only our side.
         heads: Of PEFT's loss.
-        ceiling: Whether the frozen backbone alone is measured, too.
         chunk: Tokens of a chunk, on our side.
         quantise: How linear weights are quantised, on all sides.
         processes: Whether as many processes of PEFT as tasks are measured on the one GPU at once.
@@ -53,16 +51,23 @@ class Row:
     dropout: float = 0.0
     rivals: tuple[str, ...] = ("packed",)
     heads: tuple[str, ...] = HEADS
-    ceiling: bool = False
     chunk: int | None = None
     quantise: QuantMethod | None = None
     processes: bool = False
     memory: int = 0
 
 
+_LENGTHS_AND_RANKS = ((64, 8), (64, 32), (64, 64), (128, 8), (128, 16), (128, 64), (256, 16), (256, 32))
+_MIX = tuple(
+    TaskShape(f"task-{i}-{length}", 8, length, rank=rank)
+    for i, (length, rank) in enumerate(_LENGTHS_AND_RANKS)
+)
+"""Eight tasks; every length comes with low and high ranks."""
+
+
 def mix(sequences: int, tasks: int = 8) -> tuple[TaskShape, ...]:
     """Eight tasks of ranks 8 to 64 and lengths 64 to 256, or half of them, with so many sequences each."""
-    chosen = GPU_MIX if tasks == 8 else (GPU_MIX[0], GPU_MIX[4], GPU_MIX[5], GPU_MIX[7])
+    chosen = _MIX if tasks == 8 else (_MIX[0], _MIX[4], _MIX[5], _MIX[7])
     return tuple(replace(task, batch=sequences) for task in chosen)
 
 
@@ -81,8 +86,8 @@ _DROPOUT: dict[str, Any] = {"targets": ALL_LINEAR, "dropout": 0.1, "processes": 
 _EXPERTS: dict[str, Any] = {"targets": ATTENTION, "parameters": EXPERTS, "rivals": _BOTH}
 
 ROWS: tuple[Row, ...] = (
-    Row("q v, 8 sequences", LLAMA, 8, mix(8), 35, 16, ceiling=True, processes=True),
-    Row("q v, 32 sequences", LLAMA, 8, mix(32), 30, ceiling=True, processes=True),
+    Row("q v, 8 sequences", LLAMA, 8, mix(8), 35, 16, processes=True),
+    Row("q v, 32 sequences", LLAMA, 8, mix(32), 30, processes=True),
     Row("q v, 128 sequences", LLAMA, 8, mix(128), 55),
     Row("all-linear with dropout, 8 sequences", LLAMA, 8, mix(8), 30, 8, **_DROPOUT),
     Row("all-linear with dropout, 32 sequences", LLAMA, 8, mix(32), 35, **_DROPOUT),
@@ -95,7 +100,7 @@ ROWS: tuple[Row, ...] = (
     Row("q v, 4k to 8k tokens", LLAMA, 8, long(), 25, processes=True),
     Row("q v, 4k to 8k tokens in chunks", LLAMA, 8, long(), 15, rivals=(), chunk=2048),
     Row("32 tasks' memory", LLAMA, 8, mix(8), 20, memory=32),
-    Row("q v, 8 sequences, padded", LLAMA, 8, mix(8), 20, rivals=("padded", "zero-padded")),
+    Row("q v, 8 sequences, padded", LLAMA, 8, mix(8), 20, rivals=("padded",)),
     Row("experts, 32 sequences", QWEN, 4, mix(32, 4), 45, **_EXPERTS),
 )
 

@@ -138,9 +138,8 @@ class Meter:
             rate: Tokens per second by the clock, without the profiler.
 
         Returns:
-            Of a step: seconds in which kernels run (`busy`: of the union of their intervals, `sum`), by `kinds` and
-            `names`, and `gaps` between them; tokens per second of GPU time; and the share of the clock's time in which
-            the GPU idles.
+            Of a step: seconds in which kernels run (`busy`: of the union of their intervals, `sum`), and by `kinds`;
+            tokens per second of GPU time; and the share of the clock's time in which the GPU idles.
         """
         count, tokens = sum(sizes), 0
 
@@ -149,7 +148,7 @@ class Meter:
             tokens = sum(self.run(size)[1] for size in sizes)
 
         if self._device.type != "cuda":
-            return {"kinds": operator_profile.profile_by_kind(run, self._device), "steps": count}
+            return {"steps": count}
         kernels = operator_profile.record_kernels(run)
         if not kernels:  # the profiler does not work here
             return {"steps": count}
@@ -162,8 +161,6 @@ class Meter:
             "tokens_per_second": tokens / busy,
             "idle": 1 - busy / (tokens / rate),
             "kinds": operator_profile.kernels_by_kind(kernels),
-            "names": operator_profile.by_name(kernels),
-            "gaps": operator_profile.gaps(kernels, count),
         }
 
     def _wait(self) -> None:
@@ -275,21 +272,18 @@ def measure_peft(work: Work, model: nn.Module, rival: str, initial: Adapters) ->
     return {**found, "gpu": gpu, "head": fastest, "heads": heads, "losses": losses}
 
 
-def measure_mux(
-    work: Work, model: nn.Module, parallel: Parallel, initial: Adapters, padded: bool = False
-) -> dict[str, Any]:
-    """Measure our engine, all tasks in one hybrid task; `padded`: with all sequences as long as the longest."""
+def measure_mux(work: Work, model: nn.Module, parallel: Parallel, initial: Adapters) -> dict[str, Any]:
+    """Measure our engine, all tasks in one hybrid task."""
     row = work.row
     backbone = random_model.backbone_of(model, parallel, next(model.parameters()).dtype, row.quantise)
-    specs, records = mux_side.zero_padded(work.specs, work.examples) if padded else (work.specs, work.records)
     planning = None if row.chunk is None else Planning("spatial", 1, chunk=row.chunk)
-    engine = mux_side.make_engine(backbone, parallel, specs, records, initial, planning)
+    engine = mux_side.make_engine(backbone, parallel, work.specs, work.records, initial, planning)
 
     def burst(numbers: Sequence[int]) -> list[list[float]]:
         results: list[list[float]] = []
         while len(results) < len(numbers):
             found = engine.steps(len(numbers) - len(results), next_steps=row.burst)
-            results += [[one[spec.name].loss for spec in specs] for one in found]
+            results += [[one[spec.name].loss for spec in work.specs] for one in found]
         return results
 
     meter = Meter(work, parallel.device, burst)
@@ -299,21 +293,6 @@ def measure_mux(
     gpu = meter.profiled(bursts, found["tokens_per_second"])
     engine.close()
     return {**found, "gpu": gpu, "losses": losses}
-
-
-def measure_ceiling(work: Work, model: nn.Module, parallel: Parallel) -> dict[str, Any]:
-    """Measure the frozen backbone alone on the same packed tokens; batches are on the device before."""
-    backbone = random_model.backbone_of(model, parallel, next(model.parameters()).dtype)
-    ceiling = mux_side.Ceiling(backbone, parallel.device)
-    batches = [ceiling.batch(work.step(number)) for number in range(work.steps)]
-
-    def burst(numbers: Sequence[int]) -> list[list[float]]:
-        return _read([ceiling.step(batches[number]).unsqueeze(0) for number in numbers])
-
-    meter = Meter(work, parallel.device, burst)
-    seconds, _ = meter.warm_up()
-    found = meter.turns(seconds)
-    return {**found, "gpu": meter.profiled([1], found["tokens_per_second"])}
 
 
 def measure_memory(work: Work, model: nn.Module, parallel: Parallel) -> dict[str, Any]:

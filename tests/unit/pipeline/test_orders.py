@@ -9,7 +9,7 @@ from statistics import mean
 
 import pytest
 
-from benchmarks.bucket_sets import (
+from tests.unit.pipeline.bucket_sets import (
     ASSUMPTIONS,
     Assumptions,
     BucketSet,
