@@ -230,57 +230,33 @@ class Cases:
             turned = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
             # Name, widths of the inputs, function, and values a row that forward and backward read and write.
             operations: tuple[tuple[str, tuple[int, ...], Callable[..., Any], int, int], ...] = (
+                ("swiglu", (2 * inner,), partial(pointwise.activate, name="silu", gate=True), 3 * inner, 5 * inner),
                 (
-                    "swiglu",
-                    (2 * inner,),
-                    lambda x: pointwise.activate(x, name="silu", gate=True),
-                    3 * inner,
-                    5 * inner,
-                ),
-                (
-                    "gelu with bias",
-                    (inner,),
-                    lambda x: pointwise.activate(x, inner_bias, name="gelu", gate=False),
-                    2 * inner,
-                    3 * inner,
+                    "gelu with bias", (inner,),
+                    lambda x: pointwise.activate(x, inner_bias, name="gelu", gate=False), 2 * inner, 3 * inner,
                 ),
                 ("norm", (hidden,), lambda x: pointwise.fork(x, norm), 2 * hidden, 4 * hidden),
                 (
-                    "residual sum and norm",
-                    (hidden, hidden),
-                    lambda x, y: pointwise.join(x, None, y, None, norm),
-                    4 * hidden,
-                    4 * hidden,
+                    "residual sum and norm", (hidden, hidden),
+                    lambda x, y: pointwise.join(x, None, y, None, norm), 4 * hidden, 4 * hidden,
                 ),
                 (
-                    "sum with bias and LayerNorm",
-                    (hidden, hidden),
-                    lambda x, y: pointwise.join(x, bias, y, None, layer_norm),
-                    4 * hidden,
-                    4 * hidden,
+                    "sum with bias and LayerNorm", (hidden, hidden),
+                    lambda x, y: pointwise.join(x, bias, y, None, layer_norm), 4 * hidden, 4 * hidden,
                 ),
                 (
-                    "norm before and after the sum",
-                    (hidden, hidden),
-                    lambda x, y: pointwise.join(x, None, y, norm, norm),
-                    4 * hidden,
-                    6 * hidden,
+                    "norm before and after the sum", (hidden, hidden),
+                    lambda x, y: pointwise.join(x, None, y, norm, norm), 4 * hidden, 6 * hidden,
                 ),
                 (
-                    "queries, keys, values",
-                    (mixed,),
-                    lambda x, turned=turned: pointwise.turn(x, turned, heads),
-                    2 * mixed,
-                    2 * mixed,
+                    "queries, keys, values", (mixed,),
+                    partial(pointwise.turn, angles=turned, heads=heads), 2 * mixed, 2 * mixed,
                 ),
                 (
-                    "the same, normalised",
-                    (mixed,),
-                    lambda x, turned=turned: pointwise.turn(x, turned, normed),
-                    2 * mixed,
-                    3 * mixed,
+                    "the same, normalised", (mixed,),
+                    partial(pointwise.turn, angles=turned, heads=normed), 2 * mixed, 3 * mixed,
                 ),
-            )
+            )  # fmt: skip
             for name, widths, function, forward, backward in operations:
                 inputs = [self.random(rows, 1, width).requires_grad_() for width in widths]
                 passes = [self._passes(function, inputs, kernels) for kernels in (triton_pointwise, None)]

@@ -16,8 +16,6 @@ ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 RANKS = (8, 16, 32, 64)
 LLAMA, QWEN = "llama3-8b", "qwen3-30b-a3b"
-HEADS = ("labelled", "whole", "fused")
-"""Heads of PEFT's loss that are tried; the fastest is measured in full."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,7 @@ class Row:
         burst: Steps of a turn; see `gpu_sides`.
         targets, parameters: Modules, and parameters of experts, that get a LoRA adapter.
         dropout: LoRA dropout.
-        rivals: `packed`, `liger-experts` (packed, experts by Liger's kernel), `padded`; none: only our side.
-        heads: Of PEFT's loss.
+        rival: How PEFT trains: `packed` or `padded`; None: only our side is measured.
         chunk: Tokens of a chunk, on our side.
         quantise: How linear weights are quantised, on all sides.
         processes: Whether as many processes of PEFT as tasks are measured on the one GPU at once.
@@ -49,8 +46,7 @@ class Row:
     targets: tuple[str, ...] = QV
     parameters: tuple[str, ...] = ()
     dropout: float = 0.0
-    rivals: tuple[str, ...] = ("packed",)
-    heads: tuple[str, ...] = HEADS
+    rival: str | None = "packed"
     chunk: int | None = None
     quantise: QuantMethod | None = None
     processes: bool = False
@@ -81,9 +77,8 @@ def long() -> tuple[TaskShape, ...]:
     return tuple(TaskShape(f"long-{rank}", 1, 8192, rank=rank, min_length=4096) for rank in RANKS)
 
 
-_BOTH = ("packed", "liger-experts")
 _DROPOUT: dict[str, Any] = {"targets": ALL_LINEAR, "dropout": 0.1, "processes": True}
-_EXPERTS: dict[str, Any] = {"targets": ATTENTION, "parameters": EXPERTS, "rivals": _BOTH}
+_EXPERTS: dict[str, Any] = {"targets": ATTENTION, "parameters": EXPERTS}
 
 ROWS: tuple[Row, ...] = (
     Row("q v, 8 sequences", LLAMA, 8, mix(8), 35, 16, processes=True),
@@ -96,11 +91,11 @@ ROWS: tuple[Row, ...] = (
     Row("NF4, 8 sequences", LLAMA, 8, mix(8, 4), 30, quantise="nf4", processes=True),
     Row("q v, 1 x 64 sequences", LLAMA, 8, alike(1, 64), 12, 8),
     Row("q v, 8 x 8 sequences", LLAMA, 8, alike(8, 8), 20, 8, processes=True),
-    Row("q v, 64 x 1 sequences", LLAMA, 8, alike(64, 1), 10, 8, rivals=()),
+    Row("q v, 64 x 1 sequences", LLAMA, 8, alike(64, 1), 10, 8, rival=None),
     Row("q v, 4k to 8k tokens", LLAMA, 8, long(), 25, processes=True),
-    Row("q v, 4k to 8k tokens in chunks", LLAMA, 8, long(), 15, rivals=(), chunk=2048),
+    Row("q v, 4k to 8k tokens in chunks", LLAMA, 8, long(), 15, rival=None, chunk=2048),
     Row("32 tasks' memory", LLAMA, 8, mix(8), 20, memory=32),
-    Row("q v, 8 sequences, padded", LLAMA, 8, mix(8), 20, rivals=("padded",)),
+    Row("q v, 8 sequences, padded", LLAMA, 8, mix(8), 20, rival="padded"),
     Row("experts, 32 sequences", QWEN, 4, mix(32, 4), 45, **_EXPERTS),
 )
 

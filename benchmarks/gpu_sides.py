@@ -198,13 +198,7 @@ def peft_tasks(work: Work, model: nn.Module, rival: str) -> list[peft_side.PeftT
     model.set_attn_implementation(  # type: ignore[operator]
         peft_side.attention_of(rival, next(model.parameters()).dtype, device)
     )
-    more = {
-        "rival": "padded" if rival == "padded" else "packed",
-        "head": row.heads[0],
-        "dropout": row.dropout,
-        "parameters": row.parameters,
-        "liger_experts": rival == "liger-experts",
-    }
+    more: dict[str, Any] = {"rival": rival, "dropout": row.dropout, "parameters": row.parameters}
     return [
         peft_side.PeftTask(
             peft_side.share_weights(model),
@@ -212,7 +206,7 @@ def peft_tasks(work: Work, model: nn.Module, rival: str) -> list[peft_side.PeftT
             list(row.targets),
             LEARNING_RATE,
             work.steps,
-            **more,  # type: ignore[arg-type]
+            **more,
         )
         for i in work.members
     ]
@@ -246,7 +240,7 @@ def measure_peft(work: Work, model: nn.Module, rival: str, initial: Adapters) ->
     Args:
         work: The row's.
         model: The backbone.
-        rival: `packed`, `liger-experts` or `padded`.
+        rival: `packed` or `padded`.
         initial: Is filled with the tasks' initial adapters, in the order of tasks.
     """
     device = next(model.parameters()).device
@@ -256,7 +250,7 @@ def measure_peft(work: Work, model: nn.Module, rival: str, initial: Adapters) ->
     meter = Meter(work, device, peft_burst(work, tasks))
     seconds, losses = meter.warm_up()
     heads: dict[str, Any] = {}
-    for head in [head for head in work.row.heads if head in peft_side.heads_of(device)]:
+    for head in peft_side.HEADS:
         for task in tasks:
             task.head = head
         meter.run(1)
@@ -327,7 +321,7 @@ def _peak(device: torch.device, run: Callable[[], object]) -> int:
 
 def _one_of_peft(work: Work, model: nn.Module) -> None:
     (task,) = peft_tasks(work, model, "packed")
-    task.head = peft_side.heads_of(task.device)[-1]
+    task.head = "labelled"
     for number in range(_OF_MEMORY):
         task.step(work.examples[0][number])
 

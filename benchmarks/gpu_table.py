@@ -131,7 +131,6 @@ class _Table:
             product: See `product_rate`.
         """
         import gpu_sides
-        import peft_side
         import torch
         from gpu_rows import operations
 
@@ -163,16 +162,15 @@ class _Table:
             side("memory", partial(gpu_sides.measure_memory, work, model, self._parallel))
             found["done"] = True
             return
-        for rival in row.rivals:
-            if rival != "liger-experts" or peft_side.uses_liger(device):
-                side(rival, partial(self._measure_peft, work, model, rival, initial))
+        if row.rival is not None:
+            side(row.rival, partial(self._measure_peft, work, model, row.rival, initial))
         if row.quantise and device.type == "cuda":
             torch.cuda.empty_cache()
         side("mux", partial(gpu_sides.measure_mux, work, model, self._parallel, initial))
         if row.processes and self._processes.count:
             self._drop_model()
             del model
-            head = _fastest_on_gpu(sides["packed"].get("heads", {})) or row.heads[0]
+            head = _fastest_on_gpu(sides["packed"].get("heads", {})) or "labelled"
             dtype = str(_dtype(device)).removeprefix("torch.")
             asked = (row if device.type == "cuda" else _first_tasks(row, 2), head, device.type, dtype)
             side("processes", lambda: {**self._processes.measure(*asked, seconds=40), "head": head})

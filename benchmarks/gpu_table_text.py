@@ -7,10 +7,9 @@ from typing import Any
 
 from script import table
 
-RIVALS = ("packed", "liger-experts", "padded", "processes")
+RIVALS = ("packed", "padded", "processes")
 NAMES = {
     "packed": "PEFT, packed",
-    "liger-experts": "PEFT, packed, Liger's experts",
     "padded": "PEFT, padded",
     "processes": "PEFT, a process a task at once",
     "mux": "megatron-mux",

@@ -113,7 +113,7 @@ def _memory_of(arguments: argparse.Namespace, case: str) -> dict[str, int]:
     before = process_memory.resident_bytes()
     process_memory.reset_peak()
     if side in peft_side.RIVALS:
-        model = peft_side.load(arguments.backbone, setup.dtype, setup.device, side)
+        model = peft_side.load(arguments.backbone, setup.dtype)
         task, examples = setup.peft_task(model, int(what), side), setup.examples(int(what))
         steps = [lambda pairs=pairs: task.step(pairs) for pairs in examples]
     else:

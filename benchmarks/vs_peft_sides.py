@@ -168,7 +168,7 @@ def _run_steps(first: int, count: int) -> tuple[float, list[list[float]]]:
 
 
 def _peft(rival: str, setup: Setup, members: Sequence[int], scratch: Path) -> Step:
-    model = peft_side.load(setup.arguments.backbone, setup.dtype, setup.device, rival)
+    model = peft_side.load(setup.arguments.backbone, setup.dtype)
     tasks = []
     for i in members:
         initial = load_file(_initial(scratch, i)) if _initial(scratch, i).exists() else None

@@ -63,86 +63,38 @@ def mix_of(shape: str | None) -> tuple[TaskShape, ...]:
     return TINY_MIX if shape == "tiny" else CPU_MIX
 
 
+def _sizes(
+    vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, positions: int = 512, **more: Any
+) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": positions,
+        **more,
+    }
+
+
+_QWEN = {"norm_topk_prob": True, "num_experts_per_tok": 8}
+
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-    },
-    "mid": {
-        "vocab_size": 20480,
-        "hidden_size": 384,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-    },
+    "tiny": _sizes(512, 64, 2, 4, 2, intermediate_size=128),
+    "mid": _sizes(20480, 384, 16, 6, 2, intermediate_size=1024),
     # For two tensor ranks. Its layers are wide beside its vocabulary: messages of layers count, not those of the head.
-    "wide": {
-        "vocab_size": 2048,
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 512,
-    },
+    "wide": _sizes(2048, 768, 8, 12, 4, intermediate_size=2048),
     # For two expert ranks: a Mixtral.
-    "moe": {
-        "vocab_size": 2048,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 512,
-    },
+    "moe": _sizes(2048, 512, 6, 8, 4, intermediate_size=1024, num_local_experts=8, num_experts_per_tok=2),
     # For trying out experts: a Qwen3-MoE.
-    "tiny-experts": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 512,
-    },
-    "qwen3-30b-a3b": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 8192,
-        "rope_theta": 1000000.0,
-    },
-    "llama3-8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rope_theta": 500000.0,
-    },
-}
+    "tiny-experts": _sizes(
+        512, 64, 2, 4, 2, head_dim=16, num_experts=4, moe_intermediate_size=64, **{**_QWEN, "num_experts_per_tok": 2}
+    ),
+    "qwen3-30b-a3b": _sizes(
+        151936, 2048, 48, 32, 4, 8192, head_dim=128, num_experts=128, moe_intermediate_size=768, rope_theta=1e6, **_QWEN
+    ),
+    "llama3-8b": _sizes(128256, 4096, 32, 32, 8, 8192, intermediate_size=14336, rope_theta=5e5),
+}  # fmt: skip
 
 
 def config_of(shape: str, layers: int | None = None) -> Any:
