@@ -96,20 +96,6 @@ class EngineBench:
 
 
 def make_bench(
-    backbone: Backbone | Sequence[Backbone],
-    parallel: Parallel,
-    context: PlanningContext,
-    specs: Sequence[TaskSpec],
-    records: Sequence[Any],
-) -> EngineBench:
-    """Register tasks with an engine on a backbone, or on this rank's stages of one."""
-    planning = SwitchablePlanning()
-    engine = Engine(backbone, parallel, planning)
-    engine.register_tasks([Task(s, r) for s, r in zip(specs, records, strict=True)])
-    return EngineBench(engine, planning, loads_of(specs, records, context.info), Planner(context))
-
-
-def make_bench_on_stages(
     path: Path,
     parallel: Parallel,
     context: PlanningContext,
@@ -117,12 +103,15 @@ def make_bench_on_stages(
     records: Sequence[Any],
 ) -> EngineBench:
     """Load this rank's stages, with layers divided by their cost for these tasks, and register the tasks."""
+    loads = loads_of(specs, records, context.info)
     if parallel.pp_size > 1:
-        tasks = loads_of(specs, records, context.info)
-        context = context.with_split(balanced_split(context.with_tasks(tasks)))
+        context = context.with_split(balanced_split(context.with_tasks(loads)))
     dtype = {4: torch.float32, 2: torch.bfloat16}[context.itemsize]
     stages = load_stages(path, parallel, dtype, split=context.mesh.split or None)
-    return make_bench(stages, parallel, context, specs, records)
+    planning = SwitchablePlanning()
+    engine = Engine(stages, parallel, planning)
+    engine.register_tasks([Task(s, r) for s, r in zip(specs, records, strict=True)])
+    return EngineBench(engine, planning, loads, Planner(context))
 
 
 def loads_of(specs: Sequence[TaskSpec], records: Sequence[Any], info: Any) -> dict[str, TaskLoad]:
@@ -151,31 +140,6 @@ def load_or_measure_profile(backbone: Backbone, remeasure: bool = False) -> Prof
     shared = [profile]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]
-
-
-class MachineSpeed:
-    """Times the same products again and again: how fast the machine is at the moment.
-
-    Args:
-        parallel: All ranks compute at the same time.
-    """
-
-    def __init__(self, parallel: Parallel) -> None:
-        self.parallel = parallel
-        device = parallel.device
-        # More weights than caches hold, so that memory counts as well as arithmetic.
-        self._weights = [torch.randn(1024, 4096, device=device) for _ in range(16)]
-        self._rows = torch.randn(64, 1024, device=device)
-
-    def seconds(self) -> float:
-        """Of the slowest rank."""
-        self.parallel.most([0.0])  # a barrier
-        start = time.perf_counter()
-        for weight in self._weights * 2:
-            self._rows @ weight
-        if self.parallel.device.type == "cuda":
-            torch.cuda.synchronize()
-        return self.parallel.most([time.perf_counter() - start])[0]
 
 
 def random_backbone(shape: str, dtype: torch.dtype, rank: int = 0) -> Path:

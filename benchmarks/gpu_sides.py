@@ -91,18 +91,18 @@ class Meter:
     """
 
     def __init__(self, work: Work, device: torch.device, burst: Burst) -> None:
-        self._work, self._device, self._burst = work, device, burst
+        self.work, self._device, self._burst = work, device, burst
         self._next = 0
 
     def run(self, count: int) -> tuple[float, int, list[list[float]]]:
         """Run a burst of steps; returns its seconds, tokens and losses."""
-        numbers = [(self._next + i) % self._work.steps for i in range(count)]
+        numbers = [(self._next + i) % self.work.steps for i in range(count)]
         self._next += count
         self._wait()
         start = time.perf_counter()
         losses = self._burst(numbers)
         self._wait()
-        return time.perf_counter() - start, sum(self._work.tokens[n] for n in numbers), losses
+        return time.perf_counter() - start, sum(self.work.tokens[n] for n in numbers), losses
 
     def warm_up(self) -> tuple[float, list[list[float]]]:
         """Run the first steps; returns seconds of a step, and the first losses."""
@@ -122,11 +122,11 @@ class Meter:
         Returns:
             `seconds` and `tokens` of each turn, its number of steps, and `tokens_per_second` (median).
         """
-        found = [self.run(self._work.row.burst)[:2] for _ in range(TURNS if seconds < _SLOW else 2)]
+        found = [self.run(self.work.row.burst)[:2] for _ in range(TURNS if seconds < _SLOW else 2)]
         return {
             "seconds": [seconds for seconds, _ in found],
             "tokens": [tokens for _, tokens in found],
-            "steps_in_a_turn": self._work.row.burst,
+            "steps_in_a_turn": self.work.row.burst,
             "tokens_per_second": statistics.median(tokens / seconds for seconds, tokens in found),
         }
 

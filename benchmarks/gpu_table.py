@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes = Processes((2 if arguments.tiny else PROCESSES) * wanted, threads=1)
     try:
         processes.wait()
-    except RuntimeError as error:  # the other sides go on without them
+    except Exception as error:  # of any kind: the other sides go on without them
         print(f"no processes of PEFT side by side: {error}", file=sys.stderr)
     try:
         return _measure(arguments, sitting, processes)

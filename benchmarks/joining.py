@@ -284,9 +284,11 @@ def _make_backbone(directory: Path) -> None:
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "backbone", local_files_only=True)
-    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}
     torch.manual_seed(0)
-    config = LlamaConfig(**sizes, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)  # type: ignore[arg-type]
+    config = LlamaConfig(
+        **sizes, num_attention_heads=4, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id
+    )
     LlamaForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

@@ -11,9 +11,6 @@ on. In each round every policy takes one step of every task, on a pipeline sever
 that is the same as another's is measured once, and a policy that is far from the fastest in one round only. "serial" is
 one task at a time, summed. Over a link, "off", "kahn" and "halves" are the planner's plans with that
 `--mux-interleave`; the plain policies hide no messages.
-
-A shared machine may be faster or slower than when the profile was measured. Therefore the same products are timed
-beside the profile and in each round, and errors are given twice: as they are, and with the machine's speed taken out.
 """
 
 from __future__ import annotations
@@ -119,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All sets; what the first process found, nothing elsewhere."""
     import torch
-    from engine_bench import MachineSpeed, load_or_measure_profile
+    from engine_bench import load_or_measure_profile
 
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.fusion.mesh import Mesh
@@ -142,10 +139,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     backbone = Backbone.load(path, parallel, dtype)
     if arguments.link is not None:
         limit_bandwidth(1e6 * arguments.link)
-    speed = MachineSpeed(parallel)
-    reference = [speed.seconds() for _ in range(3)]
     profile = load_or_measure_profile(backbone, remeasure=True)
-    reference += [speed.seconds() for _ in range(3)]
     result: dict[str, Any] = environment(path.name, str(dtype), threads, arguments.device)
     result |= {"rounds": rounds, "costs": profile.description, "stages": arguments.stages, "sets": []}
     result |= {"link": arguments.link, "experts": arguments.experts}
@@ -160,8 +154,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     parallel = initialize(mesh.tensor, arguments.stages, expert_parallel=mesh.expert, device=arguments.device)
     for seed, chosen in enumerate(SETS[: arguments.sets]):
-        found = _one_set(path, parallel, context, seed, chosen, rounds, speed)
-        found["slower_than_profile"] = found.pop("reference") / statistics.median(reference)
+        found = _one_set(path, parallel, context, seed, chosen, rounds)
         result["sets"].append(found)
         if parallel.rank == 0:
             print(json.dumps(found), file=sys.stderr, flush=True)
@@ -186,12 +179,11 @@ def _one_set(
     seed: int,
     chosen: tuple[int, int, int, int],
     rounds: int,
-    speed: Any,
 ) -> dict[str, Any]:
-    from engine_bench import make_bench_on_stages, random_tasks
+    from engine_bench import make_bench, random_tasks
 
     specs, records = random_tasks(*chosen, vocab=context.info.shape.vocab, seed=seed + 1)
-    bench = make_bench_on_stages(path, parallel, context, specs, records)
+    bench = make_bench(path, parallel, context, specs, records)
     steps = context.rolling
     try:
         plans, predicted = _plans(bench)
@@ -206,9 +198,7 @@ def _one_set(
         warm = {name: bench.seconds(made) for name, made in plans.items()}
         near = [name for name in plans if warm[name] <= FAR * min(warm.values())]
         taken: dict[str, list[float]] = {name: [] for name in plans}
-        reference = []
         for turn in range(rounds):
-            reference.append(speed.seconds())
             names = near if turn else list(plans)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 taken[name].append(bench.seconds(plans[name], steps))
@@ -230,7 +220,6 @@ def _one_set(
         "predicted": predicted,
         "best": best,
         "auto_against_best": ratio,
-        "reference": statistics.median(reference),
     }
 
 
@@ -254,15 +243,14 @@ def _layout(plan: Any) -> list[Any]:
     return [(b.hybrid_tasks, b.micro_batches, b.chunk, b.halves, b.launch) for b in plan.buckets]
 
 
-def errors(result: dict[str, Any], at_equal_speed: bool = False) -> dict[str, list[float]]:
-    """Relative error of every prediction, by policy; `at_equal_speed`: with the machine's speed taken out."""
+def errors(result: dict[str, Any]) -> dict[str, list[float]]:
+    """Relative error of every prediction, by policy."""
     found: dict[str, list[float]] = {}
     everything: list[float] = []
     for one in result["sets"]:
-        factor = one["slower_than_profile"] if at_equal_speed else 1.0
         counted: set[float] = set()
         for name, seconds in one["measured"].items():
-            error = one["predicted"][name] * factor / seconds - 1
+            error = one["predicted"][name] / seconds - 1
             found.setdefault(name, []).append(error)
             if seconds not in counted:  # equal plans were measured once
                 everything.append(error)
@@ -290,11 +278,9 @@ def markdown(result: dict[str, Any]) -> str:
         span = str(lengths[0]) if lengths[0] == lengths[-1] else f"{lengths[0]}-{lengths[-1]}"
         same = f"as {one['same_as'][0]}" if one["same_as"] else str(len(one["plan"]))
         seconds = [f"{one['measured'][name]:.3f}" for name in (*policies, "auto")]
-        ratios = (f"{one['auto_against_best']:.3f}", f"{one['slower_than_profile']:.2f}")
-        rows.append((one["tasks"], span, one["tokens"], *seconds, same, *ratios))
+        rows.append((one["tasks"], span, one["tokens"], *seconds, same, f"{one['auto_against_best']:.3f}"))
     lines += table(
-        f"tasks | max_length | tokens | {' s | '.join(policies)} s | auto s | auto's buckets | auto / best | "
-        "machine slower than at the profile",
+        f"tasks | max_length | tokens | {' s | '.join(policies)} s | auto s | auto's buckets | auto / best",
         rows,
     )
     worst = max(one["auto_against_best"] for one in result["sets"])
@@ -308,16 +294,12 @@ def markdown(result: dict[str, Any]) -> str:
 def _errors(result: dict[str, Any]) -> list[str]:
     """A row for each policy."""
     rows: list[Sequence[object]] = []
-    equal = errors(result, at_equal_speed=True)
     for name, own in errors(result).items():
-        off, off_equal = [abs(e) for e in own], [abs(e) for e in equal[name]]
-        shown = (f"{statistics.median(off):.1%}", f"{max(off):.1%}", f"{statistics.median(off_equal):.1%}")
+        off = [abs(error) for error in own]
         label = "different plans" if name == "all" else name
-        rows.append((label, f"{1 + statistics.median(own):.3f}", *shown, f"{max(off_equal):.1%}"))
-    return table(
-        "policy | predicted / measured: median | median error | worst error | median error at equal speed | worst",
-        rows,
-    )
+        middle, median = 1 + statistics.median(own), statistics.median(off)
+        rows.append((label, f"{middle:.3f}", f"{median:.1%}", f"{max(off):.1%}"))
+    return table("policy | predicted / measured: median | median error | worst error", rows)
 
 
 def _apart(one: dict[str, Any]) -> float:
