@@ -91,7 +91,7 @@ class Meter:
     """
 
     def __init__(self, work: Work, device: torch.device, burst: Burst) -> None:
-        self.work, self._device, self._burst = work, device, burst
+        self.work, self.device, self._burst = work, device, burst
         self._next = 0
 
     def run(self, count: int) -> tuple[float, int, list[list[float]]]:
@@ -147,7 +147,7 @@ class Meter:
             nonlocal tokens
             tokens = sum(self.run(size)[1] for size in sizes)
 
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return {"steps": count}
         kernels = operator_profile.record_kernels(run)
         if not kernels:  # the profiler does not work here
@@ -164,8 +164,8 @@ class Meter:
         }
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def empty_allocator(device: torch.device) -> None:

@@ -95,9 +95,7 @@ def _set_up(row: Any, i: int, head: str, device_name: str, dtype_name: str) -> N
     import random_model
     import torch
 
-    _meter = None
     device, dtype = torch.device(device_name), getattr(torch, dtype_name)
-    gpu_sides.empty_allocator(device)
     attention = peft_side.attention_of("packed", dtype, device)
     model = random_model.make(row.shape, row.layers, dtype, device, attention)
     if row.quantise is not None:
@@ -110,7 +108,13 @@ def _set_up(row: Any, i: int, head: str, device_name: str, dtype_name: str) -> N
 
 
 def _train() -> tuple[float, float, int]:
-    """Train it; returns its start, its end and its tokens."""
+    """Train it, and return its memory; returns its start, its end and its tokens."""
+    global _meter
+    import gpu_sides
+
     start = time.time()
     _, tokens, _ = _meter.run(max(MEASURED, _meter.work.row.burst))
-    return start, time.time(), tokens
+    stop = time.time()
+    device, _meter = _meter.device, None
+    gpu_sides.empty_allocator(device)
+    return start, stop, tokens
