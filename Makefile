@@ -58,9 +58,8 @@ bench: prepare  ## megatron-mux against Hugging Face PEFT, one task at a time, o
 gpu-check: $(VENV_TARGET)  ## tests/gpu, and 17 cases on the GPU against the CPU: three minutes (repeat to go on)
 	$(PY) benchmarks/gpu_sitting.py check
 
-bench-pipeline: $(VENV_TARGET)  ## two stages on two cores: against Megatron-Core's 1F1B, policies, batching or interleaving
+bench-pipeline: $(VENV_TARGET)  ## two stages on two cores: against Megatron-Core's 1F1B, and policies
 	$(PY) benchmarks/pipeline.py
-	$(PY) benchmarks/crossover.py
 	$(PY) benchmarks/policies.py --stages 2
 
 gpu-bench: $(VENV_TARGET)  ## the table on a GPU against the fastest PEFT: six minutes (repeat to go on)

@@ -70,7 +70,7 @@ setup(
         "prometheus-client>=0.20",
     ],
     extras_require={
-        "gpu": [TRITON, "liger-kernel>=0.5"],  # our kernels; the rivals of benchmarks/vs_peft.py
+        "gpu": [TRITON, "liger-kernel>=0.5"],  # our kernels; the rivals of `make gpu-bench`
         "te": ["transformer-engine[pytorch]>=2"],  # for models of users' own in the pipeline plug-in
         "test": TEST,
         "trackers": TRACKERS,  # of training.report_to; tensorboard and csv need nothing more

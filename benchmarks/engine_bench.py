@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import platform
+import argparse
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from workload import TaskShape, random_records, write_random_backbone
 
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.engine import Engine, Planning, Task
-from megatron_mux.fusion.device import cpu_name
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.planner.balance import balanced_split
 from megatron_mux.fusion.planner.load import TaskLoad
@@ -99,20 +96,6 @@ class EngineBench:
 
 
 def make_bench(
-    backbone: Backbone | Sequence[Backbone],
-    parallel: Parallel,
-    context: PlanningContext,
-    specs: Sequence[TaskSpec],
-    records: Sequence[Any],
-) -> EngineBench:
-    """Register tasks with an engine on a backbone, or on this rank's stages of one."""
-    planning = SwitchablePlanning()
-    engine = Engine(backbone, parallel, planning)
-    engine.register_tasks([Task(s, r) for s, r in zip(specs, records, strict=True)])
-    return EngineBench(engine, planning, loads_of(specs, records, context.info), Planner(context))
-
-
-def make_bench_on_stages(
     path: Path,
     parallel: Parallel,
     context: PlanningContext,
@@ -120,12 +103,15 @@ def make_bench_on_stages(
     records: Sequence[Any],
 ) -> EngineBench:
     """Load this rank's stages, with layers divided by their cost for these tasks, and register the tasks."""
+    loads = loads_of(specs, records, context.info)
     if parallel.pp_size > 1:
-        tasks = loads_of(specs, records, context.info)
-        context = context.with_split(balanced_split(context.with_tasks(tasks)))
+        context = context.with_split(balanced_split(context.with_tasks(loads)))
     dtype = {4: torch.float32, 2: torch.bfloat16}[context.itemsize]
     stages = load_stages(path, parallel, dtype, split=context.mesh.split or None)
-    return make_bench(stages, parallel, context, specs, records)
+    planning = SwitchablePlanning()
+    engine = Engine(stages, parallel, planning)
+    engine.register_tasks([Task(s, r) for s, r in zip(specs, records, strict=True)])
+    return EngineBench(engine, planning, loads, Planner(context))
 
 
 def loads_of(specs: Sequence[TaskSpec], records: Sequence[Any], info: Any) -> dict[str, TaskLoad]:
@@ -156,50 +142,21 @@ def load_or_measure_profile(backbone: Backbone, remeasure: bool = False) -> Prof
     return shared[0]
 
 
-def use_processor_time() -> None:
-    """Have profiles and steps timed by seconds of this process's processor, not the clock's: for a single process with
-    one thread, on a machine that others use."""
-    timed: Any = SimpleNamespace(perf_counter=time.process_time)
-    for module in (sys.modules[__name__], sys.modules[measure.__module__]):
-        module.time = timed  # type: ignore[attr-defined]
-
-
-class MachineSpeed:
-    """Times the same products again and again: how fast the machine is at the moment.
-
-    Args:
-        parallel: All ranks compute at the same time.
-    """
-
-    def __init__(self, parallel: Parallel) -> None:
-        self.parallel = parallel
-        device = parallel.device
-        # More weights than caches hold, so that memory counts as well as arithmetic.
-        self._weights = [torch.randn(1024, 4096, device=device) for _ in range(16)]
-        self._rows = torch.randn(64, 1024, device=device)
-
-    def seconds(self) -> float:
-        """Of the slowest rank."""
-        self.parallel.most([0.0])  # a barrier
-        start = time.perf_counter()
-        for weight in self._weights * 2:
-            self._rows @ weight
-        if self.parallel.device.type == "cuda":
-            torch.cuda.synchronize()
-        return self.parallel.most([time.perf_counter() - start])[0]
-
-
-def random_backbone(shape: str, dtype: torch.dtype, rank: int = 0, layers: int | None = None) -> Path:
-    """Return the directory of a random backbone; rank 0 writes it if it does not exist yet.
-
-    `layers` replaces those of the shape.
-    """
-    name = f"{shape}-{str(dtype).removeprefix('torch.')}" + (f"-{layers}" if layers else "")
-    path = Path(tempfile.gettempdir()) / f"megatron-mux-random-{name}"
+def random_backbone(shape: str, dtype: torch.dtype, rank: int = 0) -> Path:
+    """Return the directory of a random backbone; rank 0 writes it if it does not exist yet."""
+    path = Path(tempfile.gettempdir()) / f"megatron-mux-random-{shape}-{str(dtype).removeprefix('torch.')}"
     if rank == 0:
-        write_random_backbone(shape, path, dtype, layers)
-    dist.barrier()
+        write_random_backbone(shape, path, dtype)
+    if dist.is_initialized():
+        dist.barrier()
     return path
+
+
+def backbone_of(arguments: argparse.Namespace, rank: int = 0) -> Path:
+    """The directory that `--backbone` and `--backbone-shape` name, see `script.add_backbone`; in fp32."""
+    if arguments.backbone_shape is None:
+        return Path(arguments.backbone)
+    return random_backbone(arguments.backbone_shape, torch.float32, rank)
 
 
 def random_tasks(
@@ -226,19 +183,12 @@ def random_tasks(
     return specs, records
 
 
-def long_task(tokens: int, vocab: int) -> tuple[list[TaskSpec], list[Records]]:
-    """Make a LoRA task whose step is one sequence of so many tokens, half of them labelled."""
-    adapter = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
-    shape = TaskShape("", 1, tokens, min_length=tokens)
-    return [spec_of("long", adapter, 1, tokens)], [Records(random_records(shape, 1, vocab, seed=1))]
-
-
 def _spec(name: str, r: random.Random, batch: int, length: int) -> TaskSpec:
     adapter: dict[str, Any] = r.choice(
         [
-            {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
-            {"peft_type": "LORA", "r": 16, "lora_alpha": 16, "target_modules": "all-linear"},
-            {"peft_type": "LORA", "r": 24, "lora_alpha": 16, "target_modules": ["q_proj", "o_proj"]},
+            QV,
+            {**ALL_LINEAR, "r": 16},
+            {**QV, "r": 24, "target_modules": ["q_proj", "o_proj"]},
             {"peft_type": "IA3"},
             {"peft_type": "BOTTLENECK", "bottleneck_size": 24},
         ]
@@ -246,10 +196,14 @@ def _spec(name: str, r: random.Random, batch: int, length: int) -> TaskSpec:
     return spec_of(name, adapter, batch, length)
 
 
-def spec_of(name: str, adapter: dict[str, Any], batch: int, length: int, micro_batches: int = 1) -> TaskSpec:
-    """Make a task whose step has `micro_batches` times `batch` sequences of at most `length` tokens, in file order.
+QV: dict[str, Any] = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+ALL_LINEAR = {**QV, "target_modules": "all-linear"}
 
-    Its learning rate is negligible, so that every step computes the same.
+
+def spec_of(name: str, adapter: dict[str, Any], batch: int, length: int, **training: Any) -> TaskSpec:
+    """Make a task whose step has `batch` sequences of at most `length` tokens, in file order.
+
+    Its learning rate is negligible, so that every step computes the same; `training` has other fields.
     """
     return TaskSpec.model_validate(
         {
@@ -258,24 +212,9 @@ def spec_of(name: str, adapter: dict[str, Any], batch: int, length: int, micro_b
             "data": {"path": "made-up", "max_length": length, "shuffle": False},
             "training": {
                 "per_device_train_batch_size": batch,
-                "gradient_accumulation_steps": micro_batches,
                 "learning_rate": 1e-12,
                 "max_steps": STEPS,
+                **training,
             },
         }
     )
-
-
-def environment(backbone: Backbone, threads: int) -> dict[str, Any]:
-    """Describe the backbone, the hardware and the versions, for the result file."""
-    names = ("torch", "megatron-core")
-    gpu = torch.cuda.get_device_name() if backbone.device.type == "cuda" else None
-    return {
-        "backbone": str(backbone.info.path.name),
-        "dtype": str(backbone.dtype).removeprefix("torch."),
-        "hardware": gpu or f"{cpu_name()}, {threads} threads",
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
-    }
-
-
-QUICKSTART = Path(__file__).resolve().parents[1] / ".quickstart"

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_bench import cpu_name
 from expert_placement_cluster import Team, started
 from expert_placement_methods import NODES, Placed, gradient_seconds, place, team_of, topology_of
 from expert_placement_models import entropy, random_records, text_records, write_random_mixtral
@@ -25,6 +24,7 @@ from node_namespaces import connected_nodes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
+from megatron_mux.fusion.device import cpu_name
 from megatron_mux.moe.access_profile import AccessProfile
 from megatron_mux.moe.topology import Topology
 from tests import warm

@@ -26,13 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from gpu_case_list import Case, cases
-from script import command_line, table
-
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
+from script import ROOT, command_line, table
 
 from megatron_mux.files import write_atomically
 
-ROOT = Path(__file__).resolve().parents[1]
 DEVICES = ("cuda", "cpu")
 BOUNDS = {"fp32": 1e-5, "tf32": 5e-3, "half": 2e-2}
 """Largest relative difference of a loss from the CPU's in fp32, by the GPU's precision."""

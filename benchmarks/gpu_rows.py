@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workload import GPU_MIX, TINY_MIX, Pair, TaskShape
+from workload import TINY_MIX, Pair, TaskShape
 
 from megatron_mux.quantised.scheme import QuantMethod
 
@@ -16,8 +16,6 @@ ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 RANKS = (8, 16, 32, 64)
 LLAMA, QWEN = "llama3-8b", "qwen3-30b-a3b"
-HEADS = ("labelled", "whole", "fused")
-"""Heads of PEFT's loss that are tried; the fastest is measured in full."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +30,7 @@ class Row:
         burst: Steps of a turn; see `gpu_sides`.
         targets, parameters: Modules, and parameters of experts, that get a LoRA adapter.
         dropout: LoRA dropout.
-        rivals: `packed`, `liger-experts` (packed, experts by Liger's kernel), `padded`, `zero-padded`; none: only our
-            sides.
-        heads: Of PEFT's loss.
-        ceiling: Whether the frozen backbone alone is measured, too.
+        rival: How PEFT trains: `packed` or `padded`; None: only our side is measured.
         chunk: Tokens of a chunk, on our side.
         quantise: How linear weights are quantised, on all sides.
         processes: Whether as many processes of PEFT as tasks are measured on the one GPU at once.
@@ -51,18 +46,24 @@ class Row:
     targets: tuple[str, ...] = QV
     parameters: tuple[str, ...] = ()
     dropout: float = 0.0
-    rivals: tuple[str, ...] = ("packed",)
-    heads: tuple[str, ...] = HEADS
-    ceiling: bool = False
+    rival: str | None = "packed"
     chunk: int | None = None
     quantise: QuantMethod | None = None
     processes: bool = False
     memory: int = 0
 
 
+_LENGTHS_AND_RANKS = ((64, 8), (64, 32), (64, 64), (128, 8), (128, 16), (128, 64), (256, 16), (256, 32))
+_MIX = tuple(
+    TaskShape(f"task-{i}-{length}", 8, length, rank=rank)
+    for i, (length, rank) in enumerate(_LENGTHS_AND_RANKS)
+)
+"""Eight tasks; every length comes with low and high ranks."""
+
+
 def mix(sequences: int, tasks: int = 8) -> tuple[TaskShape, ...]:
     """Eight tasks of ranks 8 to 64 and lengths 64 to 256, or half of them, with so many sequences each."""
-    chosen = GPU_MIX if tasks == 8 else (GPU_MIX[0], GPU_MIX[4], GPU_MIX[5], GPU_MIX[7])
+    chosen = _MIX if tasks == 8 else (_MIX[0], _MIX[4], _MIX[5], _MIX[7])
     return tuple(replace(task, batch=sequences) for task in chosen)
 
 
@@ -76,13 +77,12 @@ def long() -> tuple[TaskShape, ...]:
     return tuple(TaskShape(f"long-{rank}", 1, 8192, rank=rank, min_length=4096) for rank in RANKS)
 
 
-_BOTH = ("packed", "liger-experts")
 _DROPOUT: dict[str, Any] = {"targets": ALL_LINEAR, "dropout": 0.1, "processes": True}
-_EXPERTS: dict[str, Any] = {"targets": ATTENTION, "parameters": EXPERTS, "rivals": _BOTH}
+_EXPERTS: dict[str, Any] = {"targets": ATTENTION, "parameters": EXPERTS}
 
 ROWS: tuple[Row, ...] = (
-    Row("q v, 8 sequences", LLAMA, 8, mix(8), 35, 16, ceiling=True, processes=True),
-    Row("q v, 32 sequences", LLAMA, 8, mix(32), 30, ceiling=True, processes=True),
+    Row("q v, 8 sequences", LLAMA, 8, mix(8), 35, 16, processes=True),
+    Row("q v, 32 sequences", LLAMA, 8, mix(32), 30, processes=True),
     Row("q v, 128 sequences", LLAMA, 8, mix(128), 55),
     Row("all-linear with dropout, 8 sequences", LLAMA, 8, mix(8), 30, 8, **_DROPOUT),
     Row("all-linear with dropout, 32 sequences", LLAMA, 8, mix(32), 35, **_DROPOUT),
@@ -91,11 +91,11 @@ ROWS: tuple[Row, ...] = (
     Row("NF4, 8 sequences", LLAMA, 8, mix(8, 4), 30, quantise="nf4", processes=True),
     Row("q v, 1 x 64 sequences", LLAMA, 8, alike(1, 64), 12, 8),
     Row("q v, 8 x 8 sequences", LLAMA, 8, alike(8, 8), 20, 8, processes=True),
-    Row("q v, 64 x 1 sequences", LLAMA, 8, alike(64, 1), 10, 8, rivals=()),
+    Row("q v, 64 x 1 sequences", LLAMA, 8, alike(64, 1), 10, 8, rival=None),
     Row("q v, 4k to 8k tokens", LLAMA, 8, long(), 25, processes=True),
-    Row("q v, 4k to 8k tokens in chunks", LLAMA, 8, long(), 15, rivals=(), chunk=2048),
+    Row("q v, 4k to 8k tokens in chunks", LLAMA, 8, long(), 15, rival=None, chunk=2048),
     Row("32 tasks' memory", LLAMA, 8, mix(8), 20, memory=32),
-    Row("q v, 8 sequences, padded", LLAMA, 8, mix(8), 20, rivals=("padded", "zero-padded")),
+    Row("q v, 8 sequences, padded", LLAMA, 8, mix(8), 20, rival="padded"),
     Row("experts, 32 sequences", QWEN, 4, mix(32, 4), 45, **_EXPERTS),
 )
 

@@ -91,18 +91,18 @@ class Meter:
     """
 
     def __init__(self, work: Work, device: torch.device, burst: Burst) -> None:
-        self._work, self._device, self._burst = work, device, burst
+        self.work, self.device, self._burst = work, device, burst
         self._next = 0
 
     def run(self, count: int) -> tuple[float, int, list[list[float]]]:
         """Run a burst of steps; returns its seconds, tokens and losses."""
-        numbers = [(self._next + i) % self._work.steps for i in range(count)]
+        numbers = [(self._next + i) % self.work.steps for i in range(count)]
         self._next += count
         self._wait()
         start = time.perf_counter()
         losses = self._burst(numbers)
         self._wait()
-        return time.perf_counter() - start, sum(self._work.tokens[n] for n in numbers), losses
+        return time.perf_counter() - start, sum(self.work.tokens[n] for n in numbers), losses
 
     def warm_up(self) -> tuple[float, list[list[float]]]:
         """Run the first steps; returns seconds of a step, and the first losses."""
@@ -122,11 +122,11 @@ class Meter:
         Returns:
             `seconds` and `tokens` of each turn, its number of steps, and `tokens_per_second` (median).
         """
-        found = [self.run(self._work.row.burst)[:2] for _ in range(TURNS if seconds < _SLOW else 2)]
+        found = [self.run(self.work.row.burst)[:2] for _ in range(TURNS if seconds < _SLOW else 2)]
         return {
             "seconds": [seconds for seconds, _ in found],
             "tokens": [tokens for _, tokens in found],
-            "steps_in_a_turn": self._work.row.burst,
+            "steps_in_a_turn": self.work.row.burst,
             "tokens_per_second": statistics.median(tokens / seconds for seconds, tokens in found),
         }
 
@@ -138,9 +138,8 @@ class Meter:
             rate: Tokens per second by the clock, without the profiler.
 
         Returns:
-            Of a step: seconds in which kernels run (`busy`: of the union of their intervals, `sum`), by `kinds` and
-            `names`, and `gaps` between them; tokens per second of GPU time; and the share of the clock's time in which
-            the GPU idles.
+            Of a step: seconds in which kernels run (`busy`: of the union of their intervals, `sum`), and by `kinds`;
+            tokens per second of GPU time; and the share of the clock's time in which the GPU idles.
         """
         count, tokens = sum(sizes), 0
 
@@ -148,8 +147,8 @@ class Meter:
             nonlocal tokens
             tokens = sum(self.run(size)[1] for size in sizes)
 
-        if self._device.type != "cuda":
-            return {"kinds": operator_profile.profile_by_kind(run, self._device), "steps": count}
+        if self.device.type != "cuda":
+            return {"steps": count}
         kernels = operator_profile.record_kernels(run)
         if not kernels:  # the profiler does not work here
             return {"steps": count}
@@ -162,13 +161,11 @@ class Meter:
             "tokens_per_second": tokens / busy,
             "idle": 1 - busy / (tokens / rate),
             "kinds": operator_profile.kernels_by_kind(kernels),
-            "names": operator_profile.by_name(kernels),
-            "gaps": operator_profile.gaps(kernels, count),
         }
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def empty_allocator(device: torch.device) -> None:
@@ -201,13 +198,7 @@ def peft_tasks(work: Work, model: nn.Module, rival: str) -> list[peft_side.PeftT
     model.set_attn_implementation(  # type: ignore[operator]
         peft_side.attention_of(rival, next(model.parameters()).dtype, device)
     )
-    more = {
-        "rival": "padded" if rival == "padded" else "packed",
-        "head": row.heads[0],
-        "dropout": row.dropout,
-        "parameters": row.parameters,
-        "liger_experts": rival == "liger-experts",
-    }
+    more: dict[str, Any] = {"rival": rival, "dropout": row.dropout, "parameters": row.parameters}
     return [
         peft_side.PeftTask(
             peft_side.share_weights(model),
@@ -215,7 +206,7 @@ def peft_tasks(work: Work, model: nn.Module, rival: str) -> list[peft_side.PeftT
             list(row.targets),
             LEARNING_RATE,
             work.steps,
-            **more,  # type: ignore[arg-type]
+            **more,
         )
         for i in work.members
     ]
@@ -249,7 +240,7 @@ def measure_peft(work: Work, model: nn.Module, rival: str, initial: Adapters) ->
     Args:
         work: The row's.
         model: The backbone.
-        rival: `packed`, `liger-experts` or `padded`.
+        rival: `packed` or `padded`.
         initial: Is filled with the tasks' initial adapters, in the order of tasks.
     """
     device = next(model.parameters()).device
@@ -259,7 +250,7 @@ def measure_peft(work: Work, model: nn.Module, rival: str, initial: Adapters) ->
     meter = Meter(work, device, peft_burst(work, tasks))
     seconds, losses = meter.warm_up()
     heads: dict[str, Any] = {}
-    for head in [head for head in work.row.heads if head in peft_side.heads_of(device)]:
+    for head in peft_side.HEADS:
         for task in tasks:
             task.head = head
         meter.run(1)
@@ -275,21 +266,18 @@ def measure_peft(work: Work, model: nn.Module, rival: str, initial: Adapters) ->
     return {**found, "gpu": gpu, "head": fastest, "heads": heads, "losses": losses}
 
 
-def measure_mux(
-    work: Work, model: nn.Module, parallel: Parallel, initial: Adapters, padded: bool = False
-) -> dict[str, Any]:
-    """Measure our engine, all tasks in one hybrid task; `padded`: with all sequences as long as the longest."""
+def measure_mux(work: Work, model: nn.Module, parallel: Parallel, initial: Adapters) -> dict[str, Any]:
+    """Measure our engine, all tasks in one hybrid task."""
     row = work.row
     backbone = random_model.backbone_of(model, parallel, next(model.parameters()).dtype, row.quantise)
-    specs, records = mux_side.zero_padded(work.specs, work.examples) if padded else (work.specs, work.records)
     planning = None if row.chunk is None else Planning("spatial", 1, chunk=row.chunk)
-    engine = mux_side.make_engine(backbone, parallel, specs, records, initial, planning)
+    engine = mux_side.make_engine(backbone, parallel, work.specs, work.records, initial, planning)
 
     def burst(numbers: Sequence[int]) -> list[list[float]]:
         results: list[list[float]] = []
         while len(results) < len(numbers):
             found = engine.steps(len(numbers) - len(results), next_steps=row.burst)
-            results += [[one[spec.name].loss for spec in specs] for one in found]
+            results += [[one[spec.name].loss for spec in work.specs] for one in found]
         return results
 
     meter = Meter(work, parallel.device, burst)
@@ -299,21 +287,6 @@ def measure_mux(
     gpu = meter.profiled(bursts, found["tokens_per_second"])
     engine.close()
     return {**found, "gpu": gpu, "losses": losses}
-
-
-def measure_ceiling(work: Work, model: nn.Module, parallel: Parallel) -> dict[str, Any]:
-    """Measure the frozen backbone alone on the same packed tokens; batches are on the device before."""
-    backbone = random_model.backbone_of(model, parallel, next(model.parameters()).dtype)
-    ceiling = mux_side.Ceiling(backbone, parallel.device)
-    batches = [ceiling.batch(work.step(number)) for number in range(work.steps)]
-
-    def burst(numbers: Sequence[int]) -> list[list[float]]:
-        return _read([ceiling.step(batches[number]).unsqueeze(0) for number in numbers])
-
-    meter = Meter(work, parallel.device, burst)
-    seconds, _ = meter.warm_up()
-    found = meter.turns(seconds)
-    return {**found, "gpu": meter.profiled([1], found["tokens_per_second"])}
 
 
 def measure_memory(work: Work, model: nn.Module, parallel: Parallel) -> dict[str, Any]:
@@ -348,7 +321,7 @@ def _peak(device: torch.device, run: Callable[[], object]) -> int:
 
 def _one_of_peft(work: Work, model: nn.Module) -> None:
     (task,) = peft_tasks(work, model, "packed")
-    task.head = peft_side.heads_of(task.device)[-1]
+    task.head = "labelled"
     for number in range(_OF_MEMORY):
         task.step(work.examples[0][number])
 

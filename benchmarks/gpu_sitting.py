@@ -3,59 +3,41 @@
     python benchmarks/gpu_sitting.py check       # make gpu-check: tests/gpu and gpu_cases.py, three minutes
     python benchmarks/gpu_sitting.py bench       # make gpu-bench: gpu_table.py, six minutes
     python benchmarks/gpu_sitting.py profile     # make gpu-profile: the planner's profile against steps, two minutes
-    python benchmarks/gpu_sitting.py first       # a sitting of 6.5 minutes: checks, the first row, kernels
-    python benchmarks/gpu_sitting.py second      # a sitting of eight minutes: the whole table
+    python benchmarks/gpu_sitting.py first       # a sitting of seven minutes: checks, the first row, kernels
     python benchmarks/gpu_sitting.py first --tiny     # the same commands on a CPU, to try them out
 
 Each case is a command in a process group of its own. Its status and the end of its output are kept as soon as it ends,
-and it is stopped when it takes too long; results of the commands themselves lie beside it. What is timed imports while
-the checks run, and waits. Called again, it runs what is left.
+and it is stopped when it takes too long; results of the commands themselves lie beside it. Called again, it runs what
+is left.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gpu_table
-from script import command_line
+from script import ROOT, command_line
 from sitting import Kept, Sitting, tell_left
 
-ROOT = Path(__file__).resolve().parents[1]
-MINUTES = {"check": 3.0, "bench": 6.0, "profile": 2.0, "first": 6.5, "second": 7.7}
+MINUTES = {"check": 3.0, "bench": 6.0, "profile": 2.0, "first": 7.0}
 CHECKS = sorted(file.stem for file in (ROOT / "tests" / "gpu").glob("test_*.py"))
 """Files of `tests/gpu`."""
 TIMED = ("test_messages",)
 """Those that compare seconds, so that nothing may run beside them."""
-KERNELS = {"gpu_kernels": "", "gpu_pointwise": "", "gpu_experts": "--output", "gpu_quantised": "--output"}
-"""Scripts that time kernels, where they exist, and the flag before the file of JSON that they write."""
-TABLE = "benchmarks/gpu_table.py"
 FIRST_ROW = "q v, 8 sequences"
 LAYERS = 4
 """Layers of the backbone that is profiled."""
-_IMPORTED = (
-    "torch",
-    "transformers",
-    "peft",
-    "megatron.core",
-    "megatron_mux.engine",
-    "megatron_mux.training.run",
-)
 _TAIL = 6000  # characters of output that are kept
-_WAITS = "--wait-for-line"
 
 
 @dataclass(frozen=True)
@@ -66,7 +48,7 @@ class Case:
         name: Its name in the results.
         words: The command without the program's name.
         seconds: It is stopped when it takes longer.
-        alone: Whether it is timed: it runs with nothing beside it. The words begin with a script or with `-m` then.
+        alone: Whether it is timed: it runs with nothing beside it.
     """
 
     name: str
@@ -89,7 +71,13 @@ def checks(directory: Path, data: Path, tiny: bool = False, seconds: int = 135) 
 
 def benchmarks(directory: Path, minutes: float, tiny: bool = False, *only: str) -> list[Case]:
     """Our engine against PEFT: all rows of the table, or some; a second time, in case a side ends the process."""
-    words = [TABLE, "--output", str(directory / "table.json"), "--minutes", f"{minutes:g}"]
+    words = [
+        "benchmarks/gpu_table.py",
+        "--output",
+        str(directory / "table.json"),
+        "--minutes",
+        f"{minutes:g}",
+    ]
     words += ["--names", *only] if only else []
     words += ["--tiny"] if tiny else []
     seconds = 60 * minutes + 40
@@ -97,25 +85,16 @@ def benchmarks(directory: Path, minutes: float, tiny: bool = False, *only: str) 
     return [Case("table", tuple(words), seconds, alone=True), *rest]
 
 
-def kernels(directory: Path, tiny: bool = False) -> list[Case]:
-    """Scripts that time kernels by themselves."""
-    device, seconds = ("--device", "cpu") if tiny else (), ("--seconds", "30")
-    return [
-        Case(
-            name,
-            (
-                f"benchmarks/{name}.py",
-                *filter(None, [flag]),
-                str(directory / f"{name}.json"),
-                *seconds,
-                *device,
-            ),
-            70,
-            alone=True,
-        )
-        for name, flag in KERNELS.items()
-        if (ROOT / "benchmarks" / f"{name}.py").exists()
+def kernels(directory: Path, tiny: bool = False) -> Case:
+    """Kernels timed by themselves."""
+    words = [
+        "--output",
+        str(directory / "kernels.json"),
+        "--minutes",
+        "1",
+        *(["--device", "cpu"] if tiny else []),
     ]
+    return Case("kernels", ("benchmarks/gpu_kernels.py", *words), 100, alone=True)
 
 
 def profiles(directory: Path) -> list[Case]:
@@ -140,14 +119,14 @@ def cases_of(what: str, directory: Path, data: Path, minutes: float, tiny: bool 
     """The cases of a part or of a sitting; those that run side by side first."""
     if what == "check":
         return checks(directory, data, tiny)
-    if what in ("bench", "second"):
+    if what == "bench":
         return benchmarks(directory, minutes - 0.7, tiny)
     if what == "profile":
         return profiles(directory)
     return [
         *checks(directory, data, tiny),
         *benchmarks(directory, 1.7, tiny, FIRST_ROW),
-        *kernels(directory, tiny),
+        kernels(directory, tiny),
     ]
 
 
@@ -195,32 +174,10 @@ def run_cases(cases: Sequence[Case], kept: Kept, sitting: Sitting, again: bool =
     """
     done = kept.found["cases"]
     left = [case for case in cases if case.name not in done or (again and done[case.name]["status"])]
-    begun = [Running(case) for case in left]
-
-    def keep(running: Running, result: dict[str, Any]) -> None:
-        done[running.case.name] = result
-        kept.keep()
-        print(
-            f"status {result['status']}, {result['seconds']:.0f} s: {running.case.name}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    try:
-        together = [one for one in begun if not one.case.alone]
-        for one in together:
-            one.go()
-        while together:
-            together = [one for one in together if not _ended(one, sitting, keep)]
-            time.sleep(0.1)
-        for one in begun:
-            if one.case.alone and sitting.has_time(0):
-                one.go()
-                while not _ended(one, sitting, keep):
-                    time.sleep(0.1)
-    finally:
-        for one in begun:
-            one.stop()
+    groups = [[case for case in left if not case.alone], *([case] for case in left if case.alone)]
+    for group in groups:
+        if group and sitting.has_time(0):
+            _run_side_by_side(group, kept, sitting)
     for name, result in done.items():
         if result["status"]:
             print(f"failed: {name}\n{result['output'][-_TAIL // 3 :]}")
@@ -228,49 +185,42 @@ def run_cases(cases: Sequence[Case], kept: Kept, sitting: Sitting, again: bool =
     return int(any(one["status"] for one in done.values()))
 
 
-def _ended(running: Running, sitting: Sitting, keep: Any) -> bool:
-    """Whether a process has ended, or is ended since its time is over; then its result is kept."""
-    if running.process.poll() is None and sitting.has_time(0) and not running.is_late:
-        return False
-    keep(running, running.result())
-    return True
+def _run_side_by_side(cases: Sequence[Case], kept: Kept, sitting: Sitting) -> None:
+    running = [Running(case) for case in cases]
+    try:
+        while running:
+            for one in list(running):
+                if one.process.poll() is None and sitting.has_time(0) and not one.is_late:
+                    continue
+                running.remove(one)
+                kept.found["cases"][one.case.name] = result = one.result()
+                kept.keep()
+                said = f"status {result['status']}, {result['seconds']:.0f} s: {one.case.name}"
+                print(said, file=sys.stderr, flush=True)
+            time.sleep(0.1)
+    finally:
+        for one in running:
+            one.stop()
 
 
 class Running:
-    """A case's process. One that is timed imports at once, and waits for `go`."""
+    """A case's process."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self._start = time.monotonic()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
-        words = (str(Path(__file__).resolve()), _WAITS, *case.words) if case.alone else case.words
-        environment = {
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONUNBUFFERED": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            **os.environ,
-        }
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        )
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        usual = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.process = subprocess.Popen(
-            [sys.executable, *words],
+            [sys.executable, *case.words],
             cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
+            env={**usual, **os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
-            text=True,
             start_new_session=True,
         )
-
-    def go(self) -> None:
-        """Let it begin; its time counts from now."""
-        self._start = time.monotonic()
-        assert self.process.stdin is not None
-        with suppress(OSError):  # it has ended
-            self.process.stdin.write("go\n")
-            self.process.stdin.close()
 
     @property
     def is_late(self) -> bool:
@@ -297,28 +247,5 @@ class Running:
         self.process.wait()
 
 
-def wait_and_run(words: Sequence[str]) -> None:
-    """Import what a script needs, wait for a line on standard input, then run it in this process."""
-    from megatron_mux.gpus import set_allocator_options
-
-    set_allocator_options()  # before torch is imported
-    with suppress(ImportError):
-        for name in _IMPORTED:
-            importlib.import_module(name)
-    begin: Callable[[], object] = partial(runpy.run_path, str(ROOT / words[0]), run_name="__main__")
-    if words[0] == "-m":
-        words = words[1:]
-        begin = partial(runpy.run_module, words[0], run_name="__main__", alter_sys=True)
-    elif words[0] == TABLE:
-        begin = gpu_table.prepare(words[1:])
-    sys.stdin.readline()
-    sys.argv = [str(ROOT / words[0]), *words[1:]]
-    status = begin()
-    sys.exit(status if isinstance(status, int) else 0)
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == [_WAITS]:
-        wait_and_run(sys.argv[2:])
-    else:
-        sys.exit(main())
+    sys.exit(main())

@@ -24,8 +24,6 @@ from typing import Any
 from script import command_line
 from sitting import Kept, Sitting, tell_left
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
-
 from megatron_mux.gpus import set_allocator_options
 
 PROCESSES = 8
@@ -49,12 +47,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is left, as far as time allows; returns 1 if some side failed."""
-    return prepare(argv)()
-
-
-def prepare(argv: Sequence[str] | None) -> Callable[[], int]:
-    """Start the processes of PEFT and import; returns what measures, whose time counts from its call."""
     arguments = parse(argv)
+    sitting = Sitting(arguments.minutes)
     set_allocator_options()  # before torch is imported, as `pretrain_mux.py` does
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -62,20 +56,14 @@ def prepare(argv: Sequence[str] | None) -> Callable[[], int]:
 
     wanted = any(row.processes for row in chosen_rows(arguments)) and not arguments.no_processes
     processes = Processes((2 if arguments.tiny else PROCESSES) * wanted, threads=1)
-    import gpu_sides  # noqa: F401  # takes seconds
-
     try:
         processes.wait()
-    except RuntimeError as error:  # the other sides go on without them
+    except Exception as error:  # of any kind: the other sides go on without them
         print(f"no processes of PEFT side by side: {error}", file=sys.stderr)
-
-    def measure() -> int:
-        try:
-            return _measure(arguments, Sitting(arguments.minutes), processes)
-        finally:
-            processes.end()
-
-    return measure
+    try:
+        return _measure(arguments, sitting, processes)
+    finally:
+        processes.end()
 
 
 def chosen_rows(arguments: argparse.Namespace) -> list[Any]:
@@ -143,7 +131,6 @@ class _Table:
             product: See `product_rate`.
         """
         import gpu_sides
-        import peft_side
         import torch
         from gpu_rows import operations
 
@@ -175,20 +162,15 @@ class _Table:
             side("memory", partial(gpu_sides.measure_memory, work, model, self._parallel))
             found["done"] = True
             return
-        for rival in row.rivals:
-            if rival != "zero-padded" and (rival != "liger-experts" or peft_side.uses_liger(device)):
-                side(rival, partial(self._measure_peft, work, model, rival, initial))
+        if row.rival is not None:
+            side(row.rival, partial(self._measure_peft, work, model, row.rival, initial))
         if row.quantise and device.type == "cuda":
             torch.cuda.empty_cache()
-        if "zero-padded" in row.rivals:
-            side("zero-padded", partial(gpu_sides.measure_mux, work, model, self._parallel, initial, True))
         side("mux", partial(gpu_sides.measure_mux, work, model, self._parallel, initial))
-        if row.ceiling:
-            side("ceiling", partial(gpu_sides.measure_ceiling, work, model, self._parallel))
         if row.processes and self._processes.count:
             self._drop_model()
             del model
-            head = _fastest_on_gpu(sides["packed"].get("heads", {})) or row.heads[0]
+            head = _fastest_on_gpu(sides["packed"].get("heads", {})) or "labelled"
             dtype = str(_dtype(device)).removeprefix("torch.")
             asked = (row if device.type == "cuda" else _first_tasks(row, 2), head, device.type, dtype)
             side("processes", lambda: {**self._processes.measure(*asked, seconds=40), "head": head})
@@ -266,7 +248,8 @@ def product_rate(device: Any) -> float:
 
 def _machine(device: Any) -> dict[str, str]:
     import torch
-    from vs_peft_measure import cpu_name
+
+    from megatron_mux.fusion.device import cpu_name
 
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "none"
     return {"gpu": gpu, "cpu": f"{cpu_name()}, {os.cpu_count()} threads", "dtype": str(_dtype(device))}

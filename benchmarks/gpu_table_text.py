@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from operator_profile import GAP_CLASSES
 from script import table
 
-RIVALS = ("packed", "liger-experts", "padded", "processes")
+RIVALS = ("packed", "padded", "processes")
 NAMES = {
     "packed": "PEFT, packed",
-    "liger-experts": "PEFT, packed, Liger's experts",
     "padded": "PEFT, padded",
     "processes": "PEFT, a process a task at once",
-    "zero-padded": "megatron-mux, zero-padded",
     "mux": "megatron-mux",
-    "ceiling": "frozen backbone alone",
 }
-_GAPS = 6
-"""Largest gaps of a row that the table names."""
 _SPEED = (
     "tasks | best rival | its tokens/s | tokens/s | speed-up | by GPU time | its idle share | idle share | "
     "TFLOP/s (as done) | share of a product (as done)"
@@ -46,7 +40,6 @@ def markdown(result: Mapping[str, Any], about: Mapping[str, Any]) -> str:
     lines += ["", *table("memory | together GiB | replicas GiB | share", memory)] if memory else []
     for name, row in measured.items():
         lines += _kinds(name, row)
-    lines += _gaps(measured)
     failed = [
         (name, side, found["failed"].strip().splitlines()[-1][:200])
         for name, row in rows.items()
@@ -125,29 +118,6 @@ def _sides(name: str, row: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def _label(side: str, found: Mapping[str, Any]) -> str:
     return NAMES[side] + (f", {found['head']} head" if "head" in found else "")
-
-
-def _gaps(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Tables of the time between kernels: by size for each side, and our side's largest gaps."""
-    sizes, largest = [], []
-    for name, row in rows.items():
-        for side, found in row["sides"].items():
-            gaps = found.get("gpu", {}).get("gaps")
-            if gaps is None:
-                continue
-            cells = [f"{1e-3 * own['us']:.2f} ms, {own['gaps']:.1f}" for own in gaps["classes"].values()]
-            sizes.append((name, _label(side, found), *cells))
-            if side == "mux":
-                largest += [
-                    (name, own["before"], own["after"], f"{own['us']:.0f}", f"{own['gaps']:.2f}")
-                    for own in gaps["largest"][:_GAPS]
-                ]
-    if not sizes:
-        return []
-    classes = " | ".join(size for size, _ in GAP_CLASSES)
-    lines = ["", *table(f"gaps between kernels, in a step: time and number | side | {classes}", sizes)]
-    heading = "megatron-mux's gaps of more than 50 us | after | before | us in a step | in a step"
-    return [*lines, "", *table(heading, largest)] if largest else lines
 
 
 def _memory(name: str, row: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -33,23 +33,22 @@ from typing import Any
 from unittest import mock
 
 import torch
-from script import add_machine, add_output, command_line, publish, table
+from engine_bench import ALL_LINEAR, QV, spec_of
+from script import add_machine, add_output, command_line, environment, measured_on, publish, table
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.dry_run.stand_ins import LengthsOnlyDataset
 from megatron_mux.engine import Engine, Task, updates
-from megatron_mux.fusion.device import cpu_name
 from megatron_mux.kernels.attention import segments as attention
 from megatron_mux.kernels.loss import cross_entropy
 from megatron_mux.kernels.low_rank import choice as low_rank_choice
 from megatron_mux.kernels.pointwise import choice as pointwise_choice
 from megatron_mux.runtime import Parallel, initialize, shutdown
-from megatron_mux.tasks import TaskSpec
 
 SEQUENCES, TOKENS = 64, 2
 RANKS = (8, 16, 32, 64)
-TARGETS: dict[str, Any] = {"qv": ["q_proj", "v_proj"], "all-linear": "all-linear"}
+TARGETS = {"qv": QV, "all-linear": ALL_LINEAR}
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 """The fastest on a few elements; attention in one call needs 16 bits on a GPU."""
 WIDTH = {"cpu": 16, "cuda": 64}
@@ -176,14 +175,7 @@ def make_engine(directory: Path, parallel: Parallel, targets: str, tasks: int, s
     )
     records: Any = LengthsOnlyDataset([TOKENS] * 4 * each, [TOKENS - 1] * 4 * each)
     specs = [
-        TaskSpec.model_validate(
-            {
-                "name": f"task-{i:02d}",
-                "adapter": {"peft_type": "LORA", "r": RANKS[i % 4], "target_modules": TARGETS[targets]},
-                "data": {"path": "made-up"},
-                "training": {"per_device_train_batch_size": each, "max_steps": steps, "learning_rate": 1e-5},
-            }
-        )
+        spec_of(f"task-{i:02d}", {**TARGETS[targets], "r": RANKS[i % 4]}, each, TOKENS, max_steps=steps)
         for i in range(tasks)
     ]
     engine.register_tasks([Task(spec, records) for spec in specs])
@@ -246,21 +238,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     shutdown()
     medians = {str(count): statistics.median(seconds) for count, seconds in zip(counts, found, strict=True)}
     least = {str(count): min(seconds) for count, seconds in zip(counts, found, strict=True)}
-    hardware = torch.cuda.get_device_name() if args.device == "cuda" else cpu_name()
+    about = environment("a tiny Llama", str(DTYPE[args.device]), 1, args.device)
     result = {
-        "hardware": hardware, "torch": torch.__version__, "device": args.device, "targets": args.targets,
-        "layers": args.layers, "steps": args.steps, "rounds": args.rounds, "seconds": medians,
-        "least_seconds": least,
+        **about, "device": args.device, "targets": args.targets, "layers": args.layers, "steps": args.steps,
+        "rounds": args.rounds, "seconds": medians, "least_seconds": least,
     }  # fmt: skip
     rows = [
         (count, f"{1e3 * value:.2f}", f"{1e3 * value / args.layers:.3f}", f"{1e3 * least[count]:.2f}")
         for count, value in medians.items()
     ]
     lines = table("tasks | ms a step | ms a step and layer | least ms a step", rows)
-    about = f"{args.layers} layers, {args.targets}, medians of {args.rounds} bursts of {args.steps} steps"
-    publish(
-        result, "\n".join([f"{about} on {hardware}, torch {torch.__version__}.", "", *lines]), args.output
-    )
+    what = f"{args.layers} layers, {args.targets}, medians of {args.rounds} bursts of {args.steps} steps."
+    publish(result, "\n".join([measured_on(about), what, "", *lines]), args.output)
     return 0
 
 

@@ -1,19 +1,15 @@
 """Slow-down of running tasks while another joins with a large file, and its delay until it trains (`--mux-watch`).
 
-python benchmarks/joining.py --json                       # a file of 1,000,000 records; minutes
-python benchmarks/joining.py --output result.json         # the JSON, and the table as result.md
-python benchmarks/joining.py --unseen-kind                # a small file of another kind, under a limit of memory
+    python benchmarks/joining.py --output result.json         # a file of 1,000,000 records: minutes
+    python benchmarks/joining.py --unseen-kind --batch 32     # a small file of another kind, under a limit of memory
 
 A task trains on one core with one thread. Then a task file whose data file has a million pairs is put into the watched
-directory. While these are tokenised, the tokenising process is held (SIGSTOP) during every fourth of the engine's
-bursts of steps, so that steps with and without it see the same machine; `slower` compares their medians. After
+directory. While these are tokenised, on any core, the tokenising process is held (SIGSTOP) during every fourth of the
+engine's bursts of steps, so that steps with and without it see the same machine; `slower` compares their medians. After
 tokenising, the time until the new task's first step is measured.
 
-This is measured twice: with the tokenising process allowed on every core (`any core`), until it is done; and on the
-engine's core only (`engine's core`), for `--window` seconds, since idle priority there would make it take hours.
-
 With `--unseen-kind` what is at work, or held, are the dry runs by which memory is predicted of a kind of adapter that
-has not been there before (on every core), and the delay counts from the moment at which the task file appears.
+has not been there before, and the delay counts from the moment at which the task file appears.
 """
 
 from __future__ import annotations
@@ -32,10 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from script import add_output, command_line, publish, table
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # run by file path, from a checkout
+from script import QUICKSTART, add_output, command_line, environment, measured_on, publish, table
 
 WORDS = "a the film story acting music plot is was great terrible long short moving dull funny and but with of".split()
 HELD = 4
@@ -48,8 +41,8 @@ _UNSEEN = {
 }
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and publish."""
     parser = command_line(__doc__)
     parser.add_argument(
         "--backbone",
@@ -59,67 +52,37 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--records", type=int, default=1_000_000)
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step of the running task")
     parser.add_argument("--max-length", type=int, default=32)
-    parser.add_argument("--window", type=float, default=60.0, help="seconds to measure on the engine's core")
-    parser.add_argument(
-        "--allowed", choices=("any", "engine", "both"), default="both", help="cores of the tokenising process"
-    )
     parser.add_argument("--unseen-kind", action="store_true", help="a task of another kind joins, see above")
     parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
     add_output(parser)
     parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and publish."""
-    arguments = parse(argv)
+    arguments = parser.parse_args(argv)
     if arguments.engine is not None:
         return _run_engine(json.loads(arguments.engine.read_text()))
-    from megatron_mux.fusion.device import cpu_name
-
-    cores = sorted(os.sched_getaffinity(0))
-    result: dict[str, Any] = {"cpu": cpu_name(), "cores": len(cores)}
-    result |= {"records": arguments.records, "batch": arguments.batch, "max_length": arguments.max_length}
     with tempfile.TemporaryDirectory() as directory:
+        data = Path(directory) / "joins.jsonl"
+        _write_records(data, 2000 if arguments.unseen_kind else arguments.records)
         if arguments.backbone is None:
             arguments.backbone = Path(directory) / "small-llama"
             _make_backbone(arguments.backbone)
-        result["backbone"] = arguments.backbone.name
-        result["load"] = os.getloadavg()[0]
+        result = environment(arguments.backbone.name, "float32", threads=1)
+        result |= {"batch": arguments.batch, "load": os.getloadavg()[0]}
+        result |= {"megabytes": round(data.stat().st_size / 1e6, 1), "unseen_kind": arguments.unseen_kind}
         if arguments.unseen_kind:
-            result["unseen kind"] = of_kind(arguments, Path(directory), cores)
-            publish(result, _markdown_of_kind(result), arguments.output, arguments.json)
-            return 0
-        data = Path(directory) / "million.jsonl"
-        _write_records(data, arguments.records)
-        result["megabytes"] = round(data.stat().st_size / 1e6, 1)
-        if arguments.allowed != "engine":
-            result["any core"] = measure(arguments, Path(directory) / "any", data, cores[0], cores, None)
-        if arguments.allowed != "any":
-            place, window = Path(directory) / "engine", arguments.window
-            result["engine's core"] = measure(arguments, place, data, cores[0], [cores[0]], window)
+            result |= measure(arguments, Path(directory) / "slowed", data, _UNSEEN)
+            # The delay is that of a run in which nothing is held.
+            whole = measure(arguments, Path(directory) / "whole", data, _UNSEEN, held=0)
+            result["first_step_after_s"] = whole["first_step_after_s"]
+        else:
+            result |= measure(arguments, Path(directory) / "run", data)
     publish(result, markdown(result), arguments.output, arguments.json)
     return 0
-
-
-def of_kind(arguments: argparse.Namespace, directory: Path, cores: Sequence[int]) -> dict[str, Any]:
-    """The slow-down while the memory of an unseen kind is predicted; its delay, from a run in which nothing is held."""
-    data = directory / "joins.jsonl"
-    _write_records(data, 2000)
-    slowed, whole = (
-        measure(arguments, directory / str(held), data, cores[0], cores, None, _UNSEEN, held)
-        for held in (HELD, 0)
-    )
-    return {**slowed, "first_step_after_s": whole["first_step_after_s"]}
 
 
 def measure(
     arguments: argparse.Namespace,
     directory: Path,
     data: Path,
-    core: int,
-    allowed: Sequence[int],
-    window: float | None,
     adapter: Mapping[str, Any] | None = None,
     held: int = HELD,
 ) -> dict[str, Any]:
@@ -129,9 +92,6 @@ def measure(
         arguments: The command line.
         directory: A new directory for the run's files.
         data: The data file of the task that joins.
-        core: The engine's core.
-        allowed: Cores of the tokenising process.
-        window: Seconds after which the run ends; None to end it once the new task has trained.
         adapter: Of the task that joins under a limit of memory, whose prediction is observed; None: as the other's.
         held: What is observed is stopped in one of so many bursts of steps; 0: never.
     """
@@ -140,11 +100,11 @@ def measure(
     small = directory / "small.jsonl"
     _write_records(small, 2000)
     (directory / "tasks.yaml").write_text(json.dumps({"tasks": [_task("trains", small, arguments)]}))
+    words: list[str | Path] = ["--backbone", arguments.backbone, "--mux-tasks", directory / "tasks.yaml"]
+    words += ["--mux-watch", watched, "--mux-data-cache", directory / "tokens", "--mux-no-progress"]
+    words += ["--mux-memory-limit", "16GiB"] if adapter is not None else []
     request = {
-        "arguments": _command(arguments, directory, watched, limited=adapter is not None),
-        "core": core,
-        "allowed": list(allowed),
-        "window": window,
+        "arguments": list(map(str, words)),
         "joins": json.dumps({"tasks": [_task("joins", data, arguments, adapter)]}),
         "held": held,
         "predicted": adapter is not None,
@@ -153,14 +113,10 @@ def measure(
         "result": str(directory / "result.json"),
     }
     (directory / "request.json").write_text(json.dumps(request))
+    usual = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, "--engine", str(directory / "request.json")],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "MEGATRON_MUX_CACHE": str(directory / "cache"),
-        },
+        env={**os.environ, **usual, "MEGATRON_MUX_CACHE": str(directory / "cache")},
         stdout=subprocess.PIPE,
         text=True,
         check=False,
@@ -171,50 +127,19 @@ def measure(
     return found
 
 
-def _command(arguments: argparse.Namespace, directory: Path, watched: Path, limited: bool) -> list[str]:
-    """The arguments of the run."""
-    words: list[str | Path] = ["--backbone", arguments.backbone, "--mux-tasks", directory / "tasks.yaml"]
-    words += ["--mux-watch", watched, "--mux-data-cache", directory / "tokens", "--mux-no-progress"]
-    words += ["--mux-memory-limit", "16GiB"] * limited
-    return list(map(str, words))
-
-
 def markdown(result: Mapping[str, Any]) -> str:
     """Render the table."""
-    title = (
-        f"**A file of {result['records']:,} records ({result['megabytes']} MB) joins** on {result['cpu']}, "
-        f"{result['cores']} cores; {result['backbone']}, one thread, steps of {result['batch']} sequences; load of the "
-        f"machine before: {result['load']:.1f}."
-    )
-    rows = []
-    for name in ("any core", "engine's core"):
-        if name in result:
-            one = result[name]
-            step = f"{one['held_step_s']:.3f} -> {one['step_s']:.3f} ({one['slower']:+.1%})"
-            joined = one.get("first_step_after_s")
-            first = f"{joined:.2f} s" if joined is not None else "-"
-            took = f"{one['tokenised_s']:.0f} s" if "tokenised_s" in one else "not finished"
-            rows.append((name, step, one["steps"], took, first))
+    what = "A task of an unseen kind joins, under a limit of memory"
+    if not result["unseen_kind"]:
+        what = f"A task with a file of {result['megabytes']} MB joins"
+    about = f"{what}; steps of {result['batch']} sequences; load of the machine before: {result['load']:.1f}."
+    step = f"{result['held_step_s']:.3f} -> {result['step_s']:.3f} ({result['slower']:+.1%})"
+    took = f"{result['tokenised_s']:.0f} s" if "tokenised_s" in result else "-"
+    row = (step, result["steps"], took, f"{result['first_step_after_s']:.2f} s")
     headings = (
-        "tokenising on | median step of the running task, held -> at work | steps | tokenised in | "
-        "first step after that"
+        "median step of the running task, held -> at work | steps | tokenised in | first step after that"
     )
-    return "\n".join([title, "", *table(headings, rows)])
-
-
-def _markdown_of_kind(result: Mapping[str, Any]) -> str:
-    """Render the line of an unseen kind."""
-    one = result["unseen kind"]
-    title = (
-        f"**A task of an unseen kind joins** under a limit of memory on {result['cpu']}, {result['cores']} cores; "
-        f"{result['backbone']}, one thread, steps of {result['batch']} sequences; load of the machine before: "
-        f"{result['load']:.1f}."
-    )
-    step = f"{one['held_step_s']:.3f} -> {one['step_s']:.3f} ({one['slower']:+.1%})"
-    headings = "median step of the running task, dry runs held -> at work | steps | first step"
-    return "\n".join(
-        [title, "", *table(headings, [(step, one["steps"], f"{one['first_step_after_s']:.1f} s")])]
-    )
+    return "\n".join([measured_on(result), about, "", *table(headings, [row])])
 
 
 class _Observer:
@@ -268,8 +193,7 @@ class _Observer:
         burst = {"began": began, "seconds": (now - began) / len(results), "steps": len(results)}
         self.bursts.append({**burst, "tasks": list(tasks), "tokenising": state, "exited": self.exited})
         self._steps += len(results)
-        window = self.request["window"]
-        if "joins" in tasks or (window is not None and self.dropped and now - self.dropped > window):
+        if "joins" in tasks:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def summary(self) -> dict[str, Any]:
@@ -300,7 +224,8 @@ class _Observer:
 
 def _run_engine(request: Mapping[str, Any]) -> int:
     """Run `pretrain_mux.py` in this process with an observer."""
-    os.sched_setaffinity(0, {request["core"]})
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
     import pretrain_mux
     from megatron_mux.data.background import BackgroundTokenising
     from megatron_mux.engine import Engine
@@ -320,14 +245,14 @@ def _run_engine(request: Mapping[str, Any]) -> int:
     def observed_begin(self: BackgroundTokenising, *arguments: Any) -> None:
         begin(self, *arguments)
         observer.child = self._process
-        os.sched_setaffinity(self._process.pid, request["allowed"])
+        os.sched_setaffinity(self._process.pid, cores)
 
     start, prepare = worker._Process.__init__, RunTables.prepare
 
     def observed_start(self: worker._Process, *arguments: Any) -> None:
         start(self, *arguments)
         observer.worker = self._process
-        os.sched_setaffinity(self._process.pid, request["allowed"])
+        os.sched_setaffinity(self._process.pid, cores)
 
     def observed_prepare(self: RunTables, *arguments: Any) -> Any:
         observer.work = prepare(self, *arguments)
@@ -358,15 +283,12 @@ def _make_backbone(directory: Path) -> None:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / ".quickstart" / "backbone", local_files_only=True)
-    sizes: dict[str, Any] = {
-        "hidden_size": 256,
-        "intermediate_size": 688,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-    }
+    tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "backbone", local_files_only=True)
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}
     torch.manual_seed(0)
-    config = LlamaConfig(**sizes, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    config = LlamaConfig(
+        **sizes, num_attention_heads=4, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id
+    )
     LlamaForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

@@ -1,4 +1,4 @@
-"""megatron-mux's side of `vs_peft.py`, and the ceiling: the frozen backbone alone on the same packed tokens."""
+"""megatron-mux's side of `vs_peft.py` and `gpu_table.py`, and the ceiling of its speed: the frozen backbone alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from workload import LEARNING_RATE, Pair, TaskShape, padded_to_longest
+from workload import LEARNING_RATE, Pair, TaskShape
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.batch.micro_batch import MicroBatch, activate
@@ -16,7 +16,6 @@ from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec
-from tests.reference.records import Records
 
 
 def spec(
@@ -72,22 +71,6 @@ def examples(task: TaskSpec, records: TaskDataset, steps: int) -> list[list[Pair
     return chosen
 
 
-def zero_padded(
-    specs: Sequence[TaskSpec], examples: Sequence[Sequence[Sequence[Pair]]]
-) -> tuple[list[TaskSpec], list[TaskDataset]]:
-    """Return specs and records of the same steps, all sequences padded to the longest one of their step.
-
-    Args:
-        specs: Of the tasks.
-        examples: Of each task the records of each step.
-    """
-    records = [Records([pair for pairs in own for pair in pairs]) for own in padded_to_longest(examples)]
-    longest = max(int(own.lengths.max()) for own in records)
-    data = [spec.data.model_copy(update={"max_length": longest, "shuffle": False}) for spec in specs]
-    padded = [spec.model_copy(update={"data": own}) for spec, own in zip(specs, data, strict=True)]
-    return padded, [own.as_dataset() for own in records]
-
-
 def make_engine(
     backbone: Backbone,
     parallel: Parallel,
@@ -107,12 +90,10 @@ class Ceiling:
 
     Args:
         backbone: A backbone without adapters.
-        device: The backbone's device.
     """
 
-    def __init__(self, backbone: Backbone, device: torch.device) -> None:
+    def __init__(self, backbone: Backbone) -> None:
         self.backbone = backbone
-        self.device = device
 
     def batch(self, pairs_of_tasks: Sequence[Sequence[Pair]]) -> MicroBatch:
         """Pack the sequences of all tasks as the engine packs them."""
@@ -120,7 +101,7 @@ class Ceiling:
             PackedSequence("backbone", i, tokens, labelled, 1.0)
             for i, (tokens, labelled) in enumerate(pair for pairs in pairs_of_tasks for pair in pairs)
         ]
-        return pack(sequences, ("backbone",), {"backbone": 0}).to(self.device)
+        return pack(sequences, ("backbone",), {"backbone": 0}).to(self.backbone.device)
 
     def step(self, batch: MicroBatch) -> Tensor:
         """Run one pass; returns the mean loss, on the device."""

@@ -42,19 +42,8 @@ def joined_namespaces() -> Iterator[tuple[str, str]]:
             for name in names:
                 _ip("netns", "add", name)
                 made.append(name)
-            _ip(
-                "link",
-                "add",
-                names[0],
-                "netns",
-                names[0],
-                "type",
-                "veth",
-                "peer",
-                names[1],
-                "netns",
-                names[1],
-            )
+            here, there = names
+            _ip(*f"link add {here} netns {here} type veth peer {there} netns {there}".split())
             for i, name in enumerate(names):
                 _ip("-n", name, "address", "add", f"10.111.0.{i + 1}/30", "dev", name)
                 for device in ("lo", name):

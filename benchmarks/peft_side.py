@@ -5,8 +5,7 @@ ids that restart and no attention mask, as in `DataCollatorWithFlattening` and T
 lets no sequence see another (on a GPU by variable-length attention). On a GPU both use Liger's kernels for norms, gated
 MLPs and rotary embeddings where they are importable.
 
-The loss has one of three heads: `whole` makes logits of all tokens, `labelled` selects the labelled rows first, `fused`
-is Liger's fused linear cross entropy.
+The loss has one of two heads: `whole` makes logits of all tokens, `labelled` selects the labelled rows first.
 
 All use what `transformers` and `peft` offer for speed: SDPA attention, no key-value cache, the fused optimizer,
 gradients for the adapter only, and, in bf16, autocast, so that products of the fp32 LoRA weights run in bf16. The loss
@@ -36,16 +35,12 @@ Pair = tuple[Tensor, Tensor]
 """Token ids `[L]`, and a mask `[L]` of the tokens that are labels."""
 
 RIVALS = ("padded", "packed")
-HEADS = ("whole", "labelled", "fused")
+HEADS = ("whole", "labelled")
 
 
-def load(path: Path, dtype: torch.dtype, device: torch.device, rival: str = "padded") -> nn.Module:
-    """Load the backbone as users of PEFT do."""
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation=attention_of(rival, dtype, device), local_files_only=True
-    )
-    model.to(device)
-    return prepared(model)
+def load(path: Path, dtype: torch.dtype) -> nn.Module:
+    """Load the backbone on a CPU, as users of PEFT do."""
+    return prepared(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True))
 
 
 def prepared(model: Any) -> nn.Module:
@@ -59,11 +54,6 @@ def prepared(model: Any) -> nn.Module:
 def uses_liger(device: torch.device) -> bool:
     """Whether the rivals use Liger's kernels: on a GPU where they are importable."""
     return device.type == "cuda" and bool(is_liger_kernel_available())
-
-
-def heads_of(device: torch.device) -> tuple[str, ...]:
-    """The heads that can run on a device."""
-    return HEADS if uses_liger(device) else HEADS[:2]
 
 
 def attention_of(rival: str, dtype: torch.dtype, device: torch.device) -> str:
@@ -177,10 +167,9 @@ class PeftTask:
         steps: Length of the learning rate schedule.
         initial: Initial adapter tensors, by their key in a checkpoint.
         rival: `padded` or `packed`.
-        head: Of `HEADS`; None: `fused` with Liger, else `whole`.
+        head: Of `HEADS`.
         dropout: LoRA dropout.
         parameters: Names of fused experts' parameters that get an adapter, too.
-        liger_experts: Whether Liger's kernel computes experts, rather than grouped products of `transformers`.
     """
 
     def __init__(
@@ -192,23 +181,19 @@ class PeftTask:
         steps: int,
         initial: dict[str, Tensor] | None = None,
         rival: str = "padded",
-        head: str | None = None,
+        head: str = "whole",
         dropout: float = 0.0,
         parameters: Sequence[str] = (),
-        liger_experts: bool = False,
     ) -> None:
         self.collate: Callable[[Sequence[Pair]], dict[str, Any]] = {"padded": pad, "packed": flatten}[rival]
         self.dtype, self.device = next(
             (p.dtype, p.device) for p in model.parameters() if p.is_floating_point()
         )
-        liger = uses_liger(self.device)
-        self.head = head or ("fused" if liger else "whole")
-        if liger:
-            # The head is ours, the other kernels are Liger's.
-            gated = liger_experts or not parameters
-            apply_liger_kernel(
-                model, {"fused_linear_cross_entropy": False, "cross_entropy": False, "swiglu": gated}
-            )
+        self.head = head
+        if uses_liger(self.device):
+            # The head is ours, experts are grouped products of `transformers`, the other kernels are Liger's.
+            ours = {"fused_linear_cross_entropy": False, "cross_entropy": False}
+            apply_liger_kernel(model, {**ours, "swiglu": not parameters})
         config = LoraConfig(
             task_type="CAUSAL_LM",
             r=rank,
@@ -265,13 +250,7 @@ class PeftTask:
             return _cross_entropy(head(hidden.index_select(0, rows)), targets)
         labels = torch.full((hidden.shape[0],), -100, dtype=torch.int64, device=self.device)
         labels = labels.index_copy(0, rows, targets)
-        if self.head == "whole":
-            return _cross_entropy(head(hidden), labels, len(targets))
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-        total = liger_fused_linear_cross_entropy(hidden, head.weight, labels, reduction="sum")
-        loss: Tensor = total / len(targets)
-        return loss
+        return _cross_entropy(head(hidden), labels, len(targets))
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, count: int | None = None) -> Tensor:

@@ -21,10 +21,7 @@ from typing import Any
 
 from pipeline_cases import CASES, LENGTHS
 from processes import add_worker_flag, run_in_processes
-from script import add_output, command_line, measured_on, publish, table
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # run by file path, from a checkout
+from script import add_output, command_line, measured_on, median_ratio, publish, table
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -84,11 +81,6 @@ def _picture(trace: str) -> str:
     )
 
 
-def ratio(case: dict[str, Any], side: str, over: str) -> float:
-    """Speed-up of a side over another: the median over turns."""
-    return statistics.median(b / a for a, b in zip(case["seconds"][side], case["seconds"][over], strict=True))
-
-
 def markdown(result: dict[str, Any]) -> str:
     """Render the tables."""
     tasks = ", ".join(str(length) for length in result["lengths"])
@@ -98,24 +90,25 @@ def markdown(result: dict[str, Any]) -> str:
         f"micro-batches of {result['tokens']} tokens; medians of {result['turns']} turns."
     )
     lines = [
-        measured_on(result["backbone"], result["dtype"], result["hardware"], result["versions"]),
+        measured_on(result),
         setup,
         "",
     ]
     rows: list[Sequence[object]] = []
     for case in result["cases"]:
-        rate = {side: case["tokens"] / statistics.median(own) for side, own in case["seconds"].items()}
+        seconds = case["seconds"]
+        rate = {side: case["tokens"] / statistics.median(own) for side, own in seconds.items()}
         rows += [
             (
                 f"{case['records']}, {case['micro_batches']}",
                 side,
                 f"{rate[side]:.0f}",
-                f"{ratio(case, side, 'megatron'):.3f}x" + _goal(case["goal"], side),
-                f"{ratio(case, side, 'spatial'):.3f}x" + _goal(case["over_spatial"], side),
+                f"{median_ratio(seconds['megatron'], seconds[side]):.3f}x" + _goal(case["goal"], side),
+                f"{median_ratio(seconds['spatial'], seconds[side]):.3f}x" + _goal(case["over_spatial"], side),
                 " ".join(f"{share:.1%}" for share in case["bubble"][side]) if side in case["bubble"] else "",
                 f"{case['simulated'][side]:.3f}" if side in case["simulated"] else "",
             )
-            for side in case["seconds"]
+            for side in seconds
         ]
     lines += table(
         "records, micro-batches of a task | side | tokens/s | over Megatron-Core's 1F1B | over spatial | "

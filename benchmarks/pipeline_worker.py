@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine_bench import (
+    QV,
     SwitchablePlanning,
-    environment,
     load_or_measure_profile,
     loads_of,
     random_backbone,
@@ -24,7 +24,8 @@ from engine_bench import (
 from megatron_side import MegatronEngine
 from pipeline_cases import CASES, LENGTHS, PICTURED, SIDES, TOKENS
 from processes import pin_to_core
-from workload import RANK, TaskShape, random_records
+from script import environment
+from workload import TaskShape, random_records
 
 from megatron_mux.attributes import replaced
 from megatron_mux.backbone.model import Backbone, load_stages
@@ -58,7 +59,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         profile = load_or_measure_profile(backbone)
     else:  # a roofline will do: its plan is priced by what is measured
         profile = find_profile(backbone.shape, about_run(backbone.shape, arguments.device, dtype, 1))
-    info, result = backbone.info, environment(backbone, 1)
+    info, result = backbone.info, environment(path.name, str(dtype), 1, arguments.device)
     del backbone
     parallel = initialize(pipeline_parallel=2, device=arguments.device)
     context = PlanningContext(profile, info, Mesh(pipeline=2), dtype.itemsize, rolling=ROLLING_STEPS)
@@ -93,8 +94,8 @@ def _tasks(case: dict[str, Any], vocab: int) -> tuple[list[TaskSpec], list[Recor
     specs, records = [], []
     for i, length in enumerate(LENGTHS):
         batch = TOKENS // length
-        adapter = {"peft_type": "LORA", "r": RANK, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
-        specs.append(spec_of(f"task-{i}-{length}", adapter, batch, length, case["micro_batches"]))
+        accumulated = {"gradient_accumulation_steps": case["micro_batches"]}
+        specs.append(spec_of(f"task-{i}-{length}", QV, batch, length, **accumulated))
         count = batch * case["micro_batches"]
         pairs = random_records(TaskShape("", batch, length), count, vocab, seed=i)
         if case["records"] == "same shapes":

@@ -2,7 +2,6 @@
 
 python benchmarks/policies.py                       # SmolLM2-135M, ten sets of 1 to 16 tasks: ten minutes
 python benchmarks/policies.py --stages 2            # a random Llama on a pipeline, a process and a core to a stage
-python benchmarks/policies.py --shape long --long   # sequences of 4k and 16k tokens, whole and in chunks
 python benchmarks/policies.py --link 1000           # as root: two tensor ranks, over a link of so many Mbit/s
 python benchmarks/policies.py --link 500 --experts  # as root: two pipelines that share experts, over such a link
 python benchmarks/policies.py --output result.json  # the JSON, and the tables as result.md
@@ -12,11 +11,6 @@ on. In each round every policy takes one step of every task, on a pipeline sever
 that is the same as another's is measured once, and a policy that is far from the fastest in one round only. "serial" is
 one task at a time, summed. Over a link, "off", "kahn" and "halves" are the planner's plans with that
 `--mux-interleave`; the plain policies hide no messages.
-
-With `--long` each set is one task with one sequence, whole or in chunks, by the policy "spatial".
-
-A shared machine may be faster or slower than when the profile was measured. Therefore the same products are timed
-beside the profile and in each round, and errors are given twice: as they are, and with the machine's speed taken out.
 """
 
 from __future__ import annotations
@@ -32,9 +26,16 @@ from typing import Any
 
 from namespaces import NamespacesRefused, limit_bandwidth, measure_in_namespaces
 from processes import add_worker_flag, pin_to_core, run_in_processes
-from script import add_machine, add_output, command_line, measured_on, publish, table
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
+from script import (
+    QUICKSTART,
+    add_machine,
+    add_output,
+    command_line,
+    environment,
+    measured_on,
+    publish,
+    table,
+)
 
 from megatron_mux.fusion.graphs.launch_order import Interleave
 from megatron_mux.gpus import set_allocator_options
@@ -52,9 +53,6 @@ SETS = (
     (12, 32, 128, 900),
     (16, 16, 256, 1200),
 )
-LONG = ((4096, None), (16384, None), (4096, 512), (16384, 2048))
-"""Tokens of a sequence, and of the chunks that it is cut into."""
-
 LIMIT = 1.03
 """How much slower than the best of the plain policies `auto` may be."""
 
@@ -74,10 +72,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--backbone", type=Path, help="default: the quickstart's; on two stages a random one")
     parser.add_argument("--shape", help="a random backbone of this shape in the workload")
-    parser.add_argument("--long", action="store_true", help="long sequences instead of sets of tasks")
-    parser.add_argument(
-        "--processor-time", action="store_true", help="seconds of the processor: one process, one thread"
-    )
     add_machine(parser)
     parser.add_argument("--stages", type=int, choices=(1, 2), default=1)
     parser.add_argument(
@@ -93,8 +87,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.link is not None and arguments.stages > 1:
         parser.error("--link: joins two ranks of one stage: leave --stages out")
-    if arguments.processor_time and (arguments.link is not None or arguments.stages > 1):
-        parser.error("--processor-time: is that of one process: leave --stages and --link out")
     if arguments.experts and arguments.link is None:
         parser.error("--experts: exchanges rows over a link: add --link MBIT")
     return arguments
@@ -104,17 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, leave the JSON."""
     arguments = parse(argv)
     set_allocator_options()  # before torch is imported, as `pretrain_mux.py` does
-    flags = (
-        "--stages",
-        "--link",
-        "--experts",
-        "--rounds",
-        "--sets",
-        "--device",
-        "--backbone",
-        "--shape",
-        "--long",
-    )
+    flags = ("--stages", "--link", "--experts", "--rounds", "--sets", "--device", "--backbone", "--shape")
     result: dict[str, Any] | None
     if arguments.link is not None and arguments.worker is None:
         try:
@@ -134,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All sets; what the first process found, nothing elsewhere."""
     import torch
-    from engine_bench import MachineSpeed, environment, load_or_measure_profile, use_processor_time
+    from engine_bench import load_or_measure_profile
 
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.fusion.mesh import Mesh
@@ -148,9 +130,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if two:
         pin_to_core()
     else:
-        torch.set_num_threads(1 if arguments.processor_time else arguments.threads)
-    if arguments.processor_time:
-        use_processor_time()
+        torch.set_num_threads(arguments.threads)
     rounds = arguments.rounds or (3 if two else 5)
     threads = torch.get_num_threads()
     parallel = initialize(mesh.tensor, expert_parallel=mesh.expert, device=arguments.device)
@@ -159,14 +139,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     backbone = Backbone.load(path, parallel, dtype)
     if arguments.link is not None:
         limit_bandwidth(1e6 * arguments.link)
-    speed = MachineSpeed(parallel)
-    reference = [speed.seconds() for _ in range(3)]
     profile = load_or_measure_profile(backbone, remeasure=True)
-    reference += [speed.seconds() for _ in range(3)]
-    result: dict[str, Any] = {**environment(backbone, threads), "rounds": rounds}
-    result |= {"costs": profile.description, "stages": arguments.stages, "sets": []}
+    result: dict[str, Any] = environment(path.name, str(dtype), threads, arguments.device)
+    result |= {"rounds": rounds, "costs": profile.description, "stages": arguments.stages, "sets": []}
     result |= {"link": arguments.link, "experts": arguments.experts}
-    result["processor_time"] = arguments.processor_time
     rolling = STEPS_ON_A_PIPELINE if pipeline else 1
     context = PlanningContext(
         profile,
@@ -177,12 +153,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         interleave="auto" if arguments.link is not None else "off",
     )
     parallel = initialize(mesh.tensor, arguments.stages, expert_parallel=mesh.expert, device=arguments.device)
-    for seed, chosen in enumerate((LONG if arguments.long else SETS)[: arguments.sets]):
-        if arguments.long:
-            found = _one_sequence(path, parallel, context, chosen, rounds, speed)
-        else:
-            found = _one_set(path, parallel, context, seed, chosen, rounds, speed)
-        found["slower_than_profile"] = found.pop("reference") / statistics.median(reference)
+    for seed, chosen in enumerate(SETS[: arguments.sets]):
+        found = _one_set(path, parallel, context, seed, chosen, rounds)
         result["sets"].append(found)
         if parallel.rank == 0:
             print(json.dumps(found), file=sys.stderr, flush=True)
@@ -191,7 +163,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _backbone(arguments: argparse.Namespace, dtype: Any, rank: int) -> Path:
     """The directory of the backbone that the flags ask for: a given one, a random one, or the quickstart's."""
-    from engine_bench import QUICKSTART, random_backbone
+    from engine_bench import random_backbone
 
     if arguments.backbone is not None:
         return Path(arguments.backbone)
@@ -207,12 +179,11 @@ def _one_set(
     seed: int,
     chosen: tuple[int, int, int, int],
     rounds: int,
-    speed: Any,
 ) -> dict[str, Any]:
-    from engine_bench import make_bench_on_stages, random_tasks
+    from engine_bench import make_bench, random_tasks
 
     specs, records = random_tasks(*chosen, vocab=context.info.shape.vocab, seed=seed + 1)
-    bench = make_bench_on_stages(path, parallel, context, specs, records)
+    bench = make_bench(path, parallel, context, specs, records)
     steps = context.rolling
     try:
         plans, predicted = _plans(bench)
@@ -227,9 +198,7 @@ def _one_set(
         warm = {name: bench.seconds(made) for name, made in plans.items()}
         near = [name for name in plans if warm[name] <= FAR * min(warm.values())]
         taken: dict[str, list[float]] = {name: [] for name in plans}
-        reference = []
         for turn in range(rounds):
-            reference.append(speed.seconds())
             names = near if turn else list(plans)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 taken[name].append(bench.seconds(plans[name], steps))
@@ -251,32 +220,6 @@ def _one_set(
         "predicted": predicted,
         "best": best,
         "auto_against_best": ratio,
-        "reference": statistics.median(reference),
-    }
-
-
-def _one_sequence(
-    path: Path, parallel: Any, context: Any, chosen: tuple[int, int | None], rounds: int, speed: Any
-) -> dict[str, Any]:
-    """Its step as predicted and as measured."""
-    from engine_bench import long_task, make_bench_on_stages
-
-    tokens, chunk = chosen
-    specs, records = long_task(tokens, context.info.shape.vocab)
-    bench = make_bench_on_stages(path, parallel, replace(context, chunk=chunk), specs, records)
-    try:
-        plan = bench.planner.fixed("spatial", bench.loads)
-        bench.seconds([plan])  # warms up
-        turns = [(bench.seconds([plan], context.rolling), speed.seconds()) for _ in range(rounds)]
-    finally:
-        bench.close()
-    seconds, reference = (statistics.median(own) for own in zip(*turns, strict=True))
-    return {
-        "tokens": tokens,
-        "chunk": chunk,
-        "measured": {"spatial": seconds},
-        "predicted": {"spatial": plan.predicted_latency_s},
-        "reference": reference,
     }
 
 
@@ -300,15 +243,14 @@ def _layout(plan: Any) -> list[Any]:
     return [(b.hybrid_tasks, b.micro_batches, b.chunk, b.halves, b.launch) for b in plan.buckets]
 
 
-def errors(result: dict[str, Any], at_equal_speed: bool = False) -> dict[str, list[float]]:
-    """Relative error of every prediction, by policy; `at_equal_speed`: with the machine's speed taken out."""
+def errors(result: dict[str, Any]) -> dict[str, list[float]]:
+    """Relative error of every prediction, by policy."""
     found: dict[str, list[float]] = {}
     everything: list[float] = []
     for one in result["sets"]:
-        factor = one["slower_than_profile"] if at_equal_speed else 1.0
         counted: set[float] = set()
         for name, seconds in one["measured"].items():
-            error = one["predicted"][name] * factor / seconds - 1
+            error = one["predicted"][name] / seconds - 1
             found.setdefault(name, []).append(error)
             if seconds not in counted:  # equal plans were measured once
                 everything.append(error)
@@ -321,23 +263,24 @@ def markdown(result: dict[str, Any]) -> str:
     """The tables."""
     where = "one stage" if result["stages"] == 1 else f"{result['stages']} stages, a process and a core each"
     if result["link"] is not None:
-        ranks = "pipelines that share experts" if result.get("experts") else "tensor ranks"
+        ranks = "pipelines that share experts" if result["experts"] else "tensor ranks"
         where = f"two {ranks}, a core each, over a link of {result['link']:.0f} Mbit/s"
-    if "chunk" in result["sets"][0]:
-        return "\n".join([*_introduction(result, where), *_sequences(result), "", *_errors(result)])
     policies = [name for name in result["sets"][0]["measured"] if name != "auto"]
-    lines = _introduction(result, where)
+    rounds = f"{result['rounds']} rounds in turns (policies far behind: one round)"
+    lines = [
+        measured_on(result),
+        f"On {where}. Medians of {rounds}; predictions by the {result['costs']}.",
+        "",
+    ]
     rows: list[Sequence[object]] = []
     for one in result["sets"]:
         lengths = sorted(one["max_lengths"])
         span = str(lengths[0]) if lengths[0] == lengths[-1] else f"{lengths[0]}-{lengths[-1]}"
         same = f"as {one['same_as'][0]}" if one["same_as"] else str(len(one["plan"]))
         seconds = [f"{one['measured'][name]:.3f}" for name in (*policies, "auto")]
-        ratios = (f"{one['auto_against_best']:.3f}", f"{one['slower_than_profile']:.2f}")
-        rows.append((one["tasks"], span, one["tokens"], *seconds, same, *ratios))
+        rows.append((one["tasks"], span, one["tokens"], *seconds, same, f"{one['auto_against_best']:.3f}"))
     lines += table(
-        f"tasks | max_length | tokens | {' s | '.join(policies)} s | auto s | auto's buckets | auto / best | "
-        "machine slower than at the profile",
+        f"tasks | max_length | tokens | {' s | '.join(policies)} s | auto s | auto's buckets | auto / best",
         rows,
     )
     worst = max(one["auto_against_best"] for one in result["sets"])
@@ -348,44 +291,15 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _introduction(result: dict[str, Any], where: str) -> list[str]:
-    clock = ", in seconds of the processor" * result.get("processor_time", False)
-    rounds = f"{result['rounds']} rounds in turns (policies far behind: one round)"
-    return [
-        measured_on(result["backbone"], result["dtype"], result["hardware"], result["versions"]),
-        f"On {where}{clock}. Medians of {rounds}; predictions by the {result['costs']}.",
-        "",
-    ]
-
-
-def _sequences(result: dict[str, Any]) -> list[str]:
-    """A row for each sequence."""
-    rows = []
-    for one in result["sets"]:
-        predicted, seconds = one["predicted"]["spatial"], one["measured"]["spatial"]
-        slower = one["slower_than_profile"]
-        ratios = (f"{predicted / seconds:.3f}", f"{predicted * slower / seconds:.3f}", f"{slower:.2f}")
-        rows.append((one["tokens"], one["chunk"] or "-", f"{predicted:.3f}", f"{seconds:.3f}", *ratios))
-    return table(
-        "tokens | chunk | predicted s | measured s | predicted / measured | at equal speed | "
-        "machine slower than at the profile",
-        rows,
-    )
-
-
 def _errors(result: dict[str, Any]) -> list[str]:
     """A row for each policy."""
     rows: list[Sequence[object]] = []
-    equal = errors(result, at_equal_speed=True)
     for name, own in errors(result).items():
-        off, off_equal = [abs(e) for e in own], [abs(e) for e in equal[name]]
-        shown = (f"{statistics.median(off):.1%}", f"{max(off):.1%}", f"{statistics.median(off_equal):.1%}")
+        off = [abs(error) for error in own]
         label = "different plans" if name == "all" else name
-        rows.append((label, f"{1 + statistics.median(own):.3f}", *shown, f"{max(off_equal):.1%}"))
-    return table(
-        "policy | predicted / measured: median | median error | worst error | median error at equal speed | worst",
-        rows,
-    )
+        middle, median = 1 + statistics.median(own), statistics.median(off)
+        rows.append((label, f"{middle:.3f}", f"{median:.1%}", f"{max(off):.1%}"))
+    return table("policy | predicted / measured: median | median error | worst error", rows)
 
 
 def _apart(one: dict[str, Any]) -> float:

@@ -13,29 +13,33 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import random
 import statistics
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from script import add_machine, add_output, command_line, publish, table
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # run by file path, from a checkout
+from script import (
+    add_machine,
+    add_output,
+    command_line,
+    environment,
+    in_turns,
+    measured_on,
+    publish,
+    table,
+)
 
 WARM_UP_STEPS = 3
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 SIDES = ("ours", "ours, cached", "TRL", "TRL, cached")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and publish."""
     parser = command_line(__doc__)
     parser.add_argument("--backbone-shape", choices=("tiny", "mid"), default="mid", help="a random backbone")
     parser.add_argument("--pairs", type=int, default=8, help="of a step")
@@ -45,12 +49,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=12, help="steps of each side")
     add_machine(parser, device=False)
     add_output(parser)
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and publish."""
-    arguments = parse(argv)
+    arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as directory:
         result = measure(arguments, Path(directory))
     publish(result, markdown(result), arguments.output)
@@ -60,10 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Take steps of the four sides in turn."""
     import torch
-    import trl
     from workload import write_random_backbone
 
-    from megatron_mux.fusion.device import cpu_name
     from megatron_mux.runtime import initialize
     from tests.end_to_end.workplace import write_tokenizer
 
@@ -75,38 +72,20 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     file = directory / "pairs.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     parallel = initialize(device="cpu")
-    makers: tuple[Callable[[bool], Callable[[], None]], ...] = (
+    makers: tuple[Callable[[bool], Callable[[], object]], ...] = (
         lambda cached: _ours(path, file, arguments, parallel, cached),
         lambda cached: _trl(path, records, arguments, directory, cached),
     )
     steps = [make(cached) for make in makers for cached in (False, True)]
-    for step in steps:
-        for _ in range(WARM_UP_STEPS):
-            step()
-    seconds: dict[str, list[float]] = {name: [] for name in SIDES}
-    for _ in range(arguments.rounds):
-        for name, step in zip(SIDES, steps, strict=True):
-            start = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - start)
+    seconds = dict(zip(SIDES, in_turns(steps, arguments.rounds, WARM_UP_STEPS), strict=True))
     found = {name: statistics.median(own) for name, own in seconds.items()}
     return {
-        "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": arguments.threads,
-        "load": os.getloadavg()[0],
-        "versions": {"torch": torch.__version__, "trl": trl.__version__},
-        "backbone": arguments.backbone_shape,
+        **environment(arguments.backbone_shape, "float32", arguments.threads, packages=("trl",)),
         "pairs": arguments.pairs,
         "words": arguments.words,
         "rounds": arguments.rounds,
         "seconds": found,
         "all_seconds": seconds,
-        "reference": {side: found[side] / found[f"{side}, cached"] for side in ("ours", "TRL")},
-        "speedup": {
-            "with the reference": found["TRL"] / found["ours"],
-            "cached": found["TRL, cached"] / found["ours, cached"],
-        },
     }
 
 
@@ -129,36 +108,22 @@ def _pairs(arguments: argparse.Namespace) -> list[dict[str, str]]:
 
 def _ours(
     path: Path, file: Path, arguments: argparse.Namespace, parallel: Any, cached: bool
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     """A step of ours; each side has a backbone of its own."""
+    from engine_bench import spec_of
+
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.data.dataset import DataFiles
     from megatron_mux.data.tokenizer import load_tokenizer
     from megatron_mux.engine import Engine, Task
-    from megatron_mux.tasks import TaskSpec
 
     length = 2 * arguments.words
-    spec = TaskSpec.model_validate(
-        {
-            "name": "dpo",
-            "adapter": {"peft_type": "LORA", **LORA},
-            "data": {"path": str(file), "max_length": length, "shuffle": False},
-            "training": {
-                "loss": "dpo",
-                "precompute_ref_log_probs": cached,
-                "per_device_train_batch_size": arguments.pairs,
-                "max_steps": 1_000_000,
-            },
-        }
-    )
+    training = {"loss": "dpo", "precompute_ref_log_probs": cached}
+    spec = spec_of("dpo", {"peft_type": "LORA", **LORA}, arguments.pairs, length, **training)
     data = DataFiles(load_tokenizer(path), print, file.parent / "cache").open(file, length, loss="dpo")
     engine = Engine(Backbone.load(path, parallel), parallel)
     engine.register_tasks([Task(spec, data)])
-
-    def step() -> None:
-        engine.step()
-
-    return step
+    return engine.step
 
 
 def _trl(
@@ -215,33 +180,18 @@ def _trl(
 def markdown(result: dict[str, Any]) -> str:
     """The table."""
     seconds = result["seconds"]
-    rows = [
-        (
-            side,
-            f"{seconds[side]:.3f} s",
-            f"{seconds[f'{side}, cached']:.3f} s",
-            f"{result['reference'][side]:.2f}x",
-        )
-        for side in ("ours", "TRL")
-    ]
-    speedup = result["speedup"]
-    rows.append(("TRL / ours", f"{speedup['with the reference']:.2f}x", f"{speedup['cached']:.2f}x", ""))
-    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    hardware = (
-        f"{result['cpu']}, {result['cores']} cores, {result['threads']} threads, load {result['load']:.1f}"
+    rows = []
+    for side in ("ours", "TRL"):
+        whole, cached = seconds[side], seconds[f"{side}, cached"]
+        rows.append((side, f"{whole:.3f} s", f"{cached:.3f} s", f"{whole / cached:.2f}x"))
+    faster = (f"{seconds[f'TRL{which}'] / seconds[f'ours{which}']:.2f}x" for which in ("", ", cached"))
+    rows.append(("TRL / ours", *faster, ""))
+    what = (
+        f"One DPO task, {result['pairs']} pairs a step with completions of {result['words'] // 4} to "
+        f"{result['words']} tokens, LoRA (r=8, attention); medians of {result['rounds']} steps, in turns."
     )
-    lines = [
-        (
-            f"One DPO task, {result['pairs']} pairs a step with completions of {result['words'] // 4} to "
-            f"{result['words']} tokens, LoRA (r=8, attention) on a random backbone ({result['backbone']}); "
-            f"{hardware}, {versions}."
-        ),
-        "",
-        *table("side | step with the reference's rows | step with cached log-probabilities | cost", rows),
-        "",
-        f"Medians of {result['rounds']} steps; the four took turns.",
-    ]
-    return "\n".join(lines)
+    headings = "side | step with the reference's rows | step with cached log-probabilities | cost"
+    return "\n".join([measured_on(result), what, "", *table(headings, rows)])
 
 
 if __name__ == "__main__":

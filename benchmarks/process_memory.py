@@ -7,7 +7,6 @@ import ctypes
 import gc
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 
@@ -40,24 +39,15 @@ def peak_resident_bytes() -> int:
     return _status("VmHWM")
 
 
-def reset_peak(device: torch.device) -> None:
+def reset_peak() -> None:
     """Start measuring a new peak."""
     resident_bytes()
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
 
 
-def report(device: torch.device) -> dict[str, int]:
+def report() -> dict[str, int]:
     """Return the peak since the last `reset_peak` and the memory of live tensors, in bytes."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return {
-            "peak": torch.cuda.max_memory_allocated(device),
-            "peak_reserved": torch.cuda.max_memory_reserved(device),
-            "persistent": torch.cuda.memory_allocated(device),
-        }
     peak = peak_resident_bytes()
     return {"peak": peak, "persistent": tensor_bytes(), "resident": resident_bytes()}
 

@@ -1,7 +1,8 @@
 """How much slower steps are while a save is written in the background.
 
-python benchmarks/saving.py --json                      # SmolLM2 with eight tasks; minutes
-python benchmarks/saving.py --backbone-shape tiny       # to try it out: seconds
+    python benchmarks/saving.py                             # SmolLM2 with eight tasks: a quarter of an hour
+    python benchmarks/saving.py --rate 20MB --steps 12 --rounds 4 --sequences 2 --tokens 16    # two minutes
+    python benchmarks/saving.py --backbone-shape tiny       # to try it out: seconds
 
 Eight LoRA tasks on all linear modules train together, a step at a time. Rounds of steps with a save and rounds without
 take turns, so that both see the same machine. A round with a save begins with it: its first step waits until the
@@ -13,7 +14,6 @@ steps of the other rounds.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -22,62 +22,64 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from script import add_machine, add_output, command_line, publish, table
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # run by file path, from a checkout
+from script import (
+    add_backbone,
+    add_machine,
+    add_output,
+    command_line,
+    environment,
+    measured_on,
+    publish,
+    table,
+)
 
 TASKS = 8
 WARM_UP_STEPS = 3
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and publish."""
     parser = command_line(__doc__)
-    parser.add_argument("--backbone", type=Path, default=ROOT / ".quickstart" / "backbone")
-    parser.add_argument("--backbone-shape", choices=("tiny", "mid"), help="a random backbone instead")
+    add_backbone(parser)
     parser.add_argument("--sequences", type=int, default=4, help="of each task's step")
     parser.add_argument("--tokens", type=int, default=32, help="of each sequence")
     parser.add_argument("--steps", type=int, default=4, help="of a round")
     parser.add_argument("--rounds", type=int, default=8, help="of each kind")
     parser.add_argument("--rate", default="50MB", help="bytes to write a second, or none")
-    parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
     add_machine(parser, device=False)
     add_output(parser)
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and publish."""
-    arguments = parse(argv)
+    arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as directory:
         result = measure(arguments, Path(directory))
-    publish(result, markdown(result), arguments.output, arguments.json)
+    publish(result, markdown(result), arguments.output)
     return 0
 
 
 def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Train, with saves and without."""
     import torch
-    from workload import write_random_backbone
+    from engine_bench import ALL_LINEAR, backbone_of, spec_of
 
     from megatron_mux.backbone.model import Backbone
-    from megatron_mux.engine import Engine
-    from megatron_mux.fusion.device import cpu_name
+    from megatron_mux.engine import Engine, Task
     from megatron_mux.memory.sizes import parse_size
     from megatron_mux.runtime import initialize
     from megatron_mux.training.garbage import freeze_objects
     from megatron_mux.training.saving import Saver
+    from tests.reference.records import Records
 
     torch.set_num_threads(arguments.threads)
-    path = arguments.backbone
-    if arguments.backbone_shape is not None:
-        path = directory / arguments.backbone_shape
-        write_random_backbone(arguments.backbone_shape, path, torch.float32)
-    parallel = initialize(device="cpu")
+    path, parallel = backbone_of(arguments), initialize(device="cpu")
     backbone = Backbone.load(path, parallel)
     engine = Engine(backbone, parallel)
-    engine.register_tasks(_tasks(arguments, backbone.shape.vocab))
+    generator = torch.Generator().manual_seed(0)
+    labelled = torch.arange(arguments.tokens) >= arguments.tokens // 2
+    for i in range(TASKS):
+        size = (16 * arguments.sequences, arguments.tokens)
+        tokens = torch.randint(0, backbone.shape.vocab, size, generator=generator)
+        records = Records([(row, labelled) for row in tokens]).as_dataset()
+        spec = spec_of(f"task-{i}", ALL_LINEAR, arguments.sequences, arguments.tokens)
+        engine.register_tasks([Task(spec, records)])
     rate = None if arguments.rate == "none" else parse_size(arguments.rate)
     saver = Saver(directory / "save", backbone.info.fingerprint, 1, rate, parallel)
     try:
@@ -94,18 +96,12 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         saver.close()
         engine.close()
     usual = statistics.median(found[False])
-    size = sum(file.stat().st_size for file in (directory / "save").rglob("*.safetensors"))
+    size_of_save = sum(file.stat().st_size for file in (directory / "save").rglob("*.safetensors"))
     return {
-        "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": arguments.threads,
-        "load": os.getloadavg()[0],
-        "torch": torch.__version__,
-        "backbone": arguments.backbone_shape or "SmolLM2-135M-Instruct",
-        "tasks": TASKS,
+        **environment(path.name, "float32", arguments.threads),
         "tokens": TASKS * arguments.sequences * arguments.tokens,
         "rate": arguments.rate,
-        "megabytes": round(size / 1e6, 1),
+        "megabytes": round(size_of_save / 1e6, 1),
         "steps": {"with a save": found[True], "without": found[False]},
         "seconds": usual,
         "slower": {
@@ -145,63 +141,22 @@ def _save(engine: Any, saver: Any) -> None:
     saver.begin(states, engine.copy_states(engine.tasks, saver.memory), engine.plan)
 
 
-def _tasks(arguments: argparse.Namespace, vocabulary: int) -> list[Any]:
-    import torch
-
-    from megatron_mux.engine import Task
-    from megatron_mux.tasks import TaskSpec
-    from tests.reference.records import Records
-
-    generator = torch.Generator().manual_seed(0)
-    tasks = []
-    for i in range(TASKS):
-        section = {
-            "name": f"task-{i}",
-            "adapter": {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
-            "data": {"path": "made-up", "max_length": arguments.tokens},
-            "training": {
-                "per_device_train_batch_size": arguments.sequences,
-                "learning_rate": 1e-3,
-                "max_steps": 1_000_000,
-            },
-        }
-        tokens = torch.randint(
-            0, vocabulary, (16 * arguments.sequences, arguments.tokens), generator=generator
-        )
-        labelled = torch.arange(arguments.tokens) >= arguments.tokens // 2
-        records = Records([(row, labelled) for row in tokens])
-        tasks.append(Task(TaskSpec.model_validate(section), records.as_dataset()))
-    return tasks
-
-
 def markdown(result: dict[str, Any]) -> str:
     """The table."""
     slower = result["slower"]
-    rows = [
-        (
-            f"{result['seconds']:.2f} s",
-            f"{result['megabytes']:.0f} MB",
-            f"{slower['median']:+.1%}",
-            f"{slower['worst']:+.1%}",
-            f"{result['slowest without a save']:+.1%}",
-        )
-    ]
-    what = (
-        f"{result['tasks']} LoRA tasks (r=8, all linear modules) on {result['backbone']}, {result['tokens']} tokens a "
-        f"step, saves written at {result['rate']} a second at most; {result['cpu']}, {result['cores']} cores, "
-        f"{result['threads']} threads, torch {result['torch']}."
+    row = (
+        f"{result['seconds']:.2f} s",
+        f"{result['megabytes']:.0f} MB",
+        f"{slower['median']:+.1%}",
+        f"{slower['worst']:+.1%}",
+        f"{result['slowest without a save']:+.1%}",
     )
-    lines = [
-        what,
-        "",
-        *table(
-            "step | save | median step during a save | slowest step during a save | slowest without",
-            rows,
-        ),
-        "",
-        "Differences are from the median step without a save.",
-    ]
-    return "\n".join(lines)
+    what = (
+        f"{TASKS} LoRA tasks (r=8, all linear modules), {result['tokens']} tokens a step, saves written at "
+        f"{result['rate']} a second at most; differences are from the median step without a save."
+    )
+    headings = "step | save | median step during a save | slowest step during a save | slowest without"
+    return "\n".join([measured_on(result), what, "", *table(headings, [row])])
 
 
 if __name__ == "__main__":

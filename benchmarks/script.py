@@ -1,4 +1,4 @@
-"""What all benchmark scripts share: common flags, Markdown tables and result files.
+"""What all benchmark scripts share: common flags, what they were measured on, Markdown tables and result files.
 
 It imports nothing heavy, so that a wrong flag is reported before torch is loaded.
 """
@@ -6,10 +6,21 @@ It imports nothing heavy, so that a wrong flag is reported before torch is loade
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(1, str(ROOT))  # scripts are run by file path, from a checkout
+
+QUICKSTART = ROOT / ".quickstart"
+"""What `make prepare` makes: `backbone` and `data`."""
 
 
 def command_line(doc: str | None) -> argparse.ArgumentParser:
@@ -22,6 +33,12 @@ def add_machine(parser: argparse.ArgumentParser, device: bool = True) -> None:
     if device:
         parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=2)
+
+
+def add_backbone(parser: argparse.ArgumentParser) -> None:
+    """Add `--backbone` and `--backbone-shape`, see `engine_bench.backbone_of`."""
+    parser.add_argument("--backbone", type=Path, default=QUICKSTART / "backbone")
+    parser.add_argument("--backbone-shape", choices=("tiny", "mid"), help="a random backbone instead")
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
@@ -37,10 +54,45 @@ def publish(result: Mapping[str, Any], markdown: str, output: Path | None, as_js
         output.with_suffix(".md").write_text(markdown + "\n")
 
 
-def measured_on(backbone: str, dtype: str, hardware: str, versions: Mapping[str, str]) -> str:
-    """Return the line above all tables: backbone, data type, hardware and versions."""
-    numbers = ", ".join(f"{name} {number}" for name, number in versions.items())
-    return f"**{backbone}** ({dtype}) on {hardware}. {numbers}."
+def environment(
+    backbone: str, dtype: str, threads: int, device: str = "cpu", packages: Sequence[str] = ("megatron-core",)
+) -> dict[str, Any]:
+    """Describe the backbone, the hardware and the versions, for `measured_on` and the result file."""
+    import torch
+
+    from megatron_mux.fusion.device import cpu_name
+
+    on_gpu = device == "cuda"
+    return {
+        "backbone": backbone,
+        "dtype": dtype.removeprefix("torch."),
+        "hardware": torch.cuda.get_device_name() if on_gpu else f"{cpu_name()}, {threads} threads",
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in ("torch", *packages)},
+    }
+
+
+def measured_on(result: Mapping[str, Any]) -> str:
+    """Return the line above all tables: backbone, data type, hardware and versions, as `environment` describes them."""
+    numbers = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    return f"**{result['backbone']}** ({result['dtype']}) on {result['hardware']}. {numbers}."
+
+
+def in_turns(functions: Sequence[Callable[[], object]], rounds: int, warm_up: int = 1) -> list[list[float]]:
+    """Seconds of each function, called in turns, so that whatever goes on beside them affects all alike."""
+    found: list[list[float]] = [[] for _ in functions]
+    for turn in range(warm_up + rounds):
+        for seconds, function in zip(found, functions, strict=True):
+            start = time.perf_counter()
+            function()
+            if turn >= warm_up:
+                seconds.append(time.perf_counter() - start)
+    return found
+
+
+def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """The median over turns of one's seconds over another's."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def table(headings: str, rows: Iterable[Sequence[object]]) -> list[str]:

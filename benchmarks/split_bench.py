@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from engine_bench import cpu_name
 from split_cases import measure_case
 from split_memory import measure_memory
 from split_model import ROWS, Sizes, measure_sizes, memory_limit, write_certificates, write_model
@@ -21,6 +20,7 @@ from split_together import measure_together
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
+from megatron_mux.fusion.device import cpu_name
 from tests import warm
 
 

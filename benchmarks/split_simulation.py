@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_output(parser)
     arguments = parser.parse_args(argv)
     if arguments.measure:
-        from engine_bench import cpu_name
+        from megatron_mux.fusion.device import cpu_name
 
         costs = {"hardware": f"{cpu_name()}, 2 cores", **measure_costs(arguments.backbone)}
         arguments.costs.write_text(json.dumps(costs, indent=1) + "\n")

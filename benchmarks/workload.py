@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,6 @@ class TaskShape:
     rank: int = RANK
     min_length: int | None = None
 
-    @property
-    def short(self) -> bool:
-        """Whether the task is among the short ones, which are also measured without the others."""
-        return self.max_length <= 64
-
 
 LEARNING_RATE = 1e-3
 
@@ -54,11 +49,6 @@ CPU_MIX = (
     TaskShape("medium", 4, 128, "dialogue.jsonl"),
     TaskShape("long", 2, 256, "austen.jsonl"),
 )
-# Eight tasks on a GPU, 8 sequences each; every length comes with low and high ranks.
-GPU_RANKS = ((64, 8), (64, 32), (64, 64), (128, 8), (128, 16), (128, 64), (256, 16), (256, 32))
-GPU_MIX = tuple(
-    TaskShape(f"task-{i}-{length}", 8, length, rank=rank) for i, (length, rank) in enumerate(GPU_RANKS)
-)
 # For trying the script out.
 TINY_MIX = (
     TaskShape("short-a", 4, 16),
@@ -68,132 +58,43 @@ TINY_MIX = (
 )
 
 
-def mix_of(shape: str | None, device: str, sequences: int | None = None) -> tuple[TaskShape, ...]:
-    """Choose the tasks.
-
-    Args:
-        shape: Of the random backbone; None for a real backbone.
-        device: `cpu` or `cuda`.
-        sequences: In one step of each task; None: those of the mix.
-    """
-    chosen = TINY_MIX if shape == "tiny" else GPU_MIX if device == "cuda" else CPU_MIX
-    return chosen if sequences is None else tuple(replace(task, batch=sequences) for task in chosen)
+def mix_of(shape: str | None) -> tuple[TaskShape, ...]:
+    """The tasks for a random backbone of this shape; None: for a real one."""
+    return TINY_MIX if shape == "tiny" else CPU_MIX
 
 
-def tasks_per_batch_shape(mix: Sequence[TaskShape]) -> dict[int, int]:
-    """Count the tasks of each batch shape (sequences, `max_length`), by the index of the first such task."""
-    kinds = [(task.batch, task.max_length) for task in mix]
-    return {kinds.index(kind): kinds.count(kind) for kind in dict.fromkeys(kinds)}
+def _sizes(
+    vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, positions: int = 512, **more: Any
+) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": positions,
+        **more,
+    }
 
 
-def padded_to_longest(tasks: Sequence[Sequence[Sequence[Pair]]]) -> list[list[list[Pair]]]:
-    """Pad the sequences of all tasks to the longest one of their step, with tokens that are no labels.
-
-    Args:
-        tasks: Of each task the records of each step.
-    """
-    padded: list[list[list[Pair]]] = [[] for _ in tasks]
-    for step in zip(*tasks, strict=True):
-        longest = max(len(tokens) for pairs in step for tokens, _ in pairs)
-        for own, pairs in zip(padded, step, strict=True):
-            own.append([(_pad(tokens, longest), _pad(labelled, longest)) for tokens, labelled in pairs])
-    return padded
-
-
-def _pad(x: Tensor, length: int) -> Tensor:
-    return torch.nn.functional.pad(x, (0, length - len(x)))
-
+_QWEN = {"norm_topk_prob": True, "num_experts_per_tok": 8}
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-    },
-    "mid": {
-        "vocab_size": 20480,
-        "hidden_size": 384,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-    },
+    "tiny": _sizes(512, 64, 2, 4, 2, intermediate_size=128),
+    "mid": _sizes(20480, 384, 16, 6, 2, intermediate_size=1024),
     # For two tensor ranks. Its layers are wide beside its vocabulary: messages of layers count, not those of the head.
-    "wide": {
-        "vocab_size": 2048,
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 512,
-    },
-    # For sequences of many thousand tokens.
-    "long": {
-        "vocab_size": 2048,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
-    },
+    "wide": _sizes(2048, 768, 8, 12, 4, intermediate_size=2048),
     # For two expert ranks: a Mixtral.
-    "moe": {
-        "vocab_size": 2048,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 512,
-    },
+    "moe": _sizes(2048, 512, 6, 8, 4, intermediate_size=1024, num_local_experts=8, num_experts_per_tok=2),
     # For trying out experts: a Qwen3-MoE.
-    "tiny-experts": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 512,
-    },
-    "qwen3-30b-a3b": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 8192,
-        "rope_theta": 1000000.0,
-    },
-    "llama3-8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rope_theta": 500000.0,
-    },
-}
+    "tiny-experts": _sizes(
+        512, 64, 2, 4, 2, head_dim=16, num_experts=4, moe_intermediate_size=64, **{**_QWEN, "num_experts_per_tok": 2}
+    ),
+    "qwen3-30b-a3b": _sizes(
+        151936, 2048, 48, 32, 4, 8192, head_dim=128, num_experts=128, moe_intermediate_size=768, rope_theta=1e6, **_QWEN
+    ),
+    "llama3-8b": _sizes(128256, 4096, 32, 32, 8, 8192, intermediate_size=14336, rope_theta=5e5),
+}  # fmt: skip
 
 
 def config_of(shape: str, layers: int | None = None) -> Any:
@@ -288,17 +189,3 @@ def padding_share(steps: Sequence[Sequence[Pair]]) -> float:
     real = sum(len(tokens) for step in steps for tokens, _ in step)
     padded = sum(len(step) * max(len(tokens) for tokens, _ in step) for step in steps)
     return 1 - real / padded
-
-
-def mix_to_json(mix: Sequence[TaskShape]) -> list[dict[str, Any]]:
-    """Convert a mix to JSON."""
-    return [
-        {
-            "name": t.name,
-            "sequences": t.batch,
-            "max_length": t.max_length,
-            "records": t.records,
-            "rank": t.rank,
-        }
-        for t in mix
-    ]

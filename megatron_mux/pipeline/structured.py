@@ -24,8 +24,7 @@ def warmup_microbatches(stages_after: int) -> int:
     """Number of chunks a stage launches before it looks for a backward pass.
 
     This is twice what fills the later stages when every pass takes exactly its predicted time. 1F1B keeps only that
-    many in flight, so every pass that takes longer delays all stages, and the delay is never made up: see "passes that
-    take longer or shorter than predicted" in `benchmarks/results/schedules.md`.
+    many in flight, so every pass that takes longer delays all stages, and the delay is never made up.
 
     Args:
         stages_after: Number of stages after this one.

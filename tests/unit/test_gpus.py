@@ -91,15 +91,27 @@ def test_speeds_are_of_the_right_order() -> None:
         assert 30 < one.half / one.bandwidth < 450, f"{name}: operations a byte"
 
 
+RUN = "import pretrain_mux as command; words = ['--backbone', '.', '--mux-tasks', 'setup.py']"
+PROFILE = "from megatron_mux.cli import profile as command; words = ['--backbone', '.']"
+
+
 @pytest.mark.parametrize(
-    "given", [{}, {"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}]
+    ("command", "given"),
+    [
+        (RUN, {}),
+        (RUN, {"PYTORCH_ALLOC_CONF": ""}),
+        (RUN, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}),
+        (PROFILE, {}),
+    ],
 )
-def test_a_run_sets_the_allocator_before_torch_unless_the_user_has(given: dict[str, str]) -> None:
+def test_a_run_sets_the_allocator_before_torch_unless_the_user_has(
+    command: str, given: dict[str, str]
+) -> None:
     code = (
-        "import os, sys, pretrain_mux\n"
+        f"import os, sys\n{command}\n"
         f"print([os.environ.get(name) for name in {ALLOCATOR_VARIABLES}])\n"
         "sys.modules['torch'] = None  # its import fails\n"
-        "try: pretrain_mux.main(['--backbone', '.', '--mux-tasks', 'setup.py'])\n"
+        "try: command.main(words)\n"
         "except ImportError: pass\n"
         f"print([os.environ.get(name) for name in {ALLOCATOR_VARIABLES}])\n"
     )

@@ -17,7 +17,7 @@ from megatron_mux.fusion.planner.grouping import Partition, consecutive
 _BUDGET = 120_000
 """Effort of improving what was found: passes simulated or hybrid tasks compared. Finding starts for all numbers of
 micro-batches may take as much, moving buckets at last again: with 4 to 6 tasks the whole search took 0.34 s of CPU time
-in the median, 1.2 s at most (`benchmarks/results/planner.md`)."""
+in the median, 1.2 s at most."""
 
 _FEW = 16
 """Up to this number of tasks the search has the whole budget, and mostly finds the optimum."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux.cli import profile
 from megatron_mux.gpus import Gpu
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,11 +40,8 @@ class Stub:
 
     def __init__(self, case: Any) -> None:
         self.case, self.process = case, self
-        self._end = float("inf")
-
-    def go(self) -> None:
-        self.told.append(f"{self.case.name} begins")
-        self._end = self.clock.now + float(self.case.words[0])
+        self.told.append(f"{case.name} begins")
+        self._end = self.clock.now + float(case.words[0])
 
     def poll(self) -> int | None:
         return 0 if self.clock.now >= self._end else None
@@ -127,27 +122,6 @@ def test_results_of_something_else_are_refused_and_left_alone(tmp_path: Path) ->
     assert caught.value.code == 2 and file.read_bytes() == before
 
 
-def test_a_call_that_dies_while_it_writes_leaves_what_was_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sitting import Kept
-
-    file = tmp_path / "results.json"
-    kept = Kept(file, {}, {"cases": {}})
-    kept.found["cases"]["a"] = 1
-    kept.keep()
-    before = file.read_bytes()
-
-    def die(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", die)
-    kept.found["cases"]["b"] = 2
-    with pytest.raises(KeyboardInterrupt):
-        kept.keep()
-    assert file.read_bytes() == before
-
-
 def test_a_case_that_takes_too_long_is_stopped_with_its_children() -> None:
     from gpu_sitting import Case, Running
 
@@ -159,7 +133,6 @@ def test_a_case_that_takes_too_long_is_stopped_with_its_children() -> None:
         "import subprocess; one = subprocess.Popen(['sleep', '300']); print(one.pid, flush=True); one.wait()"
     )
     late = Running(Case("late", ("-c", child), 0.0))
-    late.go()
     while not late.printed:
         time.sleep(0.01)
     assert late.is_late
@@ -168,32 +141,6 @@ def test_a_case_that_takes_too_long_is_stopped_with_its_children() -> None:
     state = Path(f"/proc/{found['output'].strip()}/stat")
     while state.exists() and state.read_text().split()[2] != "Z":
         time.sleep(0.01)
-
-
-@pytest.mark.parametrize("tiny", [False, True])
-def test_what_runs_in_a_sitting_can_be_parsed_and_fits(tmp_path: Path, tiny: bool) -> None:
-    from gpu_sitting import MINUTES, cases_of
-
-    for what, minutes in MINUTES.items():
-        cases = cases_of(what, tmp_path, tmp_path, minutes, tiny)
-        assert len({case.name for case in cases}) == len(cases)
-        assert max(case.seconds for case in cases) <= 60 * minutes
-        for case in cases:
-            script = case.words[0]
-            assert script.startswith("-") or (ROOT / script).exists()
-            assert script.endswith(".py") or script == "-m" or not case.alone
-            if script in ("benchmarks/gpu_table.py", "benchmarks/gpu_cases.py", "benchmarks/policies.py"):
-                importlib.import_module(Path(script).stem).parse(case.words[1:])
-            elif script == "tools/profile_backbone.py":
-                profile.build_parser().parse_args(case.words[1:])
-
-
-def test_a_sitting_has_all_tests_for_a_gpu_and_the_first_row_of_the_table() -> None:
-    from gpu_rows import ROWS
-    from gpu_sitting import CHECKS, FIRST_ROW
-
-    assert sorted(CHECKS) == sorted(path.stem for path in (ROOT / "tests/gpu").glob("test_*.py"))
-    assert ROWS[0].name == FIRST_ROW
 
 
 def test_tests_for_a_gpu_can_be_imported_without_one_and_are_all_marked() -> None:

@@ -9,7 +9,13 @@ from statistics import mean
 
 import pytest
 
-from benchmarks.bucket_sets import (
+from megatron_mux.pipeline.action import Action, ChunkId
+from megatron_mux.pipeline.bucket import BucketCost, Sizes, forward_order, sizes_of
+from megatron_mux.pipeline.check import TemplateError
+from megatron_mux.pipeline.simulate import simulate
+from megatron_mux.pipeline.structured import StructuredRun, structured
+from megatron_mux.pipeline.template import one_f_one_b, with_updates
+from tests.unit.pipeline.bucket_sets import (
     ASSUMPTIONS,
     Assumptions,
     BucketSet,
@@ -19,12 +25,6 @@ from benchmarks.bucket_sets import (
     random_set,
     random_variation,
 )
-from megatron_mux.pipeline.action import Action, ChunkId
-from megatron_mux.pipeline.bucket import BucketCost, Sizes, forward_order, sizes_of
-from megatron_mux.pipeline.check import TemplateError
-from megatron_mux.pipeline.simulate import simulate
-from megatron_mux.pipeline.structured import StructuredRun, structured
-from megatron_mux.pipeline.template import one_f_one_b, with_updates
 from tests.unit.pipeline.idle import bubble_shares
 
 

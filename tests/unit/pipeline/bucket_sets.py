@@ -1,4 +1,4 @@
-"""Random bucket sets, the orders that MuxTune compares, and a lower bound on latency; see `schedules.py`."""
+"""Random bucket sets, the orders that MuxTune compares, and a lower bound on latency."""
 
 from __future__ import annotations
 
@@ -135,15 +135,6 @@ def random_variation(spread: float, seed: int) -> Callable[[Action], float]:
         return random.Random(f"{seed} {action}").lognormvariate(0.0, spread)
 
     return factor
-
-
-def split_stages(buckets: Buckets) -> Buckets:
-    """Split each stage into two with half the layers; transfers between stages take no time."""
-
-    def halves(seconds: Sequence[float]) -> tuple[float, ...]:
-        return tuple(own / 2 for own in seconds for _ in range(2))
-
-    return [BucketCost(b.micro_batches, halves(b.forward), halves(b.backward), b.chunks) for b in buckets]
 
 
 def latency_bound(case: BucketSet) -> float:
