@@ -42,7 +42,6 @@ class AttachedBaseOp:
     """The adapters of all tasks at one BaseOp.
 
     Args:
-        info: The BaseOp.
         host: The stage that it belongs to.
 
     Attributes:

@@ -50,7 +50,6 @@ class CutExperts:
 
     Args:
         layer: Router and experts.
-        batch: Its rows.
         anchor: See `Piece`.
         trained: Whether expert ranks take part in the backward pass, with rows or without.
         again: Whether they are computed again for that.

@@ -45,8 +45,6 @@ class LatentAttention(nn.Module):
     """Attention of a layer.
 
     Args:
-        shape: The backbone's.
-        parallel: Ranks, groups and device of this process.
         norms: Of the latents, by name.
         core_attention: Attends over segments.
         linear_proj: Megatron's `RowParallelLinear`.

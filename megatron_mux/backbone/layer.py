@@ -42,7 +42,6 @@ def compute_layer(
     """Compute a Megatron layer on the active micro-batch.
 
     Args:
-        layer: The layer.
         hidden: `[T, 1, H]`.
         angles: The rotary angles of the tokens; None without rotary embedding.
         labelled_only: Compute the MLP on labelled rows only: above attention no row looks at another.
@@ -142,7 +141,6 @@ def before_mlp(
     """Add attention's output to the hidden states, and normalise the sum.
 
     Args:
-        layer: The layer.
         attended: `[T, 1, H]` and a bias `[H]` or None.
         residual: `[T, 1, H]`.
         label_rows: `[N]`, the rows that are needed from here on; None: all of them.

@@ -50,8 +50,6 @@ class Backbone:
     Attributes:
         info: What config.json and the headers of the weights say.
         shape: Its structure, `padded_vocab` as divided here.
-        parallel: Ranks, groups and device of this process.
-        dtype: Of weights and hidden states.
         device: Of the weights.
         layers: Global indices of this stage's layers.
         first, last: Whether it embeds tokens; whether it computes the loss.
@@ -133,12 +131,9 @@ class Backbone:
 
         Args:
             path: A Hugging Face directory, or one of a Megatron checkpoint.
-            parallel: Ranks, groups and device of this process.
-            dtype: Of weights and hidden states.
             recompute: What to compute again in the backward: nothing, whole layers (`full`), or core attention.
             split: Layers of each stage; by default one stage to a rank, with the layers divided evenly.
             stage: The stage to load; by default this rank's first.
-            residence: Where weights live between uses: see `WeightOffload`.
             config_only: Do not look for weights: make parameters with undefined values.
             placement: Which expert ranks hold which experts; by default neighbouring ones share a rank.
             ends: Whether the first stage embeds tokens, and the last one has the final norm and the output layer.
@@ -200,9 +195,7 @@ class Backbone:
         """Begin to compute this stage on a micro-batch with its messages left to the caller.
 
         Args:
-            batch: As for `forward`.
             needed: Whether an earlier stage needs a gradient: the same on all expert ranks.
-            labelled_only: As for `forward`.
         """
         decoder, last = self.model.decoder, len(self.layers) - 1
         labelled_only = labelled_only and self._selects_labelled(batch)

@@ -39,7 +39,6 @@ class StagePass:
 
     Args:
         layers: Of the stage; None where this rank has nothing to compute.
-        offload: Where their weights live.
         trained_from: The first layer of the stage with an adapter.
         messages: How often each layer yields, each way; those of recomputation count as backward.
     """

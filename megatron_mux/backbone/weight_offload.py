@@ -34,7 +34,6 @@ def weight_group_of(parameter: str, layers: int) -> Key:
 
     Args:
         parameter: Its full name.
-        layers: Number of layers of the stage.
     """
     first, *rest = parameter.split(".")
     if first == "embedding":
@@ -51,7 +50,6 @@ class WeightOffload:
         kind: `resident`: on the device, all of them; `sharded`: each data-parallel rank keeps its share of each group;
             `offloaded`: in host memory; `sharded-offloaded`: each data-parallel rank's share in host memory. With one
             data-parallel rank, its share is everything.
-        parallel: Ranks, groups and device of this process.
 
     Attributes:
         shares: Number of ranks that keep a share each; 1: each rank keeps everything.
@@ -77,7 +75,6 @@ class WeightOffload:
         """Take over parameters as the group `key`.
 
         Args:
-            key: The group.
             parameters: Those that are not quantised, filled.
             quantised: The others, empty, with their matrices.
         """
@@ -96,7 +93,6 @@ class WeightOffload:
         """Context in which the weights of a group are in place.
 
         Args:
-            key: The group.
             following: The group that is needed next: fetched meanwhile.
         """
         group = self.groups.get(key)

@@ -56,7 +56,6 @@ class Bucket:
     """Micro-batches of one data source or task, all of one size.
 
     Attributes:
-        name: Name used in messages.
         micro_batches: Number of micro-batches in one call.
         seq_length: Tokens per sequence.
         micro_batch_size: Sequences per micro-batch.

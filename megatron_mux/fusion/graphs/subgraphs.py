@@ -27,7 +27,6 @@ class Operator:
 
     Attributes:
         name: Unique in its graph: the module it belongs to, and the graph's own name for it.
-        kind: What it does.
         inputs: Operators whose results it needs; other names are inputs of the graph.
         seconds: Predicted.
         bytes: Of a message: what this rank gives.

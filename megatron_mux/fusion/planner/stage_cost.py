@@ -45,16 +45,10 @@ class StageCosts:
     """A `CostModel` of tasks on a backbone divided into stages.
 
     Args:
-        profile: Seconds of operators.
-        shape: The backbone's sizes.
-        loads: The tasks.
-        stages: The layers of each stage.
         method: How the step is divided among ranks, and what is computed again.
-        itemsize: Bytes of the backbone's dtype.
         overlap: Whether hybrid tasks of one bucket hide each other's communication, as in the paper. Else all of it is
             part of every pass.
         interleave: How they do, if so; None: as well as computation and link allow.
-        exchanges: Whether rows go to other ranks for their experts.
         memory: What they keep and take; None: costs have none.
     """
 

@@ -110,7 +110,6 @@ class Profile:
         updates: What an optimizer step takes, by the optimizer's first name.
         sequence_seconds: Reading and laying out a sequence.
         step_seconds: Of a step whatever is in it.
-        format: Of the file.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")

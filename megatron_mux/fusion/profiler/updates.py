@@ -72,8 +72,6 @@ def measured_updates(
     """Measure every optimizer that is installed, by its first name.
 
     Args:
-        device: To compute on.
-        dtype: Of the backbone's computation.
         rounds: Measurements, of which the median counts.
         synchronize: Waits for the device.
     """
@@ -108,12 +106,9 @@ def sample_step(
     """The optimizer step of a made-up task.
 
     Args:
-        kind: Its optimizer.
         tensors: Number of parameters.
         runs: Groups of them that are stepped as one.
         size: Values of each.
-        device: Where they are.
-        dtype: Of the backbone's computation.
     """
     values = torch.zeros(tensors * size, device=device)
     gradients = torch.ones_like(values)
