@@ -18,7 +18,7 @@ from megatron_mux.batch.micro_batch import activate, active
 from megatron_mux.kernels.pointwise.functions import fork, join
 
 
-class Layers:
+class LayersPass:
     """A pass through the layers of a stage whose weights are in place.
 
     Args:
@@ -110,7 +110,7 @@ def _without_rows(layer: Any, hidden: Tensor, angles: Angles | None) -> Tensor:
 def attention_half(layer: Any, hidden: Tensor, angles: Angles | None) -> Tensor:
     """The first half of a layer by itself: `[T, 1, H]` to the same with attention added."""
     residual, normed = before_attention(layer, hidden)
-    return _add(layer.self_attn_bda, attend(layer, normed, angles), residual)[0]
+    return add_residual(layer.self_attn_bda, attend(layer, normed, angles), residual)[0]
 
 
 def mlp_half(layer: Any, hidden: Tensor) -> Tensor:
@@ -150,19 +150,19 @@ def before_mlp(
     """
     norm = layer.pre_mlp_layernorm
     if label_rows is not None:
-        total = _add(layer.self_attn_bda, attended, residual)[0].index_select(0, label_rows)
+        total = add_residual(layer.self_attn_bda, attended, residual)[0].index_select(0, label_rows)
         return fork(total, norm.frozen)
-    total, normed = _add(layer.self_attn_bda, attended, residual, norm)
+    total, normed = add_residual(layer.self_attn_bda, attended, residual, norm)
     assert normed is not None
     return total, normed
 
 
 def after_mlp(layer: Any, output: tuple[Tensor, Tensor | None], residual: Tensor) -> Tensor:
     """Add the MLP's output `[R, 1, H]`, its bias included, to the hidden states `[R, 1, H]`."""
-    return _add(layer.mlp_bda, output, residual)[0]
+    return add_residual(layer.mlp_bda, output, residual)[0]
 
 
-def _add(
+def add_residual(
     bda: Any, output: tuple[Tensor, Tensor | None], residual: Tensor, norm: FrozenNorm | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Add what a sublayer returns, its bias included, to the hidden states.

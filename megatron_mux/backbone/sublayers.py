@@ -50,7 +50,7 @@ class FrozenNorm(nn.Module):
 
 
 class OutputNorm(nn.Module):
-    """Holds the norm of a sublayer's output, in place of Megatron's bias-dropout-add: see `layer.add`."""
+    """Holds the norm of a sublayer's output, in place of Megatron's bias-dropout-add: see `layer.add_residual`."""
 
     def __init__(self, norm: FrozenNorm) -> None:
         super().__init__()

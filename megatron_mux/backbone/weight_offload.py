@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megatron_mux.backbone.layer import Layers
+from megatron_mux.backbone.layer import LayersPass
 from megatron_mux.backbone.weight_group import SideStream, WeightGroup
 from megatron_mux.quantised.matrix import QuantisedMatrix
 from megatron_mux.runtime import Parallel
@@ -115,14 +115,14 @@ class WeightOffload:
         for group in self.groups.values():
             group.abandon()
 
-    def layers(self, hidden: Tensor, trained_from: int) -> Layers:
+    def layers(self, hidden: Tensor, trained_from: int) -> LayersPass:
         """Begin a pass through the layers of the stage, whose weights are fetched for it.
 
         Args:
             hidden: Input of the first layer.
             trained_from: The first layer of the stage with an adapter of any task: equal on all data-parallel ranks.
         """
-        return _FetchedLayers(self, hidden, trained_from)
+        return _FetchedLayersPass(self, hidden, trained_from)
 
     def joined(self, hidden: Tensor, layer: _Layer) -> Tensor:
         """The layer's output, with a backward that fetches its weights even if no row needs a gradient."""
@@ -130,7 +130,7 @@ class WeightOffload:
         return joined
 
 
-class _FetchedLayers(Layers):
+class _FetchedLayersPass(LayersPass):
     """See `WeightOffload.layers`."""
 
     def __init__(self, offload: WeightOffload, hidden: Tensor, trained_from: int) -> None:
