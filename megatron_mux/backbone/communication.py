@@ -34,7 +34,7 @@ Way = Literal["multicast", "nccl", "gloo"]
 
 
 class GroupExchange(Exchange):
-    """Messages as collectives of a process group: NCCL's on GPUs, on a stream of its own; gloo's on CPUs, in a thread."""
+    """Messages as collectives of a process group: on GPUs NCCL, on a stream of its own; on CPUs gloo, in a thread."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

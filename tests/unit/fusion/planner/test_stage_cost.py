@@ -114,14 +114,6 @@ def test_attention_is_priced_by_the_windows_of_each_stage() -> None:
     assert forward((1024,) * LAYERS) == pytest.approx(everywhere), "measured as it is, up to the last length"
 
 
-def test_batching_is_never_dearer_than_taking_turns_on_one_stage() -> None:
-    loads = [backbone.load("a", [64] * 4), backbone.load("b", [30, 64])]
-    model = costs(loads)
-    together = model.hybrid((0, 1), 1)
-    turns = [model.hybrid((t,), 1) for t in (0, 1)]
-    assert sum(together.alone()) <= sum(sum(turn.alone()) for turn in turns)
-
-
 def test_nothing_below_the_lowest_adapter_goes_backward() -> None:
     def with_sites(*layers: int) -> TaskLoad:
         sites = tuple(backbone.site(layer) for layer in layers)
