@@ -84,15 +84,6 @@ def test_algorithm_1_goes_by_depth_and_then_by_length() -> None:
     assert encode(kahn([of("1-1 5-1 1"), of("2-1 2-1 1"), of("3-1 1")])) == "210" + "012" + "01"
 
 
-def test_a_list_schedule_does_not_wait_while_another_chain_can_go_on() -> None:
-    """Chain 1's first message takes long: chain 0's second piece need not wait for chain 1's."""
-    found = [of("1-1 1-1 1-1 1"), of("1-6 1-6 1-6 1")]
-    assert (
-        simulate(found, list_schedule(found, lambda piece, depth: -piece.message)).seconds
-        <= simulate(found, kahn(found)).seconds
-    )
-
-
 def test_computation_is_slower_while_a_message_takes_its_share() -> None:
     found = [of("2-5 1"), of("10")]
     timeline = simulate(found, [0, 1, 0], share=0.2)

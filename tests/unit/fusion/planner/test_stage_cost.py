@@ -246,23 +246,6 @@ def test_weights_are_what_the_profile_says() -> None:
     assert weights.token > 0 and weights.pair > 0 and weights.label > 0
 
 
-def test_optimizers_step_groups_of_parameters() -> None:
-    def load(optim: str, **training: object) -> TaskLoad:
-        section = {"peft_type": "LORA", "target_modules": ["q_proj", "v_proj"]}
-        spec = TaskSpec.model_validate(task(adapter=section, training={"optim": optim, **training}))
-        return TaskLoad.of(spec, np.array([64], np.int32), np.array([8], np.int32), backbone.shape(LAYERS))
-
-    ratio, every = {"loraplus_lr_ratio": 16.0}, range(LAYERS)
-    assert load("adamw_torch").updates(every, 1) == load("lion_32bit").updates(every, 1) == (4 * LAYERS, 1)
-    assert load("adamw_torch", **ratio).updates(every, 1) == (4 * LAYERS, 4 * LAYERS), "A and B in turn"
-    assert load("adafactor").updates(every, 1) == (4 * LAYERS, 3), "A, and B of query and value"
-    half = range(LAYERS // 2)
-    assert load("adafactor").updates(half, 1) == (2 * LAYERS, 3), (
-        "a stage steps all kinds, with fewer of each"
-    )
-    assert load("adamw_torch", **ratio).updates(half, 1) == (2 * LAYERS, 2 * LAYERS)
-
-
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor"])
 def test_every_rank_runs_its_own_groups(optim: str) -> None:
     """On two stages each rank has the groups that the engine has with half of the layers."""
