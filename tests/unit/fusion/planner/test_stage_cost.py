@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
@@ -21,7 +22,7 @@ from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.stage_cost import StageCosts
 from megatron_mux.fusion.planner.step_memory import StepMemory
 from megatron_mux.fusion.profiler.profile import Curve
-from megatron_mux.fusion.profiler.updates import UpdateSeconds, _Parameter
+from megatron_mux.fusion.profiler.updates import UpdateSeconds
 from megatron_mux.memory.forms.method import ParallelConfig, Recompute
 from megatron_mux.optimizers import lion
 from megatron_mux.optimizers.adafactor import Adafactor
@@ -265,7 +266,9 @@ def test_every_rank_runs_its_own_groups(optim: str) -> None:
             shape = one.tensor.shape
             slices.append(
                 ParamSlice(
-                    _Parameter(str(at), shape), shape, ParamGroup(at, at + math.prod(shape), *one.kind)
+                    AdapterParameter(str(at), torch.nn.Parameter(torch.empty(0)), shape),
+                    shape,
+                    ParamGroup(at, at + math.prod(shape), *one.kind),
                 )
             )
             at += math.prod(shape)
