@@ -142,9 +142,7 @@ def equal_tasks(
     each = info.shape.layers // stages
     layers = [range(s * each, (s + 1) * each) for s in range(stages)]
     itemsize = 2 if profile.about["kind"] == "cuda" else 4
-    return StageCosts(
-        profile, info.shape, loads, layers, ParallelConfig(tensor=tensor), itemsize, True, "auto"
-    )
+    return StageCosts(profile, info.shape, loads, layers, ParallelConfig(tensor=tensor), itemsize, "auto")
 
 
 def share_of_messages(costs: StageCosts) -> float:

@@ -124,8 +124,7 @@ class PlanningContext:
             self.stages,
             self.method,
             self.itemsize,
-            self.hides_messages,
-            self.interleave,
+            self.interleave if self.hides_messages else "off",
             self.mesh.exchanges,
             None if self.memory_limit is None else self.step_memory(),
         )

@@ -16,6 +16,7 @@ from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Slice
+from megatron_mux.fusion.graphs.launch_order import Interleave
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner.cost import HybridCost
 from megatron_mux.fusion.planner.load import TaskLoad
@@ -131,12 +132,12 @@ def test_tensor_ranks_leave_communication_to_hide() -> None:
     loads = [backbone.load("a", [64] * 4)]
     profile = backbone.profile(LAYERS, tensor_parallel=2)
     two = ParallelConfig(tensor=2)
-    overlapped = costs(loads, profile=profile, method=two, overlap=True).hybrid((0,), 1)
+    overlapped = costs(loads, profile=profile, method=two, interleave="kahn").hybrid((0,), 1)
     one = profile.curves["all_reduce"].at(256)[0]
     assert overlapped.communication_forward == pytest.approx((2 * LAYERS * one,))
     # What enters the first layer needs no gradient.
     assert overlapped.communication_backward == pytest.approx(((2 * LAYERS - 1) * one,))
-    assert not costs(loads, overlap=True).hybrid((0,), 1).communicates
+    assert not costs(loads, interleave="kahn").hybrid((0,), 1).communicates
     plain = costs(loads, profile=profile, method=two).hybrid((0,), 1)
     assert not plain.communicates, "by default nothing is hidden"
     assert plain.alone() == pytest.approx(overlapped.alone())
@@ -147,7 +148,7 @@ def test_rows_of_the_embedding_need_the_gradient_of_all_layers() -> None:
     embeds = dataclasses.replace(plain, adapter=dataclasses.replace(plain.adapter, embeds=True))
     profile = backbone.profile(LAYERS, tensor_parallel=2)
     without, found = (
-        costs([load], 2, profile=profile, method=ParallelConfig(tensor=2), overlap=True).hybrid((0,), 1)
+        costs([load], 2, profile=profile, method=ParallelConfig(tensor=2), interleave="kahn").hybrid((0,), 1)
         for load in (plain, embeds)
     )
     one = profile.curves["all_reduce"].at(256)[0]
@@ -159,16 +160,16 @@ def test_nothing_hides_the_messages_of_a_kl_term() -> None:
     loads = [backbone.load("a", [64] * 4, opening_passes=2)]
     profile = backbone.profile(LAYERS, tensor_parallel=2)
     hidden, plain = (
-        costs(loads, profile=profile, method=ParallelConfig(tensor=2), overlap=overlap)
-        for overlap in (True, False)
+        costs(loads, profile=profile, method=ParallelConfig(tensor=2), interleave=interleave)
+        for interleave in ("kahn", "off")
     )
     assert hidden.step_overhead([(0,)]) == pytest.approx(plain.step_overhead([(0,)]))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("interleave", ["off", "kahn"])
 @pytest.mark.parametrize(("lowest", "again"), [(0, (4, 4)), (2, (2, 4)), (6, (0, 2))])
 def test_layers_with_a_backward_pass_are_recomputed(
-    lowest: int, again: tuple[int, int], overlap: bool
+    lowest: int, again: tuple[int, int], interleave: Interleave
 ) -> None:
     """Neither the embedding nor the loss head, nor anything below the lowest adapter."""
     sites = tuple(backbone.site(layer, size=8) for layer in range(lowest, LAYERS))
@@ -178,7 +179,7 @@ def test_layers_with_a_backward_pass_are_recomputed(
 
     def found(recompute: Recompute) -> HybridCost:
         method = ParallelConfig(tensor=2, recompute=recompute)
-        return costs(loads, 2, profile=profile, method=method, overlap=overlap).hybrid((0,), 1)
+        return costs(loads, 2, profile=profile, method=method, interleave=interleave).hybrid((0,), 1)
 
     layer = seconds["attention_half"] + seconds["mlp_half"] + 2 * seconds["all_reduce"]
     layer += 4 * profile.curves["attention:64"].at(0)[0]
@@ -207,7 +208,7 @@ def test_only_gradients_that_something_needs_are_reduced(op: BaseOpName, first: 
         2,
         profile=profile,
         method=ParallelConfig(tensor=2),
-        overlap=True,
+        interleave="kahn",
     ).hybrid((0,), 1)
     one = profile.curves["all_reduce"].at(256)[0]
     assert found.communication_forward == pytest.approx((8 * one, 8 * one))
