@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 _of_torch = (torch.cuda.current_device, torch.cuda.synchronize)
 
@@ -78,3 +80,16 @@ def set_output_width(linear_fc2: Any, width: int) -> None:
     weight = linear_fc2.weight
     linear_fc2.input_size_per_partition = width
     linear_fc2.weight = torch.nn.Parameter(weight.new_empty(weight.shape[0], width))
+
+
+def gather_input(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """All rows of a column-parallel product's input on every tensor rank; the backward sums their gradients."""
+    from megatron.core.tensor_parallel import mappings
+
+    if sequence_parallel:
+        gathered: Tensor = mappings.gather_from_sequence_parallel_region(
+            x, tensor_parallel_output_grad=True, group=group
+        )
+        return gathered
+    copied: Tensor = mappings.copy_to_tensor_model_parallel_region(x, group=group)
+    return copied

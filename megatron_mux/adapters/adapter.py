@@ -82,9 +82,7 @@ class TaskAdapter(ABC):
     """One task's PEFT method on this rank: its parameters and what it does at each BaseOp.
 
     Args:
-        host: The backbone's stage that it attaches to.
         task: The task: `name`, `adapter` (its section), `training.seed`.
-        total_steps: Optimizer steps that the task runs for.
         initial: Full tensors to start from, by key, already checked to be those of `AdapterSpec.tensors`; None makes a
             fresh adapter from the task's seed.
 

@@ -27,9 +27,6 @@ class AdapterSet:
     While a task has an adapter on a BaseOp, the module's `forward` is replaced on the instance; parameters, names and
     the class stay. When the last one leaves, the module is as it was.
 
-    Args:
-        host: The stage.
-
     Attributes:
         ops: Its BaseOps with their adapters.
     """
@@ -54,7 +51,6 @@ class AdapterSet:
 
         Args:
             spec: The task: `name`, `adapter`, `training.seed`.
-            total_steps: Optimizer steps that the task runs for.
             initial: Full tensors to start from, by key, of all layers; None makes a fresh adapter.
             layers: Global indices of the layers that it attaches to; None: all of the stage.
 

@@ -28,6 +28,7 @@ from megatron_mux.kernels.low_rank.grouped_rows import GroupedKernels, RowTables
 from megatron_mux.kernels.low_rank.product import low_rank_linear
 from megatron_mux.kernels.low_rank.reference import LoopKernels
 from megatron_mux.kernels.low_rank.terms import Term, TermTable
+from megatron_mux.megatron_core import gather_input
 
 if TYPE_CHECKING:
     from megatron_mux.adapters.host import Host
@@ -42,7 +43,6 @@ class AttachedBaseOp:
     """The adapters of all tasks at one BaseOp.
 
     Args:
-        info: The BaseOp.
         host: The stage that it belongs to.
 
     Attributes:
@@ -159,7 +159,7 @@ class AttachedBaseOp:
         self, input_: Tensor, present: Present, batch: MicroBatch, grouped: frozenset[Grouped]
     ) -> tuple[Tensor, Tensor | None]:
         module: Any = self.info.module
-        x3 = self._spread(input_)
+        x3 = self._gather_input(input_)
         x = x3.reshape(-1, x3.shape[-1])
         skip = module.skip_bias_add
         y = self._product(x, None if skip else module.bias, present, batch)
@@ -179,7 +179,7 @@ class AttachedBaseOp:
         y3 = self._product(x, None, present, batch).view(*input_.shape[:-1], -1)
         if module.explicit_expert_comm:
             return y3, None  # the caller sums it, and calls `finish`
-        return self._behind(self._reduce(y3), present, batch, grouped)
+        return self._behind(self._reduce_output(y3), present, batch, grouped)
 
     def finish(self, summed: Tensor) -> tuple[Tensor, Tensor | None]:
         """What a row-parallel BaseOp does after its sum over tensor ranks: adapters that act there, and the bias.
@@ -256,22 +256,13 @@ class AttachedBaseOp:
             return values
         return adapt_rows(values, self._anchor, tables, batch.groups, kernels)
 
-    def _spread(self, input_: Tensor) -> Tensor:
+    def _gather_input(self, input_: Tensor) -> Tensor:
         """Copy or gather the input of a column-parallel product; the backward sums its gradient over tensor ranks."""
         if self.parallel.tp_size == 1 or self.info.module.explicit_expert_comm:
             return input_
-        from megatron.core.tensor_parallel import mappings
+        return gather_input(input_, self.parallel.tp_group, self.parallel.sequence_parallel)
 
-        group = self.parallel.tp_group
-        if self.parallel.sequence_parallel:
-            gathered: Tensor = mappings.gather_from_sequence_parallel_region(
-                input_, tensor_parallel_output_grad=True, group=group
-            )
-            return gathered
-        copied: Tensor = mappings.copy_to_tensor_model_parallel_region(input_, group=group)
-        return copied
-
-    def _reduce(self, partial: Tensor) -> Tensor:
+    def _reduce_output(self, partial: Tensor) -> Tensor:
         """Sum the row-parallel product over tensor ranks; with sequence parallelism, keep this rank's rows of it."""
         if self.parallel.tp_size == 1:
             return partial

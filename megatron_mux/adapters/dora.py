@@ -38,8 +38,6 @@ class DoraTerms(LowRankTerms):
     """The products of one task at one BaseOp, and the magnitudes of their columns.
 
     Args:
-        owner: The task's adapter.
-        products: Of its modules in the BaseOp.
         magnitudes: `[c]` of each.
     """
 

@@ -31,7 +31,6 @@ class ExpertTerms(Adapter):
     itself: no gradient of theirs is sent.
 
     Args:
-        owner: The task's adapter.
         site: The parameter that holds the experts.
         down: `[E R, K]`, the A of one expert after the other; E counts the experts that it has here.
         up: `[N, R E]`, B: column `r E + e` is column r of expert e.

@@ -45,9 +45,7 @@ class FlatParams:
 
     Args:
         parameters: With an empty `value` each, and the tensor that it starts from.
-        device: Of the storage.
         dtype: Of parameters.
-        compute_dtype: Of the backbone's computation.
 
     Attributes:
         values: `[n]`; `[n]` `gradients` are in the same order.

@@ -30,7 +30,6 @@ class Site:
     """A module that a task targets, inside a BaseOp of this stage.
 
     Attributes:
-        info: The BaseOp.
         part: Its place in the BaseOp's output on this rank.
     """
 
@@ -53,10 +52,7 @@ class Host:
     """A stage of the backbone, as adapters see it.
 
     Args:
-        base_ops: The stage's BaseOps.
-        parallel: Where this rank stands.
         dtype: The backbone's compute dtype; adapter parameters are fp32, or fp64 on an fp64 backbone.
-        shape: The backbone's sizes.
         vocabulary: This rank's parts of the embedding and the output layer; None: tasks cannot train rows of them.
         weights: What fresh adapters that depend on weights start from; None: there can be none.
     """

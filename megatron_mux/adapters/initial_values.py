@@ -80,7 +80,6 @@ def factors(
         rank: R.
         scale: Factor of the product B A.
         seed: Of the task, for `pissa_niter_N`.
-        path: Of the module.
     """
     if method == "olora":
         q, r = torch.linalg.qr(weight)
@@ -119,7 +118,6 @@ def magnitude(weight: Tensor, scale: float, tensors: Mapping[str, Tensor]) -> Te
 
     Args:
         weight: `[N, K]`.
-        scale: Factor of the product.
         tensors: A and B; with kept initial factors, whose product goes away.
     """
     whole = weight

@@ -210,9 +210,7 @@ class AdapterSpec(Section, ABC):
         """Make the adapter of a task on this rank.
 
         Args:
-            host: The backbone's stage that it attaches to.
             task: The task: `name`, `training.seed`, and this section as `adapter`.
-            total_steps: Optimizer steps that the task runs for.
             initial: Full tensors to start from, by key, already checked to be those of `tensors`; None makes a fresh
                 adapter from the task's seed.
         """

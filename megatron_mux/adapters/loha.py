@@ -41,7 +41,6 @@ class _Change:
 
     Attributes:
         factors: A1, B1, A2 and B2 on this rank.
-        scale: Factor of the product.
         columns: Its columns of the BaseOp's output; None: all.
     """
 

@@ -137,10 +137,8 @@ class Product:
     """The low-rank product of one module.
 
     Attributes:
-        site: The module.
         down: `[R, K]` A on this rank: trained, or fixed in the compute dtype.
         up: `[n, R]` B on this rank, likewise.
-        scale: Factor of the product.
         subtracted: Fixed A and B, in the compute dtype, whose product goes away; without dropout.
         factors: d `[R]` and b `[n]`, trained where A and B are fixed.
     """
@@ -154,12 +152,7 @@ class Product:
 
 
 class LowRankTerms(Adapter):
-    """The products of one task at one BaseOp.
-
-    Args:
-        owner: The task's adapter.
-        products: Of its modules in the BaseOp.
-    """
+    """The products of one task at one BaseOp."""
 
     stages = frozenset({"low_rank"})
 

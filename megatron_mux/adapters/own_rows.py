@@ -29,8 +29,6 @@ class TaskRows:
     """The rows of the vocabulary matrices that one task trains on this rank.
 
     Args:
-        host: The backbone's stage.
-        name: Of the task.
         matrices: What the task trains of the vocabulary.
         make: `TaskAdapter.make`, which notes a parameter in the task's adapter.
         fresh: Whether they start from the backbone's rows.

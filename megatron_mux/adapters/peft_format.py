@@ -24,8 +24,6 @@ def read_adapter(directory: Path | str, spec: AdapterSpec, shape: BackboneShape)
 
     Args:
         directory: Holds `adapter_config.json` and `adapter_model.safetensors`.
-        spec: The task's `adapter` section.
-        shape: Of the backbone.
 
     Raises:
         UserError: A file is missing or unreadable, or the adapter is of another kind, rank, target or backbone.
@@ -111,8 +109,6 @@ def check_tensors(tensors: Mapping[str, Tensor], spec: AdapterSpec, shape: Backb
 
     Args:
         tensors: Full tensors by key.
-        spec: The `adapter` section.
-        shape: Of the backbone.
 
     Returns:
         One problem for tensors missing, one for tensors too many, one for wrong shapes; empty if all is well.

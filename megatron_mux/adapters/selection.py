@@ -165,7 +165,6 @@ def without(
     Args:
         excluded: Names, each excluding the modules whose path is it or ends in it after a dot; or a regular expression
             for whole paths.
-        modules: That are targeted.
         strict: Whether it must exclude some.
 
     Raises:
@@ -196,8 +195,6 @@ def within_layers(
     Args:
         layers: Indices of layers; None or an empty list leaves all.
         pattern: What stands before the index in a path; by default any name.
-        targets: `target_modules`.
-        modules: That are targeted.
         strict: Whether each of the layers must have one of them.
 
     Raises:

@@ -28,7 +28,6 @@ def match_targets(targets: Targets, modules: Sequence[Module]) -> list[Module]:
     Args:
         targets: Names, each matching the modules whose path is it or ends in it after a dot; or `all-linear`; or
             any other string: a regular expression that must match a whole path.
-        modules: All modules of the backbone.
 
     Returns:
         Matching modules, in the order of `modules`.
@@ -59,7 +58,6 @@ def match_parameters(targets: Sequence[str], modules: Sequence[Module]) -> list[
     Args:
         targets: Names, each matching the parameters whose path is it or ends in it after a dot. The weight of a linear
             module gets the adapter that the module would: shared experts have no other name in peft.
-        modules: All modules of the backbone.
 
     Raises:
         UserError: A name matches nothing; lists what there is.

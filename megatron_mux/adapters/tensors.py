@@ -19,9 +19,7 @@ class AdapterTensor:
     """A tensor of an adapter.
 
     Attributes:
-        shape: Of the whole tensor.
         layer: The layer that it belongs to; None: all layers share it.
-        init: Its initial value.
         dim: The dimension that tensor ranks divide; None: each of them holds everything.
         expert_dim: Of routed experts, the dimension with the ranks of all: one expert's after the other's in dimension
             0, all experts' first ranks before their second ones in dimension 1.

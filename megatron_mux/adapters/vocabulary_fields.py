@@ -107,10 +107,7 @@ def _own_rows(
     """See `AdapterSpec.own_rows`.
 
     Args:
-        shape: Of the backbone.
-        saved: `modules_to_save`.
         by_name: Tokens by the matrix's name.
-        ensure_tying: `ensure_weight_tying`.
     """
     copied: dict[Place, None] = dict.fromkeys(_place(name, shape, _SAVED) for name in saved or ())
     if copied and ensure_tying and shape.tied:

@@ -48,9 +48,6 @@ class Stored:
 class Checkpoint:
     """The tensors of a directory. Use it as a context manager: files stay open inside.
 
-    Args:
-        path: The directory.
-
     Raises:
         UserError: There are no safetensors, or a file is unreadable, truncated or damaged.
 
@@ -179,7 +176,6 @@ class Checkpoint:
         """The problem with a tensor's dtype; None if it is supported.
 
         Args:
-            name: Of the tensor.
             supported: Safetensors dtypes that it may have; empty: any of weights that are not quantised.
         """
         stored = self.tensors[name]
@@ -193,7 +189,6 @@ class Checkpoint:
         """A part of a tensor, in its stored dtype, on the CPU; nothing else of the file is read.
 
         Args:
-            name: Of the tensor.
             rows: Along its first dimension.
             columns: Along its second, where it has one.
         """
@@ -234,7 +229,6 @@ class Checkpoint:
         """Read a part of a matrix in chunks of rows.
 
         Args:
-            name: Of the tensor.
             rows, columns: The part.
             chunk_bytes: The most that a chunk takes in fp64.
 

@@ -34,11 +34,7 @@ Way = Literal["multicast", "nccl", "gloo"]
 
 
 class GroupExchange(Exchange):
-    """Messages as collectives of a process group: NCCL's on GPUs, on a stream of its own; gloo's on CPUs, in a thread.
-
-    Args:
-        group: The tensor ranks.
-    """
+    """Messages as collectives of a process group: on GPUs NCCL, on a stream of its own; on CPUs gloo, in a thread."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -58,7 +54,6 @@ class MulticastExchange(Exchange):
     slot is free when the next message comes: an operator ends once all ranks are done with it.
 
     Args:
-        group: The tensor ranks: NCCL's group with few CTAs.
         slot: `[n]` uint8, of all ranks of the group; see `multicast_slot`.
     """
 
@@ -176,7 +171,6 @@ def make_exchange(parallel: Parallel, ctas: int = CTAS) -> tuple[Exchange, str]:
     """Make what carries the messages of tensor ranks. A collective: every rank of the world calls it.
 
     Args:
-        parallel: Where this rank stands.
         ctas: CTAs of a GPU that a message may take from computation.
 
     Returns:

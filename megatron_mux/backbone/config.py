@@ -87,7 +87,6 @@ def complete(family: Family, raw: Mapping[str, Any], path: Path) -> dict[str, An
 
     Args:
         family: The family of `raw["model_type"]`.
-        raw: The content of config.json.
         path: Of config.json, for messages.
 
     Returns:
@@ -170,7 +169,6 @@ def windows(full: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
 
     Args:
         full: The config. Some say apart whether the window is used (Qwen2, Qwen3), some which layers have one.
-        layers: How many there are.
     """
     size = full.get("sliding_window") if full.get("use_sliding_window", True) else None
     if size is not None and not _is_size(size):

@@ -28,12 +28,12 @@ from megatron_mux.batch.micro_batch import MicroBatch, activate
 class CutMlp(Protocol):
     """What follows attention in a layer, as generators: `CutExperts`, or an MLP that tensor ranks divide."""
 
-    def forward(self, normed: Tensor, needed: bool) -> CollectiveGenerator[tuple[Tensor, bool]]:
+    def forward(self, normed: Tensor, input_needs_grad: bool) -> CollectiveGenerator[tuple[Tensor, bool]]:
         """Compute rows.
 
         Args:
             normed: `[R, 1, H]`, without a gradient of its own.
-            needed: Whether `backward` is to return its gradient.
+            input_needs_grad: Whether `backward` is to return its gradient.
 
         Returns:
             `[R, 1, H]`, before biases and what adapters do after them; and whether it needs a gradient.
@@ -50,16 +50,15 @@ class CutExperts:
 
     Args:
         layer: Router and experts.
-        batch: Its rows.
         anchor: See `Piece`.
-        trained: Whether expert ranks take part in the backward pass, with rows or without.
-        again: Whether they are computed again for that.
+        exchanged: Whether expert ranks take part in the backward pass, with rows or without.
+        recomputed: Whether they are computed again for that.
     """
 
     def __init__(
-        self, layer: MoELayer, batch: MicroBatch, anchor: Tensor, trained: bool, again: bool
+        self, layer: MoELayer, batch: MicroBatch, anchor: Tensor, exchanged: bool, recomputed: bool
     ) -> None:
-        self._layer, self._batch, self._trained, self._again = layer, batch, trained, again
+        self._layer, self._batch, self._exchanged, self._recomputed = layer, batch, exchanged, recomputed
         self._router, self._shared, self._experts = (Piece(anchor) for _ in range(3))
         self._sent: Sent | None = None
         self._rows: Rows | None = None
@@ -69,29 +68,29 @@ class CutExperts:
         """How often it yields: not at all where this process has all experts."""
         return Yields(0, 0) if layer.exchange is None else Yields(3, 2)
 
-    def forward(self, normed: Tensor, needed: bool) -> CollectiveGenerator[tuple[Tensor, bool]]:
+    def forward(self, normed: Tensor, input_needs_grad: bool) -> CollectiveGenerator[tuple[Tensor, bool]]:
         """See `CutMlp.forward`."""
-        layer, trained = self._layer, self._trained and torch.is_grad_enabled()
+        layer, output_needs_grad = self._layer, self._exchanged and torch.is_grad_enabled()
         with activate(self._batch):
-            begun = self._router.input(normed, needed).squeeze(1)
-            routes, slots = layer.route(begun, self._again)
+            begun = self._router.input(normed, input_needs_grad).squeeze(1)
+            routes, slots = layer.route(begun, self._recomputed)
         x, weights = self._router.output(begun)[0], self._router.output(routes.weights)[0]
         arrived = Received(x, weights, routes.experts, slots, routes.experts.numel())
         if layer.exchange is None:
-            shared, shared_trained = self._compute_shared(normed, needed)
-            y, trained = self._compute_experts(arrived, needed)
+            shared, shared_needs_grad = self._compute_shared(normed, input_needs_grad)
+            y, output_needs_grad = self._compute_experts(arrived, input_needs_grad)
         else:
             choice, sizes = layer.exchange.begin(Routes(routes.experts, weights))
             told = received((yield IssuedMessage("sizes", sizes)))
             self._sent = sent = layer.exchange.agreed(choice, told)
             self._rows = rows = Rows(sent)
             leaving = rows.forth(x, weights, slots)
-            shared, shared_trained = self._compute_shared(normed, needed)
+            shared, shared_needs_grad = self._compute_shared(normed, input_needs_grad)
             arrived = rows.arrived(received((yield IssuedMessage("rows", leaving))))
-            y, _ = self._compute_experts(arrived, trained)
+            y, _ = self._compute_experts(arrived, output_needs_grad)
             y = sent.collected(received((yield IssuedMessage("results", sent.back(y, "results")))))
         output = y.unsqueeze(1)
-        return output if shared is None else output + shared, trained or shared_trained
+        return output if shared is None else output + shared, output_needs_grad or shared_needs_grad
 
     def backward(self, gradient: Tensor | None) -> CollectiveGenerator[Tensor | None]:
         """See `CutMlp.backward`."""
@@ -113,18 +112,18 @@ class CutExperts:
             return d_shared if d_normed is None else d_normed
         return d_shared + d_normed
 
-    def _compute_experts(self, rows: Received, trained: bool) -> tuple[Tensor, bool]:
+    def _compute_experts(self, rows: Received, input_needs_grad: bool) -> tuple[Tensor, bool]:
         piece, self._weights = self._experts, rows.weights[:0]
-        x, weights = piece.input(rows.x, trained), piece.input(rows.weights, trained)
+        x, weights = piece.input(rows.x, input_needs_grad), piece.input(rows.weights, input_needs_grad)
         with activate(self._batch):
             return piece.output(self._layer.compute(replace(rows, x=x, weights=weights)))
 
-    def _compute_shared(self, normed: Tensor, needed: bool) -> tuple[Tensor | None, bool]:
+    def _compute_shared(self, normed: Tensor, input_needs_grad: bool) -> tuple[Tensor | None, bool]:
         shared = self._layer.shared_experts
         if shared is None:
             return None, False
         with activate(self._batch):
-            return self._shared.output(shared(self._shared.input(normed, needed))[0])
+            return self._shared.output(shared(self._shared.input(normed, input_needs_grad))[0])
 
     def _back_shared(self, gradient: Tensor) -> list[Tensor | None]:
         return [None] if self._layer.shared_experts is None else self._shared.backward(gradient)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron_mux.base_ops import LATENT_OPS, REPLICATED
 from megatron_mux.kernels.pointwise.functions import rotate_heads
+from megatron_mux.megatron_core import gather_input
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
 
@@ -45,8 +46,6 @@ class LatentAttention(nn.Module):
     """Attention of a layer.
 
     Args:
-        shape: The backbone's.
-        parallel: Ranks, groups and device of this process.
         norms: Of the latents, by name.
         core_attention: Attends over segments.
         linear_proj: Megatron's `RowParallelLinear`.
@@ -96,7 +95,7 @@ class LatentAttention(nn.Module):
         Returns:
             Likewise `[T, 1, H]`, and its bias if there is one.
         """
-        latent, x = self.latent, self._spread(hidden)
+        latent, x = self.latent, self._gather_input(hidden)
         narrow, rotated = self.linear_kv_down(x)[0].split([latent.rank, latent.rotated], dim=-1)
         query = self._queries(x).unflatten(-1, (-1, self.head_dim)).squeeze(1)
         made = self.linear_kv_up(self.kv_norm(narrow))[0]
@@ -125,18 +124,9 @@ class LatentAttention(nn.Module):
         """Rotate `[T, heads, first + W]` from a feature on; those of queries and keys come out in the same order."""
         return rotate_heads(x, cos, sin, first, self.latent.interleaved)
 
-    def _spread(self, hidden: Tensor) -> Tensor:
+    def _gather_input(self, hidden: Tensor) -> Tensor:
         """All rows, on every tensor rank; the backward sums their gradients over tensor ranks."""
         if self.parallel.tp_size == 1 or self.explicit_expert_comm:
             # A view, cut into pieces or not: its strides decide which product a matrix library computes, to the bit.
             return hidden.view_as(hidden)
-        from megatron.core.tensor_parallel import mappings
-
-        group = self.parallel.tp_group
-        if self.parallel.sequence_parallel:
-            gathered: Tensor = mappings.gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=True, group=group
-            )
-            return gathered
-        copied: Tensor = mappings.copy_to_tensor_model_parallel_region(hidden, group=group)
-        return copied
+        return gather_input(hidden, self.parallel.tp_group, self.parallel.sequence_parallel)

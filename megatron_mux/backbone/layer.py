@@ -18,7 +18,7 @@ from megatron_mux.batch.micro_batch import activate, active
 from megatron_mux.kernels.pointwise.functions import fork, join
 
 
-class Layers:
+class LayersPass:
     """A pass through the layers of a stage whose weights are in place.
 
     Args:
@@ -42,7 +42,6 @@ def compute_layer(
     """Compute a Megatron layer on the active micro-batch.
 
     Args:
-        layer: The layer.
         hidden: `[T, 1, H]`.
         angles: The rotary angles of the tokens; None without rotary embedding.
         labelled_only: Compute the MLP on labelled rows only: above attention no row looks at another.
@@ -111,7 +110,7 @@ def _without_rows(layer: Any, hidden: Tensor, angles: Angles | None) -> Tensor:
 def attention_half(layer: Any, hidden: Tensor, angles: Angles | None) -> Tensor:
     """The first half of a layer by itself: `[T, 1, H]` to the same with attention added."""
     residual, normed = before_attention(layer, hidden)
-    return _add(layer.self_attn_bda, attend(layer, normed, angles), residual)[0]
+    return add_residual(layer.self_attn_bda, attend(layer, normed, angles), residual)[0]
 
 
 def mlp_half(layer: Any, hidden: Tensor) -> Tensor:
@@ -142,7 +141,6 @@ def before_mlp(
     """Add attention's output to the hidden states, and normalise the sum.
 
     Args:
-        layer: The layer.
         attended: `[T, 1, H]` and a bias `[H]` or None.
         residual: `[T, 1, H]`.
         label_rows: `[N]`, the rows that are needed from here on; None: all of them.
@@ -152,19 +150,19 @@ def before_mlp(
     """
     norm = layer.pre_mlp_layernorm
     if label_rows is not None:
-        total = _add(layer.self_attn_bda, attended, residual)[0].index_select(0, label_rows)
+        total = add_residual(layer.self_attn_bda, attended, residual)[0].index_select(0, label_rows)
         return fork(total, norm.frozen)
-    total, normed = _add(layer.self_attn_bda, attended, residual, norm)
+    total, normed = add_residual(layer.self_attn_bda, attended, residual, norm)
     assert normed is not None
     return total, normed
 
 
 def after_mlp(layer: Any, output: tuple[Tensor, Tensor | None], residual: Tensor) -> Tensor:
     """Add the MLP's output `[R, 1, H]`, its bias included, to the hidden states `[R, 1, H]`."""
-    return _add(layer.mlp_bda, output, residual)[0]
+    return add_residual(layer.mlp_bda, output, residual)[0]
 
 
-def _add(
+def add_residual(
     bda: Any, output: tuple[Tensor, Tensor | None], residual: Tensor, norm: FrozenNorm | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Add what a sublayer returns, its bias included, to the hidden states.

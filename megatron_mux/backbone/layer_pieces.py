@@ -57,7 +57,7 @@ class TensorMessages:
         count = 0 if not self.divided else 2 if self.sequence_parallel else 1
         return Yields(count, count)
 
-    def spread(self, normed: Tensor) -> CollectiveGenerator[Tensor]:
+    def gather_input(self, normed: Tensor) -> CollectiveGenerator[Tensor]:
         """Its input: all rows."""
         if not self.divided:
             # As Megatron does: the strides of a view decide which product a matrix library computes, to the bit.
@@ -66,17 +66,17 @@ class TensorMessages:
             return normed
         return received((yield Message("all_gather", normed)))
 
-    def spread_backward(self, gradient: Tensor | None) -> CollectiveGenerator[Tensor | None]:
+    def gather_input_backward(self, gradient: Tensor | None) -> CollectiveGenerator[Tensor | None]:
         """The input's gradient, summed."""
         if not self.divided:
             return gradient
         return (yield None if gradient is None else Message(self._summing, gradient))
 
-    def sum(self, partial: Tensor) -> CollectiveGenerator[Tensor]:
+    def reduce_output(self, partial: Tensor) -> CollectiveGenerator[Tensor]:
         """Its output, summed."""
         return received((yield Message(self._summing, partial))) if self.divided else partial
 
-    def sum_backward(self, gradient: Tensor | None) -> CollectiveGenerator[Tensor | None]:
+    def reduce_output_backward(self, gradient: Tensor | None) -> CollectiveGenerator[Tensor | None]:
         """The output's gradient: all rows."""
         if not self.sequence_parallel:
             return gradient
@@ -101,7 +101,7 @@ class LayerPieces:
         last_norm: Applied to the output: the final norm after the last layer, else None.
         anchor: See `Piece`.
         exchanged: Whether expert ranks take part in the backward pass, with rows or without.
-        trained: Whether the output of `forward` needs a gradient.
+        output_needs_grad: Whether the output of `forward` needs a gradient.
     """
 
     layer: Any
@@ -117,30 +117,30 @@ class LayerPieces:
     def __post_init__(self) -> None:
         self._pieces: _Pieces | None = None
         self._input: tuple[Tensor, bool] | None = None  # to compute the layer again
-        self.trained = False
+        self.output_needs_grad = False
 
-    def forward(self, x: Tensor, needed: bool) -> CollectiveGenerator[tuple[Tensor, bool]]:
+    def forward(self, x: Tensor, input_needs_grad: bool) -> CollectiveGenerator[tuple[Tensor, bool]]:
         """Compute the layer.
 
         Args:
             x: `[T, 1, H]`, without a gradient of its own.
-            needed: Whether `backward` is to return its gradient.
+            input_needs_grad: Whether `backward` is to return its gradient.
 
         Returns:
             `[T, 1, H]`, or `[N, 1, H]` with `labelled_only`; and whether it needs a gradient.
         """
-        output, self.trained = yield from self._compute(x, needed)
-        if self.recompute or not self.trained:
+        output, self.output_needs_grad = yield from self._compute(x, input_needs_grad)
+        if self.recompute or not self.output_needs_grad:
             self._pieces = None
-        if self.recompute and self.trained:
-            self._input = x, needed
-        return output, self.trained
+        if self.recompute and self.output_needs_grad:
+            self._input = x, input_needs_grad
+        return output, self.output_needs_grad
 
     def backward(self, dx: Tensor) -> CollectiveGenerator[Tensor | None]:
         """Back-propagate the output's gradient to the adapters. Returns the input's gradient if that is needed."""
         if self._input is not None:
-            again, self._input = self._input, None
-            yield from self._compute(*again, again=True)
+            of_input, self._input = self._input, None
+            yield from self._compute(*of_input, recomputed=True)
         assert self._pieces is not None
         pieces, self._pieces = self._pieces, None
         if not self.batch.rows:
@@ -150,39 +150,41 @@ class LayerPieces:
         d_sum, d_residual = pieces.end.backward(dx)
         d_normed = yield from pieces.mlp.backward(d_sum)
         d_sum, d_residual = pieces.middle.backward(d_residual, d_normed)
-        (d_normed,) = pieces.attention.backward((yield from self.messages.sum_backward(d_sum)))
-        d_normed = yield from self.messages.spread_backward(d_normed)
+        (d_normed,) = pieces.attention.backward((yield from self.messages.reduce_output_backward(d_sum)))
+        d_normed = yield from self.messages.gather_input_backward(d_normed)
         return pieces.begin.backward(d_residual, d_normed)[0]
 
     def _compute(
-        self, x: Tensor, needed: bool, again: bool = False
+        self, x: Tensor, input_needs_grad: bool, recomputed: bool = False
     ) -> CollectiveGenerator[tuple[Tensor, bool]]:
-        layer, pieces = self.layer, _Pieces(self.anchor, self._cut_mlp(again))
+        layer, pieces = self.layer, _Pieces(self.anchor, self._cut_mlp(recomputed))
         self._pieces = pieces
         if not self.batch.rows:
             yield from nothing(self.messages.yields.forward)
-            _, trained = yield from pieces.mlp.forward(x, needed)
-            return x, trained or needed
-        residual, normed = before_attention(layer, pieces.begin.input(x, needed))
-        x, needed = pieces.begin.output(residual)
-        normed = yield from self.messages.spread(pieces.begin.output(normed)[0])
-        partial, trained = self._attend(pieces.attention, normed, needed)
-        summed = yield from self.messages.sum(partial)
-        x, normed, needed = self._join_and_norm(pieces.middle, (summed, trained), (x, needed))
-        summed, trained = yield from pieces.mlp.forward(normed, needed)
-        return self._join(pieces.end, (summed, trained), (x, needed))
+            _, output_needs_grad = yield from pieces.mlp.forward(x, input_needs_grad)
+            return x, output_needs_grad or input_needs_grad
+        residual, normed = before_attention(layer, pieces.begin.input(x, input_needs_grad))
+        x, input_needs_grad = pieces.begin.output(residual)
+        normed = yield from self.messages.gather_input(pieces.begin.output(normed)[0])
+        partial, output_needs_grad = self._attend(pieces.attention, normed, input_needs_grad)
+        summed = yield from self.messages.reduce_output(partial)
+        x, normed, input_needs_grad = self._join_and_norm(
+            pieces.middle, (summed, output_needs_grad), (x, input_needs_grad)
+        )
+        summed, output_needs_grad = yield from pieces.mlp.forward(normed, input_needs_grad)
+        return self._join(pieces.end, (summed, output_needs_grad), (x, input_needs_grad))
 
-    def _cut_mlp(self, again: bool) -> CutMlp:
+    def _cut_mlp(self, recomputed: bool) -> CutMlp:
         mlp = self.layer.mlp
         if isinstance(mlp, MoELayer):
-            return CutExperts(mlp, self._rows, self.anchor, self.exchanged, again)
+            return CutExperts(mlp, self._rows, self.anchor, self.exchanged, recomputed)
         return _DividedMlp(mlp, self._rows, self.anchor, self.messages)
 
-    def _attend(self, piece: Piece, normed: Tensor, needed: bool) -> tuple[Tensor, bool]:
+    def _attend(self, piece: Piece, normed: Tensor, input_needs_grad: bool) -> tuple[Tensor, bool]:
         attention = self.layer.self_attention
         spreads = attention if isinstance(attention, LatentAttention) else attention.linear_qkv
         with without_collectives(spreads, attention.linear_proj):
-            partial, _ = attend(self.layer, piece.input(normed, needed), self.angles)
+            partial, _ = attend(self.layer, piece.input(normed, input_needs_grad), self.angles)
         return piece.output(partial)
 
     def _join_and_norm(
@@ -191,8 +193,8 @@ class LayerPieces:
         layer, label_rows = self.layer, self.batch.label_rows if self.labelled_only else None
         output = finished(layer.self_attention.linear_proj, piece.input(*summed))
         x, normed = before_mlp(layer, output, piece.input(*residual), label_rows)
-        x, needed = piece.output(x)
-        return x, piece.output(normed)[0], needed
+        x, input_needs_grad = piece.output(x)
+        return x, piece.output(normed)[0], input_needs_grad
 
     def _join(
         self, piece: Piece, summed: tuple[Tensor, bool], residual: tuple[Tensor, bool]
@@ -218,18 +220,18 @@ class _DividedMlp:
         self._mlp, self._batch, self._messages = mlp, batch, messages
         self._piece = Piece(anchor)
 
-    def forward(self, normed: Tensor, needed: bool) -> CollectiveGenerator[tuple[Tensor, bool]]:
+    def forward(self, normed: Tensor, input_needs_grad: bool) -> CollectiveGenerator[tuple[Tensor, bool]]:
         """See `CutMlp.forward`."""
-        normed = yield from self._messages.spread(normed)
+        normed = yield from self._messages.gather_input(normed)
         with activate(self._batch), without_collectives(self._mlp.linear_fc1, self._mlp.linear_fc2):
-            partial, _ = self._mlp(self._piece.input(normed, needed))
-        partial, trained = self._piece.output(partial)
-        return (yield from self._messages.sum(partial)), trained
+            partial, _ = self._mlp(self._piece.input(normed, input_needs_grad))
+        partial, output_needs_grad = self._piece.output(partial)
+        return (yield from self._messages.reduce_output(partial)), output_needs_grad
 
     def backward(self, gradient: Tensor | None) -> CollectiveGenerator[Tensor | None]:
         """See `CutMlp.backward`."""
-        (d_normed,) = self._piece.backward((yield from self._messages.sum_backward(gradient)))
-        return (yield from self._messages.spread_backward(d_normed))
+        (d_normed,) = self._piece.backward((yield from self._messages.reduce_output_backward(gradient)))
+        return (yield from self._messages.gather_input_backward(d_normed))
 
 
 class _Pieces:

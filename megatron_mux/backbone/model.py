@@ -21,7 +21,7 @@ from megatron_mux.backbone.experts.at_start import check_experts, placement_or_d
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.moving import move_experts
 from megatron_mux.backbone.experts.traffic import Traffic
-from megatron_mux.backbone.layer import Layers, compute_layer
+from megatron_mux.backbone.layer import LayersPass, compute_layer
 from megatron_mux.backbone.layer_pieces import LayerPieces, TensorMessages, yields_of
 from megatron_mux.backbone.model_directory import open_checkpoint
 from megatron_mux.backbone.module_weights import ModuleWeights
@@ -50,8 +50,6 @@ class Backbone:
     Attributes:
         info: What config.json and the headers of the weights say.
         shape: Its structure, `padded_vocab` as divided here.
-        parallel: Ranks, groups and device of this process.
-        dtype: Of weights and hidden states.
         device: Of the weights.
         layers: Global indices of this stage's layers.
         first, last: Whether it embeds tokens; whether it computes the loss.
@@ -133,12 +131,9 @@ class Backbone:
 
         Args:
             path: A Hugging Face directory, or one of a Megatron checkpoint.
-            parallel: Ranks, groups and device of this process.
-            dtype: Of weights and hidden states.
             recompute: What to compute again in the backward: nothing, whole layers (`full`), or core attention.
             split: Layers of each stage; by default one stage to a rank, with the layers divided evenly.
             stage: The stage to load; by default this rank's first.
-            residence: Where weights live between uses: see `WeightOffload`.
             config_only: Do not look for weights: make parameters with undefined values.
             placement: Which expert ranks hold which experts; by default neighbouring ones share a rank.
             ends: Whether the first stage embeds tokens, and the last one has the final norm and the output layer.
@@ -192,17 +187,15 @@ class Backbone:
             layers.through(i, partial(self._layer, i, batch, angles[i], labelled_only, lowest))
         return layers.hidden
 
-    def begin_layers(self, hidden: Tensor, trained_from: int) -> Layers:
+    def begin_layers(self, hidden: Tensor, trained_from: int) -> LayersPass:
         """Begin a pass through this stage's layers: see `WeightOffload.layers`."""
-        return self.offload.layers(hidden, trained_from) if self.offload.groups else Layers(hidden)
+        return self.offload.layers(hidden, trained_from) if self.offload.groups else LayersPass(hidden)
 
-    def begin(self, batch: MicroBatch, needed: bool, labelled_only: bool = False) -> StagePass:
+    def begin(self, batch: MicroBatch, input_needs_grad: bool, labelled_only: bool = False) -> StagePass:
         """Begin to compute this stage on a micro-batch with its messages left to the caller.
 
         Args:
-            batch: As for `forward`.
-            needed: Whether an earlier stage needs a gradient: the same on all expert ranks.
-            labelled_only: As for `forward`.
+            input_needs_grad: Whether an earlier stage needs a gradient: the same on all expert ranks.
         """
         decoder, last = self.model.decoder, len(self.layers) - 1
         labelled_only = labelled_only and self._selects_labelled(batch)
@@ -218,7 +211,7 @@ class Backbone:
                 recompute=self.recompute == "full",
                 last_norm=decoder.final_layernorm if batch.rows and self.last and i == last else None,
                 anchor=self._anchor,
-                exchanged=needed or i >= trained_from,
+                exchanged=input_needs_grad or i >= trained_from,
             )
             if self._computes(i, batch)
             else None

@@ -76,10 +76,6 @@ def _with_parent(path: Path, iteration: Path) -> list[Path]:
 def open_checkpoint(path: Path, shape: BackboneShape) -> Checkpoint:
     """The tensors of a backbone by their Hugging Face names.
 
-    Args:
-        path: Its directory.
-        shape: The backbone's.
-
     Raises:
         UserError: See `Checkpoint` and `TorchDistCheckpoint`.
     """

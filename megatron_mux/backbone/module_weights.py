@@ -15,8 +15,6 @@ class ModuleWeights:
     """Reads weights from the backbone's files, whatever a rank holds of them.
 
     Args:
-        info: Of the backbone.
-        source: Its files.
         dtype: Of its computation.
         on_gpu: Whether it computes on a GPU.
     """

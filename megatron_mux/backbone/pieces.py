@@ -57,7 +57,6 @@ class IssuedMessage:
     """A message that whoever yields it has issued: expert ranks have connections of their own.
 
     Attributes:
-        kind: Names it.
         pending: Its result.
     """
 

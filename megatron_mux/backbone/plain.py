@@ -28,9 +28,6 @@ def build(
     """Build some layers on the meta device: they take no memory until they are filled.
 
     Args:
-        shape: The backbone's.
-        dtype: Of weights and hidden states.
-        layers: Global indices of the layers.
         recompute_attention: Compute core attention again in the backward.
         ends: Whether to add the embedding, and the final norm with the output layer.
 

@@ -43,7 +43,6 @@ def stored_tensors(quantisation: Quantisation, name: str, size: tuple[int, int])
     """The tensors that a checkpoint stores for a quantised weight, the codes first.
 
     Args:
-        quantisation: The checkpoint's.
         name: Full Hugging Face name of the weight.
         size: Its output and input features.
     """
@@ -98,7 +97,6 @@ class QuantisedSource:
     """Where quantised matrices come from.
 
     Attributes:
-        checkpoint: The files.
         stored: Stored name of each tensor.
         quantisation: How matrices are held.
         dtype: The backbone's: weights are rounded to it before they are quantised on load.
@@ -117,7 +115,6 @@ class QuantisedSource:
         """A whole weight: on the CPU, or on `device` if it is quantised here.
 
         Args:
-            name: Its full Hugging Face name.
             size: Its output and input features.
             transposed: Whether an unquantised checkpoint stores it `[in, out]`.
 

@@ -64,8 +64,6 @@ class BackboneInfo:
     """A backbone's metadata: enough to validate tasks against.
 
     Attributes:
-        path: Its directory.
-        shape: Its sizes.
         fingerprint: SHA-256 of the shape (with how weights are quantised), and of dtypes, shapes and samples of the
             tensors, whatever files hold them.
         stored: Full Hugging Face name of each tensor to its name in the checkpoint.
@@ -120,9 +118,6 @@ def read_shape(path: str | Path, quantise: QuantMethod | None = None) -> Backbon
 def stored_dtype(path: str | Path) -> str | None:
     """The dtype of a backbone's weights, as its config names it; None if it does not.
 
-    Args:
-        path: A backbone's directory.
-
     Raises:
         UserError: The config is missing or unreadable.
     """
@@ -137,7 +132,6 @@ def read_backbone_info(path: str | Path, quantise: QuantMethod | None = None) ->
     (Seconds for a checkpoint that stores an output layer though its config ties it: the two are compared.)
 
     Args:
-        path: The backbone's directory.
         quantise: See `read_shape`.
 
     Raises:
@@ -166,7 +160,6 @@ def info_without_weights(path: str | Path, quantise: QuantMethod | None = None) 
     """Metadata from config.json alone, as if all weights were there; the fingerprint is empty.
 
     Args:
-        path: The backbone's directory.
         quantise: See `read_shape`.
 
     Raises:
@@ -181,7 +174,6 @@ def shape_of(raw: Mapping[str, Any], path: Path, quantise: QuantMethod | None = 
     """The shape that a config describes.
 
     Args:
-        raw: The config.
         path: Its file, or the backbone's directory, for messages.
         quantise: See `read_shape`.
 

@@ -100,8 +100,6 @@ def resolve(
     """Match the tensors that the shape needs with those that the checkpoint stores.
 
     Args:
-        shape: Of the backbone.
-        checkpoint: Its files.
         wanted: Full Hugging Face names of the tensors that these files have to hold; None: all.
 
     Returns:

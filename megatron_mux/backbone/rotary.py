@@ -42,9 +42,6 @@ def ropes_by_layer(full: Mapping[str, Any], head_dim: int, layers: int, partial:
     """The rotary embedding of each layer, from `rope_parameters`: one for all, or one for each of `layer_types`.
 
     Args:
-        full: The config.
-        head_dim: Width of a head.
-        layers: How many there are.
         partial: Whether the family can rotate a part of a head's features only.
     """
     found = full.get("rope_parameters") or {}
@@ -132,13 +129,7 @@ def _with_yarn_factor(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Rotary:
-    """One rotary embedding on a device.
-
-    Args:
-        rope: Its settings.
-        head_dim: Width of a head.
-        device: Where the angles are computed.
-    """
+    """One rotary embedding on a device."""
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
         self.rope = rope
@@ -155,7 +146,6 @@ class Rotary:
         Args:
             positions: `[T]` int64.
             segments: The sequences, in row order: `longrope` depends on the length of each.
-            dtype: Of the result.
         """
         angles = (positions.float().unsqueeze(1) * self._of_rows(segments, positions.shape[0])).unsqueeze(1)
         cos, sin = angles.cos(), angles.sin()
@@ -181,14 +171,7 @@ class Rotary:
 
 
 class StageRotary:
-    """The rotary embeddings of a stage's layers, of which those with equal settings share one.
-
-    Args:
-        shape: The backbone's.
-        layers: Global indices of the layers.
-        dtype: Of hidden states.
-        device: Where the angles are computed.
-    """
+    """The rotary embeddings of a stage's layers, of which those with equal settings share one."""
 
     def __init__(self, shape: BackboneShape, layers: range, dtype: torch.dtype, device: torch.device) -> None:
         wide = shape.latent is not None and shape.latent.wide_rotation
@@ -211,8 +194,6 @@ def inverse_frequencies(rope: Rope, head_dim: int, long: bool = False) -> Tensor
     """`[D / 2]` fp32, computed as transformers does, operation by operation, so that angles agree to the last bit.
 
     Args:
-        rope: The settings.
-        head_dim: Width of a head.
         long: For `longrope`: of sequences beyond the original positions.
     """
     width = int(head_dim * rope.partial_rotary_factor)

@@ -79,10 +79,6 @@ def build(
     """Build the stage with these layers on the meta device: it takes no memory until it is filled.
 
     Args:
-        shape: The backbone's.
-        parallel: Ranks, groups and device of this process.
-        dtype: Of weights and hidden states.
-        layers: Global indices of the stage's layers.
         recompute_attention: Compute core attention again in the backward.
         placement: Which expert ranks hold which experts; None without experts.
         ends: Whether the stage embeds tokens, and whether it has the output layer.

@@ -25,7 +25,6 @@ def split_between(layers: int, stages: int, first: int | None, last: int | None)
     """Divide layers among stages of which the first and the last have given numbers of them.
 
     Args:
-        layers: Number of layers of the backbone.
         stages: Number of stages, at least two.
         first, last: Number of layers of those stages; None: like the others.
 

@@ -39,7 +39,6 @@ class StagePass:
 
     Args:
         layers: Of the stage; None where this rank has nothing to compute.
-        offload: Where their weights live.
         trained_from: The first layer of the stage with an adapter.
         messages: How often each layer yields, each way; those of recomputation count as backward.
     """
@@ -56,12 +55,12 @@ class StagePass:
         self._trained_from = trained_from
         self._messages = messages
 
-    def forward(self, hidden: Tensor, needed: bool) -> CollectiveGenerator[tuple[Tensor, bool]]:
+    def forward(self, hidden: Tensor, input_needs_grad: bool) -> CollectiveGenerator[tuple[Tensor, bool]]:
         """Compute the layers.
 
         Args:
             hidden: `[T, 1, H]`.
-            needed: Whether `backward` is to return its gradient.
+            input_needs_grad: Whether `backward` is to return its gradient.
 
         Returns:
             `[T, 1, H]`, or `[N, 1, H]` where the last layer computes labelled rows only; and whether it needs a
@@ -74,8 +73,8 @@ class StagePass:
                 if layer is None:
                     yield from nothing(self._messages[i].forward)
                 else:
-                    hidden, needed = yield from layer.forward(hidden, needed)
-        return hidden, needed
+                    hidden, input_needs_grad = yield from layer.forward(hidden, input_needs_grad)
+        return hidden, input_needs_grad
 
     def backward(self, gradient: Tensor | None, to_input: bool) -> CollectiveGenerator[Tensor | None]:
         """Back-propagate to the adapters.
@@ -93,7 +92,7 @@ class StagePass:
                 yield from nothing(self._messages[i].backward)
                 continue
             with self._offload.using(i, i - 1 if i > lowest else None):
-                if layer is None or gradient is None or not layer.trained:
+                if layer is None or gradient is None or not layer.output_needs_grad:
                     yield from nothing(self._messages[i].backward)
                 else:
                     gradient = yield from layer.backward(gradient)

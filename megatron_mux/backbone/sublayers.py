@@ -28,7 +28,6 @@ class FrozenNorm(nn.Module):
 
     Args:
         kind: An RMS norm, or a LayerNorm, which has a bias.
-        hidden_size: Features.
         eps: Added to the mean square.
     """
 
@@ -51,11 +50,7 @@ class FrozenNorm(nn.Module):
 
 
 class OutputNorm(nn.Module):
-    """Holds the norm of a sublayer's output, in place of Megatron's bias-dropout-add: see `layer.add`.
-
-    Args:
-        norm: The norm.
-    """
+    """Holds the norm of a sublayer's output, in place of Megatron's bias-dropout-add: see `layer.add_residual`."""
 
     def __init__(self, norm: FrozenNorm) -> None:
         super().__init__()
@@ -127,7 +122,6 @@ class Attention(nn.Module):
     whole, and keeps its own query heads.
 
     Args:
-        shape: The backbone's.
         tensor: This rank and the number of ranks that divide the layer.
         linear_qkv: `[T, 1, H]` to `[T, 1, (h + 2 g) D]`.
         core_attention: Attends over segments.
@@ -190,7 +184,6 @@ class Mlp(nn.Module):
     """Two products around an activation function, gated or not.
 
     Args:
-        shape: The backbone's.
         linear_fc1: `[T, 1, H]` to the inner width, both halves of it if the MLP is gated.
         linear_fc2: Back to `[T, 1, H]`.
     """

@@ -26,11 +26,7 @@ class Vocabulary:
     """The embedding and the output layer of a stage, as far as it has them.
 
     Args:
-        model: Of the stage.
         shape: The backbone's, `padded_vocab` as divided here.
-        parallel: Ranks, groups and device of this process.
-        dtype: Of hidden states.
-        offload: Where the weights live.
 
     Attributes:
         parts: This rank's part of each matrix that the stage has; empty on expert managers.
@@ -84,10 +80,6 @@ class Vocabulary:
 
     def embed(self, batch: MicroBatch, shape: tuple[int, int, int]) -> Tensor:
         """Embed the tokens: `[T, 1, H]`, this rank's rows of it with sequence parallelism.
-
-        Args:
-            batch: The micro-batch.
-            shape: Of the result.
 
         Returns:
             Hidden states that require a gradient if a task of the batch trains rows of the embedding.
@@ -143,7 +135,6 @@ class Vocabulary:
 
         Args:
             hidden: What the last layer returned, of all rows or of the labelled ones.
-            batch: The micro-batch.
             scale: Factors of the labelled rows' gradients, set before the backward pass; None: all are one.
             smoothing: See `weighted_loss`.
 
@@ -166,7 +157,6 @@ class Vocabulary:
 
         Args:
             hidden: What the last layer returned, of all rows or of the labelled ones.
-            batch: The micro-batch.
 
         Returns:
             `[N]` fp32, and `[N]` int64.

@@ -27,11 +27,7 @@ _QUANTISED_ALIGNMENT = 16
 
 
 class SideStream:
-    """Runs work beside computation: on a stream of its own on a GPU, at once on a CPU.
-
-    Args:
-        device: The device.
-    """
+    """Runs work beside computation: on a stream of its own on a GPU, at once on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -60,7 +56,6 @@ class FetchedBytes:
     Args:
         parameters: Tensors in the backbone's dtype, filled.
         quantised: Tensors of quantised matrices.
-        parallel: Ranks, groups and device of this process.
         shares: Number of ranks of `parallel.dp_group` that keep a share each; 1: each rank keeps everything.
         offloaded: Whether the share is kept in host memory.
         side: Stream of copies and gathers.
@@ -151,7 +146,6 @@ class DequantisedWeights:
         device: Of the buffer.
 
     Attributes:
-        matrices: The argument.
         whole: The buffer.
     """
 
@@ -242,7 +236,6 @@ class WeightGroup:
         dequantised: What is quantised; None: nothing.
 
     Attributes:
-        fetched, dequantised: The arguments.
         uses: How many passes are using the weights: those that are interleaved share them.
     """
 

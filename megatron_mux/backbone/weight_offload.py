@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megatron_mux.backbone.layer import Layers
+from megatron_mux.backbone.layer import LayersPass
 from megatron_mux.backbone.weight_group import SideStream, WeightGroup
 from megatron_mux.quantised.matrix import QuantisedMatrix
 from megatron_mux.runtime import Parallel
@@ -34,7 +34,6 @@ def weight_group_of(parameter: str, layers: int) -> Key:
 
     Args:
         parameter: Its full name.
-        layers: Number of layers of the stage.
     """
     first, *rest = parameter.split(".")
     if first == "embedding":
@@ -51,7 +50,6 @@ class WeightOffload:
         kind: `resident`: on the device, all of them; `sharded`: each data-parallel rank keeps its share of each group;
             `offloaded`: in host memory; `sharded-offloaded`: each data-parallel rank's share in host memory. With one
             data-parallel rank, its share is everything.
-        parallel: Ranks, groups and device of this process.
 
     Attributes:
         shares: Number of ranks that keep a share each; 1: each rank keeps everything.
@@ -77,7 +75,6 @@ class WeightOffload:
         """Take over parameters as the group `key`.
 
         Args:
-            key: The group.
             parameters: Those that are not quantised, filled.
             quantised: The others, empty, with their matrices.
         """
@@ -96,7 +93,6 @@ class WeightOffload:
         """Context in which the weights of a group are in place.
 
         Args:
-            key: The group.
             following: The group that is needed next: fetched meanwhile.
         """
         group = self.groups.get(key)
@@ -119,14 +115,14 @@ class WeightOffload:
         for group in self.groups.values():
             group.abandon()
 
-    def layers(self, hidden: Tensor, trained_from: int) -> Layers:
+    def layers(self, hidden: Tensor, trained_from: int) -> LayersPass:
         """Begin a pass through the layers of the stage, whose weights are fetched for it.
 
         Args:
             hidden: Input of the first layer.
             trained_from: The first layer of the stage with an adapter of any task: equal on all data-parallel ranks.
         """
-        return _FetchedLayers(self, hidden, trained_from)
+        return _FetchedLayersPass(self, hidden, trained_from)
 
     def joined(self, hidden: Tensor, layer: _Layer) -> Tensor:
         """The layer's output, with a backward that fetches its weights even if no row needs a gradient."""
@@ -134,7 +130,7 @@ class WeightOffload:
         return joined
 
 
-class _FetchedLayers(Layers):
+class _FetchedLayersPass(LayersPass):
     """See `WeightOffload.layers`."""
 
     def __init__(self, offload: WeightOffload, hidden: Tensor, trained_from: int) -> None:

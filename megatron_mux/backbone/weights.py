@@ -115,8 +115,6 @@ def plan(shape: BackboneShape, layers: range, part: Part) -> Plan:
 
     Args:
         shape: The backbone's, `padded_vocab` as divided here.
-        layers: Global indices of the stage's layers.
-        part: Of this rank.
     """
     names, rank, size = shape.names, part.rank, part.size
     first, last = part.ends and layers.start == 0, part.ends and layers.stop == shape.layers
@@ -234,12 +232,7 @@ def load(
     Args:
         model: Of the stage, on the meta device.
         shape: The backbone's, `padded_vocab` as divided here.
-        layers: Global indices of the stage's layers.
-        source: To read from.
         stored: Stored name of each tensor, from `resolve`.
-        offload: Where the parameters live.
-        part: Of this rank.
-        dtype: Of the parameters.
         embedding: Of another stage of this process, which the output layer shares if the backbone ties the two.
 
     Raises:
@@ -284,10 +277,7 @@ class _Reader:
     """Reads parameters, and quantised matrices in the place of some.
 
     Args:
-        shape: The backbone's.
-        source: To read from.
         stored: Stored name of each tensor.
-        device: Of the parameters.
         dtype: Of those that are not wide.
     """
 

@@ -17,6 +17,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +124,7 @@ def draw_subgraphs(arguments: argparse.Namespace) -> None:
     traced = _traced(arguments) if arguments.backbone is not None else _kept(arguments)
     write_output("--output", arguments.output, to_svg(traced))
     if arguments.json:
-        print(json.dumps([subgraphs.to_json() for subgraphs in traced]))
+        print(json.dumps(list(map(asdict, traced))))
         return
     print("\n".join(map(str, traced)))
     print(f"drawn in {arguments.output}")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.adapters.host import Site
-from megatron_mux.backbone.layer import Layers
+from megatron_mux.backbone.layer import LayersPass
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.weights import Reading
 from megatron_mux.dry_run.run_spec import Mark
@@ -64,7 +64,7 @@ class StepTracker(Heartbeat):
         for stage in stages:
             setattr(stage, "begin_layers", self._followed(stage))  # noqa: B010 (on the instance)
 
-    def _followed(self, stage: Backbone) -> Callable[[Tensor, int], Layers]:
+    def _followed(self, stage: Backbone) -> Callable[[Tensor, int], LayersPass]:
         begin = stage.begin_layers
         return lambda hidden, trained_from: _Followed(
             self._place, stage.layers.start, begin(hidden, trained_from)
@@ -144,15 +144,15 @@ class StepTracker(Heartbeat):
         label()
 
 
-class _Followed(Layers):
+class _Followed(LayersPass):
     """A pass through layers that reports the current layer."""
 
-    def __init__(self, place: StepPosition, first: int, layers: Layers) -> None:
+    def __init__(self, place: StepPosition, first: int, layers: LayersPass) -> None:
         super().__init__(layers.hidden)
         self._place, self._first, self._layers = place, first, layers
 
     def through(self, key: int, compute: Callable[[Tensor], Tensor]) -> None:
-        """See `Layers.through`."""
+        """See `LayersPass.through`."""
         self._place.arrive(self._first + key, self.hidden, lowest=key == 0)
         self._layers.through(key, compute)
         self.hidden = self._layers.hidden

@@ -115,7 +115,6 @@ class Filled:
     """What pipelines and micro-batches hold already, so that what comes next goes where there is least.
 
     Args:
-        pipelines: Number of pipelines.
         micro_batches: C.
     """
 
@@ -137,7 +136,6 @@ def cut_into_chunks(
         items: The hybrid task's sequences over all pipelines, task after task.
         chunk: Tokens of a chunk; None: micro-batches are not cut.
         filled: What there is so far; changed.
-        data_rank: Which pipeline this is.
 
     Returns:
         C micro-batches, of which some may be empty; no chunk is.
@@ -156,8 +154,6 @@ def share_out(items: Sequence[Shared], costs: Sequence[float], filled: list[floa
     """Split items into parts of nearly equal cost: the dearest first, each to the part that has least so far.
 
     Args:
-        items: What to share out.
-        costs: Of each.
         filled: What each part holds already; changed.
 
     Returns:

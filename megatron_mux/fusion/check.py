@@ -45,8 +45,6 @@ def check_plan(plan: Plan, backbone: str, mesh: Mesh, tasks: Sequence[str]) -> N
 
     Args:
         backbone: The backbone's fingerprint.
-        mesh: The ranks of the run.
-        tasks: The tasks to train.
 
     Raises:
         UserError: With all problems; each wrong entry is named by its place.

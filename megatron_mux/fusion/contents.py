@@ -27,8 +27,6 @@ def contents_of(
         micro_batches: The pieces of each.
         lengths: Of each task's step.
         columns: The signature of each task.
-        width: Number of signatures.
-        device: Where they are computed.
         prefixed: Tasks whose sequences have a prefix.
     """
     rows, labels = (np.zeros((len(micro_batches), width)) for _ in range(2))

@@ -18,7 +18,6 @@ class Device:
     """A device's limits.
 
     Attributes:
-        name: What it is called.
         peak: Floating-point operations a second, by bytes of the dtype (4: fp32, 2: bf16).
         bandwidth: Bytes a second to and from its memory.
         overhead: Seconds to begin an operator.

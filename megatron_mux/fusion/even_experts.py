@@ -67,14 +67,7 @@ class ExpertShares:
 
     @classmethod
     def of(cls, shape: BackboneShape, tensor: int, expert: int, expert_tensor: int) -> ExpertShares:
-        """The shares of a rank.
-
-        Args:
-            shape: The backbone's.
-            tensor: Ranks that share each layer.
-            expert: Expert ranks.
-            expert_tensor: Ranks that share each expert.
-        """
+        """The shares of a rank."""
         experts = shape.experts
         assert experts is not None
         share, group = 1 / tensor, expert * expert_tensor

@@ -15,11 +15,8 @@ class Mesh:
     """The ranks of a run.
 
     Attributes:
-        tensor: Ranks that share each layer.
-        pipeline: Ranks of a pipeline.
         data: Pipelines.
         split: Layers of each stage; empty: one stage per rank, with as even numbers of layers as possible.
-        expert: Ranks that the experts of a layer are divided among.
         expert_tensor: Ranks that share each expert; None: the backbone has none.
         managers: Processes that hold the routed experts and nothing else, besides the one rank; 0: none.
     """
@@ -139,8 +136,6 @@ def possible_meshes(
     """List the ways to divide so many ranks.
 
     Args:
-        shape: The backbone's.
-        ranks: Number of ranks.
         virtual: Pipeline stages of each rank, where there are several ranks to a pipeline.
         whole_experts: Whether tensor ranks may not divide an expert; else they divide each as they do layers.
     """

@@ -122,7 +122,6 @@ class Plan:
     """What every rank computes in one step.
 
     Attributes:
-        policy: The policy that made it.
         stages: Pipeline stages, virtual ones included.
         buckets: In the order in which they enter the pipeline.
         virtual: Stages per rank: stage `s` is on rank `s % (stages / virtual)`.
@@ -140,7 +139,6 @@ class Plan:
         costs: Where the predictions come from, for people.
         predicted_latency_s: Seconds of one step of every task, its share of the flushes included.
         memory_bytes: Predicted peak of each rank of the pipeline.
-        memory_limit_bytes: Bytes that a rank may use; None: no limit.
         activation_limit: Bytes that each rank may keep between passes, resident bytes left out; a micro-batch that
             keeps more is in flight alone. Empty: no limit.
         replan_in: Steps until the plan that is being made in the background takes over; 0: none is being made.
@@ -266,11 +264,9 @@ def plan_for(
     Args:
         policy: `serial` (the first task alone), `temporal` or `spatial`.
         accumulation: `gradient_accumulation_steps` of the active tasks, in order.
-        stages: Pipeline stages.
         micro_batches: Per bucket; by default the largest accumulation, and for `spatial` in a pipeline at least twice
             its stages, so that the bubble stays below a third.
         chunk: Tokens of a chunk; None: packs are not cut.
-        alignment: See `Plan`.
 
     Returns:
         The plan; without a bucket if no task is active.
@@ -327,7 +323,6 @@ def shrink_bucket(plan: Plan, index: int, records: Mapping[str, int]) -> Plan | 
 
     Args:
         index: The bucket: it is cut into twice as many micro-batches or, once those hold one record, into its tasks.
-        records: Number of records in a step of each task.
     """
     bucket = plan.buckets[index]
 

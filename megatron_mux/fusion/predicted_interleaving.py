@@ -18,7 +18,6 @@ def with_interleaving(actions: Iterable[TimedAction], plan: Plan) -> list[TimedA
 
     Args:
         actions: The schedule, of one or several steps.
-        plan: What it follows.
     """
     known: dict[tuple[int, int, bool], list[TimedPart]] = {}
     drawn = []

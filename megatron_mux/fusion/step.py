@@ -29,7 +29,6 @@ class Lengths:
     """The sequences of one task's step.
 
     Attributes:
-        tokens: Of each.
         labels: Labelled tokens of each.
         pad_to: Each is padded to so many tokens; 0: not at all.
         together: Neighbours that are in the same micro-batch, since their losses are coupled: those of a pair.
@@ -61,7 +60,6 @@ def step_chunks(plan: Plan, lengths: Mapping[str, Lengths], data_rank: int = 0) 
     Args:
         plan: Says which tasks share what, in how many micro-batches, cut how.
         lengths: Of every task of the plan.
-        data_rank: Which of the `plan.data` pipelines.
     """
     chunks: dict[ChunkId, tuple[Chunk, ...]] = {}
     sizes: list[tuple[int, ...]] = []

@@ -39,7 +39,6 @@ def keep_mask(
 
     Args:
         key: From `key_of(task seed, name of the dropout field, module)`.
-        step: Optimizer steps that the task has done.
         sequence_ids: `[n]` int64, the sequence of each row.
         token_index: `[n]` int64, the token of each row within its sequence.
         features: First and one past the last global feature index.
@@ -71,10 +70,8 @@ def row_uniform(key: int, step: int, sequence_ids: Tensor, token_index: Tensor, 
 
     Args:
         key: From `key_of(task seed, ...)`.
-        step: Optimizer steps that the task has done.
         sequence_ids: `[n]` int64, the sequence of each row.
         token_index: `[n]` int64, the token of each row within its sequence.
-        features: Number of features.
 
     Returns:
         `[n, features]` fp32 strictly between 0 and 1.

@@ -37,7 +37,6 @@ class EmbeddingNoise:
         """Noise for some rows: `[n, H]` fp32.
 
         Args:
-            step: Optimizer steps that the task has done.
             sequence_ids: `[n]` int64, the sequence of each row.
             token_index: `[n]` int64, the token of each row within its sequence.
             hidden: H.

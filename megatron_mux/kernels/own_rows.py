@@ -72,7 +72,6 @@ class Lookup:
     """The lookup of a micro-batch's tokens in tasks' own rows of the embedding.
 
     Attributes:
-        part: The embedding.
         tokens: `[rows]` int64 of the whole micro-batch.
         own: Which rows of it have rows of their own.
         first: The first row of the micro-batch that this rank has.

@@ -141,10 +141,6 @@ class Adafactor(Optimizer):
 class _Stack:
     """Parameters of one shape that are stepped alike, by operators that take all of them.
 
-    Args:
-        slices: The parameters.
-        layout: Where they are.
-
     Attributes:
         states: By name, `[parameters, ...]`.
         partial: The state whose mean is over a dimension that ranks divide; empty: none.

@@ -13,7 +13,6 @@ def group_of(key: str, shape: Sequence[int]) -> Group:
 
     Args:
         key: Its name in `adapter_model.safetensors`.
-        shape: Of the whole tensor.
 
     Returns:
         `B` for `lora_B` and vectors, else `A`. LoRA of embeddings, peft's third group, is refused elsewhere.

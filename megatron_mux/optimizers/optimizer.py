@@ -49,7 +49,6 @@ class ParamSlice:
     """One parameter in the flat parameters.
 
     Attributes:
-        parameter: The parameter.
         shape: Of the part that this rank holds.
         group: Where it is and how it is stepped.
         divided: The dimension that tensor ranks divide, not always evenly; None: each of them holds the whole tensor.
@@ -70,7 +69,6 @@ class Stored(NamedTuple):
 
     Attributes:
         tensor: What this rank holds.
-        full_shape: Of the whole tensor.
         dim: The dimension that is divided over ranks; None: this rank holds everything.
         positions: `[local size of dim]` int64 positions along `dim` of what is held here.
     """
@@ -102,7 +100,6 @@ class ParamLayout:
     Attributes:
         values, gradients: `[n]` flat tensors.
         groups: Param groups that cover all parameters, as long as possible.
-        slices: The parameters one by one.
         group: Tensor ranks that hold the other parts of divided parameters; None: nothing is divided.
     """
 
@@ -122,12 +119,7 @@ class Options(NamedTuple):
 
 
 class Optimizer(ABC):
-    """Steps the parameters of one task on this rank.
-
-    Args:
-        layout: The parameters.
-        options: Betas and epsilon.
-    """
+    """Steps the parameters of one task on this rank."""
 
     names: ClassVar[tuple[str, ...]]
     """Its spellings in `TrainingArguments.optim`, with equal results; the first is its name here."""
@@ -158,7 +150,6 @@ class Optimizer(ABC):
 
         Args:
             step: Steps done before this one.
-            rate: Learning rate of the task.
             skip: Scalar fp32 on the device: unless it is zero, values and states stay as they are.
         """
 
@@ -176,7 +167,6 @@ class Optimizer(ABC):
         """Restore a parameter's state.
 
         Args:
-            param: The parameter.
             full: The whole tensors that `state` gave on all ranks, by name.
 
         Raises:

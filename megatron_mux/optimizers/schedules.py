@@ -44,13 +44,7 @@ _LARGEST_POWER = 100.0
 
 
 def problem_of_kwargs(name: str, kwargs: Mapping[str, Any], learning_rate: float) -> str:
-    """What is wrong with the keyword arguments of a schedule, and what it takes; empty if nothing is.
-
-    Args:
-        name: Of the schedule.
-        kwargs: As given.
-        learning_rate: The task's.
-    """
+    """What is wrong with the keyword arguments of a schedule, and what it takes; empty if nothing is."""
     takes = SCHEDULES[name]
     what = f"{name} takes {', '.join(takes)}" if takes else f"{name} takes none"
     unknown = [key for key in kwargs if key not in takes]
@@ -87,7 +81,6 @@ def schedule(
     """Make the curve of a schedule.
 
     Args:
-        name: Of the schedule.
         learning_rate: Peak rate, which some schedules end relative to.
         warmup: Steps of the warm-up.
         total_steps: Steps that the schedule spans.

@@ -98,7 +98,6 @@ class Action:
         """The action on the neighbouring stage whose result this one needs; None if it needs none.
 
         Args:
-            stages: Number of stages.
             ranks: Number of ranks. `N` and `U` run once per rank, however many stages it has.
         """
         return self._shifted(1 if self.is_backward else -1, stages, ranks)
@@ -121,7 +120,6 @@ class TimedPart:
         piece: Index of the piece among those of its batch.
         start, stop: Seconds, on the clock of the pass. A message starts once it has been issued and the one before it
             has arrived, and stops when it has arrived.
-        label: Text that names the batch in pictures.
         message: The kind of the message; empty: this is a piece.
     """
 
@@ -140,7 +138,6 @@ class TimedAction:
     Attributes:
         start, stop: Seconds, without the time spent waiting for a neighbour's tensor. Measured times are on the host's
             monotonic clock, simulated ones start from zero.
-        label: Text shown on the action in pictures.
         parts: Pieces and messages of a pass whose batches are computed in turns.
     """
 

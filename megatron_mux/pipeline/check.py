@@ -19,11 +19,7 @@ def check(template: Template, sizes: Sizes, stages: int, period: int | None = No
     A template may consist of forward passes only (evaluation), and may leave out all `N` and `U` actions.
 
     Args:
-        template: Actions per rank.
-        sizes: Chunks of the micro-batches of all buckets of all steps.
-        stages: Number of stages, including virtual ones.
         period: Number of buckets in a step; None if there is only one step.
-        virtual: Number of stages on each rank.
 
     Raises:
         TemplateError: An action is on the wrong rank, is missing or duplicated, breaks the order of a pack's chunks,

@@ -56,7 +56,6 @@ class Communicator:
     All ranks of a pipeline make theirs together: with NCCL, neighbours connect.
 
     Args:
-        parallel: Where this rank stands.
         closes_ring: Whether the last rank is also a neighbour of the first: with several stages to a rank.
     """
 

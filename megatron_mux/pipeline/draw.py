@@ -117,12 +117,7 @@ def stages_of(actions: Iterable[TimedAction]) -> int:
 
 
 def busy(actions: Sequence[TimedAction], ranks: int = 0) -> list[float]:
-    """Seconds during which each rank computes.
-
-    Args:
-        actions: A schedule.
-        ranks: Number of ranks; 0 for one per stage.
-    """
+    """Seconds during which each rank computes."""
     rows = ranks or stages_of(actions)
     seconds = [0.0] * rows
     for timed in actions:
@@ -143,8 +138,6 @@ def to_svg(actions: Schedules, title: str, ranks: int = 0) -> str:
 
     Args:
         actions: One schedule, or several by name.
-        title: Title of the picture.
-        ranks: Number of ranks; 0 for one per stage.
 
     Returns:
         The SVG document.

@@ -48,7 +48,6 @@ class StageCompute(Protocol):
         """Step the optimizers of the bucket's tasks on this stage.
 
         Args:
-            action: The `U` action.
             whole: Statistics over all stages; None on the first stage, which has them from `norm`.
 
         Returns:
@@ -78,12 +77,10 @@ def execute(
 
     Args:
         template: Actions of all ranks, validated by `check`. Forwards without a backward (evaluation) keep nothing.
-        rank: This rank.
         compute: Computes the actions.
         communicator: Sends and receives.
         dtype: Dtype of hidden states and their gradients.
         timer: Called with each action once all have been issued. On a GPU this waits until they are done.
-        stages: Number of stages; by default one per rank.
         given: See `issue_order`.
     """
     stages = stages or len(template)

@@ -39,7 +39,6 @@ class Lanes:
     """A pair of lanes.
 
     Attributes:
-        title: Written above it.
         spans: Its boxes; time begins at zero.
     """
 

@@ -24,7 +24,6 @@ class BucketInput:
     """A bucket as a stage sees it.
 
     Attributes:
-        name: Name used in messages.
         shape: `[rows, sequences, H]` of the tensor sent between stages for one micro-batch.
         divisor: Divisor of each micro-batch's loss.
         batches: Data iterator of its micro-batches.
@@ -69,7 +68,6 @@ class GradientSync:
     """Delays the data-parallel reduction of gradients until a stage's last backward pass, as Megatron does.
 
     Args:
-        config: The model's configuration.
         parameters: Returns the parameters whose gradients are reduced.
         is_first_stage: On the first stage the last backward pass itself triggers the reduction, even with
             `grad_sync_func`, since the pipeline ends with it. On later stages the reduction overlaps with the stages

@@ -56,7 +56,6 @@ class Bucket:
     """Micro-batches of one data source or task, all of one size.
 
     Attributes:
-        name: Name used in messages.
         micro_batches: Number of micro-batches in one call.
         seq_length: Tokens per sequence.
         micro_batch_size: Sequences per micro-batch.
@@ -142,7 +141,7 @@ def forward_backward_multi_bucket(
     Raises:
         ValueError: Something unsupported is requested, or buckets, data and call do not match.
     """
-    model = _single(model, "model")
+    model = _single(model)
     config = of_wrapped(model, "config")
     _refuse_undone(config, bool(buckets), decoder_seq_length, adjust_tensor_shapes_fn)
     _refuse_mismatch(forward_only, collect_non_loss_data, p2p_communicator, pg_collection)
@@ -184,13 +183,13 @@ def _run(
     return stage
 
 
-def _single(value: Any, what: str) -> Any:
+def _single(model: Any) -> Any:
     """The one model chunk of a list, or the model itself."""
-    if not isinstance(value, list):
-        return value
-    if len(value) != 1:
-        raise ValueError(f"{what} is a list of {len(value)}: several model chunks to a stage are not done")
-    return value[0]
+    if not isinstance(model, list):
+        return model
+    if len(model) != 1:
+        raise ValueError(f"model is a list of {len(model)}: several model chunks to a stage are not done")
+    return model[0]
 
 
 def _refuse_undone(

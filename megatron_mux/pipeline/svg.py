@@ -22,12 +22,7 @@ def seconds(value: float) -> str:
 
 
 def document(parts: Iterable[str], height: int) -> str:
-    """A picture of these elements on white.
-
-    Args:
-        parts: The elements.
-        height: Pixels.
-    """
+    """A picture of these elements on white."""
     size = f'width="{LEFT + WIDTH + RIGHT}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"

@@ -25,7 +25,6 @@ def gpipe(stages: int, sizes: Sizes) -> Template:
     """All forward passes, then all backward passes (Huang et al., 2019).
 
     Args:
-        stages: Number of stages.
         sizes: Chunks of the micro-batches of each bucket, in the order in which buckets enter.
     """
     return tuple(
@@ -41,7 +40,6 @@ def one_f_one_b(stages: int, sizes: Sizes, period: int | None = None) -> Templat
     waits for the forward of its last chunk.
 
     Args:
-        stages: Number of stages.
         sizes: Chunks of the micro-batches of each bucket, in the order in which buckets enter.
         period: Number of buckets in a step, if there are several steps. A bucket's step starts after its previous one.
     """
@@ -70,8 +68,6 @@ def interleaved(ranks: int, virtual: int, sizes: Sizes) -> Template:
     """Interleaved 1F1B (Narayanan et al., 2021): `virtual` stages per rank, stage `s` on rank `s % ranks`.
 
     Args:
-        ranks: Number of ranks.
-        virtual: Number of stages on each rank.
         sizes: Micro-batches of one chunk each; their total must be a multiple of the number of ranks.
 
     Raises:
@@ -94,13 +90,7 @@ def fits_interleaved(ranks: int, sizes: Sizes) -> bool:
 
 
 def forward_only(ranks: int, micro_batches: int, virtual: int = 1) -> Template:
-    """Forward passes only (evaluation), in groups of as many micro-batches as there are ranks.
-
-    Args:
-        ranks: Number of ranks.
-        micro_batches: Number of micro-batches.
-        virtual: Number of stages on each rank.
-    """
+    """Forward passes only (evaluation), in groups of as many micro-batches as there are ranks."""
     chunk_ids = forward_order(plain([micro_batches]))
     groups = [chunk_ids[i : i + ranks] for i in range(0, len(chunk_ids), ranks)]
     return tuple(
@@ -126,9 +116,7 @@ def with_updates(template: Template, sizes: Sizes, period: int, stages: int | No
     Args:
         template: Passes of one or several steps; a bucket's forward passes come after the backward passes of its
             previous step.
-        sizes: Chunks of the micro-batches of all buckets of all steps.
         period: Number of buckets in a step: buckets `e` and `e + period` hold the same tasks.
-        stages: Number of stages; by default one per rank.
     """
     each = (len(template) if stages is None else stages) // len(template)
     return tuple(tuple(_ended(actions, rank, each, sizes, period)) for rank, actions in enumerate(template))
@@ -189,11 +177,7 @@ def _backwards(stage: int, chunk_ids: Sequence[ChunkId]) -> list[Action]:
 
 
 def _ended(actions: Sequence[Action], rank: int, each: int, sizes: Sizes, period: int) -> Iterator[Action]:
-    """Insert `N` as early and `U` as late as possible into a rank's actions, both in the order of the buckets.
-
-    Args:
-        each: Number of stages on the rank.
-    """
+    """Insert `N` as early and `U` as late as possible into a rank's actions, both in the order of the buckets."""
     left = [sum(chunks) * each for chunks in sizes]  # backward passes to come
     normed = updated = 0
 

@@ -27,7 +27,6 @@ def to_trace(actions: Schedules, ranks: int = 0, plan: Mapping[str, Any] | None 
 
     Args:
         actions: One schedule, or several by name.
-        ranks: Number of ranks; 0 for one per stage.
         plan: The plan that the actions followed, kept as it is for whoever reads the file. Pieces and messages name
             their step if it is given.
 

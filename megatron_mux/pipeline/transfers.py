@@ -76,8 +76,6 @@ def issue_order(
 
     Args:
         template: Actions of all ranks, validated by `check`.
-        rank: This rank.
-        stages: Number of stages.
         ends_in_turn: Whether all ranks finish a bucket before any finishes the next one. Pipelines that sum their
             gradients meet where buckets end: if their templates differ, they need one order of these ends.
         given: Transfers from outside the template, in order: their tensors are there from the beginning.

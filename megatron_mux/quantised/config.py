@@ -17,9 +17,6 @@ _TORCHAO: dict[str, QuantMethod] = {"Int8WeightOnlyConfig": "int8", "Float8Weigh
 def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
     """How a checkpoint's weights are quantised; None: they are not.
 
-    Args:
-        config: Contents of config.json.
-
     Raises:
         UserError: They are quantised in a way that cannot be read.
     """

@@ -19,12 +19,7 @@ _TINY = torch.finfo(torch.float32).eps
 
 
 def quantise(chunks: Iterable[Tensor], to: Format) -> EightBitMatrix:
-    """Quantise a whole Hugging Face tensor, with one scale for each row, as torchao does.
-
-    Args:
-        chunks: Its rows, some at a time: `[n, K]`, on any device.
-        to: The format.
-    """
+    """Quantise a whole Hugging Face tensor, with one scale for each row, as torchao does."""
     codes, scales = [], []
     for chunk in chunks:
         values = chunk.float()

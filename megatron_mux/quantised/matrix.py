@@ -29,9 +29,6 @@ class QuantisedMatrix(ABC):
         shared: Tensors that all rows need.
         columns: K.
         rounded_to: The dtype to which dequantised values are rounded before they become the backbone's; None: none.
-
-    Attributes:
-        rowwise, shared, columns, rounded_to: The arguments.
     """
 
     unit: ClassVar[int] = 1
@@ -108,7 +105,6 @@ class QuantisedMatrix(ABC):
         """Write the values to a contiguous `[N, K]` tensor on the same device: on a GPU by one launch.
 
         Args:
-            place: The tensor.
             counts: `[experts]` integers on that device, of a matrix that has the rows of several experts, one after
                 the other: an expert with zero is left out. On a GPU the host does not read them. None: all rows.
         """

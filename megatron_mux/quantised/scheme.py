@@ -28,7 +28,6 @@ class Quantisation:
     """How the weights of a backbone's linear modules are quantised; everything else stays as it is.
 
     Attributes:
-        method: The format.
         origin: Who quantised them.
         double: Whether the scales of NF4 are quantised, too.
         block: For 8 bits, rows and columns that share a scale; 0: all of them.
@@ -65,7 +64,6 @@ class Quantisation:
         """Whether a linear module within a layer is quantised.
 
         Args:
-            module: Its full Hugging Face name.
             expert: Whether it belongs to a routed expert.
         """
         if expert and not self.experts:
@@ -112,7 +110,6 @@ class Quantisation:
         """A matrix whose contents are undefined.
 
         Args:
-            rows, columns: Its sizes.
             sources: Sizes of the Hugging Face tensors that it has rows of.
         """
         if self.method == "nf4":
@@ -151,7 +148,6 @@ def agree(stored: Quantisation | None, wanted: QuantMethod | None, where: str) -
     """The quantisation of a backbone, from that of its checkpoint and from what a user asks for.
 
     Args:
-        stored: The checkpoint's.
         wanted: What is asked for; None: as stored.
         where: The checkpoint, for the message.
 

@@ -14,6 +14,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from pydantic import TypeAdapter
 
 from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.cli import draw as draw_command
@@ -253,7 +254,7 @@ def test_subgraphs(draw: Call, tmp_path: Path) -> None:
     arguments = ["--subgraphs", "--backbone", str(backbone), "--sequence-parallel", "--rows", "16"]
     status, output, errors = draw(*arguments, "--json")
     assert status == 0, errors
-    found = [LayerSubgraphs.from_json(own) for own in json.loads(output)]
+    found = TypeAdapter(list[LayerSubgraphs]).validate_json(output, strict=True)
     assert [own.layers for own in found] == [(0, 2), (1, 3)]  # windows in every other one
     for own in found:
         forward, backward = (

@@ -37,7 +37,6 @@ def shape(
     """A shape with attention over all earlier positions, scaled by the head size; each family replaces what differs.
 
     Args:
-        full: The config, defaults filled in.
         names: Where the family keeps its tensors.
         ffn: Inner width of the MLP.
         activation_field: The field that names its activation function.

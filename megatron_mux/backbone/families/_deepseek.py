@@ -48,7 +48,6 @@ def shape(
     """The shape of either family.
 
     Args:
-        full: The config, defaults filled in.
         routing: How rows are routed.
         interleaved, wide_rotation: See `Latent`.
 

@@ -55,7 +55,6 @@ def with_experts(
 
     Args:
         shape: Without them.
-        full: The config, defaults filled in.
         count: Routed experts of a layer.
         ffn: Inner width of an expert.
         routing: How rows are routed.

@@ -52,7 +52,6 @@ def shape(
     """The shape that these families share; a field that a family lacks has been refused before.
 
     Args:
-        full: The config, defaults filled in.
         names: Where the family keeps its tensors.
         activation_field: The field that names the MLP's activation function.
         partial_rotary: Whether a config may ask to rotate a part of a head's features only.

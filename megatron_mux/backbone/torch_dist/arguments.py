@@ -221,7 +221,6 @@ def to_arguments(shape: BackboneShape, dtype: str) -> dict[str, Any]:
     """What Megatron's command line would be for a model.
 
     Args:
-        shape: The model's.
         dtype: Of its weights, as a config names it.
 
     Returns:

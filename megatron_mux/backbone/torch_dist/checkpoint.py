@@ -36,7 +36,6 @@ class TorchDistCheckpoint(Checkpoint):
 
     Args:
         path: What Megatron calls `--save`, or the directory of an iteration.
-        shape: Of the backbone.
 
     Raises:
         UserError: It is in another format, damaged, or does not hold the tensors of the shape.

@@ -49,7 +49,6 @@ class TensorSource:
         """One of `names` in the checkpoint, and the leading indices there.
 
         Args:
-            name: The name.
             stacked: Whether all layers are one tensor.
         """
         expert = () if self.expert is None else (self.expert,)

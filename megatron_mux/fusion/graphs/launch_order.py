@@ -108,11 +108,7 @@ def decode(text: str) -> list[int]:
 
 
 class _Stage:
-    """A stage and its link, as a launch order is followed.
-
-    Args:
-        chains, share: See `simulate`.
-    """
+    """A stage and its link, as a launch order is followed."""
 
     def __init__(self, chains: Sequence[Chain], share: float) -> None:
         self._chains = chains
@@ -152,7 +148,6 @@ def simulate(chains: Sequence[Chain], order: Sequence[int], share: float = 0.0) 
     """Follow a launch order.
 
     Args:
-        chains: Of the hybrid tasks.
         order: The chain of each piece.
         share: Part of the processor's time that a message takes while it is on its way: computation is slower by it.
     """
@@ -283,9 +278,7 @@ class Overlap:
     """How messages are hidden.
 
     Attributes:
-        interleave: How launch orders are chosen.
         stages: `[S]` kinds of the layers of each stage, see `PassCost`.
-        share: See `simulate`.
     """
 
     interleave: Interleave
@@ -325,13 +318,7 @@ class Overlap:
 
 
 def best_order(chains: Sequence[Chain], interleave: Interleave, share: float = 0.0) -> list[int]:
-    """The launch order of a bucket.
-
-    Args:
-        chains: Of its hybrid tasks.
-        interleave: See `Interleave`.
-        share: See `simulate`.
-    """
+    """The launch order of a bucket."""
     return min(_orders(chains, interleave, share), key=lambda order: simulate(chains, order, share).seconds)
 
 

@@ -60,7 +60,6 @@ def trace_layer(
     """Trace a layer, and compute it.
 
     Args:
-        backbone: The stage.
         index: Of the layer within the stage.
         adapters: Of the stage's tasks. A and B of their terms require gradients from now on: `output.backward` adds
             to their `grad`.

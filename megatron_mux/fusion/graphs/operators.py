@@ -33,7 +33,6 @@ class OperatorCosts:
     and writes memory for each, so that chains of small operators, which our kernels fuse, come out too long.
 
     Args:
-        profile: Seconds of operators.
         hidden: H.
     """
 
@@ -50,8 +49,6 @@ class OperatorCosts:
         Args:
             node: A node of a traced graph.
             kind: See `Operator.kind`.
-            module: The module that it belongs to.
-            backward: Whether it is part of the backward.
         """
         given = [_value(source) for source in node.all_input_nodes]
         made = [_value(user) for user in node.users] if _value(node) is None else [_value(node)]
@@ -83,7 +80,6 @@ def operators_of(graph: fx.Graph, costs: OperatorCosts, backward: bool) -> list[
     Args:
         graph: Of a `LayerGraph`.
         costs: Predicts their seconds.
-        backward: Whether it is that of the backward.
     """
     source: dict[fx.Node, str] = {}  # of each node, the operator whose result it is
     kinds: dict[str, str] = {}
@@ -124,12 +120,10 @@ def layer_subgraphs(
     """Divide a traced layer into subgraphs.
 
     Args:
-        traced: The layer.
         profile: Seconds of operators at its tensor-parallel degree.
         hidden: H.
         layers: Which layers it stands for.
         rows: T.
-        sequence_parallel: Whether tensor ranks divide the rows.
     """
     costs = OperatorCosts(profile, hidden)
     return LayerSubgraphs(

@@ -3,20 +3,18 @@
 Compute operators that follow each other form a subgraph, a communication operator ends its subgraph, and adapters,
 which are small, stand apart. A subgraph's priority is its topological depth. `layer_graph.py` traces the operators.
 
-Data, nothing else: it survives a JSON round trip and prints.
+Data, nothing else: it is part of a plan file, and prints.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 
 from megatron_mux.backbone.pieces import MessageKind
-from megatron_mux.errors import UserError
 
 SubgraphKind = Literal["compute", "adapter"]
 
@@ -27,7 +25,6 @@ class Operator:
 
     Attributes:
         name: Unique in its graph: the module it belongs to, and the graph's own name for it.
-        kind: What it does.
         inputs: Operators whose results it needs; other names are inputs of the graph.
         seconds: Predicted.
         bytes: Of a message: what this rank gives.
@@ -117,23 +114,6 @@ class LayerSubgraphs:
         """The subgraphs by the name of the pass."""
         return {"forward": self.forward, "backward": self.backward}
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain object for a JSON file."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> LayerSubgraphs:
-        """Inverse of `to_json`, also after a trip through a JSON file.
-
-        Raises:
-            UserError: `value` does not describe subgraphs.
-        """
-        try:
-            return _ADAPTER.validate_json(json.dumps(value), strict=True)
-        except ValidationError as error:
-            places = (".".join(map(str, e["loc"])) + f": {e['msg']}" for e in error.errors())
-            raise UserError(*(f"subgraphs: {place}" for place in places)) from error
-
     def __str__(self) -> str:
         divided = ", rows divided (sequence parallel)" * self.sequence_parallel
         lines = [
@@ -143,9 +123,6 @@ class LayerSubgraphs:
             lines.append(f"  {name}:")
             lines += [f"    {i:2}  {subgraph}" for i, subgraph in enumerate(subgraphs)]
         return "\n".join(lines)
-
-
-_ADAPTER: TypeAdapter[LayerSubgraphs] = TypeAdapter(LayerSubgraphs)
 
 
 def segment(operators: Sequence[Operator]) -> tuple[Subgraph, ...]:

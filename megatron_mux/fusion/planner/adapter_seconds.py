@@ -28,13 +28,7 @@ have each in a kind of stages, and `[S]` the kind of each stage."""
 
 
 class AdapterSeconds:
-    """Seconds of the adapters of tasks.
-
-    Args:
-        profile: Seconds of operators.
-        loads: The tasks.
-        stages: The layers of each stage.
-    """
+    """Seconds of the adapters of tasks."""
 
     def __init__(self, profile: Profile, loads: Sequence[TaskLoad], stages: Sequence[range]) -> None:
         self._curves, self._description = profile.curves, profile.description

@@ -59,11 +59,9 @@ class ArrangementEvaluator:
     """Latencies of arrangements, remembered.
 
     Args:
-        model: Costs.
         memory_limit: `[S]` bytes that a stage may take for passes, kept between them and taken in them; None: no limit.
         budget: Effort, counted from `renew`, after which the search has to stop.
         virtual: Stages per rank; a stage may keep its share of its rank's limit.
-        steps: Steps between two flushes of the pipeline.
     """
 
     def __init__(

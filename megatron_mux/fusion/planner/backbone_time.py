@@ -21,11 +21,6 @@ Array = npt.NDArray[np.float64]
 class BackboneTimeModel:
     """Seconds of what is frozen, by stage.
 
-    Args:
-        profile: Seconds of operators.
-        shape: The backbone's.
-        stages: The layers of each stage.
-
     Attributes:
         experts: `[M]` whether layers of a kind have experts.
         kinds: `[L]` the kind of each layer.

@@ -22,7 +22,6 @@ def balanced_split(context: PlanningContext, virtual: int = 1) -> Split:
 
     Args:
         context: The split of its mesh is ignored; without tasks, stages get equal numbers of layers.
-        virtual: Stages per rank.
     """
     mesh, tasks, layers = context.mesh, context.tasks, context.info.shape.layers
     stages = mesh.pipeline * virtual

@@ -44,11 +44,9 @@ class EvaluatedLoad:
         """Of a task's evaluation.
 
         Args:
-            spec: The task.
             lengths: `[n]` tokens of each held-out record.
             label_counts: `[n]` labelled tokens of each.
             choices: Completions that are scored with every prompt; 0: the record's own alone.
-            shape: Of the backbone.
         """
         load = TaskLoad.of(spec, lengths, label_counts, shape, _MOST_RECORDS)
         return cls(load, len(lengths) / len(load.tokens) * max(choices, 1))

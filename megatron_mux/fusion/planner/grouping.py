@@ -42,7 +42,6 @@ def consecutive(
     """The best partitions into runs of neighbours in `order`, by number of hybrid tasks (equation 6).
 
     Args:
-        model: Costs.
         order: Task indices sorted by tokens.
         micro_batches: C, the same for all.
         memory_limit: `[S]` bytes; a hybrid task whose micro-batch does not fit is not built.

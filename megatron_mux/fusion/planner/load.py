@@ -87,10 +87,8 @@ class TaskLoad:
         """Of a validated task.
 
         Args:
-            spec: The task.
             lengths: `[n]` tokens of each record of its data.
             label_counts: `[n]` labelled tokens of each.
-            shape: Of the backbone.
             sequences: The most of them to choose; None: those of a step.
         """
         chosen = typical(lengths, min(sequences or spec.sequences_per_step, len(lengths)))

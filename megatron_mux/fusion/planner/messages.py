@@ -46,7 +46,6 @@ class LayerParallelism:
     Attributes:
         tensor: Whether several ranks share each layer.
         sequence_parallel: Whether they divide the rows between its halves.
-        exchanges: Whether rows go to other ranks for their experts.
         recomputes: Whether layers are computed again in the backward pass.
     """
 
@@ -61,8 +60,6 @@ class Messages:
 
     Args:
         backbone: Seconds of layers without them.
-        shape: The backbone's.
-        layout: How ranks divide layers.
 
     Attributes:
         any: Whether passes have messages.
@@ -166,7 +163,6 @@ class _LayerSteps:
     """What a layer computes and sends, in order.
 
     Attributes:
-        layout: How ranks divide it.
         parts, messages: Seconds of each, forward and backward.
     """
 

@@ -66,7 +66,6 @@ class Evaluation:
     """A plan and its predictions.
 
     Attributes:
-        plan: The plan, with the predicted costs of its buckets.
         latency: Seconds of a step, averaged over the steps between two flushes.
         memory: `[ranks]` bytes at each rank's peak; empty if nobody asked for them.
         fits: Whether that is within the limit.

@@ -25,7 +25,6 @@ def print_plan(
     """Print a plan as tables.
 
     Args:
-        comparison: What it is compared with.
         tokens: Of a step of each task.
         seconds: How long planning has taken.
         evaluation: How long evaluations take; None: no task is evaluated.

@@ -37,18 +37,15 @@ class PlanningContext:
         profile: Seconds of operators at this tensor-parallel degree.
         info: The backbone (`BackboneInfo`).
         mesh: How ranks and layers are divided.
-        itemsize: Bytes per element of the backbone's dtype.
         recompute: What is recomputed in the backward pass.
         memory_limit: Bytes that a rank may use; None: no limit. A limit needs `tables`.
         alignment: How sequences are padded, if at all.
         chunk: See `Chunking`.
         micro_batches: C; None: chosen.
-        schedule: See `Plan`.
         rolling: Steps between two flushes of the pipeline, where the schedule can do without one.
         residence: Where the backbone's weights live between uses.
         sequence_parallel: Whether tensor ranks divide the rows between their regions.
         interleave: How tensor ranks hide their messages; see `Interleave`.
-        pointwise: See `Plan`.
         tasks: The tasks to plan for, by name.
         tables: What they take of memory; None: it is not predicted.
     """
@@ -127,8 +124,7 @@ class PlanningContext:
             self.stages,
             self.method,
             self.itemsize,
-            self.hides_messages,
-            self.interleave,
+            self.interleave if self.hides_messages else "off",
             self.mesh.exchanges,
             None if self.memory_limit is None else self.step_memory(),
         )

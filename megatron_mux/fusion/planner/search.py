@@ -37,12 +37,9 @@ def search(
     """The best arrangement found; None if some task does not fit alone at any of the numbers of micro-batches.
 
     Args:
-        model: Costs.
         tokens: Tokens of each task's step; tasks are sorted by them.
         micro_batches: Values of C to try.
         memory_limit: `[S]` bytes that a stage may take for passes.
-        virtual: Stages per rank.
-        steps: Steps between two flushes of the pipeline.
     """
     budget = _BUDGET * (1 if len(tokens) <= _FEW else _FRACTION)
     evaluator = ArrangementEvaluator(model, memory_limit, budget, virtual, steps)

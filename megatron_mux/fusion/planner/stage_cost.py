@@ -45,16 +45,8 @@ class StageCosts:
     """A `CostModel` of tasks on a backbone divided into stages.
 
     Args:
-        profile: Seconds of operators.
-        shape: The backbone's sizes.
-        loads: The tasks.
-        stages: The layers of each stage.
         method: How the step is divided among ranks, and what is computed again.
-        itemsize: Bytes of the backbone's dtype.
-        overlap: Whether hybrid tasks of one bucket hide each other's communication, as in the paper. Else all of it is
-            part of every pass.
-        interleave: How they do, if so; None: as well as computation and link allow.
-        exchanges: Whether rows go to other ranks for their experts.
+        interleave: How hybrid tasks of one bucket hide each other's messages. `off`: these are part of every pass.
         memory: What they keep and take; None: costs have none.
     """
 
@@ -66,12 +58,10 @@ class StageCosts:
         stages: Sequence[range],
         method: ParallelConfig = ParallelConfig(),  # noqa: B008 (frozen)
         itemsize: int = 4,
-        overlap: bool = False,
-        interleave: Interleave | None = None,
+        interleave: Interleave = "off",
         exchanges: bool = False,
         memory: StepMemory | None = None,
     ) -> None:
-        self.overlap = overlap
         self.memory = memory
         self.profile = profile
         self.shape = shape
@@ -110,7 +100,7 @@ class StageCosts:
         layout = LayerParallelism(method.tensor > 1, method.sequence_parallel, exchanges, self.recomputes)
         self._messages = Messages(self._frozen, shape, layout)
         self.interleaving: Overlap | None = None
-        if overlap and interleave is not None:
+        if interleave != "off" and self._messages.any:
             kinds = tuple(tuple(self._frozen.kinds[i] for i in layers) for layers in self.stages)
             self.interleaving = Overlap(interleave, kinds, profile.message_share)
 
@@ -186,7 +176,7 @@ class StageCosts:
         messages = np.zeros((len(rows), 2, 0))
         if self._messages.any:
             messages = self._messages.seconds(total, labels, lowest)
-            if not self.overlap:
+            if self.interleaving is None:
                 seconds += messages
                 messages = messages[:, :, :0]
         once = self._curves["transfer"].many(total + referred)[0]
@@ -198,7 +188,7 @@ class StageCosts:
             HybridCost(count, forward, backward, 1, kept, working, sent, (), ahead, back)
             for count, forward, backward, kept, working, sent, ahead, back in listed
         ]
-        if self.interleaving is None or not messages.shape[2]:
+        if self.interleaving is None:
             return costs
         average = launched @ self._depths / self._depths.sum()
         kinds = self._messages.layers(total, average, of_ops.sum(axis=2))

@@ -39,9 +39,7 @@ class MemorySource(Protocol):
         """The memory of tasks of these signatures on ranks that are divided so.
 
         Args:
-            mesh: The ranks.
             recompute: What is recomputed in the backward pass.
-            signatures: Of the tasks.
             short: Whether a CPU's attention computes all of their sequences as short ones.
 
         Raises:
@@ -96,8 +94,6 @@ class StepMemory:
 
     Args:
         memory: Of their signatures.
-        loads: The tasks.
-        shape: The backbone's sizes.
         device: `cpu` or `cuda`.
         allowance: What a rank needs besides.
     """

@@ -82,7 +82,6 @@ class StageAttention:
     Args:
         curves: Those of a profile, measured with the widest window.
         windows: For each layer, tokens that a token sees; None: all.
-        stages: The layers of each stage.
 
     Attributes:
         longest: The longest probed length up to 1,024 tokens.

@@ -29,8 +29,6 @@ def with_managers(profile: Profile, shape: BackboneShape, managers: int) -> Prof
 
     Args:
         profile: Of a process that has all experts.
-        shape: The backbone's.
-        managers: Number of expert managers.
     """
     experts = shape.experts
     assert experts is not None

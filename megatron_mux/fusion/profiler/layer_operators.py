@@ -24,7 +24,6 @@ def mlp_operators(shape: BackboneShape, experts: bool) -> tuple[str, ...]:
     """Those of the half layer behind `attention_half`, without messages; core attention has curves by sequence.
 
     Args:
-        shape: The backbone's.
         experts: Whether the layer has experts.
     """
     if not experts:
@@ -52,7 +51,6 @@ def below(shape: BackboneShape, op: BaseOpName) -> tuple[str, ...]:
     Of the part of the layer that has the adapter these are the products up to it: norms and activations take little.
 
     Args:
-        shape: The backbone's.
         op: The BaseOp that has it.
     """
     names: list[str] = []

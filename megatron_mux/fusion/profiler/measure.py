@@ -64,7 +64,6 @@ def measure(
     Args:
         backbone: One without adapters; its first layer stands for all.
         about: What names the profile.
-        most_tokens: Rows of the largest probes.
         rounds: Turns that each probe gets.
         progress: Told how far it is.
     """

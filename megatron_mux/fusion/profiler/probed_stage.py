@@ -38,7 +38,6 @@ class Probe:
 
     Attributes:
         name: The curve it is a point of.
-        size: The point.
         make: Prepares what passes need, and gives the pass.
         cold: Whether its weights are to be out of the caches when it begins, as in a step, which uses each layer's
             weights once a pass.
@@ -67,10 +66,8 @@ class ProbedStage:
 
     Args:
         backbone: One without adapters.
-        most_tokens: Rows of the largest probes.
 
     Attributes:
-        layers: All of them.
         stacks: The layers whose halves are run on top of each other, by half.
         ops: The BaseOps that some layer has.
         rows: Sizes of probes of which there are few, and `coarse` of those of which there are many.

@@ -32,10 +32,8 @@ class Probes:
 
     Args:
         backbone: One without adapters.
-        most_tokens: Rows of the largest probes.
 
     Attributes:
-        stage: Its layers.
         experts: The probes of its experts; None where it has none.
         adapters: The probes of adapters.
     """

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -48,14 +47,7 @@ class Curve:
     def at(self, size: float) -> tuple[float, float]:
         """Forward and backward seconds: between two points linear; below the first as there, above the last on the
         slope of the last two."""
-        known = self.sizes
-        if len(known) == 1:
-            return self.forward[0], self.backward[0]
-        i = min(max(bisect_right(known, size), 1), len(known) - 1)
-        share = (max(size, known[0]) - known[i - 1]) / (known[i] - known[i - 1])
-        forward, backward = (
-            max(0.0, s[i - 1] + share * (s[i] - s[i - 1])) for s in (self.forward, self.backward)
-        )
+        (forward,), (backward,) = self.many(np.array([float(size)])).tolist()
         return forward, backward
 
     @cached_property
@@ -110,7 +102,6 @@ class Profile:
         updates: What an optimizer step takes, by the optimizer's first name.
         sequence_seconds: Reading and laying out a sequence.
         step_seconds: Of a step whatever is in it.
-        format: Of the file.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")

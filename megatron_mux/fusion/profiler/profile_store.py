@@ -38,14 +38,10 @@ def about_run(
     """Everything that the seconds of a backbone's operators depend on; on a GPU, whether this process uses TF32, too.
 
     Args:
-        shape: The backbone's sizes.
         kind: `cpu` or `cuda`: what this process computes on; or a GPU's name, such as `H100`, that is elsewhere.
-        dtype: What it computes in.
-        tensor_parallel: Ranks that share each layer.
         threads: Threads of each process that compute on a CPU; by default this process's.
         busy: Processes that compute on the host's CPU at the same time, sharing its caches and memory; by default this
             run's, as torchrun says. A GPU belongs to one process.
-        expert_parallel: Ranks that the experts of a layer are divided among.
         expert_tensor: Ranks that share each expert; by default as many as share each layer.
     """
     config = json.dumps(shape.config, sort_keys=True, default=str)
@@ -90,8 +86,6 @@ def find_profile(
     nearest in number.
 
     Args:
-        shape: The backbone's sizes.
-        about: Of the run, see `about_run`.
         directory: Where profiles are kept; by default `profile_directory`.
         say: Told of a stand-in, of a profile of an earlier version, and of a file that is not a profile, which is then
             ignored; without it, such a file is refused.
@@ -141,7 +135,6 @@ def profile_of_mesh(
     """The profile of a rank of a run, or of the master of expert managers.
 
     Args:
-        mesh: How the run's ranks are divided.
         shape, kind, dtype, threads, busy: See `about_run`.
         directory, say: See `find_profile`.
 

@@ -44,10 +44,7 @@ def roofline(
     """The estimated profile.
 
     Args:
-        shape: The backbone's sizes.
         about: What `about_run` says: the device, and whatever else names the run.
-        itemsize: Bytes of the backbone's dtype.
-        tensor_parallel: Ranks that share each layer.
         most_tokens: Rows of the last point of the curves.
     """
     device = device_of(about["kind"], about["device"], about["threads"])
@@ -89,9 +86,6 @@ class _Rank:
     """What one rank computes and sends.
 
     Attributes:
-        shape: The backbone's.
-        device: Its limits.
-        itemsize: Bytes of a value.
         tensor, expert_tensor: Ranks that share each layer, and each expert.
         sizes: Rows of the points of curves.
         shares: Its shares of experts; None without experts.

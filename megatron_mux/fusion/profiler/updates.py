@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 from pydantic import ConfigDict
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.fusion.device import Device
 from megatron_mux.kernels.triton_choice import has_triton, suits_triton
 from megatron_mux.kernels.update.table import LAUNCHES, Piece, UpdateTable, options_of
@@ -72,8 +73,6 @@ def measured_updates(
     """Measure every optimizer that is installed, by its first name.
 
     Args:
-        device: To compute on.
-        dtype: Of the backbone's computation.
         rounds: Measurements, of which the median counts.
         synchronize: Waits for the device.
     """
@@ -108,22 +107,21 @@ def sample_step(
     """The optimizer step of a made-up task.
 
     Args:
-        kind: Its optimizer.
         tensors: Number of parameters.
         runs: Groups of them that are stepped as one.
         size: Values of each.
-        device: Where they are.
-        dtype: Of the backbone's computation.
     """
     values = torch.zeros(tensors * size, device=device)
     gradients = torch.ones_like(values)
     copies = values if dtype == values.dtype else torch.empty_like(values, dtype=dtype)
     span, each = len(values) // runs, tensors // runs
     alike = [ParamGroup(i * span, (i + 1) * span, 1e-3 * i) for i in range(runs)]
-    shape = (_RANK, size // _RANK)
+    shape, nowhere = (_RANK, size // _RANK), nn.Parameter(torch.empty(0))
     slices = [
         ParamSlice(
-            _Parameter(str(i), shape), shape, alike[i // each]._replace(first=i * size, last=(i + 1) * size)
+            AdapterParameter(str(i), nowhere, shape),
+            shape,
+            alike[i // each]._replace(first=i * size, last=(i + 1) * size),
         )
         for i in range(tensors)
     ]
@@ -177,16 +175,3 @@ def _step_together(optimizer: Optimizer, copies: Tensor, skip: Tensor) -> Callab
 
 def _is_together(kind: type[Optimizer], device: torch.device) -> bool:
     return kind.together and suits_triton(device, torch.float32) and has_triton()
-
-
-@dataclass
-class _Parameter:
-    """A parameter that is not divided; see `optimizers.optimizer.Parameter`."""
-
-    key: str
-    full_shape: tuple[int, ...]
-    dim: int | None = None
-    index: Tensor | None = None
-
-    def slice_of(self, full: Tensor) -> Tensor:
-        return full

@@ -38,7 +38,6 @@ class Carry:
         """Prepend what earlier chunks left to this chunk's keys and values, and leave these for later ones.
 
         Args:
-            layer: Global index of the layer.
             key: `[T, g, D]`, as core attention takes it.
             value: `[T, g, D]`.
             segments: Of the chunk.

@@ -74,7 +74,6 @@ class KeyValueCache:
         """Keep the keys and values of a micro-batch, and attend to those of each sequence so far.
 
         Args:
-            layer: Global index of the layer.
             query, key, value, segments, scale, window, prefix, bounds: As for `segment_attention`.
 
         Returns:

@@ -136,12 +136,7 @@ def has_one_call(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def can_have_one_call(itemsize: int, capability: tuple[int, int]) -> bool:
-    """The same of any GPU.
-
-    Args:
-        itemsize: Bytes of an element.
-        capability: The GPU's.
-    """
+    """The same of any GPU."""
     return itemsize == 2 and capability >= (8, 0) and has_varlen()
 
 

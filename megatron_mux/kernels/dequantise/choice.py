@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -23,11 +21,8 @@ def kernels_for(place: Tensor) -> type[DequantiseKernels] | None:
         return None
     if isinstance(place, FakeTensor):
         return DryDequantise
-    return _triton() if has_triton() else None
-
-
-@cache
-def _triton() -> type[DequantiseKernels]:
+    if not has_triton():
+        return None
     from megatron_mux.kernels.dequantise.triton import TritonDequantise
 
     return TritonDequantise

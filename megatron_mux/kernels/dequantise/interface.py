@@ -58,7 +58,6 @@ class DequantiseKernels(ABC):
 
         Args:
             place: `[N, K]`, of any floating-point dtype.
-            codes: The matrix.
             rounded_to: The dtype to which values are rounded before they become the place's; None: none.
             counts: `[experts]` int32 or int64 on the device, rows that go to each expert, if the matrix holds the
                 rows of several, one after the other: a place whose expert has no rows is left as it is. None: all

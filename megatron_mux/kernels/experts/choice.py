@@ -34,7 +34,6 @@ def expert_kernels_for(x: Tensor, chosen: KernelName | None = None) -> type[Expe
     """The kernels for an input `[P, K]`.
 
     Args:
-        x: The input.
         chosen: Which; None, or one that cannot compute this input: the default.
     """
     if chosen == "loop" or not suits_triton(x.device, x.dtype):

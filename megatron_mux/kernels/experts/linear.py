@@ -66,9 +66,6 @@ def expert_linear(
         x: `[P, K]`.
         weight: `[E, N, K]`, frozen.
         anchor: A scalar that requires a gradient, and gets none: so that there is a backward pass if `x` needs none.
-        table: The terms.
-        groups: The rows of each expert and task.
-        kernels: Computes the terms.
 
     Returns:
         `[P, N]`.

@@ -35,7 +35,6 @@ def grouped_product(x: Tensor, weight: Tensor, groups: ExpertGroups) -> Tensor:
     Args:
         x: `[P, in]`.
         weight: `[E, out, in]`, frozen.
-        groups: The rows of each expert.
 
     Returns:
         `[P, out]`, differentiable with respect to `x`.

@@ -28,12 +28,10 @@ class ExpertTerm:
     """The LoRAs of one task.
 
     Attributes:
-        slot: Of the task.
         rank: R.
         down: `[E R, K]` in the dtype of the computation.
         up: `[N, R E]` likewise.
         down_gradient, up_gradient: Like them, in the dtype of parameters: gradients are added here.
-        scale: Factor of the product.
         at: Which of the E experts each of the H held ones is.
     """
 
@@ -82,7 +80,6 @@ class ExpertTable:
 
     Attributes:
         slots: S.
-        largest_rank: Of all tasks.
         width: Latent columns of a row: the largest rank, rounded up so that rows are aligned.
     """
 

@@ -44,7 +44,6 @@ def product_(y: Tensor, x: Tensor, weight: Tensor, tiles: Tiles) -> None:
 
     Args:
         y: Written.
-        x: The rows.
         weight: `[E, out, in]`, with any strides.
         tiles: The rows of each expert, in tiles of `PRODUCT_ROWS`.
     """

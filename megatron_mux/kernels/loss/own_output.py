@@ -19,7 +19,6 @@ def write_logits(rows: OwnRows, start: int, hidden: Tensor, logits: Tensor) -> N
     """Overwrite the logits of the tokens that a task trains rows for, if these are not all.
 
     Args:
-        rows: The task's rows.
         start: The first token of this rank's part.
         hidden: `[n, H]`.
         logits: `[n, V]` under the backbone's output layer.
@@ -34,7 +33,6 @@ def back_propagate(
     """The hidden states' gradient; adds to that of the task's rows.
 
     Args:
-        rows: The task's rows.
         start: The first token of this rank's part.
         weight: `[V, H]` the output layer: of the task if it has all of it, else of the backbone.
         gradient: `[n, V]` of the logits before they are multiplied by `factor`; it is overwritten.

@@ -65,7 +65,6 @@ def kernels_for(x: Tensor, chosen: KernelName | None = None) -> type[LowRankKern
     """The kernels for an input `[T, K]`.
 
     Args:
-        x: The input.
         chosen: Which; None, or one that cannot compute this input: the default.
     """
     if isinstance(x, FakeTensor):

@@ -131,9 +131,6 @@ def adapt_rows(
     Args:
         values: `[T, N]`.
         anchor: See `low_rank.product.low_rank_linear`.
-        tables: The terms.
-        groups: The rows of each task.
-        kernels: Computes the terms.
 
     Returns:
         A new `[T, N]`; rows without a term are copies.

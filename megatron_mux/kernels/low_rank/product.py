@@ -90,8 +90,6 @@ def partials_of(values: Tensor, table: TermTable, groups: RowGroups) -> Tensor:
 
     Args:
         values: `[T, N]`, x or dy.
-        table: The terms.
-        groups: The rows of each task.
     """
     width = values.shape[1]
     divided = width <= DIVIDED_WIDTH and not table.has_biases
@@ -152,9 +150,6 @@ def low_rank_linear(
         weight: `[N, K]`, frozen.
         bias: `[N]`, frozen, or None.
         anchor: A scalar that requires a gradient, and gets none: so that there is a backward pass if `x` needs none.
-        table: The terms.
-        groups: The rows of each task.
-        kernels: Computes the terms.
 
     Returns:
         `[T, N]`.

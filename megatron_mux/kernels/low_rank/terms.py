@@ -74,10 +74,8 @@ class Term:
     """One low-rank product of one task.
 
     Attributes:
-        slot: Of the task.
         down: `[R, K]` A in the dtype of the computation.
         up: `[n, R]` B likewise.
-        scale: Factor of the product.
         columns: `[n]` int32 output columns; None: all of them, in order.
         down_gradient, up_gradient: Like A and B, in the dtype of parameters: gradients are added here. None: they are
             fixed, and the factors are trained.

@@ -41,7 +41,6 @@ def options_of(
     """A task's row of `update_`'s options.
 
     Args:
-        learning_rate: Of this step.
         beta1: Of AdamW, like the next two.
         beta2: Likewise.
         epsilon: Likewise.
@@ -82,11 +81,9 @@ class UpdateTable:
 
     Args:
         pieces: Those of a task next to each other, tasks by row.
-        rows: Number of tasks.
 
     Attributes:
         pieces: As given: kept, since the table has their addresses.
-        rows: As given.
         entries: `[pieces, fields]` int64 on the device.
         tiles: Number of tiles.
         of_pieces: `[pieces + 1]` int32 on the device: a piece's tiles begin here and end where the next one's begin.

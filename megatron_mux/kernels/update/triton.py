@@ -44,7 +44,6 @@ def update_(table: UpdateTable, settings: Tensor, norms: Tensor, skip: Tensor) -
     """Clip gradients, step, write the copies and zero the gradients of all tasks.
 
     Args:
-        table: The tasks.
         settings: `[rows, 7]` fp64 on the device, of `options_of`.
         norms: `[rows]` fp64, the norm of each task's gradient over all ranks.
         skip: `[rows]` bool: where it is true, values, moments and copies stay as they are. The gradient is zeroed all

@@ -13,23 +13,21 @@ from torch import Tensor
 from megatron_mux import runtime
 from megatron_mux.adapters import base_op
 from megatron_mux.adapters.attach import AdapterSet
-from megatron_mux.adapters.host import Host
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.kernels.low_rank import terms
 from megatron_mux.kernels.low_rank.columns import Columns
-from megatron_mux.kernels.low_rank.reference import LoopKernels
 from megatron_mux.runtime import Parallel
 from tests.unit.adapters.toy import (
     Reference,
     Toy,
     adapter_tensors,
     assemble,
+    attached,
     ia3,
     lora,
     make_batch,
     mixture,
     noise,
-    sizes,
     task,
 )
 
@@ -84,18 +82,14 @@ def gradients(adapters: AdapterSet, name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_mixture_equals_plain_pytorch(parallel: Parallel, bias: bool, training: bool) -> None:
-    shape = sizes()
-    toy = Toy(shape, parallel, bias)
-    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
-    for spec in MIXTURE:
-        adapters.add(spec, 9, adapter_tensors(spec, shape))
+    toy, adapters = attached(parallel, *MIXTURE, bias=bias)
     bare = lora("bare", target_modules=["q_proj"])  # a task of the batch whose adapter was never attached
     batch = make_batch([*MIXTURE, bare], training=training)
-    rows, weights = inputs(batch, shape.hidden)
+    rows, weights = inputs(batch, toy.shape.hidden)
     hidden = run(toy, adapters, batch, rows, weights)
     for spec in MIXTURE:
         start, stop = batch.task_rows[spec.name]
-        tensors = {k: v.requires_grad_() for k, v in adapter_tensors(spec, shape).items()}
+        tensors = {k: v.requires_grad_() for k, v in adapter_tensors(spec, toy.shape).items()}
         wanted, loss = Reference(toy.weights, spec, tensors, batch).forward(
             rows[start:stop], weights[start:stop]
         )
@@ -108,13 +102,11 @@ def test_mixture_equals_plain_pytorch(parallel: Parallel, bias: bool, training: 
 
 @pytest.mark.parametrize("spec", MIXTURE, ids=lambda s: s.name)
 def test_gradient_of_the_input(parallel: Parallel, spec: Any) -> None:
-    shape = sizes()
-    toy = Toy(shape, parallel)
-    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
-    tensors = adapter_tensors(spec, shape)
+    toy, adapters = attached(parallel)
+    tensors = adapter_tensors(spec, toy.shape)
     adapters.add(spec, 9, tensors)
     batch = make_batch([spec], multiple=1)
-    rows, weights = inputs(batch, shape.hidden)
+    rows, weights = inputs(batch, toy.shape.hidden)
     ours, theirs = rows.clone().requires_grad_(), rows.clone().requires_grad_()
     run(toy, adapters, batch, ours, weights)
     Reference(toy.weights, spec, tensors, batch).forward(theirs, weights)[1].backward()
@@ -126,13 +118,9 @@ def test_gradient_of_the_input(parallel: Parallel, spec: Any) -> None:
 @pytest.mark.parametrize("bad", MIXTURE, ids=lambda s: s.name)
 def test_poison_stays_in_its_task(parallel: Parallel, bad: Any, poison: float) -> None:
     """A neighbour's rows, then its parameters, are NaN or Inf: the others' outputs and gradients stay bit for bit."""
-    shape = sizes()
-    toy = Toy(shape, parallel)
-    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
-    for spec in MIXTURE:
-        adapters.add(spec, 9, adapter_tensors(spec, shape))
+    toy, adapters = attached(parallel, *MIXTURE)
     batch = make_batch(MIXTURE)
-    rows, weights = inputs(batch, shape.hidden)
+    rows, weights = inputs(batch, toy.shape.hidden)
     others = [spec.name for spec in MIXTURE if spec.name != bad.name]
 
     def seen() -> list[Tensor]:
@@ -154,30 +142,24 @@ def test_poison_stays_in_its_task(parallel: Parallel, bad: Any, poison: float) -
 
 
 def test_alone_and_together_give_the_same_gradients(parallel: Parallel) -> None:
-    shape = sizes()
-    toy = Toy(shape, parallel)
-    together = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
-    for spec in MIXTURE:
-        together.add(spec, 9, adapter_tensors(spec, shape))
+    toy, adapters = attached(parallel, *MIXTURE)
     batch = make_batch(MIXTURE)
-    rows, weights = inputs(batch, shape.hidden)
-    run(toy, together, batch, rows, weights)
-    found = {spec.name: gradients(together, spec.name) for spec in MIXTURE}
+    rows, weights = inputs(batch, toy.shape.hidden)
+    run(toy, adapters, batch, rows, weights)
+    found = {spec.name: gradients(adapters, spec.name) for spec in MIXTURE}
     for spec in MIXTURE:
-        together.remove(spec.name)
+        adapters.remove(spec.name)
     for place, spec in enumerate(MIXTURE):
-        alone = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
-        alone.add(spec, 9, adapter_tensors(spec, shape))
+        adapters.add(spec, 9, adapter_tensors(spec, toy.shape))
         own = make_batch([spec], multiple=1, first=place)
-        run(toy, alone, own, *inputs(own, shape.hidden))
-        for key, gradient in gradients(alone, spec.name).items():
+        run(toy, adapters, own, *inputs(own, toy.shape.hidden))
+        for key, gradient in gradients(adapters, spec.name).items():
             assert_same(found[spec.name][key], gradient, key)
-        alone.remove(spec.name)
+        adapters.remove(spec.name)
 
 
 def test_attaching_and_removing_leaves_no_trace(parallel: Parallel) -> None:
-    shape = sizes()
-    toy = Toy(shape, parallel)
+    toy, adapters = attached(parallel)
     modules = [info.module for info in toy.infos]
     before = [
         (dict(m.__dict__), {k: v.clone() for k, v in m.state_dict().items() if v is not None})
@@ -185,11 +167,10 @@ def test_attaching_and_removing_leaves_no_trace(parallel: Parallel) -> None:
     ]
     names = [[n for n, _ in m.named_parameters()] for m in modules]
     batch = make_batch(MIXTURE)
-    rows, weights = inputs(batch, shape.hidden)
-    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
+    rows, weights = inputs(batch, toy.shape.hidden)
     bare = run(toy, adapters, batch, rows, weights)
     for spec in MIXTURE:
-        adapters.add(spec, 9, adapter_tensors(spec, shape))
+        adapters.add(spec, 9, adapter_tensors(spec, toy.shape))
     assert any("forward" in m.__dict__ for m in modules)
     assert [[n for n, _ in m.named_parameters()] for m in modules] == names
     assert not torch.equal(run(toy, adapters, batch, rows, weights), bare)
@@ -203,13 +184,9 @@ def test_attaching_and_removing_leaves_no_trace(parallel: Parallel) -> None:
 
 
 def test_removal_changes_nothing_for_others(parallel: Parallel) -> None:
-    shape = sizes()
-    toy = Toy(shape, parallel)
-    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
-    for spec in MIXTURE:
-        adapters.add(spec, 9, adapter_tensors(spec, shape))
+    toy, adapters = attached(parallel, *MIXTURE)
     batch = make_batch(MIXTURE)
-    rows, weights = inputs(batch, shape.hidden)
+    rows, weights = inputs(batch, toy.shape.hidden)
     run(toy, adapters, batch, rows, weights)
     wanted = {spec.name: gradients(adapters, spec.name) for spec in MIXTURE}
     adapters.remove(MIXTURE[2].name)
@@ -221,19 +198,17 @@ def test_removal_changes_nothing_for_others(parallel: Parallel) -> None:
 
 
 def test_fresh_adapters_change_nothing_and_depend_on_the_seed(parallel: Parallel) -> None:
-    shape = sizes()
-    toy = Toy(shape, parallel)
-    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape, weights=toy.weights.matrices.get))
+    toy, adapters = attached(parallel)
     # Dropout disturbs an initial product, but not what is subtracted.
     fresh = [spec for spec in MIXTURE if spec.name not in ("prefix", "pissa-dora")]
     batch = make_batch(fresh)
-    rows, weights = inputs(batch, shape.hidden)
+    rows, weights = inputs(batch, toy.shape.hidden)
     bare = run(toy, adapters, batch, rows, weights)
     for spec in fresh:
         adapters.add(spec, 9)
     torch.testing.assert_close(run(toy, adapters, batch, rows, weights), bare, rtol=0, atol=1e-13)
     first = adapters.tasks["lora-qv"].parameters[0].value.detach().clone()
-    bound = shape.hidden**-0.5
+    bound = toy.shape.hidden**-0.5
     assert first.abs().max() <= bound and first.abs().max() > 0.7 * bound
     fields: dict[str, Any] = MIXTURE[0].adapter.model_dump()
     other, same = task("again", seed=8, **fields), task("same", seed=7, **fields)
@@ -243,13 +218,11 @@ def test_fresh_adapters_change_nothing_and_depend_on_the_seed(parallel: Parallel
 
 def test_only_the_first_adapter_needs_a_gradient_below_it(parallel: Parallel) -> None:
     """Frozen work below the first adapter leaves no graph: the input's gradient is neither needed nor computed."""
-    shape = sizes()
-    toy = Toy(shape, parallel)
-    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
+    toy, adapters = attached(parallel)
     spec = lora("one", target_modules=["model.layers.1.self_attn.q_proj"])
-    adapters.add(spec, 9, adapter_tensors(spec, shape))
+    adapters.add(spec, 9, adapter_tensors(spec, toy.shape))
     batch = make_batch([spec])
-    rows, weights = inputs(batch, shape.hidden)
+    rows, weights = inputs(batch, toy.shape.hidden)
     run(toy, adapters, batch, rows, weights)
     assert rows.grad is None and adapters.tasks["one"].parameters[0].value.grad is not None
 
@@ -257,8 +230,7 @@ def test_only_the_first_adapter_needs_a_gradient_below_it(parallel: Parallel) ->
 def test_tables_are_prepared_when_tasks_have_come_or_gone_and_not_again(
     parallel: Parallel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = sizes()
-    adapters = AdapterSet(Host(Toy(shape, parallel).infos, parallel, torch.float64, shape))
+    _, adapters = attached(parallel)
     prepared: list[int] = []
     monkeypatch.setattr(base_op.AttachedBaseOp, "prepare", lambda op: prepared.append(op.info.layer))
 
@@ -278,36 +250,9 @@ def test_tables_are_prepared_when_tasks_have_come_or_gone_and_not_again(
     assert times() == 1
 
 
-def test_kernels_are_chosen_when_tasks_have_come_or_gone(
-    parallel: Parallel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape = sizes()
-    toy = Toy(shape, parallel)
-    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
-    asked: list[object] = []
-
-    def choose(term: Tensor, chosen: object = None) -> object:
-        asked.append(chosen)
-        return LoopKernels
-
-    monkeypatch.setattr(base_op, "kernels_for", choose)
-    spec = lora("one", target_modules=["q_proj"])
-    adapters.add(spec, 10)
-    batch = make_batch([spec])
-    for passes in (shape.layers, 0):
-        asked.clear()
-        run(toy, adapters, batch, *inputs(batch, shape.hidden))
-        assert asked == [None] * passes
-    adapters.use((("linear_qkv", "loop"),))
-    run(toy, adapters, batch, *inputs(batch, shape.hidden))
-    assert asked == ["loop"] * shape.layers, "a choice is asked for at once"
-
-
 def test_nothing_is_left_to_the_first_launch(parallel: Parallel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading columns back from a GPU would make the host wait, for every term."""
-    shape = sizes()
-    toy = Toy(shape, parallel)
-    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
+    toy, adapters = attached(parallel)
     for name in "ab":
         adapters.add(lora(name, target_modules=["q_proj", "k_proj", "o_proj", "up_proj"]), 10)
     adapters.add(ia3("c", ["k_proj", "o_proj"], []), 10)
@@ -325,4 +270,4 @@ def test_nothing_is_left_to_the_first_launch(parallel: Parallel, monkeypatch: py
             for term, _ in (placed for own in table.of_slot.values() for placed in own):
                 assert term.place == Columns.of(term.columns, term.up.shape[0])
                 with_terms += 1
-    assert with_terms == (2 * 4 + 2) * shape.layers
+    assert with_terms == (2 * 4 + 2) * toy.shape.layers

@@ -17,7 +17,7 @@ from megatron_mux.adapters.host import Host
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.runtime import Parallel
 from tests.tiny_models import make
-from tests.unit.adapters.toy import Toy, adapter_tensors, sizes, task
+from tests.unit.adapters.toy import adapter_tensors, attached, task
 
 
 @pytest.fixture(scope="module")
@@ -52,22 +52,19 @@ def test_matrices_are_those_of_peft(key: int, parallel: Parallel, tmp_path: Path
 
 @pytest.mark.parametrize("save", [True, False])
 def test_matrices_come_from_the_file_if_they_are_saved(save: bool, parallel: Parallel) -> None:
-    shape = sizes()
-    toy = Toy(shape, parallel)
+    toy, adapters = attached(parallel)
     spec = vera(save_projection=save)
-    initial = adapter_tensors(spec, shape)
-    adapter = AdapterSet(Host(toy.infos, parallel, torch.float64, shape)).add(spec, 4, initial)
+    initial = adapter_tensors(spec, toy.shape)
+    adapter = adapters.add(spec, 4, initial)
     for p in adapter.fixed:
         assert torch.equal(p.value, initial[p.key]) == save
 
 
 def test_layers_share_the_matrices(parallel: Parallel) -> None:
-    shape = sizes()
-    toy = Toy(shape, parallel)
-    adapters = AdapterSet(Host(toy.infos, parallel, torch.float64, shape))
+    toy, adapters = attached(parallel)
     of_layers: dict[int, set[int]] = {}
     for op, at in adapters.add(vera(), 4).at.items():
         parts = [part for t in at.low_rank(0) for part in (t.down, t.up)]
         of_layers.setdefault(op // 4, set()).update(part.untyped_storage().data_ptr() for part in parts)
-    assert len(of_layers) == shape.layers and of_layers[0] == of_layers[1]
+    assert len(of_layers) == toy.shape.layers and of_layers[0] == of_layers[1]
     adapters.remove("t")

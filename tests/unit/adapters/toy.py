@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_mux.adapters.attach import AdapterSet
+from megatron_mux.adapters.host import Host
 from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.columns import inputs, parts
@@ -417,6 +419,17 @@ def adapter_tensors(spec: Any, shape: Any) -> dict[str, Tensor]:
     wanted = spec.adapter.tensors(shape)
     # Parameters are fp64 here, but fresh values are fp32: keep what a checkpoint could hold.
     return {key: (noise(spec.name + key, *one.shape) * 0.4).float().double() for key, one in wanted.items()}
+
+
+def attached(parallel: Parallel, *specs: Any, bias: bool = True) -> tuple[Toy, AdapterSet]:
+    """The model, and its adapters, with random values for these tasks."""
+    toy = Toy(sizes(), parallel, bias)
+    adapters = AdapterSet(
+        Host(toy.infos, parallel, torch.float64, toy.shape, weights=toy.weights.matrices.get)
+    )
+    for spec in specs:
+        adapters.add(spec, 9, adapter_tensors(spec, toy.shape))
+    return toy, adapters
 
 
 def make_batch(

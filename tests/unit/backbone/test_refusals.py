@@ -245,13 +245,6 @@ def test_a_file_that_is_none(copied: Made) -> None:
     refused(path, str(file))
 
 
-def test_an_index_that_names_a_missing_file(copied: Made) -> None:
-    path = copied("llama", True)
-    file = sorted(path.glob("*.safetensors"))[1]
-    file.unlink()
-    refused(path, file.name, "which is not there")
-
-
 def rewrite(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> Path:
     tensors = load_file(path / "model.safetensors")
     edit(tensors)

@@ -146,13 +146,6 @@ def test_a_label_across_a_cut_belongs_to_the_row_before_it() -> None:
     )
 
 
-def test_spans_of_everything_cut_nothing() -> None:
-    sequence = PackedSequence("a", 0, torch.tensor([1, 2, 3]), torch.tensor([True, True, True]), 1.0)
-    whole, spans = (pack([sequence], ("a",), {"a": 0}, spans=s).to() for s in (None, [(0, 3)]))
-    assert whole.segments == spans.segments == (Segment("a", 0, 3, 0, 0, False, 3),)
-    assert _labels(whole) == _labels(spans) and whole.carry is None
-
-
 def test_groups_say_whose_rows_are_whose() -> None:
     def sequence(task: str, number: int, length: int, labels: int) -> PackedSequence:
         return PackedSequence(task, number, torch.ones(length), torch.arange(length) >= length - labels, 1.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -111,12 +110,6 @@ def test_many_bad_lines_are_counted(path: Path, tokenizer: Tokenizer) -> None:
     assert "1000 bad rows in all" in caught.value.problems[-1]
 
 
-def test_files_that_cannot_be_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    for wrong, said in ((tmp_path, "is no directory of data files"), (tmp_path / "missing", "no such file")):
-        with pytest.raises(UserError, match=said):
-            TaskDataset(wrong, tokenizer, 8)
-
-
 def test_messages_need_a_template(path: Path) -> None:
     write(path, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
     with pytest.raises(UserError, match=r"data.jsonl: messages need a chat template"):
@@ -175,16 +168,6 @@ def test_what_becomes_of_a_file_does_not_disturb(path: Path, tokenizer: Tokenize
     path.unlink()
     candidates, own = data.candidates(1)
     assert (len(candidates), own, data.distinct_completions) == (2, 1, ["yes", "no"])
-
-
-def test_one_process_may_tokenise_for_all(path: Path, tokenizer: Tokenizer) -> None:
-    write(path, pair("a", "yes"), pair("b", "no"))
-    first = TaskDataset(path, tokenizer, 32)
-    second = TaskDataset(path, tokenizer, 32, tokenised=pickle.loads(pickle.dumps(first.tokenised)))
-    assert [second[i].tokens.tolist() for i in range(2)] == [first[i].tokens.tolist() for i in range(2)]
-    path.unlink()
-    third = TaskDataset(path, tokenizer, 32, tokenised=first.tokenised)
-    assert [texts(third, i) for i in range(2)] == [("a", "yes"), ("b", "no")]
 
 
 def test_memory_holds_places_not_records(

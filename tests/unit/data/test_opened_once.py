@@ -17,7 +17,6 @@ from megatron_mux.data import digests
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.section import DataSource
 from megatron_mux.data.sources.source import Source
-from megatron_mux.data.token_cache import TokenCacheWriter
 from megatron_mux.data.tokenised_file import as_source, tokenise_file
 
 _LONG_AGO = (1e9, 1e9)
@@ -171,15 +170,3 @@ def test_sources_are_closed_when_their_last_task_leaves(path: Path, files: DataF
     assert mapped(entry) == 4 and len(second[0].tokens)
     del second
     assert mapped(entry) == 0
-
-
-def test_nothing_is_tokenised_for_a_second_opening(
-    path: Path, files: DataFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files.open(path, 16)
-
-    def refuse(*arguments: Any) -> None:
-        raise AssertionError("tokenised again")
-
-    monkeypatch.setattr(TokenCacheWriter, "__init__", refuse)
-    assert len(files.open(path, 8)) == 2

@@ -31,11 +31,6 @@ def test_the_four_shapes() -> None:
     assert without == "### Instruction:\na\n\n### Response:\n"
 
 
-@pytest.mark.parametrize("line", [b"", b"\n", b"  \r\n", b"\xef\xbb\xbf\n"])
-def test_blank_lines_are_no_records(line: bytes) -> None:
-    assert parse_record(line) is None
-
-
 def test_a_mark_of_byte_order_is_skipped() -> None:
     assert parse_record(b'\xef\xbb\xbf{"text": "a"}\r\n') == PromptCompletion(None, "a")
 

@@ -53,35 +53,7 @@ def test_text(tokenizer: PreTrainedTokenizerFast, llama_like: PreTrainedTokenize
         assert example.completion_text is None
 
 
-def test_an_end_that_the_tokenizer_adds_is_not_doubled() -> None:
-    both = build(prefix=True, suffix=True)
-    tokeniser = Tokeniser(both, 64)
-    example = tokeniser.encode(PromptCompletion("hello", " world"))
-    assert example.tokens.tolist().count(both.eos_token_id) == 1
-    assert tokeniser.encode(PromptCompletion(None, "hello")).tokens.tolist().count(both.eos_token_id) == 1
-
-
-@pytest.mark.parametrize("length", range(2, 12))
-def test_the_cut_is_on_the_right(tokenizer: PreTrainedTokenizerFast, length: int) -> None:
-    record = PromptCompletion("hello world", " this is a test")
-    whole, cut = Tokeniser(tokenizer, 64).encode(record), Tokeniser(tokenizer, length).encode(record)
-    assert cut.tokens.tolist() == whole.tokens.tolist()[:length]
-    assert cut.labelled.tolist() == whole.labelled.tolist()[:length]
-
-
 # -- messages
-
-
-def test_a_conversation_is_what_the_template_makes_it(tokenizer: PreTrainedTokenizerFast) -> None:
-    record = conversation(SYSTEM, ASK, ANSWER, *MORE)
-    example = Tokeniser(tokenizer, 256).encode(record)
-    rendered = tokenizer.apply_chat_template(record.messages, tokenize=True, return_dict=False)
-    assert example.tokens.tolist() == rendered
-    assert learned(tokenizer, example) == "hello world<|im_end|>is it?<|im_end|>"
-
-
-def test_nothing_is_learned_without_an_assistant(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert not Tokeniser(tokenizer, 64).encode(conversation(SYSTEM, ASK)).labelled.any()
 
 
 def test_a_template_without_an_end_of_turn_gets_the_end_of_sequence() -> None:

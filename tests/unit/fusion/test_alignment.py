@@ -95,17 +95,6 @@ def test_a_sequence_runs_through_its_clocks_without_a_gap(
 
 
 @settings(deadline=None)
-@given(batches(), counts, chunks)
-def test_as_many_clocks_as_the_longest_sequence_needs(
-    items: list[Item], micro_batches: int, chunk: int | None
-) -> None:
-    lengths = {(item.task, item.sequence): item.tokens for item in items}
-    for micro_batch in filter(None, cut_into_chunks(items, chunk, Filled(1, micro_batches))):
-        longest = max(lengths[part.task, part.sequence] for clock in micro_batch for part in clock)
-        assert len(micro_batch) == (1 if chunk is None else -(-longest // chunk))
-
-
-@settings(deadline=None)
 @given(batches(), counts, st.integers(1, 24))
 def test_a_task_that_fits_into_one_pack_never_exceeds_a_chunk(
     items: list[Item], micro_batches: int, chunk: int

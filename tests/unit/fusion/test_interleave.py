@@ -11,7 +11,7 @@ import pytest
 
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.check import check_plan
-from megatron_mux.fusion.graphs.launch_order import Interleave, LaunchOrder, LayerCost, PieceCost, decode
+from megatron_mux.fusion.graphs.launch_order import Interleave, LayerCost, PieceCost, decode
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.plan import Plan, dumps, keep_tasks
 from megatron_mux.fusion.planner.planner import Planner
@@ -148,9 +148,12 @@ def test_predictions_for_other_pieces_are_refused() -> None:
         dataclasses.replace(first.forward[0], kinds=(LayerCost((PieceCost(1.0, 1.0),) * 4),)),
         *first.forward[1:],
     )
-    turns = (dataclasses.replace(first, forward=passes), *bucket.turns[1:])
+    turns, fewer = (
+        (dataclasses.replace(first, forward=own), *bucket.turns[1:]) for own in (passes, first.forward[1:])
+    )
     for changed, said in (
         ({"turns": turns}, rf"buckets\[{index}\].turns\[0\].forward"),
+        ({"turns": fewer}, rf"buckets\[{index}\].turns\[0\].forward: has"),
         ({"launch": bucket.launch[:1]}, rf"buckets\[{index}\].launch"),
     ):
         own = dataclasses.replace(bucket, **changed)
@@ -161,11 +164,6 @@ def test_predictions_for_other_pieces_are_refused() -> None:
     value["buckets"][index]["turns"][0]["forward"][0]["compute"] = -5
     with pytest.raises(UserError, match="compute"):
         Plan.from_json(value)
-
-
-def test_a_launch_order_prints() -> None:
-    assert "in turns" in str(planned("kahn", slower=slowness(1 / 2)))
-    assert LaunchOrder("01", "10") == LaunchOrder(forward="01", backward="10")
 
 
 @pytest.mark.parametrize(("tasks", "stages"), [(6, 1), (24, 4)])

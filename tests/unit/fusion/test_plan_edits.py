@@ -47,12 +47,3 @@ def test_tasks_that_join_are_in_a_bucket_of_their_own(plan: Plan, names: list[st
     assert add_tasks(joined, names, count) == joined
     assert Plan.from_json(json.loads(dumps(joined))) == joined
     assert add_tasks(plan, names[::-1], count) == joined, "the same on every rank"
-
-
-@settings(deadline=None)
-@given(plans(), st.sets(task_names, min_size=1), st.integers(1, 8))
-def test_leaving_and_joining_cover_each_task_once(plan: Plan, names: set[str], count: int) -> None:
-    changed = add_tasks(keep_tasks(plan, names), sorted(names), count)
-    assert sorted(changed.tasks) == sorted(names)
-    assert all(hybrid.tasks for bucket in changed.buckets for hybrid in bucket.hybrid_tasks)
-    assert all(bucket.hybrid_tasks for bucket in changed.buckets)

@@ -324,10 +324,3 @@ def test_how_much_known_templates_have_in_flight(stages: int, count: int, chunks
     assert most_in_flight(one_f_one_b(stages, sizes)) == min(stages - 1 + chunks, count * chunks)
     assert most_in_flight(forward_only(stages, count)) == count
     assert most_in_flight(()) == 0
-
-
-@settings(deadline=None)
-@given(st.integers(1, 4), ragged, st.randoms(use_true_random=False))
-def test_no_neighbour_lags_further_behind(stages: int, sizes: list[list[int]], random: Random) -> None:
-    for template in (gpipe(stages, sizes), one_f_one_b(stages, sizes)):
-        assert run(template, stages, random) <= most_in_flight(template)

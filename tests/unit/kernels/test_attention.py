@@ -86,19 +86,6 @@ def test_agrees_with_attention_written_out(groups: int, window: int | None, with
         assert torch.allclose(ours, wanted, atol=1e-12)
 
 
-def test_padding_rows_are_zero_and_take_no_part() -> None:
-    query, key, value = inputs(padding=4)
-    with torch.no_grad():
-        for x in (query, key, value):
-            x[-4:] = float("nan")
-    out = segment_attention(query, key, value, segments(), scale=1.0)
-    assert torch.equal(out[-4:], torch.zeros_like(out[-4:]))
-    out.sum().backward()
-    for x in (query, key, value):
-        assert x.grad is not None and torch.equal(x.grad[-4:], torch.zeros_like(x.grad[-4:]))
-        assert x.grad.isfinite().all()
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("window", [None, 2])
 def test_a_segment_that_is_not_finite_reaches_no_other(bad: float, window: int | None) -> None:
@@ -146,24 +133,10 @@ def by_varlen(*args: Any) -> Tensor:
         return attention._by_varlen(query, key, value, parts, scale, window, prefix, bounds)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("with_prefix", [False, True])
-def test_the_variable_length_path_asks_for_the_same(window: int | None, with_prefix: bool) -> None:
-    found = []
-    for path in (attention._by_runs, by_varlen):
-        query, key, value = inputs()
-        prefix = prefixes() if with_prefix else {}
-        out = path(query, key, value, segments(), 0.7, window, prefix)
-        leaves = [query, key, value, *(x for task in ("a", "c") if prefix for x in prefix[task])]
-        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    for ours, wanted in zip(*found, strict=True):
-        assert torch.allclose(ours, wanted, atol=1e-12)
-
-
 @pytest.mark.parametrize("window", [None, 3, 9])
 @pytest.mark.parametrize("with_prefix", [False, True])
-@pytest.mark.parametrize("pasts", [(0, 3, 2, 0, 4, 6), (3, 0, 2, 4, 0, 0)])
-def test_the_variable_length_path_takes_pasts_too(
+@pytest.mark.parametrize("pasts", [(0,) * 6, (0, 3, 2, 0, 4, 6), (3, 0, 2, 4, 0, 0)])
+def test_the_variable_length_path_gives_the_same(
     window: int | None, with_prefix: bool, pasts: tuple[int, ...]
 ) -> None:
     parts = tuple(replace(segment, past=past) for segment, past in zip(segments(), pasts, strict=True))

@@ -164,8 +164,3 @@ def test_keeps_the_input_once_and_no_mask() -> None:
     kept = kept_by(lambda: run(x, weight, None, terms))
     assert [tuple(tensor.shape) for tensor in kept] == [(N, K), (T, K), (T, 16)]
     assert kept[0] is weight and kept[1].data_ptr() == x.data_ptr()
-
-
-def test_terms_next_to_each_other_are_one_product() -> None:
-    stacks = TermTable(make_terms()).stacks
-    assert {slot: len(own) for slot, own in stacks.items()} == {0: 1, 1: 1, 2: 3, 3: 1}

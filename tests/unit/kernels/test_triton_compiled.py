@@ -9,16 +9,13 @@ all whose sizes are multiples of 16) at every rank that is a multiple of 8.
 from __future__ import annotations
 
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from megatron_mux.kernels import groups
 from megatron_mux.kernels.experts import triton as triton_experts
@@ -34,19 +31,9 @@ from megatron_mux.kernels.low_rank.triton_rows import (
 from megatron_mux.kernels.low_rank.triton_weight_gradients import add_parts_kernel, weight_gradient_kernel
 from megatron_mux.kernels.update import table as bucket_update
 from megatron_mux.kernels.update import triton as triton_update
+from tests.unit.kernels.compiling import Compiled, compile_for
 
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}  # bytes a block may take
-
-assert not triton.knobs.runtime.interpret
-
-
-class Compiled(NamedTuple):
-    """What ptxas made of a kernel."""
-
-    stack: int
-    shared: int
-    ptx: str
-    ttgir: str
 
 
 @pytest.fixture(autouse=True)
@@ -80,24 +67,9 @@ def compiled(
         types["columns"] = "i64"  # of labels; elsewhere a number of blocks
     types |= dict.fromkeys(("at", "group_of", "start", "stop", "last"), "i32")
     types |= {"skip": "u8"} | dict.fromkeys(("settings", "norms", "squares"), "fp64")
-    signature, attributes = {}, {}
-    for place, parameter in enumerate(kernel.params):
-        name = parameter.name
-        signature[name] = "constexpr" if name in constants else f"*{types[name]}" if name in types else "i32"
-        specialised = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
-        if name not in constants and specialised:
-            attributes[(place,)] = [["tt.divisibility", 16]]
-    used = {name: value for name, value in constants.items() if name in signature}
     options = {name: blocks[name] for name in ("num_warps", "num_stages")}
-    source = ASTSource(kernel, signature, used, attributes)
-    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    cubin = path / "kernel.cubin"
-    cubin.write_bytes(binary.asm["cubin"])
-    dump = Path(triton.knobs.nvidia.cuobjdump.path)
-    usage = subprocess.run([dump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
-    found = re.search(r"STACK:(\d+)", usage.stdout)
-    assert found, usage.stdout
-    return Compiled(int(found[1]), binary.metadata.shared, binary.asm["ptx"], binary.asm["ttgir"])
+    pointers = {name: f"*{kind}" for name, kind in types.items()}
+    return compile_for(arch, kernel, pointers, constants, options, path)
 
 
 CASES = {

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from megatron_mux.kernels.pointwise import triton as triton_pointwise
 from megatron_mux.kernels.pointwise import triton_rotary
-
-assert not triton.knobs.runtime.interpret
+from tests.unit.kernels.compiling import compile_for
 
 ABSENT = {"bias", "inner_weight", "inner_shift", "outer_shift", "key", "value"}
 """Pointers that are None where a case does not name them."""
@@ -74,25 +70,10 @@ def test_resources(case: str, arch: int, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel, constants, present = CASES[case]
     names = [parameter.name for parameter in kernel.params]
-    signature, attributes, given = {}, {}, dict[str, Any]()
-    for place, name in enumerate(names):
-        if name in constants or name in ABSENT - present:
-            signature[name], given[name] = "constexpr", constants.get(name)
-        else:
-            signature[name] = "fp32" if name in _SCALARS else "i32" if name.endswith(_SIZES) else "*bf16"
-            if name not in _SCALARS:
-                attributes[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, given, attributes)
-    options = {"num_warps": constants["num_warps"]}
-    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(binary.asm["cubin"])
-    dump = Path(triton.knobs.nvidia.cuobjdump.path)
-    usage = subprocess.run([dump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
-    found = re.search(r"STACK:(\d+)", usage.stdout)
-    assert found, usage.stdout
-    assert int(found[1]) == 0, "registers spill"
-    ptx = binary.asm["ptx"]
+    types = {name: "*bf16" for name in names if not name.endswith(_SIZES)} | dict.fromkeys(_SCALARS, "fp32")
+    given = {**dict.fromkeys(ABSENT - present), **constants}
+    found = compile_for(arch, kernel, types, given, {"num_warps": constants["num_warps"]}, tmp_path)
+    assert found.stack == 0, "registers spill"
     # Rows are read and written 16 bytes at a time.
-    assert not re.search(r"[sl][td]\.global\.b16", ptx)
-    assert re.search(r"ld\.global[.\w]*\.v4", ptx) and re.search(r"st\.global[.\w]*\.v4", ptx)
+    assert not re.search(r"[sl][td]\.global\.b16", found.ptx)
+    assert re.search(r"ld\.global[.\w]*\.v4", found.ptx) and re.search(r"st\.global[.\w]*\.v4", found.ptx)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_mux.backbone.exchange import Course, interleave
 from megatron_mux.engine.out_of_memory import FailedBuckets
-from megatron_mux.fusion.graphs.launch_order import Chain, PieceCost, kahn
+from megatron_mux.fusion.graphs.launch_order import PieceCost, kahn
 from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, Policy
 from megatron_mux.fusion.schedules import PIPELINE_SCHEDULES, Schedule
 from megatron_mux.fusion.step import step_template
@@ -63,7 +63,6 @@ class Run:
         timed: Whether actions are timed.
         tensor: Ranks that share each stage. Several exchange messages in each pass, in turns of its hybrid tasks.
         hybrid_tasks: Of each bucket.
-        order: The launch order of each pass, by tensor rank.
     """
 
     ranks: int
@@ -78,7 +77,6 @@ class Run:
     timed: bool = False
     tensor: int = 1
     hybrid_tasks: int = 1
-    order: Callable[[Sequence[Chain], int], list[int]] = lambda chains, tensor_rank: kahn(chains)
 
 
 def in_turns(run: Run) -> Run:
@@ -245,7 +243,7 @@ class Stub:
         """A pass of each hybrid task, piece by piece; now and then something waits between two pieces."""
         chains = [[PieceCost(1.0, 1.0)] * MESSAGES + [PieceCost(1.0)]] * self.run.hybrid_tasks
         courses: list[Any] = [Course(self._pieces(action, i), None) for i in range(len(chains))]  # type: ignore[arg-type]
-        interleave(courses, self.run.order(chains, self.tensor_rank), self)  # type: ignore[arg-type]
+        interleave(courses, kahn(chains), self)  # type: ignore[arg-type]
 
     def _pieces(self, action: Action, index: int) -> Iterator[str]:
         for message in range(MESSAGES):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from random import Random
+from statistics import mean
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -111,3 +114,26 @@ def test_one_bucket_alone_waits_for_its_own_step() -> None:
     sizes = [[1, 1]] * 3
     alone = simulate(rolled(buckets, sizes[:1])[0], buckets, sizes=sizes[:1]).latency
     assert simulate(rolled(buckets, sizes)[0], buckets, sizes=sizes).latency == pytest.approx(3 * alone)
+
+
+@pytest.mark.parametrize(
+    ("stages", "idle", "idle_1f1b"), [([1.0, 1.0], 0.04, 0.06), ([1.03, 1.0], 0.06, 0.08)]
+)
+def test_a_lead_makes_up_for_passes_that_take_longer_than_usual(
+    stages: list[float], idle: float, idle_1f1b: float
+) -> None:
+    buckets = [BucketCost(8, tuple(stages), tuple(stages))] * 2
+    sizes = [[1] * 8] * 12
+    found = []
+    for template in rolled(buckets, sizes):
+        runs = [
+            simulate(template, buckets, sizes=sizes, vary=lambda action, seed=seed: _slower(action, seed))  # type: ignore[misc]
+            for seed in range(5)
+        ]
+        found.append(mean(max(bubble_shares(run)) for run in runs))
+    assert found[0] < idle < idle_1f1b < found[1]
+
+
+def _slower(action: Action, seed: int) -> float:
+    """How much longer an action takes than predicted; the same for the same seed."""
+    return Random(f"{seed} {action}").lognormvariate(0.0, 0.2)

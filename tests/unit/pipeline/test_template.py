@@ -80,16 +80,6 @@ def test_interleaved_refuses_what_it_cannot_do(of: list[list[int]], said: str) -
         interleaved(2, 2, of)
 
 
-@given(st.integers(1, 6), st.lists(st.integers(0, 6), min_size=1, max_size=4))
-def test_one_f_one_b_keeps_few_micro_batches_alive(stages: int, counts: list[int]) -> None:
-    for stage, actions in enumerate(one_f_one_b(stages, plain(counts))):
-        alive = most = 0
-        for action in actions:
-            alive += 1 if action.kind == "F" else -1
-            most = max(most, alive)
-        assert most <= stages - stage
-
-
 def _text(template: Template) -> list[str]:
     return [" ".join(str(action)[1:] for action in actions) for actions in template]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mux.errors import UserError
 from megatron_mux.fusion.graphs.subgraphs import LayerSubgraphs, Operator, Subgraph, segment
+from megatron_mux.fusion.plan import Plan, dumps, plan_for
 
 KINDS = ("compute", "compute", "compute", "adapter", "all_reduce")
 
@@ -121,9 +120,10 @@ def example() -> LayerSubgraphs:
     return LayerSubgraphs((0, 1, 2, 5), 16, 2, True, "made up", forward, forward[:1])
 
 
-def test_round_trip_and_text() -> None:
+def test_what_a_plan_file_keeps_and_what_is_printed() -> None:
     subgraphs = example()
-    assert LayerSubgraphs.from_json(json.loads(json.dumps(subgraphs.to_json()))) == subgraphs
+    plan = replace(plan_for("spatial", {"a": 1}, 1), layers=(subgraphs,))
+    assert Plan.from_json(json.loads(dumps(plan))) == plan
     assert str(subgraphs).splitlines() == [
         "layers 0-2, 5: 16 rows, 2 tensor ranks, rows divided (sequence parallel); made up",
         "  forward:",
@@ -132,9 +132,3 @@ def test_round_trip_and_text() -> None:
         "  backward:",
         "     0  depth 0, compute: qkv, then all_reduce of 64 bytes (1 ms + 2 ms)",
     ]
-
-
-def test_wrong_entries_are_named() -> None:
-    value = replace(example(), rows="many").to_json()  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="rows"):
-        LayerSubgraphs.from_json(value)

@@ -39,10 +39,6 @@ def test_the_fullest_bucket_is_near_the_least_possible(values: list[float]) -> N
         assert max(sum(values[i] for i in bucket) for bucket in found) <= 4 / 3 * fullest[count] * (1 + 1e-9)
 
 
-def test_there_are_as_many_groupings_as_bell_says() -> None:
-    assert [sum(1 for _ in every_grouping(n)) for n in range(7)] == [1, 1, 2, 5, 15, 52, 203]
-
-
 @given(st.integers(1, 3000))
 def test_runs_are_of_any_length_and_few_for_each_task(count: int) -> None:
     starts, stops = runs(count)

@@ -11,17 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.alignment import Slice
+from megatron_mux.fusion.graphs.launch_order import Interleave
 from megatron_mux.fusion.mesh import Mesh
 from megatron_mux.fusion.planner.cost import HybridCost
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.stage_cost import StageCosts
 from megatron_mux.fusion.planner.step_memory import StepMemory
 from megatron_mux.fusion.profiler.profile import Curve
-from megatron_mux.fusion.profiler.updates import UpdateSeconds, _Parameter
+from megatron_mux.fusion.profiler.updates import UpdateSeconds
 from megatron_mux.memory.forms.method import ParallelConfig, Recompute
 from megatron_mux.optimizers import lion
 from megatron_mux.optimizers.adafactor import Adafactor
@@ -114,14 +116,6 @@ def test_attention_is_priced_by_the_windows_of_each_stage() -> None:
     assert forward((1024,) * LAYERS) == pytest.approx(everywhere), "measured as it is, up to the last length"
 
 
-def test_batching_is_never_dearer_than_taking_turns_on_one_stage() -> None:
-    loads = [backbone.load("a", [64] * 4), backbone.load("b", [30, 64])]
-    model = costs(loads)
-    together = model.hybrid((0, 1), 1)
-    turns = [model.hybrid((t,), 1) for t in (0, 1)]
-    assert sum(together.alone()) <= sum(sum(turn.alone()) for turn in turns)
-
-
 def test_nothing_below_the_lowest_adapter_goes_backward() -> None:
     def with_sites(*layers: int) -> TaskLoad:
         sites = tuple(backbone.site(layer) for layer in layers)
@@ -138,12 +132,12 @@ def test_tensor_ranks_leave_communication_to_hide() -> None:
     loads = [backbone.load("a", [64] * 4)]
     profile = backbone.profile(LAYERS, tensor_parallel=2)
     two = ParallelConfig(tensor=2)
-    overlapped = costs(loads, profile=profile, method=two, overlap=True).hybrid((0,), 1)
+    overlapped = costs(loads, profile=profile, method=two, interleave="kahn").hybrid((0,), 1)
     one = profile.curves["all_reduce"].at(256)[0]
     assert overlapped.communication_forward == pytest.approx((2 * LAYERS * one,))
     # What enters the first layer needs no gradient.
     assert overlapped.communication_backward == pytest.approx(((2 * LAYERS - 1) * one,))
-    assert not costs(loads, overlap=True).hybrid((0,), 1).communicates
+    assert not costs(loads, interleave="kahn").hybrid((0,), 1).communicates
     plain = costs(loads, profile=profile, method=two).hybrid((0,), 1)
     assert not plain.communicates, "by default nothing is hidden"
     assert plain.alone() == pytest.approx(overlapped.alone())
@@ -154,7 +148,7 @@ def test_rows_of_the_embedding_need_the_gradient_of_all_layers() -> None:
     embeds = dataclasses.replace(plain, adapter=dataclasses.replace(plain.adapter, embeds=True))
     profile = backbone.profile(LAYERS, tensor_parallel=2)
     without, found = (
-        costs([load], 2, profile=profile, method=ParallelConfig(tensor=2), overlap=True).hybrid((0,), 1)
+        costs([load], 2, profile=profile, method=ParallelConfig(tensor=2), interleave="kahn").hybrid((0,), 1)
         for load in (plain, embeds)
     )
     one = profile.curves["all_reduce"].at(256)[0]
@@ -166,16 +160,16 @@ def test_nothing_hides_the_messages_of_a_kl_term() -> None:
     loads = [backbone.load("a", [64] * 4, opening_passes=2)]
     profile = backbone.profile(LAYERS, tensor_parallel=2)
     hidden, plain = (
-        costs(loads, profile=profile, method=ParallelConfig(tensor=2), overlap=overlap)
-        for overlap in (True, False)
+        costs(loads, profile=profile, method=ParallelConfig(tensor=2), interleave=interleave)
+        for interleave in ("kahn", "off")
     )
     assert hidden.step_overhead([(0,)]) == pytest.approx(plain.step_overhead([(0,)]))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("interleave", ["off", "kahn"])
 @pytest.mark.parametrize(("lowest", "again"), [(0, (4, 4)), (2, (2, 4)), (6, (0, 2))])
 def test_layers_with_a_backward_pass_are_recomputed(
-    lowest: int, again: tuple[int, int], overlap: bool
+    lowest: int, again: tuple[int, int], interleave: Interleave
 ) -> None:
     """Neither the embedding nor the loss head, nor anything below the lowest adapter."""
     sites = tuple(backbone.site(layer, size=8) for layer in range(lowest, LAYERS))
@@ -185,7 +179,7 @@ def test_layers_with_a_backward_pass_are_recomputed(
 
     def found(recompute: Recompute) -> HybridCost:
         method = ParallelConfig(tensor=2, recompute=recompute)
-        return costs(loads, 2, profile=profile, method=method, overlap=overlap).hybrid((0,), 1)
+        return costs(loads, 2, profile=profile, method=method, interleave=interleave).hybrid((0,), 1)
 
     layer = seconds["attention_half"] + seconds["mlp_half"] + 2 * seconds["all_reduce"]
     layer += 4 * profile.curves["attention:64"].at(0)[0]
@@ -214,7 +208,7 @@ def test_only_gradients_that_something_needs_are_reduced(op: BaseOpName, first: 
         2,
         profile=profile,
         method=ParallelConfig(tensor=2),
-        overlap=True,
+        interleave="kahn",
     ).hybrid((0,), 1)
     one = profile.curves["all_reduce"].at(256)[0]
     assert found.communication_forward == pytest.approx((8 * one, 8 * one))
@@ -254,23 +248,6 @@ def test_weights_are_what_the_profile_says() -> None:
     assert weights.token > 0 and weights.pair > 0 and weights.label > 0
 
 
-def test_optimizers_step_groups_of_parameters() -> None:
-    def load(optim: str, **training: object) -> TaskLoad:
-        section = {"peft_type": "LORA", "target_modules": ["q_proj", "v_proj"]}
-        spec = TaskSpec.model_validate(task(adapter=section, training={"optim": optim, **training}))
-        return TaskLoad.of(spec, np.array([64], np.int32), np.array([8], np.int32), backbone.shape(LAYERS))
-
-    ratio, every = {"loraplus_lr_ratio": 16.0}, range(LAYERS)
-    assert load("adamw_torch").updates(every, 1) == load("lion_32bit").updates(every, 1) == (4 * LAYERS, 1)
-    assert load("adamw_torch", **ratio).updates(every, 1) == (4 * LAYERS, 4 * LAYERS), "A and B in turn"
-    assert load("adafactor").updates(every, 1) == (4 * LAYERS, 3), "A, and B of query and value"
-    half = range(LAYERS // 2)
-    assert load("adafactor").updates(half, 1) == (2 * LAYERS, 3), (
-        "a stage steps all kinds, with fewer of each"
-    )
-    assert load("adamw_torch", **ratio).updates(half, 1) == (2 * LAYERS, 2 * LAYERS)
-
-
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor"])
 def test_every_rank_runs_its_own_groups(optim: str) -> None:
     """On two stages each rank has the groups that the engine has with half of the layers."""
@@ -290,7 +267,9 @@ def test_every_rank_runs_its_own_groups(optim: str) -> None:
             shape = one.tensor.shape
             slices.append(
                 ParamSlice(
-                    _Parameter(str(at), shape), shape, ParamGroup(at, at + math.prod(shape), *one.kind)
+                    AdapterParameter(str(at), torch.nn.Parameter(torch.empty(0)), shape),
+                    shape,
+                    ParamGroup(at, at + math.prod(shape), *one.kind),
                 )
             )
             at += math.prod(shape)

@@ -18,12 +18,10 @@ from megatron_mux.base_ops import BASE_OPS
 from megatron_mux.fusion.planner.stage_cost import StageCosts
 from megatron_mux.fusion.profiler import adapter_probes
 from megatron_mux.fusion.profiler import measure as module
-from megatron_mux.fusion.profiler import probes as probes_module
 from megatron_mux.fusion.profiler.core_attention import AttentionCosts
 from megatron_mux.fusion.profiler.probed_stage import SEGMENT, STACK, Probe
 from megatron_mux.fusion.profiler.probes import Probes
 from megatron_mux.fusion.profiler.profile import Curve, Profile, points
-from megatron_mux.kernels.attention import segments as attention
 from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.kernels.low_rank import choice as low_rank_choice
 from megatron_mux.kernels.low_rank.reference import LoopKernels
@@ -248,32 +246,6 @@ def stage(tmp_path: Path) -> Iterator[Backbone]:
         yield Backbone.load(make(tmp_path, "llama"), parallel, torch.float32)
     finally:
         runtime.shutdown()
-
-
-@pytest.mark.parametrize(("length", "past", "count"), [(16, 0, 8), (16, 40, 1)])
-def test_attention_is_timed_without_making_bounds(
-    length: int, past: int, count: int, stage: Backbone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step makes them once a micro-batch, for all of its layers."""
-    made: list[int] = []
-    bounds_of = attention.bounds_of
-
-    def counted(*args: Any) -> Any:
-        made.append(1)
-        return bounds_of(*args)
-
-    def flash(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return query * 1
-
-    for owner in (attention, probes_module):
-        monkeypatch.setattr(owner, "has_one_call", lambda device, dtype: True, raising=False)
-    monkeypatch.setattr(attention, "bounds_of", counted)
-    monkeypatch.setattr(attention, "_flash", flash)
-    run = Probes(stage, 32).attention(length, past, count).make()
-    ready = len(made)
-    for _ in range(3):
-        assert run()[0].shape[0] == length * count
-    assert len(made) == ready
 
 
 Kernels = dict[str, type[LoopKernels]]

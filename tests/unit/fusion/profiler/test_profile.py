@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_mux import runtime
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.profiler.profile import FORMAT, Curve, Profile, key_of, points
+from megatron_mux.fusion.profiler.profile import FORMAT, Curve, key_of, points
 from megatron_mux.fusion.profiler.profile_store import about_run, find_profile, load_profile, save_profile
 from tests.unit.fusion import backbone
 
@@ -100,11 +99,6 @@ def test_a_profile_of_other_company_stands_in(tmp_path: Path, monkeypatch: pytes
         assert found() == busy
     assert len(said) == 2 and "3 process(es) busy" in said[0] and "with 1" in said[0]
     assert found("H100") == 0, "a GPU belongs to one process"
-
-
-def test_a_profile_has_only_what_prices_read() -> None:
-    """Whether attention is one call is in the curves: `attention_launch` is paid once a batch."""
-    assert "attention_in_one_call" not in {field.name for field in fields(Profile)}
 
 
 def test_a_damaged_profile_is_named(tmp_path: Path) -> None:
