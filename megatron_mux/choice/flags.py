@@ -20,7 +20,6 @@ class Command(NamedTuple):
     """The command line of a method.
 
     Attributes:
-        program: The program they are for.
         elsewhere: Why this engine cannot run the method; None if it can.
         remarks: Warnings for runs with another program.
     """
@@ -38,15 +37,7 @@ def command(
     batch: int,
     quantisation: Quantisation | None = None,
 ) -> Command:
-    """The command that runs a method.
-
-    Args:
-        method: How the step is divided.
-        recipe: What is trained and how.
-        model_type: `model_type` of the model's config.
-        batch: Sequences of a micro-batch.
-        quantisation: How the backbone's weights are held, if they are quantised.
-    """
+    """The command that runs a method."""
     elsewhere = not_by_this_engine(method, recipe, model_type)
     if not elsewhere:
         quantised = quantisation.flags if quantisation is not None else []
@@ -116,8 +107,6 @@ def megatron_flags(method: ParallelConfig, recipe: Recipe, batch: int) -> list[s
     """Flags of Megatron-LM's training scripts, for a method that this engine cannot run.
 
     Args:
-        method: How the step is divided.
-        recipe: What is trained and how.
         batch: Sequences of a micro-batch.
     """
     words = _degrees(method)
@@ -159,7 +148,6 @@ def trainer_flags(method: ParallelConfig, recipe: Recipe, batch: int) -> list[st
 
     Args:
         method: How the step is divided: by data parallelism, without or with FSDP.
-        recipe: What is trained and how.
         batch: Sequences of a micro-batch.
     """
     count = method.micro_batches

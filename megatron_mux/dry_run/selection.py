@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_mux.choice.engine_step import Tables
-from megatron_mux.choice.expert_files import ExpertFiles
 from megatron_mux.choice.fit import Fit
 from megatron_mux.choice.ranking import Ranking, answer
 from megatron_mux.choice.task_file import TaskFile
@@ -39,9 +38,7 @@ class MethodEstimate:
     Attributes:
         name: The method's degrees, or `plan`.
         details: Further properties of the method.
-        flags: Command-line flags that run it.
         run: What the dry run executed.
-        ranks: Estimates of its representative ranks.
     """
 
     name: str
@@ -123,10 +120,6 @@ def choose(
     """Dry-run a plan, or the best methods until one fits.
 
     Args:
-        arguments: Parsed arguments of the tool.
-        question: The model and the GPUs.
-        specs: The tasks.
-        say: Called with progress messages.
         tables: Of a task file's bytes, by which methods are ranked.
 
     Raises:
@@ -138,9 +131,7 @@ def choose(
             f"--model {question.skeleton.path}: a dry run reads data with the tokenizer beside config.json: "
             "give a backbone's directory, or --method ours"
         )
-    experts = ExpertFiles.of(arguments)
-    file = TaskFile.read(question.skeleton.path, arguments.tasks, experts, arguments.backbone_dtype)
-    file.check(question.skeleton.tensors.positions, arguments.sequence_length)
+    file = TaskFile.of(arguments, question.skeleton)
     batches, unread = worst_case_batches(specs, directory)
     device = known(arguments.device).gpu
     work = Workload(
@@ -157,7 +148,7 @@ def choose(
         if arguments.plan is not None:
             tried = [_plan(arguments, question, work, say)]
         else:
-            tried = _methods(question, answer(question, arguments, file, tables(file)), work, say)
+            tried = _methods(question, answer(question, file, tables(file)), work, say)
     except WorkerError as error:
         raise UserError(f"--method dry-run: {error}") from None
     return Selection(tried, unread)

@@ -25,10 +25,7 @@ class Workload:
     """What is trained, independent of the parallel method.
 
     Attributes:
-        config: Contents of config.json.
         backbone: Directory of config.json.
-        file: The task file.
-        specs: Its tasks.
         batches: Heaviest batch of each task, and its evaluation pass if it is evaluated.
         gpu: The GPU whose kernels are assumed.
         placement, access: See `RunSpec`.
@@ -48,7 +45,6 @@ class Workload:
 
         Args:
             flags: Command-line flags, with a policy other than `auto` unless a plan is given.
-            gpus: Number of processes.
             plan: The plan that the run follows; None for the one of the flags.
 
         Raises:

@@ -90,7 +90,7 @@ def by_tables(names: Sequence[str], method: ParallelConfig, directory: Path) -> 
     content = step.divided(method.data, method.micro_batches).worst_cases[0]
     recipe = step.mix(content, Recipe(LENGTH, adapters=file.adapters))
     tables = MethodTables(file, "bf16", known("A100").gpu)
-    memory = step_memory(file.architecture, recipe, method, tables=tables, bare=True)
+    memory = step_memory(file.architecture, recipe, method, tables=tables, device="cpu")
     loss = {phase.stage for phase in memory.phases(1024) if phase.name == LOSS}
     assert loss <= {method.pipeline - 1}
     assert loss or method != CASES["two stages"][1], "elsewhere it may never take most"

@@ -130,7 +130,8 @@ def _problem(architecture: Architecture, tensor: int, pipeline: int) -> str | No
         return f"{a.heads} attention heads cannot be divided among {tensor} GPUs"
     if a.kv_heads % tensor and tensor % a.kv_heads:
         return f"{a.kv_heads} key-value heads cannot be shared by {tensor} GPUs"
-    for width in filter(None, (a.ffn, a.shared_ffn, a.expert_ffn)):
+    of_experts = () if a.moe is None else (a.moe.shared_ffn, a.moe.ffn)
+    for width in filter(None, (a.ffn, *of_experts)):
         if width % tensor:
             return f"an MLP of width {width} cannot be divided among {tensor} GPUs"
     return None
