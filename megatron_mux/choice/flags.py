@@ -77,11 +77,8 @@ def flags(method: ParallelConfig, recipe: Recipe) -> list[str]:
     words.append("--bf16" if recipe.precision == "bf16" else "--mux-fp32")
     if method.recompute != "none":
         words += ["--recompute-granularity", method.recompute]
-    residence = "-".join(
-        filter(None, ("sharded" if method.zero == 3 else "", "offloaded" if method.offload else ""))
-    )
-    if residence:
-        words += ["--mux-backbone-weights", residence]
+    if method.residence != "resident":
+        words += ["--mux-backbone-weights", method.residence]
     # All tasks in each micro-batch, and as many of these as were predicted.
     return [*words, "--mux-policy", "spatial", "--mux-micro-batches", str(method.micro_batches)]
 

@@ -57,7 +57,7 @@ def run(
         return question, json.loads(said.output)
     from megatron_mux.dry_run.selection import choose  # imports torch, which takes seconds
 
-    answer = choose(arguments, question, specs, say, tables)
+    answer = choose(arguments, question, say, tables)
     if arguments.plot:
         _draw(answer, arguments.plot, question)
     told = answer.to_json()

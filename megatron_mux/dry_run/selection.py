@@ -23,7 +23,6 @@ from megatron_mux.fusion.plan import Plan
 from megatron_mux.gpus import known
 from megatron_mux.memory.question import Question
 from megatron_mux.memory.worker import WorkerError
-from megatron_mux.tasks import TaskSpec
 
 _MAX_TRIES = 4
 """Maximum number of methods to try until one fits."""
@@ -113,7 +112,6 @@ class Selection:
 def choose(
     arguments: Namespace,
     question: Question,
-    specs: Sequence[TaskSpec],
     say: Say,
     tables: Callable[[TaskFile], Tables],
 ) -> Selection:
@@ -132,18 +130,8 @@ def choose(
             "give a backbone's directory, or --method ours"
         )
     file = TaskFile.of(arguments, question.skeleton)
-    batches, unread = worst_case_batches(specs, directory)
-    device = known(arguments.device).gpu
-    work = Workload(
-        question.skeleton.raw,
-        directory,
-        arguments.tasks,
-        specs,
-        batches,
-        device,
-        file.architecture.placement,
-        file.architecture.access,
-    )
+    batches, unread = worst_case_batches(file.specs, directory)
+    work = Workload(question.skeleton.raw, directory, file, batches, known(arguments.device).gpu)
     try:
         if arguments.plan is not None:
             tried = [_plan(arguments, question, work, say)]
@@ -157,8 +145,9 @@ def choose(
 def _plan(arguments: Namespace, question: Question, work: Workload, say: Say) -> MethodEstimate:
     plan = read_plan(arguments.plan)
     flags = _flags(arguments, plan)
-    if work.placement is not None:
-        flags += ["--expert-model-parallel-size", str(work.placement.size)]
+    placement = work.file.architecture.placement
+    if placement is not None:
+        flags += ["--expert-model-parallel-size", str(placement.size)]
     run = work.run(flags, question.gpus, plan)
     if run.world != question.gpus:
         raise UserError(f"--plan {arguments.plan}: is for {run.world} GPU(s), --gpus says {question.gpus}")

@@ -195,7 +195,6 @@ class MethodTables:
         return counts
 
     def _run(self, method: ParallelConfig) -> RunSpec:
-        where = ("sharded" if method.zero == 3 else "", "offloaded" if method.offload else "")
         file = self._file
         return RunSpec(
             file.shape.config,
@@ -205,7 +204,7 @@ class MethodTables:
             method.sequence_parallel,
             self._dtype,
             method.recompute,
-            "-".join(filter(None, where)) or "resident",  # type: ignore[arg-type]
+            method.residence,
             self._device,
             self._gpu,
             expert=method.expert,

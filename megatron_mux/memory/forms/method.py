@@ -53,6 +53,13 @@ class ParallelConfig:
         return self.parts or (4 * self.pipeline if self.pipeline > 1 else 1)
 
     @property
+    def residence(self) -> Literal["resident", "sharded", "offloaded", "sharded-offloaded"]:
+        """Where a frozen backbone's weights are between uses: the value of `--mux-backbone-weights`."""
+        if self.zero == 3:
+            return "sharded-offloaded" if self.offload else "sharded"
+        return "offloaded" if self.offload else "resident"
+
+    @property
     def communicators(self) -> int:
         """NCCL communicators of a rank: one for each kind of parallelism, one for all ranks, one to each neighbour."""
         kinds = sum(size > 1 for size in (self.data, self.tensor, self.expert))
