@@ -16,12 +16,11 @@ from typing import Any
 from megatron_mux.memory.caching.allocator import Allocator
 from megatron_mux.memory.caching.blocks import Block
 from megatron_mux.memory.caching.settings import Settings
-from megatron_mux.memory.stream.events import Moment, Stream, StreamBuilder, StreamError
+from megatron_mux.memory.stream.events import StreamError
 
 _GROWTH = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 # A block that is asked back may still be in use on another stream: it is free when that is completed.
 _NOTHING = ("free_requested", "snapshot", "oom")
-_RECORDED = Moment("recorded")
 
 
 @dataclass(frozen=True)
@@ -29,14 +28,15 @@ class Recording:
     """What a device did.
 
     Attributes:
-        stream: Its allocations and frees, the latter where a block could be used again.
-        reserved: Bytes that the device had reserved after each event of the stream.
+        events: Its allocations: their number, bytes and CUDA stream. And its frees, where a block could be used again:
+            `~number`, and zeros.
+        reserved: Bytes that the device had reserved after each event.
         addresses: Where `cudaMalloc` put the segments, one after the other.
         emptied: Indices of the events before which segments were released: by `empty_cache`, or because another one
             did not fit. The index after the last event is among them if that was at the end.
     """
 
-    stream: Stream
+    events: list[tuple[int, int, int]]
     reserved: array[int]
     addresses: tuple[int, ...]
     emptied: frozenset[int]
@@ -45,13 +45,13 @@ class Recording:
         """Bytes that the modelled allocator has reserved after each event."""
         allocator, held = Allocator(settings, self.addresses), dict[int, Block]()
         reserved = array("q")
-        for index, event in enumerate(self.stream):
+        for index, (code, size, stream) in enumerate(self.events):
             if index in self.emptied:
                 allocator.empty_cache()
-            if event.kind == "free":
-                allocator.free(held.pop(event.block))
+            if code < 0:
+                allocator.free(held.pop(~code))
             else:
-                held[event.block] = allocator.allocate(event.size, event.stream)
+                held[code] = allocator.allocate(size, stream)
             reserved.append(allocator.reserved)
         return reserved
 
@@ -67,11 +67,11 @@ def from_snapshot(trace: Sequence[Mapping[str, Any]]) -> Recording:
         StreamError: It frees what it has not allocated (the beginning is missing), has an action that is not known, or
             pools of CUDA graphs or `torch.cuda.MemPool`.
     """
-    builder = StreamBuilder()
+    events: list[tuple[int, int, int]] = []
     live: dict[int, int] = {}
     addresses: list[int] = []
     emptied: set[int] = set()
-    reserved, total = array("q"), 0
+    reserved, total, made = array("q"), 0, 0
     for place, entry in enumerate(trace):
         action = entry["action"]
         if action in _NOTHING:
@@ -93,15 +93,17 @@ def from_snapshot(trace: Sequence[Mapping[str, Any]]) -> Recording:
                 raise StreamError(
                     f"entry {place} of the trace allocates at {address:#x}, where a block is in use"
                 )
-            live[address] = builder.allocate(entry["size"], _RECORDED, entry["stream"])
+            live[address] = made
+            events.append((made, entry["size"], entry["stream"]))
+            made += 1
         elif action == "free_completed":
             if address not in live:
                 raise StreamError(
                     f"entry {place} of the trace frees {address:#x}, which it has not allocated: "
                     "record from before the first allocation, with max_entries enough"
                 )
-            builder.free(live.pop(address), _RECORDED)
+            events.append((~live.pop(address), 0, 0))
         else:
             raise StreamError(f"entry {place} of the trace has an action that is not known: {action!r}")
         reserved.append(total)
-    return Recording(builder.done(), reserved, tuple(addresses), frozenset(emptied))
+    return Recording(events, reserved, tuple(addresses), frozenset(emptied))

@@ -133,7 +133,7 @@ def deviations(skeleton: Skeleton, how: dict[str, Any], length: int, lengths: se
         recipe,
         ParallelConfig(recompute="full" if options.recompute else "none"),
         profiles,
-        bare=True,
+        device="cpu",
     )
     for batch in BATCHES:
         peak = peak_of(trace(options.case(skeleton.raw, skeleton.tensors, length, batch))).size

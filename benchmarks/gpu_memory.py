@@ -11,7 +11,7 @@ engine are dry runs. `measure` runs each case in a process of its own. It compar
 allocator reserves, and that of the whole process, and it replays the allocator's history and compares it event by
 event. Then it limits the process as if the GPU were smaller: the predicted largest batch has to run, and one more
 sequence must not. Goals: reserved memory is predicted within 1% (median) and 3% (worst), every history is replayed
-exactly, and predictions of full fine-tuning are better than those of LLMem, DNNMem and Megatron's theoretical report.
+exactly.
 """
 
 from __future__ import annotations
@@ -177,13 +177,10 @@ def this_gpu() -> Any:
 
 def predict_case(name: str, case: Any, tracer: Any) -> dict[str, Any]:
     """Predict the memory of training with `transformers`, in bytes."""
-    from gpu_memory_baselines import baseline_estimates
-
     from megatron_mux.memory.estimate import predict
 
     print(name, file=sys.stderr)
-    prediction = prediction_to_json(predict(tracer.step(case), case.gpu))
-    return {"asked": {"case": asdict(case)}, **prediction, "others": baseline_estimates(case)}
+    return {"asked": {"case": asdict(case)}, **prediction_to_json(predict(tracer.step(case), case.gpu))}
 
 
 def predict_tasks(name: str, run_spec: Any) -> dict[str, Any]:
@@ -195,7 +192,7 @@ def predict_tasks(name: str, run_spec: Any) -> dict[str, Any]:
     print(name, file=sys.stderr)
     (recording,) = dry_runs([(run_spec, 0)])
     prediction = predict(recording.stream, run_spec.gpu, Settings.of_run(), recording.communicators)
-    return {"asked": {"run_spec": asdict(run_spec)}, **prediction_to_json(prediction), "others": {}}
+    return {"asked": {"run_spec": asdict(run_spec)}, **prediction_to_json(prediction)}
 
 
 def prediction_to_json(prediction: Any) -> dict[str, Any]:

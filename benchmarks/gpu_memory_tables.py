@@ -35,8 +35,6 @@ def error(predicted: float, measured: float) -> float:
 def measured_tables(result: Mapping[str, Any]) -> str:
     """Render predictions next to measurements, and compare the errors with the goals."""
     rows, errors = [], []
-    baselines: dict[str, list[float]] = {}
-    our_errors: dict[str, list[float]] = {}
     exact = 0
     for name, one in result["cases"].items():
         measured = one["measured"]
@@ -56,10 +54,6 @@ def measured_tables(result: Mapping[str, Any]) -> str:
         errors.append(off := error(one["peak_reserved"], reserved))
         replayed = "replay_failed" not in measured and measured["first_event_replayed_otherwise"] is None
         exact += replayed
-        process = reserved + measured["outside"]
-        for baseline, estimate in one["others"].items():
-            baselines.setdefault(baseline, []).append(error(estimate, process))
-            our_errors.setdefault(baseline, []).append(error(one["process"], process))
         rows.append(
             (
                 name,
@@ -83,12 +77,6 @@ def measured_tables(result: Mapping[str, Any]) -> str:
             f"Error of reserved memory: median {statistics.median(sizes):.2%} (goal {GOALS['median']:.0%}), "
             f"worst {sizes[-1]:.2%} (goal {GOALS['worst']:.0%}) of {len(sizes)} cases; "
             f"{exact} histories replayed exactly."
-        )
-    for baseline, found in baselines.items():
-        ours = statistics.median(map(abs, our_errors[baseline]))
-        lines.append(
-            f"Memory of the process in the {len(found)} cases that {baseline} supports: its median error is "
-            f"{statistics.median(map(abs, found)):.1%}, ours {ours:.1%}."
         )
     return "\n".join([*lines, "", *limit_table(result["limits"])])
 

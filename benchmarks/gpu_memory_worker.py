@@ -89,7 +89,7 @@ def replay_history(trace: list[dict[str, Any]]) -> dict[str, Any]:
     settings = Settings.parse(os.environ.get("PYTORCH_ALLOC_CONF", ""))
     pairs = enumerate(zip(recording.replayed(settings), recording.reserved, strict=True))
     differ = next((index for index, (mine, theirs) in pairs if mine != theirs), None)
-    return {"events": len(recording.stream), "first_event_replayed_otherwise": differ}
+    return {"events": len(recording.events), "first_event_replayed_otherwise": differ}
 
 
 def train(case: Mapping[str, Any], device: torch.device) -> None:
@@ -147,13 +147,11 @@ def arguments(case: Mapping[str, Any], directory: str, device: torch.device) -> 
     """Make the arguments of `Trainer`."""
     from transformers import TrainingArguments
 
-    # Names in older files of predictions.
-    older = {"adamw": "adamw_torch", "adamw_fused": "adamw_torch_fused"}
     return TrainingArguments(
         output_dir=directory,
         per_device_train_batch_size=case["batch"],
         max_steps=STEPS,
-        optim=older.get(case["optimizer"], case["optimizer"]),
+        optim=case["optimizer"],
         max_grad_norm=case["clip"] or 0.0,
         bf16=case["autocast"] == "bfloat16",
         fp16=case["autocast"] == "float16",

@@ -227,11 +227,7 @@ def predicted_bytes(stages: Any, size: int, sharded: bool = False) -> float:
 
     shape, parallel = stages[0].shape, stages[0].parallel
     method = ParallelConfig(parallel.dp_size, parallel.tp_size, parallel.pp_size, zero=3 if sharded else 0)
-    layers = [stage.layers for stage in stages]
-    if parallel.pp_size > 1:
-        each = shape.layers // parallel.pp_size
-        layers = [range(i * each, (i + 1) * each) for i in range(parallel.pp_size)]
-    own = forms.stages(architecture_of(shape), method, layers)[parallel.pp_rank]
+    own = forms.stages(architecture_of(shape), method)[parallel.pp_rank]
     held = dataclasses.replace(own, counts=tuple(part.bytes(size) for part in own.counts))
     return float(held.divided(method) if sharded else held.values)
 

@@ -44,7 +44,6 @@ class Tables(Protocol):
         """Make what is missing for these. Calls raise what could not be made.
 
         Args:
-            methods: To prepare.
             known: Told of each that can be asked for.
         """
 
@@ -67,9 +66,6 @@ def step_memory(
     """The memory of a method; of the engine if only adapters are trained.
 
     Args:
-        architecture: The model.
-        recipe: What is trained and how.
-        method: How the step is divided.
         profiles: Profiles of full fine-tuning; None where only adapters are trained.
         tables: Of tasks; None in full fine-tuning.
         more: Further arguments of `StepMemory`.
@@ -85,12 +81,7 @@ def step_memory(
 
 
 class EngineStep(StepMemory):
-    """See `StepMemory`; the recipe has adapters. All micro-batches are equal.
-
-    Args:
-        tasks: What tables say of the method.
-        architecture, recipe, method, more: See `StepMemory`.
-    """
+    """See `StepMemory`; the recipe has adapters. All micro-batches are equal."""
 
     def __init__(
         self,

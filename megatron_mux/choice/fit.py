@@ -32,13 +32,11 @@ class Fit:
     """A method with its micro-batches, and the predictions for it.
 
     Attributes:
-        device: The GPU's speeds.
         memory: The memory of a step with the worst-case micro-batch.
         rows: Tokens of the worst-case micro-batch.
         sequences: Sequences of the worst-case micro-batch.
         largest: The most sequences that fit, of the same tasks in the same proportion; 0 if not even one fits.
         mean_rows: Mean tokens of a micro-batch.
-        micro_batches: Micro-batches of each pipeline.
         tokens: Tokens of the whole step, over all pipelines.
     """
 
@@ -155,10 +153,7 @@ class Fitting:
     """Finds the micro-batches of methods on GPUs.
 
     Args:
-        architecture: The model.
-        recipe: What is trained and how.
         memory: Bytes of a GPU.
-        device: The GPU's speeds.
         kind: `cuda`, or `cpu` for processes that compute there.
         profiles: Profiles of full fine-tuning; None where only adapters are trained.
         tables: Of tasks; None in full fine-tuning.
@@ -183,7 +178,6 @@ class Fitting:
         """A method with its micro-batches.
 
         Args:
-            method: How the step is divided.
             batch: Sequences of a micro-batch; None for as many as fit. Not used for tasks, which set their own.
         """
         return self._of_tasks(method) if self._recipe.frozen else self._as_many_as_fit(method, batch)

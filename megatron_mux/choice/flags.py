@@ -20,7 +20,6 @@ class Command(NamedTuple):
     """The command line of a method.
 
     Attributes:
-        program: The program they are for.
         elsewhere: Why this engine cannot run the method; None if it can.
         remarks: Warnings for runs with another program.
     """
@@ -38,15 +37,7 @@ def command(
     batch: int,
     quantisation: Quantisation | None = None,
 ) -> Command:
-    """The command that runs a method.
-
-    Args:
-        method: How the step is divided.
-        recipe: What is trained and how.
-        model_type: `model_type` of the model's config.
-        batch: Sequences of a micro-batch.
-        quantisation: How the backbone's weights are held, if they are quantised.
-    """
+    """The command that runs a method."""
     elsewhere = not_by_this_engine(method, recipe, model_type)
     if not elsewhere:
         quantised = quantisation.flags if quantisation is not None else []
@@ -86,11 +77,8 @@ def flags(method: ParallelConfig, recipe: Recipe) -> list[str]:
     words.append("--bf16" if recipe.precision == "bf16" else "--mux-fp32")
     if method.recompute != "none":
         words += ["--recompute-granularity", method.recompute]
-    residence = "-".join(
-        filter(None, ("sharded" if method.zero == 3 else "", "offloaded" if method.offload else ""))
-    )
-    if residence:
-        words += ["--mux-backbone-weights", residence]
+    if method.residence != "resident":
+        words += ["--mux-backbone-weights", method.residence]
     # All tasks in each micro-batch, and as many of these as were predicted.
     return [*words, "--mux-policy", "spatial", "--mux-micro-batches", str(method.micro_batches)]
 
@@ -116,8 +104,6 @@ def megatron_flags(method: ParallelConfig, recipe: Recipe, batch: int) -> list[s
     """Flags of Megatron-LM's training scripts, for a method that this engine cannot run.
 
     Args:
-        method: How the step is divided.
-        recipe: What is trained and how.
         batch: Sequences of a micro-batch.
     """
     words = _degrees(method)
@@ -159,7 +145,6 @@ def trainer_flags(method: ParallelConfig, recipe: Recipe, batch: int) -> list[st
 
     Args:
         method: How the step is divided: by data parallelism, without or with FSDP.
-        recipe: What is trained and how.
         batch: Sequences of a micro-batch.
     """
     count = method.micro_batches

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +49,7 @@ class MemoryAnswer:
     def of(
         cls,
         question: Question,
-        arguments: Namespace,
+        method: str,
         file: TaskFile | None,
         tables: Tables | None = None,
         told: Told = lambda done, total, best: None,
@@ -58,15 +57,13 @@ class MemoryAnswer:
         """Ask the methods that `--method` names.
 
         Args:
-            arguments: Parsed arguments of the tool.
             file: The tasks that train together; None for full fine-tuning, or for one traced task.
-            tables: Of the tasks' bytes.
             told: See `ranking.Told`.
 
         Raises:
             UserError: No method answers.
         """
-        by_us = arguments.method in ("ours", "all")
+        by_us = method in ("ours", "all")
         if by_us:
             # It imports torch, which a saved trace does without, while another process reads the model's sizes.
             from megatron_mux.choice.ranking import answer as ranked
@@ -74,12 +71,12 @@ class MemoryAnswer:
         answer = cls(question)
         if by_us:
             try:
-                answer.ranking = ranked(question, arguments, file, tables, told)
+                answer.ranking = ranked(question, file, tables, told)
             except UserError as error:
-                if arguments.method == "ours" or file is not None:
+                if method == "ours" or file is not None:
                     raise
                 answer.refusals += error.problems
-        if arguments.method == "trace" or (arguments.method == "all" and file is None):
+        if method == "trace" or (method == "all" and file is None):
             try:
                 answer.trace = traced_estimate(question)
             except UserError as error:
@@ -113,7 +110,6 @@ class MemoryAnswer:
         """Print tables.
 
         Args:
-            console: Output.
             command: Start of the command line that runs the selected method.
         """
         if self.trace is not None:
@@ -155,9 +151,6 @@ class MemoryAnswer:
 
     def draw(self, file: Any) -> None:
         """Draw memory over time.
-
-        Args:
-            file: The picture's path.
 
         Raises:
             UserError: It cannot be written.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +31,6 @@ class Ranking:
     """The methods, best first: those that fit, by speed, then the others, by how little memory they lack.
 
     Attributes:
-        entries: The methods.
         impossible: Methods that the model's sizes exclude, that the engine does not run or whose memory cannot be
             predicted, and why.
         device: The GPU whose speeds are assumed.
@@ -75,7 +73,6 @@ class Ranking:
 
 def answer(
     question: Question,
-    how: Namespace,
     file: TaskFile | None = None,
     tables: Tables | None = None,
     told: Told = lambda done, total, best: None,
@@ -83,18 +80,15 @@ def answer(
     """Rank every method for a user's question.
 
     Args:
-        question: The model, the GPUs, the length and the batch.
-        how: `precision`, `optimizer`, `master_weights`, `attention`, `device`, as parsed by the tool.
         file: The tasks that train a frozen backbone; None: every parameter is trained.
-        tables: Of the tasks' bytes.
         told: See `Told`.
 
     Raises:
         UserError: A name is unknown, the model is not understood, its experts are placed on other numbers of ranks, or
             the engine runs none of the methods.
     """
+    how, adapters = question.options, file.adapters if file is not None else ()
     known(how.device)
-    adapters = file.adapters if file is not None else ()
     recipe = Recipe(
         question.length, how.precision, how.optimizer, how.master_weights, how.attention, adapters
     )
@@ -127,16 +121,9 @@ def rank(
     """Rank every method.
 
     Args:
-        architecture: The model.
-        recipe: What is trained and how.
-        gpus: How many there are.
         memory: Bytes of each.
-        device: The GPUs' speeds.
         batch: Sequences of a micro-batch; None for as many as fit. Not used for tasks, which set their own.
         kind: `cuda`, or `cpu` for processes that compute there.
-        profiles: Profiles of full fine-tuning.
-        tables: Of tasks.
-        only: Which methods.
         told: See `Told`.
     """
     fit = Fitting(architecture, recipe, memory, device, kind, profiles, tables)
@@ -152,54 +139,30 @@ def rank(
     if not asked and architecture.placement is not None:
         ranks = architecture.placement.size
         raise UserError(f"--mux-expert-placement: is for {ranks} expert ranks, which {gpus} GPU(s) cannot be")
-    predicted = _Predicted(partial(fit, batch=batch), tables, len(asked), told)
+    predicted: dict[ParallelConfig, Fit] = {}
+    problems: dict[str, str] = {}
+
+    def predict(method: ParallelConfig) -> None:
+        try:
+            predicted[method] = fit(method, batch)
+        except UserError as error:  # its tables cannot be made
+            if tables is None:
+                raise
+            problems[method.title] = " ".join(error.problems)
+        fitting = (one for one in predicted.values() if one.fits)
+        best = max(fitting, key=lambda one: one.throughput, default=None)
+        told(len(predicted) + len(problems), len(asked), best)
+
     if tables is None:
         for method in asked:
-            predicted.add(method)
+            predict(method)
     else:
-        tables.prepare(asked, predicted.add)
-    if asked and not predicted.fits:
-        raise UserError(*dict.fromkeys(predicted.problems.values()))
-    excluded |= predicted.problems
-    fits = [predicted.fits[method] for method in asked if method in predicted.fits]
+        tables.prepare(asked, predict)
+    if asked and not predicted:
+        raise UserError(*dict.fromkeys(problems.values()))
+    excluded |= problems
+    fits = [predicted[method] for method in asked if method in predicted]
     # Sorting keeps the order of equals: the plainest first.
     fitting = sorted((f for f in fits if f.fits), key=lambda f: -f.throughput)
     others = sorted((f for f in fits if not f.fits), key=lambda f: f.peak_process)
     return Ranking([*fitting, *others], excluded, device.name, recipe.adapters)
-
-
-class _Predicted:
-    """Methods that are predicted, in whichever order.
-
-    Args:
-        fit: Predicts one.
-        tables: Of tasks.
-        total: How many there will be.
-        told: See `Told`.
-
-    Attributes:
-        fits: The predictions.
-        problems: Why others are missing, by their titles: their tables could not be made.
-    """
-
-    def __init__(
-        self, fit: Callable[[ParallelConfig], Fit], tables: Tables | None, total: int, told: Told
-    ) -> None:
-        self._fit, self._tables, self._total, self._told = fit, tables, total, told
-        self._best: Fit | None = None
-        self.fits: dict[ParallelConfig, Fit] = {}
-        self.problems: dict[str, str] = {}
-
-    def add(self, method: ParallelConfig) -> None:
-        """Predict one more."""
-        try:
-            if self._tables is not None:
-                self._tables(method)
-            fit = self.fits[method] = self._fit(method)
-            if fit.fits and (self._best is None or fit.throughput > self._best.throughput):
-                self._best = fit
-        except UserError as error:
-            if self._tables is None:
-                raise
-            self.problems[method.title] = " ".join(error.problems)
-        self._told(len(self.fits) + len(self.problems), self._total, self._best)

@@ -28,10 +28,7 @@ def step_seconds(memory: StepMemory, rows: float, micro_batches: int, device: De
     """Seconds of a step.
 
     Args:
-        memory: What is trained, and how the step is divided.
         rows: Mean rows of a micro-batch.
-        micro_batches: Micro-batches of each pipeline.
-        device: The GPU's speeds.
     """
     passes = _Passes(memory.architecture, memory.recipe, memory.method, rows, device)
     of_stages = stages(memory.architecture, memory.method)

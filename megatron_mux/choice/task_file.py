@@ -6,6 +6,7 @@ among pipelines and micro-batches as the engine does it.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +14,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from megatron_mux.backbone.registry import read_shape
-from megatron_mux.choice.expert_files import ExpertFiles
+from megatron_mux.choice.expert_files import read_expert_files
 from megatron_mux.errors import UserError
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.fusion.step import Lengths, step_chunks
 from megatron_mux.memory.forms.architecture import Architecture, architecture_of
 from megatron_mux.memory.forms.recipe import Recipe
 from megatron_mux.memory.forms.task_adapters import TaskAdapters
+from megatron_mux.memory.tensors import Skeleton
 from megatron_mux.quantised.scheme import QuantMethod
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec, load_task_file
@@ -105,11 +107,7 @@ class TaskFile:
     """A task file for a backbone.
 
     Attributes:
-        path: Path of the file.
-        architecture: The backbone's architecture.
         adapters: The adapters of its tasks, in the file's order.
-        specs: The tasks.
-        shape: The backbone's sizes.
         quantise: How its weights are quantised on load.
     """
 
@@ -125,16 +123,16 @@ class TaskFile:
         cls,
         config: Path,
         tasks: Path,
-        experts: ExpertFiles = ExpertFiles(),  # noqa: B008  (frozen)
         quantise: QuantMethod | None = None,
+        placed: Path | None = None,
+        profiled: Path | None = None,
     ) -> TaskFile:
         """A task file for the backbone of a config.json, whatever that file is called. No data is read.
 
         Args:
             config: The backbone's config.json, or its directory.
-            tasks: The file.
-            experts: Where experts are, and how often they are selected.
             quantise: How the backbone's weights are quantised on load.
+            placed, profiled: See `read_expert_files`.
 
         Raises:
             UserError: The file or the backbone is invalid, or a task targets modules that the backbone does not have.
@@ -149,14 +147,33 @@ class TaskFile:
                 problems += [f"{tasks}: task {spec.name!r}: {problem}" for problem in error.problems]
         if problems:
             raise UserError(*problems)
-        architecture = architecture_of(shape, *experts.read(shape))
+        architecture = architecture_of(shape, *read_expert_files(shape, placed, profiled))
         return cls(tasks, architecture, tuple(adapters), tuple(specs), shape, quantise)
 
-    def check(self, positions: int | None, length: int | None) -> None:
+    @classmethod
+    def of(cls, arguments: Namespace, skeleton: Skeleton) -> TaskFile:
+        """The task file of a tool's command line, checked.
+
+        Args:
+            arguments: `tasks`, `backbone_dtype`, `mux_expert_placement`, `expert_profile`, `sequence_length`.
+
+        Raises:
+            UserError: As `read`, or a sequence is too long.
+        """
+        found = cls.read(
+            skeleton.path,
+            arguments.tasks,
+            arguments.backbone_dtype,
+            arguments.mux_expert_placement,
+            arguments.expert_profile,
+        )
+        found._check(skeleton.tensors.positions, arguments.sequence_length)
+        return found
+
+    def _check(self, positions: int | None, length: int | None) -> None:
         """Refuse sequences that are longer than the model or the user allows.
 
         Args:
-            positions: Positions of the model; None: not limited.
             length: Tokens of the longest sequence, as the user gave it; None: not given.
 
         Raises:

@@ -17,8 +17,7 @@ Only config.json is read: no weights, and no GPU is needed. Methods:
 - `dry-run`: a step of this engine with fake tensors, with the best method of `ours` or with `--plan`.
 - `all` (default): `ours`, and for full fine-tuning `trace`.
 
-The papers' own estimators (LLMem, DNNMem) are in benchmarks/llmem_tables.py. `--plot` draws memory over time. Answers,
-traces and sizes of models are cached in the user's cache directory.
+`--plot` draws memory over time. Answers, traces and sizes of models are cached in the user's cache directory.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from megatron_mux.choice.task_file import TaskFile
     from megatron_mux.memory.question import Question
     from megatron_mux.memory.store import SavedOutput
-    from megatron_mux.memory.tensors import Skeleton
     from megatron_mux.memory.trace.tracer import Tracer
 
 PROGRAM = "megatron-mux estimate"
@@ -220,7 +218,7 @@ def _answer(arguments: argparse.Namespace, console: Console | None) -> tuple[Sav
     with ahead, Tracer() as tracer, _progress(arguments.method != "trace") as told:
         question, file = _question(arguments, tracer)
         tables = _tables(arguments)(file) if file is not None else None
-        answer = MemoryAnswer.of(question, arguments, file, tables, told)
+        answer = MemoryAnswer.of(question, arguments.method, file, tables, told)
     if arguments.plot:
         answer.draw(arguments.plot)
     if console is None:
@@ -334,23 +332,14 @@ def _question(arguments: argparse.Namespace, tracer: Tracer) -> tuple[Question, 
             )
         length = longest
     else:
-        file = _task_file(arguments, skeleton)
+        from megatron_mux.choice.task_file import TaskFile
+
+        file = TaskFile.of(arguments, skeleton)
         length = max(task.length for task in file.adapters)
     settings = Settings.of_environment()
     return Question(
         skeleton, arguments.gpus, arguments.gpu_memory, length, batch, options, settings, tracer
     ), file
-
-
-def _task_file(arguments: argparse.Namespace, skeleton: Skeleton) -> TaskFile:
-    """Read the task file, and check its tasks against the model and --sequence-length."""
-    from megatron_mux.choice.expert_files import ExpertFiles
-    from megatron_mux.choice.task_file import TaskFile
-
-    experts = ExpertFiles.of(arguments)
-    file = TaskFile.read(skeleton.path, arguments.tasks, experts, arguments.backbone_dtype)
-    file.check(skeleton.tensors.positions, arguments.sequence_length)
-    return file
 
 
 def _command(arguments: argparse.Namespace, question: Question) -> str:

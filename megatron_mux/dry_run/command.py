@@ -12,6 +12,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.memory.question import Question
 from megatron_mux.memory.sizes import GIB, show_size
 from megatron_mux.memory.store import Answers, SavedOutput, Store
+from megatron_mux.memory.trace.case import Options
 from megatron_mux.tasks import load_task_file
 
 if TYPE_CHECKING:
@@ -32,9 +33,6 @@ def run(
     """Answer the tool's question in JSON form; draw the picture if `--plot` is given.
 
     Args:
-        arguments: Parsed arguments of the tool.
-        skeleton: The model without weights.
-        say: Called with progress messages.
         tables: Of a task file's bytes, by which methods are ranked.
 
     Raises:
@@ -48,7 +46,8 @@ def run(
         raise UserError("--batch-size: --tasks defines it: remove it")
     specs = load_task_file(arguments.tasks, data_later=True)
     length = max(spec.data.max_length for spec in specs)
-    question = Question(skeleton, arguments.gpus, arguments.gpu_memory, length)
+    options = Options(arguments.device, arguments.precision)
+    question = Question(skeleton, arguments.gpus, arguments.gpu_memory, length, options=options)
     question.check()
     # Programs and people are told the same.
     about = {name: value for name, value in vars(arguments).items() if name not in ("json", "plot")}
@@ -58,7 +57,7 @@ def run(
         return question, json.loads(said.output)
     from megatron_mux.dry_run.selection import choose  # imports torch, which takes seconds
 
-    answer = choose(arguments, question, specs, say, tables)
+    answer = choose(arguments, question, say, tables)
     if arguments.plot:
         _draw(answer, arguments.plot, question)
     told = answer.to_json()
@@ -70,8 +69,6 @@ def show(console: Console, told: Mapping[str, Any], command: str) -> None:
     """Print the result as a table.
 
     Args:
-        console: Output.
-        told: The result of `run`.
         command: Start of the command line that runs the selected method.
     """
     from rich.table import Table

@@ -73,7 +73,6 @@ def read_info(config: Mapping[str, Any], quantise: QuantMethod | None = None) ->
     """A backbone's shape and names, from the contents of its config.json.
 
     Args:
-        config: The contents.
         quantise: How weights are quantised on load; None: as the config says.
 
     Raises:

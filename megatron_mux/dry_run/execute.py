@@ -57,8 +57,6 @@ def execute_dry_run(run: RunSpec, rank: int, around: Around = contextlib.nullcon
     """Record a rank's steps without computing them. Call it once in a process of its own: see `process`.
 
     Args:
-        run: The run.
-        rank: Global rank.
         around: Makes a context that each step, or all rolling ones together, run in.
 
     Raises:
@@ -101,9 +99,7 @@ def record_steps(
     Args:
         run: Its number of ranks is the world size.
         directory: The backbone; without weights if they are fake.
-        parallel: This rank's place.
         answer: Replaces values read from fake tensors; None: nothing is fake.
-        around: See `execute_dry_run`.
     """
     plan = run.plan
     place = StepPosition()

@@ -53,9 +53,7 @@ def fake_rank(
     """Inside, tensors are fake, but for integers in host memory. A process is one rank at a time.
 
     Args:
-        rank, world: Of this process, and all of them.
         device: `cuda` for a fake GPU; `cpu` uses CPU kernels.
-        gpu: The GPU whose kernels are assumed.
         tensor, pipeline, sequence_parallel, expert, expert_tensor: See `runtime.initialize`.
         placement, access: See `assumed_routes`.
 

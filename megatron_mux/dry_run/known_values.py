@@ -59,9 +59,7 @@ def with_values(func: Any, args: Any, kwargs: dict[str, Any], run: Callable[[], 
     """Run an operator on fake tensors, and on their values if all are known.
 
     Args:
-        func: The operator.
         args, kwargs: Its arguments, at least one of them fake, or the device of a new tensor.
-        run: Runs it on the fake tensors.
     """
     first = args[0] if args else None
     if isinstance(first, FakeTensor) and first.dtype.is_floating_point and not _has_dynamic_shape(func):

@@ -40,8 +40,6 @@ class SubgraphQuestion:
     Attributes:
         info: The backbone; weights are not read.
         profile: Predicts seconds, at the tensor-parallel degree that is traced.
-        dtype: The backbone computes in.
-        sequence_parallel: Whether tensor ranks divide the rows.
         rows: Of the micro-batch: one sequence.
         rank: Of a LoRA adapter on every linear module.
     """

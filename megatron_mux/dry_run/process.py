@@ -38,7 +38,6 @@ def kept_worker(number: int = 0, seconds: float = _SECONDS) -> Worker:
 
     Args:
         number: Which of several.
-        seconds: Time limit of a call.
     """
     return _workers.setdefault((number, seconds), Worker(seconds))
 
@@ -66,7 +65,6 @@ def dry_runs(
     """Record what ranks allocate and free. No process outlives the call, but for a given worker and what it runs.
 
     Args:
-        parts: The ranks.
         whole: Execute all layers, also where a few tell.
         seconds: Time limit for all of them; a given worker has its own.
         worker: The process to run them in; None: one of its own.
@@ -130,11 +128,6 @@ def in_forks(work: Callable[[Input], Result], inputs: Sequence[Input], at_once: 
     """Run a function on several inputs in parallel, each in a process of its own.
 
     `multiprocessing.Pool` would wait forever for a killed process and reuse processes for several inputs.
-
-    Args:
-        work: Function to run; its result is sent back.
-        inputs: Its inputs.
-        at_once: Maximum number of concurrent processes.
 
     Returns:
         The results in the order of the inputs.

@@ -25,10 +25,8 @@ class RankEstimate:
     """Peak memory of one rank.
 
     Attributes:
-        rank: Global rank.
         stage: Pipeline rank.
         fits: Whether the run completes on the GPU; the allocator may have to release cached blocks and retry.
-        prediction: Its memory.
         action: The engine's action at the peak.
     """
 
@@ -57,14 +55,7 @@ class RankEstimate:
 
 
 def estimate_rank(recording: Recording, run: RunSpec, rank: int, memory: int) -> RankEstimate:
-    """Estimate one rank's memory from its recording.
-
-    Args:
-        recording: Recording of that rank.
-        run: The run it was recorded from.
-        rank: Global rank.
-        memory: GPU memory in bytes.
-    """
+    """Estimate one rank's memory from its recording."""
     found = predict(recording.stream, run.gpu, Settings.of_run(), recording.communicators)
     stage = rank // (run.world // run.plan.ranks)
     return RankEstimate(rank, stage, found.fits(memory), found, recording.at(found.recorded_at))
@@ -72,10 +63,6 @@ def estimate_rank(recording: Recording, run: RunSpec, rank: int, memory: int) ->
 
 def estimate_ranks(parts: Sequence[tuple[RunSpec, int]], memory: int) -> list[RankEstimate]:
     """Estimate ranks by dry runs.
-
-    Args:
-        parts: Pairs of a run and a rank.
-        memory: Memory of each GPU in bytes.
 
     Raises:
         WorkerError: A dry run failed, because of the run or of this machine.

@@ -35,10 +35,6 @@ def representative_ranks(run: RunSpec, stages: Sequence[int] = ()) -> list[int]:
     These are ranks of the first stage (most micro-batches in flight), of the last (the loss) and of `stages`; in each
     stage those with the micro-batch that has most tokens, most of one kind of task or, on the last one, most labels,
     and those with most experts.
-
-    Args:
-        run: The run.
-        stages: Further pipeline ranks to include.
     """
     last = run.plan.ranks - 1
     chosen = sorted({0, last, *(stage for stage in stages if 0 <= stage <= last)})

@@ -71,19 +71,13 @@ class RunSpec:
     """Everything about a run of the engine that affects memory.
 
     Attributes:
-        config: Contents of config.json.
-        tasks: Tasks that train together.
         plan: How tasks share a step. Pipeline ranks divide its stages; its `data` is the number of pipelines.
-        tensor: Tensor-parallel size.
         sequence_parallel: Whether tensor ranks divide rows outside attention and MLP.
-        dtype: Data type of the backbone.
-        recompute: Recomputation granularity.
         residence: Where frozen weights live between uses.
         device: `cuda` for a fake GPU; `cpu` uses CPU kernels and counts tensors in host memory.
         gpu: The GPU whose kernels are assumed.
         steps: Optimizer steps; all persistent tensors exist from the second on.
         rolling: Whether steps follow each other without a pipeline flush.
-        expert: Expert ranks.
         expert_tensor: Ranks that divide the matrices of an expert.
         placement: Which expert ranks hold which experts; None: neighbouring ones share a rank.
         access: How likely rows select each expert; None: all equally.

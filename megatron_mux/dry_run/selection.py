@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_mux.choice.engine_step import Tables
-from megatron_mux.choice.expert_files import ExpertFiles
 from megatron_mux.choice.fit import Fit
 from megatron_mux.choice.ranking import Ranking, answer
 from megatron_mux.choice.task_file import TaskFile
@@ -24,7 +23,6 @@ from megatron_mux.fusion.plan import Plan
 from megatron_mux.gpus import known
 from megatron_mux.memory.question import Question
 from megatron_mux.memory.worker import WorkerError
-from megatron_mux.tasks import TaskSpec
 
 _MAX_TRIES = 4
 """Maximum number of methods to try until one fits."""
@@ -39,9 +37,7 @@ class MethodEstimate:
     Attributes:
         name: The method's degrees, or `plan`.
         details: Further properties of the method.
-        flags: Command-line flags that run it.
         run: What the dry run executed.
-        ranks: Estimates of its representative ranks.
     """
 
     name: str
@@ -116,17 +112,12 @@ class Selection:
 def choose(
     arguments: Namespace,
     question: Question,
-    specs: Sequence[TaskSpec],
     say: Say,
     tables: Callable[[TaskFile], Tables],
 ) -> Selection:
     """Dry-run a plan, or the best methods until one fits.
 
     Args:
-        arguments: Parsed arguments of the tool.
-        question: The model and the GPUs.
-        specs: The tasks.
-        say: Called with progress messages.
         tables: Of a task file's bytes, by which methods are ranked.
 
     Raises:
@@ -138,26 +129,14 @@ def choose(
             f"--model {question.skeleton.path}: a dry run reads data with the tokenizer beside config.json: "
             "give a backbone's directory, or --method ours"
         )
-    experts = ExpertFiles.of(arguments)
-    file = TaskFile.read(question.skeleton.path, arguments.tasks, experts, arguments.backbone_dtype)
-    file.check(question.skeleton.tensors.positions, arguments.sequence_length)
-    batches, unread = worst_case_batches(specs, directory)
-    device = known(arguments.device).gpu
-    work = Workload(
-        question.skeleton.raw,
-        directory,
-        arguments.tasks,
-        specs,
-        batches,
-        device,
-        file.architecture.placement,
-        file.architecture.access,
-    )
+    file = TaskFile.of(arguments, question.skeleton)
+    batches, unread = worst_case_batches(file.specs, directory)
+    work = Workload(question.skeleton.raw, directory, file, batches, known(arguments.device).gpu)
     try:
         if arguments.plan is not None:
             tried = [_plan(arguments, question, work, say)]
         else:
-            tried = _methods(question, answer(question, arguments, file, tables(file)), work, say)
+            tried = _methods(question, answer(question, file, tables(file)), work, say)
     except WorkerError as error:
         raise UserError(f"--method dry-run: {error}") from None
     return Selection(tried, unread)
@@ -166,8 +145,9 @@ def choose(
 def _plan(arguments: Namespace, question: Question, work: Workload, say: Say) -> MethodEstimate:
     plan = read_plan(arguments.plan)
     flags = _flags(arguments, plan)
-    if work.placement is not None:
-        flags += ["--expert-model-parallel-size", str(work.placement.size)]
+    placement = work.file.architecture.placement
+    if placement is not None:
+        flags += ["--expert-model-parallel-size", str(placement.size)]
     run = work.run(flags, question.gpus, plan)
     if run.world != question.gpus:
         raise UserError(f"--plan {arguments.plan}: is for {run.world} GPU(s), --gpus says {question.gpus}")

@@ -16,7 +16,6 @@ class LengthsOnlyDataset:
     """Replaces a `TaskDataset`: every token is 0, the last ones of each record are labelled.
 
     Args:
-        lengths: Tokens of each record.
         labels: Labelled tokens of each, at its end.
     """
 

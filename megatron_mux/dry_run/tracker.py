@@ -28,10 +28,6 @@ _PHASES = {"F": FORWARD, "B": BACKWARD, "N": OPTIMIZER, "U": OPTIMIZER}
 class StepTracker(Heartbeat):
     """Hooks into the engine's progress reports and a stage's layers.
 
-    Args:
-        place: Updated with the current phase and layer.
-        recorder: Records events.
-
     Attributes:
         marks: See `Recording`.
         within: Prefix for the names of actions that are not part of a step.

@@ -9,15 +9,13 @@ from typing import Any
 
 from megatron_mux.arguments.model import MuxArguments
 from megatron_mux.arguments.parser import parse_args
+from megatron_mux.choice.task_file import TaskFile
 from megatron_mux.dry_run.depth import read_info
 from megatron_mux.dry_run.run_spec import RunSpec
 from megatron_mux.dry_run.worst_case_batch import Batch, steps_of, task_records
 from megatron_mux.errors import UserError
-from megatron_mux.expert_shape import Placement
 from megatron_mux.fusion.plan import Plan, plan_for
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory.assumed_routes import Access
-from megatron_mux.tasks import TaskSpec
 
 
 @dataclass(frozen=True)
@@ -25,40 +23,32 @@ class Workload:
     """What is trained, independent of the parallel method.
 
     Attributes:
-        config: Contents of config.json.
         backbone: Directory of config.json.
-        file: The task file.
-        specs: Its tasks.
         batches: Heaviest batch of each task, and its evaluation pass if it is evaluated.
         gpu: The GPU whose kernels are assumed.
-        placement, access: See `RunSpec`.
     """
 
     config: Mapping[str, Any]
     backbone: Path
-    file: Path
-    specs: Sequence[TaskSpec]
+    file: TaskFile
     batches: Sequence[tuple[Batch, Batch | None]]
     gpu: Gpu
-    placement: Placement | None = None
-    access: Access | None = None
 
     def run(self, flags: Sequence[str], gpus: int, plan: Plan | None = None) -> RunSpec:
         """The run that `pretrain_mux.py` starts with these flags.
 
         Args:
             flags: Command-line flags, with a policy other than `auto` unless a plan is given.
-            gpus: Number of processes.
             plan: The plan that the run follows; None for the one of the flags.
 
         Raises:
             UserError: A flag is unknown or wrong, or the plan is for other tasks.
         """
-        arguments = parse_args([*flags, "--backbone", str(self.backbone), "--mux-tasks", str(self.file)])
+        arguments = parse_args([*flags, "--backbone", str(self.backbone), "--mux-tasks", str(self.file.path)])
         plan = self._plan(arguments, gpus) if plan is None else self._checked(plan)
         tasks = [
             task_records(spec, *batches, plan.ranks, plan.data)
-            for spec, batches in zip(self.specs, self.batches, strict=True)
+            for spec, batches in zip(self.file.specs, self.batches, strict=True)
         ]
         expert, expert_tensor = arguments.expert_sizes(
             read_info(self.config, arguments.mux_backbone_dtype).shape
@@ -73,12 +63,12 @@ class Workload:
             arguments.recompute_granularity or "none",
             arguments.mux_backbone_weights,
             gpu=self.gpu,
-            steps=steps_of(self.specs),
+            steps=steps_of(self.file.specs),
             rolling=arguments.mux_rolling,
             expert=expert,
             expert_tensor=expert_tensor,
-            placement=self.placement,
-            access=self.access,
+            placement=self.file.architecture.placement,
+            access=self.file.architecture.access,
             quantise=arguments.mux_backbone_dtype,
         )
 
@@ -90,7 +80,7 @@ class Workload:
         tensor, ranks = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
         each = arguments.num_virtual_stages_per_pipeline_rank or 1
         chunk = arguments.mux_chunk_size
-        in_order = sorted(self.specs, key=lambda spec: spec.name)  # the engine's order
+        in_order = sorted(self.file.specs, key=lambda spec: spec.name)  # the engine's order
         plan = plan_for(
             policy,
             {spec.name: spec.training.gradient_accumulation_steps for spec in in_order},
@@ -105,8 +95,8 @@ class Workload:
 
     def _checked(self, plan: Plan) -> Plan:
         """Raise UserError if a plan is for other tasks."""
-        names = {spec.name for spec in self.specs}
+        names = {spec.name for spec in self.file.specs}
         if set(plan.tasks) != names:
             differ = ", ".join(sorted(set(plan.tasks) ^ names))
-            raise UserError(f"--plan: its tasks differ from those of --tasks {self.file}: {differ}")
+            raise UserError(f"--plan: its tasks differ from those of --tasks {self.file.path}: {differ}")
         return plan

@@ -32,12 +32,7 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "voc
 
 @dataclass(frozen=True)
 class Batch:
-    """Lengths of the sequences of a step or an evaluation.
-
-    Attributes:
-        lengths: Tokens of each.
-        labels: Labelled tokens of each.
-    """
+    """Lengths of the sequences of a step or an evaluation."""
 
     lengths: tuple[int, ...]
     labels: tuple[int, ...]
@@ -49,7 +44,6 @@ def worst_case_batches(
     """Find the worst-case batches of tasks.
 
     Args:
-        specs: The tasks.
         backbone: Directory of config.json and, to read data, of the tokenizer.
 
     Returns:
@@ -106,7 +100,6 @@ def longest(spec: TaskSpec, sequences: int | None = None) -> Batch:
     """Upper bound of a task's batch without its data: every sequence at full length, all tokens labelled.
 
     Args:
-        spec: The task.
         sequences: Number of sequences; None for those of one step.
     """
     lengths = (spec.data.max_length,) * (sequences or spec.sequences_per_step)
@@ -117,10 +110,6 @@ def worst_case(spec: TaskSpec, data: RecordLengths) -> Batch:
     """The step's batch with the most tokens, with at least as many labels as any step has.
 
     With too many steps to enumerate, the longest records form the batch.
-
-    Args:
-        spec: The task.
-        data: Its training records.
     """
     lengths, labels = np.asarray(data.lengths), np.asarray(data.label_counts)
     total = spec.total_steps(len(lengths))
@@ -148,9 +137,6 @@ def densest(data: RecordLengths) -> Batch:
     """Records of the heaviest evaluation pass: those with the most labels per token, then the longest.
 
     (Where records are classified, a pass has them with other records' completions: of this file, too.)
-
-    Args:
-        data: Held-out records.
     """
     lengths, labels = np.asarray(data.lengths), np.asarray(data.label_counts)
     order = np.argsort(-labels / lengths, kind="stable")
@@ -165,10 +151,8 @@ def task_records(
     """A task for a dry run; its evaluation has enough passes to fill the pipelines.
 
     Args:
-        spec: The task.
         batch: Of each of its steps.
         held_out: A full pass of its evaluation.
-        stages: Of a pipeline.
         pipelines: That share the records.
     """
     plain = spec.plain()

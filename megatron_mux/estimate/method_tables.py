@@ -34,8 +34,6 @@ from megatron_mux.memory.worker import WorkerError
 
 _AT_ONCE = 2
 """Processes for dry runs, each of which runs up to four ranks."""
-_TOLERANCE = float("inf")
-"""As for plans: what lines may be off is added to them."""
 
 
 @contextmanager
@@ -55,9 +53,6 @@ class MethodTables:
     """Makes or reads the tables of methods for a task file.
 
     Args:
-        file: The tasks and their backbone.
-        precision: `bf16` or `fp32`.
-        gpu: The GPU whose kernels are assumed.
         say: Told before tables are made, which takes seconds.
         device: `cuda`, or `cpu` for processes that compute there.
     """
@@ -176,7 +171,7 @@ class MethodTables:
 
         differ = architecture.placement is not None or architecture.access is not None
         return [
-            Tables(run, None, runs, say, self._short, _TOLERANCE, rank, chunks=False).memory(self._signatures)
+            Tables(run, None, runs, say, self._short, rank, chunks=False).memory(self._signatures)
             for rank in range(method.expert if differ else 1)
         ]
 
@@ -200,7 +195,6 @@ class MethodTables:
         return counts
 
     def _run(self, method: ParallelConfig) -> RunSpec:
-        where = ("sharded" if method.zero == 3 else "", "offloaded" if method.offload else "")
         file = self._file
         return RunSpec(
             file.shape.config,
@@ -210,7 +204,7 @@ class MethodTables:
             method.sequence_parallel,
             self._dtype,
             method.recompute,
-            "-".join(filter(None, where)) or "resident",  # type: ignore[arg-type]
+            method.residence,
             self._device,
             self._gpu,
             expert=method.expert,

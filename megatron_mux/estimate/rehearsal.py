@@ -184,11 +184,8 @@ def _records(
     """A task with a batch for each size, one of them short.
 
     Args:
-        spec: The task.
-        batches: Of its records.
         labelled: Labels of the task's part of a micro-batch that fills a chunk of logits.
         odd: Whether rows are odd in number, else they are divisible by eight.
-        generator: Draws.
         log_lengths: `[2, sizes]` on a CPU, logarithms of the least and the most tokens of a batch's records.
     """
     sizes, pipelines, longest, by_calls = batches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -29,9 +28,6 @@ from megatron_mux.quantised.scheme import QuantMethod
 
 Share = Callable[[Callable[[], Memory]], Memory]
 
-_TOLERANCE = math.inf
-"""What lines may be off: plans need bounds from above, so lines that are too low are raised instead of refused. On a
-CPU, where attention goes sequence by sequence, some are."""
 _DTYPES: dict[int, Dtype] = {2: "bfloat16", 4: "float32", 8: "float64"}
 
 
@@ -43,7 +39,6 @@ class RunTables:
         quantise: How the backbone's weights are quantised on load; None: as its config says.
         say: Told before tables are made, which takes seconds.
         share: Gets the first rank's answer to all ranks; every rank asks for what is new in the same order.
-        leads: Whether this is the first rank.
     """
 
     def __init__(
@@ -113,7 +108,7 @@ class RunTables:
         if not self._leads:
             return None
         run, directory = self._run(mesh, recompute), cache_directory("tables")
-        return kept_worker().submit(make, run, signatures, short, _TOLERANCE, directory)
+        return kept_worker().submit(make, run, signatures, short, directory)
 
     def _found(
         self, mesh: Mesh, recompute: Recompute, signatures: Sequence[Signature], short: bool
@@ -139,8 +134,7 @@ class RunTables:
         runs = partial(dry_runs, whole=True, worker=kept_worker())
         try:
             run = self._run(mesh, recompute)
-            tables = Tables(run, runs=runs, say=self._say, short=short, tolerance=_TOLERANCE)
-            return tables.memory(signatures)
+            return Tables(run, runs=runs, say=self._say, short=short).memory(signatures)
         except (NotLinear, WorkerError) as error:
             raise UserError(
                 f"the memory of these tasks cannot be predicted ({error}): plan without a memory limit"

@@ -18,7 +18,7 @@ from megatron_mux.dry_run.depth import read_info
 from megatron_mux.dry_run.process import Part, dry_runs, recordings
 from megatron_mux.dry_run.run_spec import Recording, RunSpec
 from megatron_mux.estimate.rehearsal import DEEP, SHALLOW, rehearsal
-from megatron_mux.estimate.solve import TOLERANCE, stage_table
+from megatron_mux.estimate.solve import stage_table
 from megatron_mux.estimate.windows import Windows
 from megatron_mux.files import cache_directory, write_atomically
 from megatron_mux.footprint.memory import Memory, groups_of
@@ -30,7 +30,7 @@ from megatron_mux.runtime import GRADIENTS_AT_ONCE
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TaskSpec
 
-_FORMAT = 12
+_FORMAT = 13
 
 _GIVES_WAY = 10
 """Of dry runs beside a run's steps, as of `os.nice`: Linux gives them a tenth of a core that is busy."""
@@ -51,7 +51,6 @@ class Tables:
         runs: Makes recordings of ranks with all their layers.
         say: Told before dry runs.
         short: Whether, on a CPU, its attention computes all sequences as short ones.
-        tolerance: See `stage_table`.
         expert_rank: Whose bytes; they differ where experts are placed.
         chunks: Whether micro-batches may be cut, for which more of them are run.
     """
@@ -63,7 +62,6 @@ class Tables:
         runs: Runs = lambda parts: dry_runs(parts, whole=True),
         say: Callable[[str], None] = lambda text: None,
         short: bool = False,
-        tolerance: float = TOLERANCE,
         expert_rank: int = 0,
         chunks: bool = True,
     ) -> None:
@@ -74,7 +72,7 @@ class Tables:
         self._base = replace(base, tasks=(), plan=plan)
         # As `engine.out_of_memory.ranks_meet`: then a pass that has failed sends no zeros to the next stage.
         self._meet = base.tensor > 1 or (shares and base.plan.data > 1)
-        self._runs, self._say, self._tolerance = runs, say, tolerance
+        self._runs, self._say = runs, say
         self._short = short and base.device == "cpu"
         self._expert_rank, self._chunks = expert_rank, chunks
         self._shape: BackboneShape = read_info(base.config, base.quantise).shape
@@ -96,7 +94,7 @@ class Tables:
 
         Raises:
             WorkerError: A dry run failed.
-            NotLinear: Bytes are not linear in what micro-batches contain.
+            NotLinear: Dry runs do not tell how bytes follow from what micro-batches contain.
         """
         specs = [TaskSpec.model_validate(s.task) for s in signatures]
         alike = self._are_alike(specs)
@@ -174,7 +172,7 @@ class Tables:
             last = stage == base.plan.stages - 1
             windows = [Windows(run, next(made), self._expert_rank, last) for run in runs]
             layers = depths if alike else (self.layers[stage],)
-            table = stage_table(windows[-1], windows[0], (layers[-1], layers[0]), self.chunk, self._tolerance)
+            table = stage_table(windows[-1], windows[0], (layers[-1], layers[0]), self.chunk)
             yield from ((group, stage, _entry(table, group)) for group in groups)
 
     def _run(self, alike: bool) -> RunSpec:
@@ -199,7 +197,6 @@ class Tables:
             "signatures": [signatures[i].sections for i in group],
             "stage": stage,
             "alike": alike,
-            "tolerance": self._tolerance,
             "short": self._short,
             "expert rank": self._expert_rank,
             "chunks": self._chunks,
@@ -209,17 +206,15 @@ class Tables:
         return self._directory / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
-def make(
-    run: RunSpec, signatures: Sequence[Signature], short: bool, tolerance: float, directory: Path
-) -> None:
+def make(run: RunSpec, signatures: Sequence[Signature], short: bool, directory: Path) -> None:
     """In the process for dry runs: make tables that no file has, while the machine does more urgent work.
 
     Args:
-        run, short, tolerance, directory: See `Tables`.
+        run, short, directory: See `Tables`.
         signatures: Of tasks that may meet.
     """
     runs = partial(recordings, whole=True, nice=_GIVES_WAY)
-    Tables(run, directory, runs, short=short, tolerance=tolerance).memory(signatures)
+    Tables(run, directory, runs, short=short).memory(signatures)
 
 
 def _read(path: Path) -> Entry | None:

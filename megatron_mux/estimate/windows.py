@@ -26,7 +26,6 @@ class Window:
     """The events of an action.
 
     Attributes:
-        step: From 0.
         start, stop: Its first event, and the one behind its last.
     """
 
@@ -40,8 +39,6 @@ class Windows:
     """The passes of a rehearsal on one rank.
 
     Args:
-        rehearsal: What was run.
-        recording: Of the rank.
         pipeline: Which of the pipelines the rank belongs to.
         has_loss: Whether the rank has the last stage.
     """

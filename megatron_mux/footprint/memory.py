@@ -48,7 +48,6 @@ class Memory:
     """The memory of tasks on a backbone divided into stages.
 
     Attributes:
-        signatures: Of the tasks.
         tables: Of each stage; stages of one kind share theirs.
         layers: How many each stage has.
         chunk: Rows whose logits are computed at once.
@@ -102,7 +101,6 @@ class Memory:
         """Bytes of micro-batches on every stage.
 
         Args:
-            contents: The micro-batches.
             in_step: The most micro-batches of a step.
         """
         found = Taken(*(np.zeros((len(contents.rows), len(self.tables))) for _ in range(2)))

@@ -121,7 +121,6 @@ class StageTable:
 
         Args:
             counts: `[K]` tasks.
-            layers: Of the stage.
             what: All, or those of gradients or of the optimizer's state.
         """
         each, deeper = getattr(self.persistent, what), getattr(self.deeper, what)

@@ -29,8 +29,6 @@ def assumed_experts(
     """Experts of rows, by systematic sampling: K distinct ones for each row.
 
     Args:
-        rows: R.
-        experts: E.
         routing: How many experts a row has, and from which groups.
         access: `[E]` how likely a row selects each expert, at most 1; None: all are equally likely.
 

@@ -37,7 +37,6 @@ class BatchFamily:
 
     Attributes:
         batches: The two numbers of sequences that were traced.
-        streams: Their streams.
     """
 
     batches: tuple[int, int]
@@ -50,7 +49,6 @@ class BatchFamily:
         Args:
             case: Its batch is the smaller number. One sequence is a case of its own: a dimension of one element is
                 contiguous with its neighbours, which saves copies.
-            trace: Traces cases.
 
         Raises:
             UnlikeError: The streams are not alike, or sizes are not linear.
@@ -101,9 +99,6 @@ class Batches:
 
     Args:
         case: Case to trace; its batch is ignored.
-        tracer: Source of streams.
-        settings: Allocator options.
-        gpus: Number of data-parallel GPUs.
         weights: Bytes of the model's weights; nothing fits if they alone do not.
     """
 

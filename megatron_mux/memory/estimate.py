@@ -36,7 +36,6 @@ class Prediction:
     Attributes:
         stream: Allocations and frees, untraced ones inserted.
         settings: Allocator options. With a capacity, cached blocks are released before it is exceeded.
-        communicators: Number of NCCL communicators of the process.
         added: Indices of the recorded events before which blocks were inserted, in order.
     """
 
@@ -149,10 +148,7 @@ def predict(
     """Predict the memory of a process from its recorded stream.
 
     Args:
-        stream: Recorded allocations and frees.
         gpu: The GPU; `CUBLAS_WORKSPACE_CONFIG` of the environment counts as well.
-        settings: Allocator options; torch's defaults if None.
-        communicators: Number of NCCL communicators of the process.
         blocks: Blocks to insert besides cuBLAS's workspaces.
     """
     added = [*workspaces(stream, untraced.cublas_of(gpu)), *blocks]
@@ -164,13 +160,12 @@ def process_overhead(communicators: int, most: bool | None = None) -> int:
     """Bytes of a process outside the allocator.
 
     Args:
-        communicators: Number of NCCL communicators.
         most: Upper or lower bound; None for the likely value.
     """
     total = 0.0
     for name, likely in (
-        (untraced.CONTEXT, untraced.context()),
-        (untraced.COMMUNICATOR, communicators * untraced.communicator()),
+        (untraced.CONTEXT, untraced.CONTEXT_BYTES),
+        (untraced.COMMUNICATOR, communicators * untraced.COMMUNICATOR_BYTES),
     ):
         entry = untraced.TABLE[name]
         total += likely * (1.0 if most is None else entry.most if most else entry.least)

@@ -30,22 +30,17 @@ def scratch_of(operator: str, args: Sequence[Any]) -> list[Scratch]:
 
     Args:
         operator: Its name without `aten::`.
-        args: Its positional arguments.
     """
     found = _OPERATORS.get(operator)
     return found(args) if found is not None else []
 
 
-def flash(rows: int, keys: int, heads: int, groups: int, head: int, itemsize: int) -> list[Scratch]:
+def _flash_scratch(rows: int, keys: int, heads: int, groups: int, head: int, itemsize: int) -> list[Scratch]:
     """Scratch of flash attention's backward pass.
 
     Args:
         rows: Rows of queries: each sequence is rounded up to 128 rows; packed segments are 128 rows apart.
         keys: Tokens of keys, of all sequences.
-        heads: Heads of queries.
-        groups: Heads of keys and values.
-        head: Elements of a head.
-        itemsize: Bytes of an element.
     """
     wide = _up(head, 32 if head <= 128 else 64)
     found = [rows * heads * 4, rows * heads * wide * 4]  # softmax_d, dq_accum
@@ -54,31 +49,12 @@ def flash(rows: int, keys: int, heads: int, groups: int, head: int, itemsize: in
     return [Scratch(FLASH, size) for size in found]
 
 
-def flash_of_sequences(
-    batch: int, heads: int, groups: int, queries: int, keys: int, head: int, itemsize: int
-) -> list[Scratch]:
-    """Scratch of flash attention's backward pass on sequences of `queries` and `keys` tokens; see `flash`."""
-    return flash(batch * _up(queries, 128), batch * keys, heads, groups, head, itemsize)
-
-
-def cudnn(batch: int, heads: int, queries: int, head: int) -> list[Scratch]:
-    """Likely scratch of cuDNN attention's backward pass: the queries' gradient in fp32, and a number for each row."""
-    return [Scratch(CUDNN, batch * heads * queries * (head + 1) * 4)]
-
-
-def efficient(batch: int, heads: int, queries: int, head: int, itemsize: int) -> list[Scratch]:
-    """Scratch of memory-efficient attention's backward pass.
-
-    That is a number for each row, and if queries are not in fp32, their gradient in fp32.
-    """
-    return [Scratch(EFFICIENT, batch * heads * queries * (1 + (head if itemsize < 4 else 0)) * 4)]
-
-
 def _flash(args: Sequence[Any]) -> list[Scratch]:
     """Arguments: gradient, queries, keys [B, heads, L, D], ..."""
     query, key = args[1], args[2]
-    batch, heads, queries, head = query.shape
-    return flash_of_sequences(batch, heads, key.shape[1], queries, key.shape[2], head, query.element_size())
+    (batch, heads, queries, head), (_, groups, keys, _) = query.shape, key.shape
+    rows = batch * _up(queries, 128)
+    return _flash_scratch(rows, batch * keys, heads, groups, head, query.element_size())
 
 
 def _flash_packed(args: Sequence[Any]) -> list[Scratch]:
@@ -86,16 +62,20 @@ def _flash_packed(args: Sequence[Any]) -> list[Scratch]:
     query, key, bounds = args[1], args[2], args[6]
     (queries, heads, head), (keys, groups, _) = query.shape, key.shape
     rows = queries + 128 * (bounds.shape[0] - 1)
-    return flash(rows, keys, heads, groups, head, query.element_size())
+    return _flash_scratch(rows, keys, heads, groups, head, query.element_size())
 
 
 def _cudnn(args: Sequence[Any]) -> list[Scratch]:
-    return cudnn(*args[1].shape)
+    """Likely scratch of cuDNN attention's backward pass: the queries' gradient in fp32, and a number for each row."""
+    batch, heads, queries, head = args[1].shape
+    return [Scratch(CUDNN, batch * heads * queries * (head + 1) * 4)]
 
 
 def _efficient(args: Sequence[Any]) -> list[Scratch]:
+    """A number for each row, and if queries are not in fp32, their gradient in fp32."""
     batch, heads, queries, head = args[1].shape
-    return efficient(batch, heads, queries, head, args[1].element_size())
+    wide = head if args[1].element_size() < 4 else 0
+    return [Scratch(EFFICIENT, batch * heads * queries * (1 + wide) * 4)]
 
 
 def _embedding(args: Sequence[Any]) -> list[Scratch]:

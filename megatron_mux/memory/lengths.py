@@ -27,8 +27,6 @@ class Length:
     Called with cases, as `Steps` are, it gives their streams at this length, whatever the cases' own.
 
     Attributes:
-        tokens: The length.
-        trace: Traces cases.
         low, high: The lengths that are traced, multiples of 128; the length itself if they are equal.
     """
 
@@ -39,13 +37,7 @@ class Length:
 
     @classmethod
     def of(cls, tokens: int, trace: Steps, positions: int | None) -> Length:
-        """Choose the lengths to trace.
-
-        Args:
-            tokens: The length.
-            trace: Traces cases.
-            positions: Maximum length of the model's sequences; None if there is none.
-        """
+        """Choose the lengths to trace."""
         high = 1 << (tokens - 1).bit_length()
         if tokens <= _SHORT or (positions is not None and high > positions):
             return cls(tokens, trace, tokens, tokens)
@@ -87,10 +79,6 @@ class Length:
 
     def _at(self, tokens: int, low: Stream, high: Stream) -> Stream:
         """The stream of a length.
-
-        Args:
-            tokens: The length.
-            low, high: The streams of the traced lengths.
 
         Raises:
             UnlikeError: The two have other events, or a size would be no whole number.

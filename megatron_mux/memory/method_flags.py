@@ -75,10 +75,6 @@ def complete(arguments: Namespace) -> None:
 def checked_gpu(device: str, precision: str) -> GpuSpec:
     """Find a GPU by its name and check that it computes in a precision.
 
-    Args:
-        device: The value of `--device`.
-        precision: The value of `--precision`.
-
     Raises:
         UserError: It is unknown, or has no bf16.
     """

@@ -38,7 +38,6 @@ class Shapes:
         """The shapes of one tensor.
 
         Args:
-            shape: Its shape.
             embeds: Whether it belongs to an embedding of tokens or positions.
         """
         count = lines = math.prod(shape)
@@ -79,13 +78,7 @@ class Optimizer:
         return self.kept * size
 
     def states(self, values: float, shapes: Shapes, size: int) -> float:
-        """Bytes of all states.
-
-        Args:
-            values: Number of values of the weights.
-            shapes: Shapes of their tensors.
-            size: Bytes of a value.
-        """
+        """Bytes of all states."""
         return self.state_size(size) * values
 
     def step(self, values: float, shapes: Shapes, size: int) -> float:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from megatron_mux.errors import UserError
 from megatron_mux.memory.estimate import COMMUNICATORS, CONTEXT, FRAGMENTATION, Prediction
@@ -30,7 +31,6 @@ _LEAST_WIDE = 4
 _FAR = 2.5
 """The GPU's memory is drawn as a line up to this multiple of the highest peak."""
 _COLOURS = {
-    "base": "#b0b0b0",
     CONTEXT: "#b0b0b0",
     COMMUNICATORS: "#d0d0d0",
     "parameters": "#4c72b0",
@@ -38,17 +38,13 @@ _COLOURS = {
     "gradients": "#c44e52",
     "optimizer": "#8172b2",
     "activations": "#ccb974",
-    "outputs": "#ccb974",
     "logits": "#dd8452",
-    "lm_head": "#dd8452",
     "workspace": "#64b5cd",
     "communication": "#937860",
-    "buffer": "#e3c9b5",
     FRAGMENTATION: "#f2e6e6",
     "other": "#8c8c8c",
 }
-_OTHERS = ("#da8bc3", "#2f6b4f", "#7a5195", "#bc5090", "#665c54")
-"""Colours of parts that are not in `_COLOURS`."""
+"""Of each part of a stream or a ranking."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,6 @@ class Panel:
     """The picture of one prediction.
 
     Attributes:
-        title: Title above it.
         times: Names of the moments; empty if there are too many to name.
         columns: Bytes of each part at each moment, from the bottom up.
         reserved: Bytes that the process holds at each moment; empty if the parts include all of them.
@@ -94,10 +89,6 @@ def traced(prediction: Prediction, title: str) -> Panel:
     """The panel of a step's stream, live bytes and reserved bytes at up to `_POINTS` moments.
 
     The moment with most live bytes represents each run of events. Memory outside the allocator is at the bottom.
-
-    Args:
-        prediction: The prediction.
-        title: Title of the panel.
     """
     stream, replay = prediction.stream, prediction.replay
     live, run = stream.live(), -(-len(stream) // _POINTS) or 1
@@ -107,15 +98,14 @@ def traced(prediction: Prediction, title: str) -> Panel:
     ]
     outside = prediction.process - prediction.peak_reserved
     columns: dict[str, Sequence[int]] = {CONTEXT: [outside] * len(chosen)} if outside else {}
+    codes = np.array(stream.codes, np.int64)
+    blocks = np.where(codes < 0, ~codes, codes)
+    changes = np.where(codes < 0, -1, 1) * np.array(stream.sizes, np.int64)[blocks]
+    categories = np.array(stream.categories)[blocks]
     for number, category in enumerate(CATEGORIES):
-        changes = [0] * len(stream)
-        for index, code in enumerate(stream.codes):
-            block = code if code >= 0 else ~code
-            if stream.categories[block] == number:
-                changes[index] = stream.sizes[block] if code >= 0 else -stream.sizes[block]
-        totals = list(accumulate(changes))
-        if any(totals):
-            columns[str(category)] = [totals[index] for index in chosen]
+        totals = np.cumsum(changes * (categories == number))
+        if totals.any():
+            columns[str(category)] = totals[chosen].tolist()
     return Panel(title, (), columns, [replay.reserved[index] + outside for index in chosen])
 
 
@@ -123,7 +113,6 @@ def closed(title: str, instants: Mapping[str, Mapping[str, int]]) -> Panel:
     """The panel of a ranked method.
 
     Args:
-        title: Title of the panel.
         instants: Bytes by part at each instant, by its name.
     """
     parts = dict.fromkeys(part for found in instants.values() for part, size in found.items() if size)
@@ -135,10 +124,7 @@ def draw(panels: Sequence[Panel], title: str, limit: int, file: Path) -> None:
     """Draw predictions into a PNG or SVG file.
 
     Args:
-        panels: One or more panels.
-        title: Title of the picture.
         limit: Memory of a GPU in bytes.
-        file: The file to write.
 
     Raises:
         UserError: The file cannot be written.
@@ -152,10 +138,10 @@ def draw(panels: Sequence[Panel], title: str, limit: int, file: Path) -> None:
     rows = -(-len(panels) // columns)
     width, height = (9.0, 5.0) if len(panels) == 1 else (4.6 * columns, 3.6 * rows + 0.8)
     figure, grid = pyplot.subplots(rows, columns, figsize=(width, height), squeeze=False, sharey=True)
-    colours, top = _colours(panels), max(panel.top for panel in panels)
+    top = max(panel.top for panel in panels)
     near = limit <= _FAR * top
     for axes, panel in zip(grid.flat, panels, strict=False):
-        _fill(axes, panel, colours)
+        _fill(axes, panel)
         if near:
             axes.axhline(limit / GIB, color="firebrick", linestyle="--", linewidth=1.2, label="GPU")
         axes.set_ylim(0, 1.08 * (max(top, limit) if near else top) / GIB)
@@ -179,7 +165,7 @@ def draw(panels: Sequence[Panel], title: str, limit: int, file: Path) -> None:
         pyplot.close(figure)
 
 
-def _fill(axes: Axes, panel: Panel, colours: Mapping[str, str]) -> None:
+def _fill(axes: Axes, panel: Panel) -> None:
     """Draw one panel."""
     totals = panel.totals
     times = range(len(totals))
@@ -187,12 +173,12 @@ def _fill(axes: Axes, panel: Panel, colours: Mapping[str, str]) -> None:
     if panel.times:
         below = [0.0] * len(totals)
         for part, column in sizes.items():
-            axes.bar(times, column, bottom=below, width=0.94, color=colours[part], label=part)
+            axes.bar(times, column, bottom=below, width=0.94, color=_COLOURS[part], label=part)
             below = [low + size for low, size in zip(below, column, strict=True)]
         axes.set_xlim(-_LEAST_WIDE / 2 if len(totals) == 1 else -0.6, max(len(totals) - 0.4, _LEAST_WIDE / 2))
         axes.set_xticks(times, [fill(name, 13) for name in panel.times], fontsize="x-small")
     else:
-        drawn = [colours[part] for part in sizes]
+        drawn = [_COLOURS[part] for part in sizes]
         axes.stackplot(times, list(sizes.values()), labels=list(sizes), colors=drawn, step="post")
         axes.plot(
             times, [size / GIB for size in panel.reserved], color="black", linewidth=1, label="reserved"
@@ -212,11 +198,3 @@ def _fill(axes: Axes, panel: Panel, colours: Mapping[str, str]) -> None:
         bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
     )
     axes.set_title(panel.title, fontsize="medium")
-
-
-def _colours(panels: Sequence[Panel]) -> dict[str, str]:
-    """The colour of each part."""
-    parts = dict.fromkeys(part for panel in panels for part in panel.columns)
-    unknown = [part for part in parts if part not in _COLOURS]
-    more = {part: _OTHERS[place % len(_OTHERS)] for place, part in enumerate(unknown)}
-    return {part: _COLOURS.get(part) or more[part] for part in parts}

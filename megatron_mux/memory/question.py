@@ -25,10 +25,6 @@ class Question:
     """A model, the GPUs and how it is trained.
 
     Attributes:
-        skeleton: The model without weights.
-        gpus: Number of GPUs.
-        gpu_memory: Memory of each in bytes.
-        length: Tokens of a sequence.
         batch: Sequences of a micro-batch on each GPU; None for as many as fit.
         options: Options of a traced training.
         settings: Options of the caching allocator, for traces.

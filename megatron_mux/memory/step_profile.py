@@ -68,7 +68,6 @@ class StepProfile:
     """A forward and a backward pass without weights, gradients and optimizer states.
 
     Attributes:
-        length: Tokens of a sequence.
         kept: `[L, 2]` bytes that each layer keeps from its forward to its backward pass: constant, per sequence.
         scores: `[L, 2]` those of `kept` that are attention scores.
         buffers: Bytes that the model loads besides its weights.
@@ -115,10 +114,6 @@ class StepProfiles:
 
     def __call__(self, recompute: bool, single: bool) -> StepProfile:
         """The profile of a step.
-
-        Args:
-            recompute: Whether all layers are recomputed in the backward pass.
-            single: Whether it has one sequence alone.
 
         Raises:
             UserError: The model's step cannot be traced, or is no linear function of the batch.
@@ -170,9 +165,7 @@ class _Reader:
     Shapes: E events, K blocks.
 
     Args:
-        stream: The step.
         sizes: `[K, 2]` bytes of its blocks: constant, per sequence.
-        layers: Number of layers.
     """
 
     def __init__(self, stream: Stream, sizes: Array, layers: int) -> None:
@@ -191,9 +184,7 @@ class _Reader:
         """The profile of these events.
 
         Args:
-            length: Tokens of a sequence.
             scores: Number of attention scores of a sequence, if no other kept tensor's bytes are a multiple of it.
-            buffers: Bytes that the model loads besides its weights.
 
         Raises:
             StreamError: Layers do not follow one another.
@@ -231,7 +222,6 @@ class _Reader:
         """`[L, 2]` bytes of each layer's forward pass that are live at an event.
 
         Args:
-            begin: The event.
             multiple: Count only blocks whose bytes per sequence are a multiple of it.
         """
         alive = np.zeros(len(self._size), bool)

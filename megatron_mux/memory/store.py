@@ -65,12 +65,7 @@ class Store:
 
 @dataclass(frozen=True)
 class SavedOutput:
-    """The output of a program.
-
-    Attributes:
-        output: Standard output.
-        errors: Lines of standard error.
-    """
+    """The output of a program."""
 
     output: str
     errors: Sequence[str]
@@ -82,8 +77,6 @@ class Answers:
     That is the contents of files that arguments name, library versions and this package's sources, and the environment.
 
     Args:
-        kept: Store for the answers.
-        arguments: Arguments of the program.
         more: What else an answer depends on, such as the width of a terminal.
     """
 

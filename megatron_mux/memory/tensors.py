@@ -71,8 +71,6 @@ class ModelTensors:
     """Maximum length of a sequence; None if the config does not limit it."""
     config: Mapping[str, Any]
     """Numbers, booleans and strings of the text model's config, as `transformers` understands it."""
-    kinds: tuple[str, ...]
-    """Names of the classes of its modules."""
     per_layer: Mapping[str, list[Any]]
     """Lists of the config with an item for each layer, given or filled in by `transformers`."""
     layer_kinds: tuple[int, ...]
@@ -105,7 +103,6 @@ class ModelTensors:
             **{
                 **data,
                 "tensors": tuple(tensors),
-                "kinds": tuple(data["kinds"]),
                 "layer_kinds": tuple(data["layer_kinds"]),
             }
         )
@@ -214,7 +211,6 @@ class Skeleton:
             vocabulary=sizes.vocab_size,
             positions=getattr(sizes, "max_position_embeddings", None),
             config=_plain(sizes),
-            kinds=tuple(sorted({type(m).__name__ for m in self.module.modules()})),
             per_layer=_per_layer(sizes, sizes.num_hidden_layers),
             layer_kinds=_layer_kinds(self.module, sizes),
         )

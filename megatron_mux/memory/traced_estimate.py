@@ -26,7 +26,6 @@ class TracedEstimate:
         fits: Whether the question's batch fits, or one sequence where it has none.
         batch: Sequences for which the prediction is made: the question's, else as many as fit, else 1.
         largest_batch: The most sequences that fit; 0 if not even one does.
-        prediction: Of that batch.
     """
 
     gpus: int
@@ -86,7 +85,6 @@ def check_layers(stream: Stream, wanted: int) -> int:
     """Refuse a stream whose layers do not stand for all: some models' first ones are unlike the others.
 
     Args:
-        stream: A step.
         wanted: Bytes of the model's weights.
 
     Returns:

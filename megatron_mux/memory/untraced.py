@@ -25,7 +25,6 @@ class Untraced:
     """An entry of the table.
 
     Attributes:
-        source: Source of its size.
         least, most: Bounds of the real size, as shares of the likely one.
     """
 
@@ -90,18 +89,12 @@ THREADS = 2
 """Threads that multiply matrices, each with a cuBLAS workspace: the main one, and autograd's for the backward pass."""
 
 
-def context() -> int:
-    """Likely bytes of the CUDA context, including what torch's libraries load."""
-    return 512 * MIB
-
-
-def communicator(channels: int = 24) -> int:
-    """Likely bytes of one NCCL communicator: a ring's receiving connection in each channel.
-
-    A connection has a buffer for each of NCCL's protocols: 4 MiB (Simple), 8 lines x 512 threads x 8 steps of 16 bytes
-    (LL), 120 elements x 640 threads x 8 steps of 8 bytes (LL128).
-    """
-    return channels * (4 * MIB + 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8)
+CONTEXT_BYTES = 512 * MIB
+"""Likely bytes of the CUDA context, including what torch's libraries load."""
+COMMUNICATOR_BYTES = 24 * (4 * MIB + 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8)
+"""Likely bytes of one NCCL communicator: a ring's receiving connection in each of 24 channels, with a buffer for each
+of NCCL's protocols: 4 MiB (Simple), 8 lines x 512 threads x 8 steps of 16 bytes (LL), 120 elements x 640 threads x 8
+steps of 8 bytes (LL128)."""
 
 
 def cublas_of(gpu: Gpu) -> int:

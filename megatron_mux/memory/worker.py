@@ -38,11 +38,7 @@ class LostProcess(WorkerError):
 
 
 class Worker:
-    """A process that calls functions one after the other; leaving the context ends it and all that it has started.
-
-    Args:
-        seconds: Time limit of a call.
-    """
+    """A process that calls functions one after the other; leaving the context ends it and all that it has started."""
 
     def __init__(self, seconds: float = _SECONDS) -> None:
         self._seconds = seconds

@@ -48,14 +48,8 @@ ON_EXPERTS, ON_SHARED, EVERYWHERE = "LORA on experts", "LORA on shared experts",
 _SHARED = [f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")]
 _EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ADAPTERS: Mapping[str, dict[str, Any]] = {
-    "LORA": {"r": 8, "target_modules": "all-linear"},
-    "LORA with dropout": {"r": 8, "lora_dropout": 0.1, "target_modules": "all-linear"},
-    "BOTTLENECK": {"bottleneck_size": 32},
-    "PREFIX_TUNING": {"num_virtual_tokens": 16},
-    "DIFF_PRUNING": {"sparsity": 0.9, "target_modules": "all-linear"},
-    "LORA on attention": {"r": 8},
     ON_EXPERTS: {"r": 8, "target_parameters": _EXPERTS},
     ON_SHARED: {"r": 8, "target_parameters": _SHARED, "target_modules": ["o_proj"]},
     EVERYWHERE: {"r": 8, "target_modules": "all-linear", "target_parameters": _EXPERTS},
 }
-"""Fields of sections that do not have defaults for all, and of those whose defaults adapt little."""
+"""Fields of sections for models with experts."""

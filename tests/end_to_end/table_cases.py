@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from megatron_mux.dry_run.run_spec import STEP, Dtype, Recording, RunSpec, TaskR
 from megatron_mux.dry_run.worst_case_batch import STEPS_THAT_PRUNE
 from megatron_mux.errors import UserError
 from megatron_mux.estimate.rehearsal import Rehearsal
-from megatron_mux.estimate.solve import TOLERANCE
 from megatron_mux.estimate.tables import Tables
 from megatron_mux.estimate.windows import Windows
 from megatron_mux.footprint.memory import Taken
@@ -263,9 +261,7 @@ def compare(case: Case, tables: Path) -> Iterator[Compared]:
     """
     base = case.base
     specs = [case.task("task", kind) for kind in case.kinds]
-    # Not all GPUs' attention in fp32 is linear: lines are raised, as for plans.
-    tolerance = math.inf if case.dtype == "float32" else TOLERANCE
-    memory = Tables(base, tables, tolerance=tolerance).memory([Signature.of(spec.plain()) for spec in specs])
+    memory = Tables(base, tables).memory([Signature.of(spec.plain()) for spec in specs])
     shape = read_info(base.config, base.quantise).shape
     counts = np.array([persistent_share(spec, shape, Signature.of(spec.plain())) for spec in specs])
     run = _run(case, base)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +30,10 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Any:
     return gpu_memory, gpu_memory_cases, gpu_memory_worker
 
 
-def test_there_are_cases_enough_and_limits_are_of_them(scripts: Any) -> None:
-    _, cases, _ = scripts
-    found = cases.cases(Gpu())
-    assert len(found) >= 24
-    assert sorted(cases.LIMITS) == [16, 24, 40, 80]
-    assert all(name in found for names in cases.LIMITS.values() for name in names)
-    for name, (model, case) in found.items():
-        assert case.config is cases.MODELS[model], name
-        assert case.layers in case.config.values(), name
-
-
-@pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.parametrize("more", [{}, {"weights": "float32", "autocast": "bfloat16"}])
+@pytest.mark.parametrize(
+    ("adapter", "more"),
+    [("full", {"weights": "float32", "autocast": "bfloat16"}), ("lora", {}), ("prefix", {})],
+)
 def test_what_is_measured_trains(scripts: Any, adapter: str, more: dict[str, Any]) -> None:
     _, _, worker = scripts
     recompute = adapter != "prefix"  # transformers drops a prefix where layers are recomputed
@@ -109,13 +97,9 @@ def test_predictions_are_written_down_and_compared(
     predicted = json.loads(path.read_text())
     full = predicted["cases"]["tiny full"]
     assert full["peak_allocated"] <= full["peak_reserved"] < full["process"]
-    # Megatron's report comes with Megatron-Core 0.19.
-    known_here = {"LLMem", "DNNMem"} | ({"Megatron's report"} if find_spec("megatron.training") else set())
-    assert full["others"].keys() == known_here and not predicted["cases"]["tiny LoRA"]["others"]
-    assert all(size > 0 for size in full["others"].values())
     assert predicted["limits"][0]["largest"] > 100
     ours = predicted["cases"]["tiny together"]
-    assert ours["peak_allocated"] <= ours["peak_reserved"] < ours["process"] and not ours["others"]
+    assert ours["peak_allocated"] <= ours["peak_reserved"] < ours["process"]
 
     def run(asked: Any, name: str) -> dict[str, Any]:
         """A GPU on which everything takes 4% more than was predicted."""
@@ -133,9 +117,3 @@ def test_predictions_are_written_down_and_compared(
     assert "not event 7" in said and "| runs | does not fit |" in said
     partial = json.loads((tmp_path / "measured.partial.json").read_text())
     assert partial["cases"].keys() == predicted["cases"].keys() and len(partial["limits"]) == 1
-
-
-def test_measuring_without_predictions_is_refused() -> None:
-    command = [sys.executable, str(BENCHMARKS / "gpu_memory.py"), "measure", "--output", "x.json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "--predicted FILE" in done.stderr

@@ -67,7 +67,6 @@ def setting_of(
     specs = specs_of(names, length, sequences)
     plan = plan_for("spatial", {s.name: 1 for s in specs}, method.pipeline, method.micro_batches)
     schedule: Any = "1f1b" if method.pipeline > 1 else "planned"
-    where: Any = "sharded" if method.zero == 3 else "offloaded" if method.offload else "resident"
     lengths, labels = [length] * 2 * sequences, [length - 1] * 2 * sequences
     return RunSpec(
         config,
@@ -76,7 +75,7 @@ def setting_of(
         method.tensor,
         method.sequence_parallel,
         recompute=method.recompute,
-        residence=where,
+        residence=method.residence,
         gpu=known("A100").gpu,
     )
 
@@ -90,7 +89,7 @@ def by_tables(names: Sequence[str], method: ParallelConfig, directory: Path) -> 
     content = step.divided(method.data, method.micro_batches).worst_cases[0]
     recipe = step.mix(content, Recipe(LENGTH, adapters=file.adapters))
     tables = MethodTables(file, "bf16", known("A100").gpu)
-    memory = step_memory(file.architecture, recipe, method, tables=tables, bare=True)
+    memory = step_memory(file.architecture, recipe, method, tables=tables, device="cpu")
     loss = {phase.stage for phase in memory.phases(1024) if phase.name == LOSS}
     assert loss <= {method.pipeline - 1}
     assert loss or method != CASES["two stages"][1], "elsewhere it may never take most"

@@ -43,7 +43,6 @@ class Allocator:
     Attributes:
         allocated: Rounded bytes of blocks in use.
         reserved: Bytes reserved from the device.
-        retries: Number of times that free segments had to be released to serve a request.
 
     Args:
         settings: The allocator's options and capacity.
@@ -55,7 +54,6 @@ class Allocator:
         self.settings = settings or Settings()
         self.allocated = 0
         self.reserved = 0
-        self.retries = 0
         self._addresses = iter(addresses)
         self._next = LARGE_STEP
         self._large: dict[int, Pool] = {}
@@ -71,7 +69,6 @@ class Allocator:
 
         Args:
             size: Bytes, at least 1: tensors without elements do not reach the allocator.
-            stream: The CUDA stream.
 
         Raises:
             OutOfMemory: It does not fit.
@@ -153,7 +150,6 @@ class Allocator:
         if block is None and self._released_oversize(pool, rounded):
             block = self._obtained(pool, rounded)
         if block is None:
-            self.retries += 1
             self.empty_cache()
             block = self._obtained(pool, rounded)
         if block is None:

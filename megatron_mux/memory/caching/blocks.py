@@ -13,10 +13,7 @@ class Block:
     """A piece of a segment.
 
     Attributes:
-        address: First address.
         size: Bytes, a multiple of 512.
-        state: `USED`, `FREE` or `UNMAPPED`.
-        pool: The pool that it belongs to.
         before, after: Its neighbours in the segment.
     """
 
@@ -71,7 +68,6 @@ class Pool:
     """The free blocks of one stream, small or large, ordered by size and address.
 
     Attributes:
-        stream: The CUDA stream.
         small: Whether it is the stream's small pool.
         keep: Rests of up to this many bytes are not split off.
         page: Bytes by which expandable segments grow.

@@ -16,18 +16,15 @@ class Replay:
     """The allocator's memory over a stream.
 
     Attributes:
-        stream: The stream.
         allocated: Bytes in use after each event, rounded as the allocator does.
         reserved: Bytes reserved from the device after each event.
         out_of_memory: Index of the allocation that failed, at which the replay ends; None if all succeeded.
-        retries: Number of times that cached segments had to be released to serve a request.
     """
 
     stream: Stream
     allocated: array[int]
     reserved: array[int]
     out_of_memory: int | None
-    retries: int
 
     @property
     def peak_allocated(self) -> int:
@@ -55,13 +52,11 @@ def replay(stream: Stream, settings: Settings | None = None) -> Replay:
 
     Args:
         stream: Allocations and frees. Allocations of no bytes do not reach the allocator.
-        settings: The allocator's options and capacity; torch's defaults if None.
     """
     allocator = Allocator(settings)
     allocated, reserved = array("q"), array("q")
     held: dict[int, Block] = {}
-    sizes, streams = stream.sizes, stream.streams
-    failed = None
+    sizes, failed = stream.sizes, None
     for index, code in enumerate(stream.codes):
         if code < 0:
             block = held.pop(~code, None)
@@ -69,10 +64,10 @@ def replay(stream: Stream, settings: Settings | None = None) -> Replay:
                 allocator.free(block)
         elif sizes[code]:
             try:
-                held[code] = allocator.allocate(sizes[code], streams[code])
+                held[code] = allocator.allocate(sizes[code])
             except OutOfMemory:
                 failed = index
                 break
         allocated.append(allocator.allocated)
         reserved.append(allocator.reserved)
-    return Replay(stream, allocated, reserved, failed, allocator.retries)
+    return Replay(stream, allocated, reserved, failed)

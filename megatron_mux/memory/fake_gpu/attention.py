@@ -1,30 +1,37 @@
 """`scaled_dot_product_attention` with the kernel that a GPU would use.
 
-Without a GPU, torch would use the math implementation, whose score matrices no GPU would allocate.
+Without a GPU, torch would use the math implementation, whose score matrices no GPU would allocate. Which kernel a GPU
+uses follows the rules of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` as of torch 2.13, for dense tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from enum import StrEnum
 from typing import Any
 
 import torch
 
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory.sdpa import AttentionCall, Kernel, kernel
+
+_LITTLE_SHARED_MEMORY = {(8, 6), (8, 7), (8, 8), (8, 9), (12, 0), (12, 1)}
+"""Compute capabilities on which flash attention cannot train some wide heads."""
+_HALF = (torch.float16, torch.bfloat16)
 
 
-class Attention:
-    """Replaces `torch.nn.functional.scaled_dot_product_attention`.
+class Kernel(StrEnum):
+    """Kernels of attention."""
 
-    Args:
-        gpu: The simulated GPU.
-    """
+    FLASH = "flash"
+    EFFICIENT = "efficient"
+    CUDNN = "cudnn"
+    MATH = "math"
 
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
 
-    def __call__(
-        self,
+def attention_of(gpu: Gpu) -> Callable[..., torch.Tensor]:
+    """What replaces `torch.nn.functional.scaled_dot_product_attention` on such a GPU."""
+
+    def attention(
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -34,9 +41,8 @@ class Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Attention of [B, heads, L, D] queries with the kernel that the GPU would use."""
         query, key, value, attn_mask = _cast(query, key, value, attn_mask)
-        taken = self.choice(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        taken = kernel_of(gpu, query, key, value, attn_mask is not None, dropout_p, is_causal, enable_gqa)
         mask = _additive(attn_mask, query.dtype)
         needed = any(tensor.requires_grad for tensor in (query, key, value))
         ops = torch.ops.aten
@@ -57,35 +63,62 @@ class Attention:
             )
         return found[0]  # type: ignore[no-any-return]
 
-    def choice(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        dropout: float,
-        causal: bool,
-        grouped: bool,
-    ) -> Kernel:
-        """The kernel that the GPU would use."""
-        if not query.dim() == key.dim() == value.dim() == 4 or query.shape[0] != key.shape[0]:
-            return Kernel.MATH
-        (_, heads, queries, width), (_, groups, keys, _) = query.shape, key.shape
-        dtype = str(query.dtype).removeprefix("torch.")
-        call = AttentionCall(
-            dtype,
-            heads,
-            groups,
-            queries,
-            keys,
-            width,
-            value.shape[-1],
-            mask is not None,
-            causal,
-            dropout,
-            grouped,
-        )
-        return kernel(self._gpu, call)
+    return attention
+
+
+def kernel_of(
+    gpu: Gpu,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    masked: bool,
+    dropout: float,
+    causal: bool,
+    shares: bool,
+) -> Kernel:
+    """The first kernel in a GPU's order of preference that supports a call.
+
+    Args:
+        query, key, value: `[B, heads, L, D]`; in other shapes only the math implementation takes them.
+        shares: Whether heads may share keys (`enable_gqa`).
+    """
+    if not query.dim() == key.dim() == value.dim() == 4 or query.shape[0] != key.shape[0]:
+        return Kernel.MATH
+    (_, heads, queries, width), (_, groups, keys, _), values = query.shape, key.shape, value.shape[-1]
+    if heads != groups and not (shares and heads % groups == 0):
+        return Kernel.MATH
+    capability, dtype = gpu.capability, query.dtype
+    fused = (8, 0) <= capability <= (12, 1) and dtype in _HALF
+    widest = 256 if capability == (9, 0) else 128  # by cuDNN 9.10 and newer, which is what is preferred
+    if (
+        gpu.prefers_cudnn
+        and fused
+        and all(size <= widest and size % 8 == 0 for size in (width, values))
+        and keys > 1
+        and float(dropout * 16).is_integer()  # cuDNN's resolution
+    ):
+        return Kernel.CUDNN
+    too_wide_to_train = 192 < width <= 224 or (width > 224 and dropout > 0)
+    if (
+        fused
+        and not masked
+        and width == values <= 256
+        and (not causal or queries == keys)
+        and not (capability in _LITTLE_SHARED_MEMORY and too_wide_to_train)
+    ):
+        return Kernel.FLASH
+    is_efficient = heads == groups and _is_efficient(gpu, dtype, width, values)
+    return Kernel.EFFICIENT if is_efficient else Kernel.MATH
+
+
+def _is_efficient(gpu: Gpu, dtype: torch.dtype, width: int, values: int) -> bool:
+    """Whether the memory-efficient kernel takes heads of these widths."""
+    major, half = gpu.capability[0], dtype in _HALF
+    known = half or dtype == torch.float32
+    if major < 8:
+        known = known and dtype != torch.bfloat16
+    aligned = (8 if half else 4) if major >= 8 or (major == 7 and half) else 1
+    return known and width % aligned == 0 and values % aligned == 0
 
 
 def _cast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ import torch
 
 from megatron_mux.attributes import replaced
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory.fake_gpu.attention import Attention
+from megatron_mux.memory.fake_gpu.attention import attention_of
 from megatron_mux.memory.fake_gpu.fake_tensors import FakeTensors
 from megatron_mux.memory.fake_gpu.guard import fake_guard
 
@@ -27,9 +27,6 @@ _WHOLE = ("silu_backward", "mish_backward", "_fused_rms_norm")
 def fake_gpu(gpu: Gpu) -> Iterator[None]:
     """Inside, tensors are fake and `DEVICE` is such a GPU. The backward pass runs in the calling thread.
 
-    Args:
-        gpu: The GPU to simulate.
-
     Raises:
         NoFakeGpu: This process cannot simulate one: see `fake_guard`.
     """
@@ -39,7 +36,7 @@ def fake_gpu(gpu: Gpu) -> Iterator[None]:
             (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
             (torch.cuda, "is_bf16_supported", lambda *_, **__: bf16),
             (torch.cuda, "get_device_capability", lambda *_, **__: gpu.capability),
-            (torch.nn.functional, "scaled_dot_product_attention", Attention(gpu)),
+            (torch.nn.functional, "scaled_dot_product_attention", attention_of(gpu)),
         ):
             stack.enter_context(replaced(owner, name, value))
         stack.enter_context(_whole_operators())

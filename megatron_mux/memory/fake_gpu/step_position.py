@@ -28,7 +28,6 @@ class StepPosition:
     """The current position in a step.
 
     Attributes:
-        phase: The phase.
         layer: The layer that computes; None outside layers. Work between two layers counts to the first one.
     """
 
@@ -42,11 +41,7 @@ class StepPosition:
         self.phase, self.layer, self._cached = phase, None, 0
 
     def follow(self, layers: Sequence[nn.Module]) -> None:
-        """Track the layers of a model from now on.
-
-        Args:
-            layers: All layers, from first to last.
-        """
+        """Track the layers of a model from now on."""
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._entering(index), with_kwargs=True)
             layer.register_forward_hook(self._leaving(index, last=index == len(layers) - 1))

@@ -81,13 +81,11 @@ class Architecture:
     """A model's sizes, and the parameters of its layers and ends.
 
     Attributes:
-        model_type: As in the config.
         hidden, heads, kv_heads, head_dim: Sizes of hidden states and of attention.
         ffn: Inner width of the MLP; of one expert where there are several, unless `moe` is set.
         gated: Whether the MLP multiplies an activated half with a plain half.
         experts: How many experts a layer has; 1: a plain MLP.
         experts_per_token: How many of them compute a token.
-        vocabulary: Tokens.
         tied: Whether the output layer is the token embedding.
         layers: Those of the layers, in order.
         embedding: Parameters before the layers.
@@ -141,27 +139,12 @@ class Architecture:
         """Output width of the MLP's first product."""
         return self.ffn * (2 if self.gated else 1)
 
-    @property
-    def expert_ffn(self) -> int:
-        """Inner width of an expert; 0 without experts."""
-        return 0 if self.moe is None else self.moe.ffn
-
-    @property
-    def shared_ffn(self) -> int:
-        """Inner width of the shared experts; 0 without."""
-        return 0 if self.moe is None else self.moe.shared_ffn
-
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts instead of an MLP."""
         return self.moe is not None and layer not in self.moe.dense
 
     def held(self, layer: int, ranks: int) -> int:
-        """The experts of a layer on that one of so many expert ranks which holds most there.
-
-        Args:
-            layer: The layer.
-            ranks: Expert ranks.
-        """
+        """The experts of a layer on that one of so many expert ranks which holds most there."""
         if self.placement is None or not self.has_experts(layer):
             return -(-self.experts // ranks)
         return max(len(self.placement.held(layer, rank)) for rank in range(ranks))
@@ -170,13 +153,7 @@ class Architecture:
 def architecture_of(
     shape: BackboneShape, placement: Placement | None = None, access: Access | None = None
 ) -> Architecture:
-    """The architecture of a backbone, without a model of `transformers`; its own dropout is off.
-
-    Args:
-        shape: The backbone's.
-        placement: Which expert ranks hold which experts; None: neighbouring ones share a rank.
-        access: How likely rows select each expert; None: all equally.
-    """
+    """The architecture of a backbone, without a model of `transformers`; its own dropout is off."""
     moe = shape.experts
     vocabulary = shape.vocab * shape.hidden
     positions = 0 if shape.position_limit is None else shape.position_limit + shape.position_offset

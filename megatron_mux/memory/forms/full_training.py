@@ -48,8 +48,6 @@ class _Linear(NamedTuple):
     """All phases as functions of the rows.
 
     Attributes:
-        names: Their names.
-        stages: Their stages.
         fixed: `[C, P]` constant bytes of each part.
         per_row: `[C, P]` bytes per row.
     """
@@ -64,9 +62,6 @@ class FullTrainingMemory(StepMemory):
     """See `StepMemory`; the recipe has no adapters.
 
     Args:
-        architecture: The model.
-        recipe: What is trained and how.
-        method: How the step is divided.
         profiles: The step on one GPU.
         more: Further arguments of `StepMemory`.
     """

@@ -53,6 +53,13 @@ class ParallelConfig:
         return self.parts or (4 * self.pipeline if self.pipeline > 1 else 1)
 
     @property
+    def residence(self) -> Literal["resident", "sharded", "offloaded", "sharded-offloaded"]:
+        """Where a frozen backbone's weights are between uses: the value of `--mux-backbone-weights`."""
+        if self.zero == 3:
+            return "sharded-offloaded" if self.offload else "sharded"
+        return "offloaded" if self.offload else "resident"
+
+    @property
     def communicators(self) -> int:
         """NCCL communicators of a rank: one for each kind of parallelism, one for all ranks, one to each neighbour."""
         kinds = sum(size > 1 for size in (self.data, self.tensor, self.expert))
@@ -130,7 +137,8 @@ def _problem(architecture: Architecture, tensor: int, pipeline: int) -> str | No
         return f"{a.heads} attention heads cannot be divided among {tensor} GPUs"
     if a.kv_heads % tensor and tensor % a.kv_heads:
         return f"{a.kv_heads} key-value heads cannot be shared by {tensor} GPUs"
-    for width in filter(None, (a.ffn, a.shared_ffn, a.expert_ffn)):
+    of_experts = () if a.moe is None else (a.moe.shared_ffn, a.moe.ffn)
+    for width in filter(None, (a.ffn, *of_experts)):
         if width % tensor:
             return f"an MLP of width {width} cannot be divided among {tensor} GPUs"
     return None

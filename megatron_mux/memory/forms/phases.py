@@ -77,13 +77,7 @@ class Phases(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """A phase of a step on one stage, for a micro-batch of some rows.
-
-    Attributes:
-        name: Its name, in words.
-        stage: The pipeline stage.
-        breakdown: Whole bytes of every part.
-    """
+    """A phase of a step on one stage, for a micro-batch of some rows."""
 
     name: str
     stage: int
@@ -94,13 +88,8 @@ class StepMemory(ABC):
     """The memory of a method on its worst rank.
 
     Args:
-        architecture: The model.
-        recipe: What is trained and how.
-        method: How the step is divided.
         device: `cuda`, or `cpu`, where only tensors are counted.
         gpu: The GPU, which decides about kernels.
-        bare: Whether to leave out what a process takes on a GPU besides tensors: its context, communicators and
-            cuBLAS's workspaces.
     """
 
     def __init__(
@@ -110,13 +99,12 @@ class StepMemory(ABC):
         method: ParallelConfig,
         device: str = "cuda",
         gpu: Gpu = Gpu(),  # noqa: B008  (frozen)
-        bare: bool = False,
     ) -> None:
         self.architecture, self.recipe, self.method = architecture, recipe, method
         self.device, self.gpu = device, gpu
-        self._has_overhead = device == "cuda" and not bare
+        self._has_overhead = device == "cuda"
         self._workspaces = THREADS * cublas_of(gpu) if self._has_overhead else 0
-        self._fragmentation = FRAGMENTATION[method.recompute] if device == "cuda" else 0.0
+        self._fragmentation = FRAGMENTATION[method.recompute] if self._has_overhead else 0.0
 
     @abstractmethod
     def tensors(self, rows: int) -> Phases:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -22,7 +21,6 @@ class Stage:
     """A pipeline stage as one of its ranks has it.
 
     Attributes:
-        index, count: Its index and the number of stages.
         layers: Global indices of its layers.
         counts: Its parameters in the order of the forward pass: the embedding, the layers, the output layer; the rank's
             share before data-parallel ranks shard them.
@@ -82,20 +80,9 @@ class Stage:
         return dense + sum(-(-part.experts * method.expert // method.data) for part in self.counts)
 
 
-def stages(
-    architecture: Architecture,
-    method: ParallelConfig,
-    split: Sequence[range] | None = None,
-) -> list[Stage]:
-    """The stages of a method.
-
-    Args:
-        architecture: The model.
-        method: How ranks divide it.
-        split: The layers of each stage, instead of the method's number of stages; None: as even as possible.
-    """
-    if split is None:
-        split = stage_layers(even_split(len(architecture.layers), method.pipeline))
+def stages(architecture: Architecture, method: ParallelConfig) -> list[Stage]:
+    """The stages of a method, with layers divided as evenly as possible."""
+    split = stage_layers(even_split(len(architecture.layers), method.pipeline))
     found, last = [], len(split) - 1
     for index, layers in enumerate(split):
         counts = [on_rank(architecture.embedding, method)] if not index else []
@@ -120,8 +107,6 @@ def on_rank(part: ParamCounts, method: ParallelConfig, held_experts: float = 1.0
     """A rank's share: `copied` is replicated over data-parallel ranks, `experts` over those with the same experts.
 
     Args:
-        part: A layer or an end.
-        method: How ranks divide it.
         held_experts: The share of the experts that the rank holds, or divides with other tensor ranks.
     """
     dense = -(-part.divided // method.tensor) + part.copied

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_mux.adapters.costs import Curve
-from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.base_ops import BaseOpName
 from megatron_mux.shape import BackboneShape, Module
 from megatron_mux.tasks import TaskSpec
@@ -18,27 +17,12 @@ class AdaptedOp:
     """A task's adapter at one BaseOp of one layer.
 
     Attributes:
-        layer: Index of the layer.
-        op: The BaseOp.
         curve: Key of its time in a profile; None: it takes no time.
     """
 
     layer: int
     op: BaseOpName
     curve: Curve | None
-
-
-def adapted_ops(adapter: AdapterSpec, shape: BackboneShape) -> tuple[AdaptedOp, ...]:
-    """Where an adapter acts, by layer.
-
-    Args:
-        adapter: The `adapter` section of a task.
-        shape: Shape of the backbone.
-    """
-    at: dict[tuple[int, BaseOpName], list[Module]] = {}
-    for module in adapter.modules(shape):
-        at.setdefault((module.layer, module.op), []).append(module)
-    return tuple(AdaptedOp(layer, op, adapter.curve_of(own)) for (layer, op), own in at.items())
 
 
 class TrainedTensor(NamedTuple):
@@ -68,7 +52,6 @@ class TaskAdapters:
     """A task's adapter, as the time of its steps depends on it.
 
     Attributes:
-        name: The task's name.
         optimizer: Its name in `optimizers.registry`.
         ops: The BaseOps that it acts on.
         layers: Of the backbone.
@@ -98,6 +81,9 @@ class TaskAdapters:
         Raises:
             UserError: It targets no module of the backbone.
         """
+        at: dict[tuple[int, BaseOpName], list[Module]] = {}
+        for module in spec.adapter.modules(shape):
+            at.setdefault((module.layer, module.op), []).append(module)
         matrices = spec.adapter.own_rows(shape)
         of_tokens = {matrix.key: matrix.layers(shape) for matrix in matrices if matrix.tokens is not None}
         trained = []
@@ -108,7 +94,7 @@ class TaskAdapters:
         return cls(
             spec.name,
             spec.training.optim,
-            adapted_ops(spec.adapter, shape),
+            tuple(AdaptedOp(layer, op, spec.adapter.curve_of(own)) for (layer, op), own in at.items()),
             shape.layers,
             spec.sequences_per_step,
             spec.data.max_length,

@@ -1,7 +1,8 @@
 """A step as a stream of allocations and frees of a device's memory.
 
-A stream is stored in columns, with eight bytes for an event and another seventeen for a block: the 200,000 events of a
-step of eighty layers take 3 MB. A `StreamBuilder` builds it; it is read as `Event`s or by column.
+A stream is stored in columns, with eight bytes for an event and another nine for a block: the 200,000 events of a step
+of eighty layers take 3 MB. A `StreamBuilder` builds it; it is read as `Event`s or by column. All blocks belong to one
+CUDA stream.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Category(StrEnum):
 
 CATEGORIES = tuple(Category)
 _CODE_OF = {category: code for code, category in enumerate(CATEGORIES)}
-_COLUMNS = ("codes", "moments", "sizes", "streams", "categories")
+_COLUMNS = ("codes", "moments", "sizes", "categories")
 
 
 class Moment(NamedTuple):
@@ -42,8 +43,6 @@ class Moment(NamedTuple):
 
     Attributes:
         phase: `forward`, `backward`, `optimizer` or another phase of the step.
-        layer: The layer that it belongs to; None outside layers.
-        operator: The operator that runs.
     """
 
     phase: str
@@ -57,21 +56,16 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One allocation or free. A free repeats the size, stream and category of its block.
+    """One allocation or free. A free repeats the size and category of its block.
 
     Attributes:
-        kind: Whether it is an allocation or a free.
         block: Number of the block, in the order of allocation, from 0.
         size: Requested bytes.
-        stream: The CUDA stream that the block is allocated for.
-        category: Purpose of the block.
-        moment: Time of the event.
     """
 
     kind: Literal["allocate", "free"]
     block: int
     size: int
-    stream: int
     category: Category
     moment: Moment
 
@@ -84,7 +78,6 @@ class Stream:
         codes: For each event the number of the block it allocates, or `~number` of the block it frees.
         moments: For each event an index into `moment_names`.
         sizes: Bytes of each block.
-        streams: Each block's CUDA stream.
         categories: Each block's index into `CATEGORIES`.
         moment_names: All different moments, in the order of their first use.
     """
@@ -92,7 +85,6 @@ class Stream:
     codes: array[int]
     moments: array[int]
     sizes: array[int]
-    streams: array[int]
     categories: array[int]
     moment_names: tuple[Moment, ...]
 
@@ -109,7 +101,6 @@ class Stream:
             "allocate" if code >= 0 else "free",
             block,
             self.sizes[block],
-            self.streams[block],
             CATEGORIES[self.categories[block]],
             self.moment(index),
         )
@@ -151,7 +142,7 @@ class Stream:
     @classmethod
     def empty(cls, moment_names: tuple[Moment, ...] = ()) -> Stream:
         """A stream without events."""
-        return cls(array("i"), array("I"), array("q"), array("q"), array("B"), moment_names)
+        return cls(array("i"), array("I"), array("q"), array("B"), moment_names)
 
 
 class StreamBuilder:
@@ -162,16 +153,11 @@ class StreamBuilder:
         self._freed = bytearray()
         self._moments: dict[Moment, int] = {}
 
-    def allocate(
-        self, size: int, moment: Moment, stream: int = 0, category: Category = Category.OTHER
-    ) -> int:
+    def allocate(self, size: int, moment: Moment, category: Category = Category.OTHER) -> int:
         """Add an allocation.
 
         Args:
             size: Bytes; 0 for a tensor without elements.
-            moment: Time of the event.
-            stream: The CUDA stream.
-            category: Purpose of the block.
 
         Returns:
             Number of the block, by which `free` knows it.
@@ -186,7 +172,6 @@ class StreamBuilder:
         into.codes.append(block)
         into.moments.append(self._interned(moment))
         into.sizes.append(size)
-        into.streams.append(stream)
         into.categories.append(_CODE_OF[category])
         self._freed.append(0)
         return block

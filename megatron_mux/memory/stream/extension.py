@@ -93,9 +93,7 @@ def extended(
 
     Args:
         two: The step with two groups of layers.
-        three: The same step with three groups.
         layers: Number of layers, at least two groups.
-        grouping: How layers form groups.
         begins: Number of the first layer in `two`, in `three` and in the result.
 
     Raises:
@@ -288,8 +286,8 @@ class _Rules:
     def twin(self, place: _Place) -> int:
         """Offset in the middle group's block of what the first or last group has at a position.
 
-        If no event of both steps shows it, it is the allocation with the same moment, size, stream and category, after
-        as many such allocations.
+        If no event of both steps shows it, it is the allocation with the same moment, size and category, after as many
+        such allocations.
 
         Raises:
             StreamError: There is none.
@@ -313,7 +311,7 @@ class _Rules:
         for at, index in enumerate(block):
             event = self._large.stream[index]
             if event.kind == "allocate":
-                key = (self._large.moved(event.moment, 0), event.size, event.stream, event.category)
+                key = (self._large.moved(event.moment, 0), event.size, event.category)
                 seen[key] += 1
                 yield at, (key, seen[key])
 
@@ -330,7 +328,7 @@ class _Rules:
             raise differ
         if mine.kind == "allocate":
             growth, in_layer = other.size - mine.size, self._large.is_in_layer(same)
-            if (mine.stream, mine.category) != (other.stream, other.category) or (growth and in_layer):
+            if mine.category != other.category or (growth and in_layer):
                 raise differ
             if growth:
                 self.growth[same] = growth
@@ -366,7 +364,7 @@ def _built(large: _Outline, rules: _Rules, groups: int, begin: int) -> Stream:
                 if code >= 0:
                     size = stream.sizes[code] + rules.growth.get(index, 0) * (groups - 3)
                     category = CATEGORIES[stream.categories[code]]
-                    block = builder.allocate(size, names[key], stream.streams[code], category)
+                    block = builder.allocate(size, names[key], category)
                 else:
                     place = _target(large, rules, index, group if part.order else None, groups)
                     builder.free(made[place.part][place.group][place.offset], names[key])

@@ -30,7 +30,6 @@ def workspaces(stream: Stream, size: int) -> list[InsertedBlock]:
 
     Args:
         stream: A step whose matrix products run on one CUDA stream.
-        size: Bytes of a workspace.
     """
     found: dict[bool, InsertedBlock] = {}
     products = {place for place, moment in enumerate(stream.moment_names) if moment.operator in _PRODUCTS}
@@ -77,7 +76,7 @@ def inserted(stream: Stream, blocks: Sequence[InsertedBlock]) -> Stream:
     place = {moment: at for at, moment in enumerate(names)}
     ends = [block.before for block in blocks]
     codes, moments, numbers = array("i"), array("I"), array("i")
-    sizes, streams, categories = array("q"), array("q"), array("B")
+    sizes, categories = array("q"), array("B")
     for begin, end, new in zip((0, *ends), (*ends, len(stream)), (*blocks, None), strict=True):
         for code in stream.codes[begin:end]:
             if code < 0:
@@ -86,19 +85,17 @@ def inserted(stream: Stream, blocks: Sequence[InsertedBlock]) -> Stream:
             numbers.append(len(sizes))
             codes.append(len(sizes))
             sizes.append(stream.sizes[code])
-            streams.append(stream.streams[code])
             categories.append(stream.categories[code])
         moments += stream.moments[begin:end]
         if new is not None:
             codes.append(len(sizes))
             moments.append(place[new.moment])
             sizes.append(new.size)
-            streams.append(0)
             categories.append(CATEGORIES.index(new.category))
     order = {at: place for place, at in enumerate(dict.fromkeys(moments))}  # of first use
     listed = tuple(names)
     named = tuple(listed[at] for at in order)
-    return Stream(codes, array("I", map(order.__getitem__, moments)), sizes, streams, categories, named)
+    return Stream(codes, array("I", map(order.__getitem__, moments)), sizes, categories, named)
 
 
 def scaled(stream: Stream, most: bool) -> Stream:

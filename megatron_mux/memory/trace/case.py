@@ -24,8 +24,6 @@ class Case:
     Attributes:
         config: Contents of `config.json`, `model_type` included.
         layers: Number of layers of the traced model; overrides the config.
-        batch: Number of sequences.
-        length: Tokens of each.
         adapter: `peft_type` and the fields of peft's config class; None trains every parameter.
         weights: Precision of the model's weights. Adapters are fp32, as in peft.
         autocast: Precision of computation under autocast (`bf16` and `fp16` of `TrainingArguments`); None: no autocast.
@@ -37,7 +35,6 @@ class Case:
         clip: Largest norm of the gradient; None does not clip.
         accumulate: Whether a step is two micro-batches, the second of which finds gradients (more change nothing).
         kinds: A number for each layer of the config, equal for equal layers; () if all are equal.
-        gpu: The GPU.
     """
 
     config: Mapping[str, Any]
@@ -63,8 +60,6 @@ class Options:
     """How a model is trained with `transformers` and `peft`, and on which GPU.
 
     Attributes:
-        device: Part of the GPU's name, a key of `gpus.GPUS`.
-        precision: `bf16`, `fp16` or `fp32`.
         master_weights: Whether full fine-tuning in half precision has fp32 weights and autocast (`bf16=True` or
             `fp16=True` of `TrainingArguments`); else weights are loaded in the precision, like a frozen backbone.
         optimizer: A name of `TrainingArguments.optim` in `OPTIMIZERS`.
@@ -87,12 +82,6 @@ class Options:
 
     def case(self, config: Mapping[str, Any], tensors: ModelTensors, length: int, batch: int = 1) -> Case:
         """The case to trace.
-
-        Args:
-            config: Contents of `config.json`.
-            tensors: The model's sizes.
-            length: Tokens of a sequence.
-            batch: Sequences of a micro-batch.
 
         Raises:
             UserError: The GPU is unknown or lacks the precision, or the optimizer cannot be traced.
@@ -138,10 +127,6 @@ class Options:
 
 def of_task(file: Path, options: Options) -> tuple[Options, int, int]:
     """Read how the one task of a file is trained.
-
-    Args:
-        file: tasks.yaml; no data is read.
-        options: Options that the file does not contain.
 
     Returns:
         The options, sequences of a micro-batch, and tokens of a sequence.

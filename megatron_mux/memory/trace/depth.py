@@ -27,10 +27,6 @@ Tracer = Callable[[Sequence[Case]], Iterable[Stream]]
 def step(case: Case, trace: Tracer) -> Stream:
     """The stream of a case: traced as it is if it has few layers, else extended.
 
-    Args:
-        case: A case of any depth.
-        trace: Traces cases as they are, `Tracer.traced` for instance.
-
     Raises:
         WorkerError: A trace failed.
         StreamError: Traces of few layers do not line up.
@@ -69,11 +65,7 @@ def _groupings(case: Case) -> list[Grouping]:
 
 
 def pattern(kinds: Sequence[int]) -> tuple[int, int]:
-    """How kinds of layers repeat: the number of layers before the pattern, and the pattern's length.
-
-    Args:
-        kinds: A number for each layer.
-    """
+    """How kinds of layers repeat: the number of layers before the pattern, and the pattern's length."""
     count = len(kinds)
     found = (
         (first, size)

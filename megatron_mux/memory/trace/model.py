@@ -88,8 +88,6 @@ def materialise(model: nn.Module, device: torch.device, fill: bool) -> None:
     """Allocate every parameter and buffer, in the order of `Module.to`; tied ones stay tied.
 
     Args:
-        model: A model on the meta device.
-        device: The device to allocate on.
         fill: Whether to fill them with small numbers, for a step that really computes.
     """
     made: dict[int, torch.Tensor] = {}

@@ -21,7 +21,6 @@ class Tracer(Worker):
     """Traces steps and measures models in its process.
 
     Args:
-        seconds: Time limit of a trace.
         kept: Where streams of few layers are kept; None for the user's cache.
     """
 
@@ -36,9 +35,6 @@ class Tracer(Worker):
 
     def sizes(self, config: Path) -> ModelTensors:
         """The tensors and sizes of a model.
-
-        Args:
-            config: Its config.json.
 
         Raises:
             UserError: It is not the config of a causal language model, or the process failed.

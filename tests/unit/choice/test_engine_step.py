@@ -22,8 +22,8 @@ VALUES = 8 * (8 + 16) * (2 * 256 + 256 + 128)
 """Of both adapters."""
 
 
-def of(method: ParallelConfig, recipe: Recipe = RECIPE, bare: bool = True) -> StepMemory:
-    return step_memory(MODEL, recipe, method, tables=TablesByHand(MODEL, recipe), bare=bare)
+def of(method: ParallelConfig, recipe: Recipe = RECIPE) -> StepMemory:
+    return step_memory(MODEL, recipe, method, tables=TablesByHand(MODEL, recipe), device="cpu")
 
 
 def at(memory: StepMemory, name: str, rows: int = 512) -> Mapping[str, int]:
@@ -103,7 +103,6 @@ def test_a_cpus_attention_has_all_sequences_of_a_micro_batch(lengths: tuple[int,
         recipe,
         ParallelConfig(),
         device="cpu",
-        bare=True,
     )
     rows = 4 * lengths[0] * lengths[1]
     found = dict(zip(ATTENTION, memory._contents(rows).attention[0].tolist(), strict=True))
@@ -123,10 +122,3 @@ def test_offloaded_weights_are_in_host_memory() -> None:
     for method in (ParallelConfig(offload=True), ParallelConfig(data=4, zero=3, offload=True)):
         memory = step_memory(quantised(MODEL), RECIPE, method, tables=TablesByHand(MODEL, RECIPE))
         assert memory.host == pytest.approx((2 * MODEL.total - saved) / method.data, rel=1e-3)
-
-
-def test_tables_are_needed_for_tasks_and_profiles_for_all_else() -> None:
-    with pytest.raises(ValueError, match="tables of the engine"):
-        step_memory(MODEL, RECIPE, ParallelConfig())
-    with pytest.raises(ValueError, match="profiles of its step"):
-        step_memory(MODEL, Recipe(128), ParallelConfig())

@@ -38,7 +38,3 @@ def test_pairs_of_known_experts_are_those_of_real_ones() -> None:
     assert fake.groups.counts == real.groups.counts == (2, 3)
     assert fake.groups.groups == real.groups.groups
     assert fake.rows.shape == real.rows.shape and fake.starts.shape == real.starts.shape
-
-
-def test_the_order_of_pairs_needs_no_values() -> None:
-    assert _pairs(known=False, read=False).rows.shape == (5,)

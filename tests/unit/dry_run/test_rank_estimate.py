@@ -10,7 +10,6 @@ from megatron_mux.fusion.plan import plan_for
 from megatron_mux.memory import untraced
 from megatron_mux.memory.sizes import GIB, MIB
 from megatron_mux.memory.stream.events import Category, Moment, StreamBuilder
-from tests.unit.dry_run.recordings import begins, held
 
 SETTING = RunSpec({"model_type": "llama"}, [], plan_for("spatial", {"a": 1}, 2), tensor=2)
 
@@ -39,7 +38,7 @@ def test_an_answer_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     live = (40 + 60 + 32 + 100) * MIB
     assert (found.rank, found.stage, found.fits, prediction.communicators) == (2, 1, True, 3)
     assert prediction.breakdown["parameters"] == 40 * MIB
-    outside = untraced.context() + 3 * untraced.communicator()
+    outside = untraced.CONTEXT_BYTES + 3 * untraced.COMMUNICATOR_BYTES
     assert prediction.process == prediction.peak_reserved + outside == sum(prediction.breakdown.values())
     assert prediction.peak_allocated == live + 32 * MIB
     assert found.action == "1B0.0" and found.when.endswith("(1B0.0)") and "backward" in prediction.moment
@@ -62,9 +61,3 @@ def test_the_worst_rank_is_one_that_does_not_fit() -> None:
         estimate_rank(_recording(), SETTING, 1, MIB),
     )
     assert worst([fits, lacks]) is lacks
-
-
-def test_what_a_rank_was_doing_at_an_event() -> None:
-    recording = _recording()
-    assert begins(recording) == [1] and held(recording) == 40 * MIB
-    assert [recording.at(index) for index in (0, 1, 2, 4, 6)] == ["", "1F0.0", "1B0.0", "1B0.1", "1N0"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_mux.dry_run.real_host import RealHostMode, gather_own_object, read_fake_value
+from megatron_mux.dry_run.real_host import RealHostMode, read_fake_value
 from megatron_mux.memory.fake_gpu.fake_tensors import FakeTensors
 from megatron_mux.memory.fake_gpu.recorder import Recorder
 from megatron_mux.memory.fake_gpu.step_position import StepPosition
@@ -56,9 +56,3 @@ def test_a_real_tensor_that_takes_fake_values_stays_where_it_is(recorder: Record
     assert not isinstance(flags, FakeTensor)
     allocated = [event.moment.operator for event in recorder.done()][events:]
     assert "copy_" not in allocated
-
-
-def test_other_ranks_say_what_this_one_says() -> None:
-    found: list[str] = ["", "", ""]
-    gather_own_object(found, "ring")
-    assert found == ["ring"] * 3

@@ -64,14 +64,6 @@ def test_of_too_many_steps_the_longest_records_are_taken(monkeypatch: pytest.Mon
     assert sum(found.labels) == sum(sorted(data.label_counts.tolist())[-6:])
 
 
-def test_a_batch_is_no_larger_than_the_data() -> None:
-    assert len(worst_case(_spec(), _data(4)).lengths) == 4
-
-
-def test_without_data_all_is_as_long_as_it_may_be() -> None:
-    assert longest(_spec()) == Batch((48,) * 6, (48,) * 6)
-
-
 def test_a_few_steps_in_which_all_happens() -> None:
     pruning = _spec("DIFF_PRUNING", num_train_epochs=1.0)
     one = task_records(pruning, longest(pruning), Batch((48, 40), (20, 10)), 2, 3)
@@ -96,3 +88,7 @@ def test_no_pass_of_an_evaluation_has_more_labels_than_the_densest() -> None:
         tokens = np.cumsum(data.lengths[order[begin:]])
         own = order[begin:][tokens <= TOKENS_PER_PASS]
         assert data.label_counts[own].sum() <= sum(found.labels[:-1])
+
+
+def test_without_data_all_is_as_long_as_it_may_be() -> None:
+    assert longest(_spec()) == Batch((48,) * 6, (48,) * 6)

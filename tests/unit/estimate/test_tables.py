@@ -79,20 +79,6 @@ def test_zeros_are_sent_where_no_rank_waits_for_others_in_a_pass(
     assert Tables(run, tmp_path).memory(SIGNATURES[:1]).sends_zeros == sends
 
 
-def test_a_pair_by_itself_is_rehearsed_beside_one_of_its_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Asked(Exception):
-        pass
-
-    def rehearsal(run: Any, signatures: Any, groups: Sequence[Group], *_: Any, **__: Any) -> None:
-        raise Asked(list(groups))
-
-    monkeypatch.setattr(tables, "rehearsal", rehearsal)
-    for asked, run in (([(0, 1)], [(0,), (0, 1)]), ([(1,), (0, 1)], [(1,), (0, 1)])):
-        with pytest.raises(Asked) as found:
-            list(Tables(base())._rehearsed(asked, [0], SIGNATURES, True))
-        assert found.value.args == (run,)
-
-
 def test_other_runs_have_tables_of_their_own(tmp_path: Path, made: list[Group]) -> None:
     for run in (base(), replace(base(), recompute="full"), replace(base(), dtype="float32")):
         Tables(run, tmp_path).memory(SIGNATURES[:1])
@@ -140,10 +126,6 @@ def test_messages_have_rows_of_references_unless_those_are_computed_before(
         assert Tables(base(), tmp_path).memory(both).referring == refers
 
 
-def spec_of(own: Signature) -> TaskSpec:
-    return TaskSpec.model_validate(own.task)
-
-
 @pytest.mark.parametrize(
     ("adapter", "alike"),
     [({}, True), ({"layers_to_transform": [1, 2]}, False), ({"use_dora": True}, True)],
@@ -157,3 +139,21 @@ def test_all_layers_are_run_where_the_backbone_differs_or_is_shallow() -> None:
     shallow = {**base().config, "num_hidden_layers": 3}
     for own in (config, shallow):
         assert not Tables(replace(base(), config=own))._are_alike([spec_of(signature())])
+
+
+def test_a_pair_by_itself_is_rehearsed_beside_one_of_its_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked(Exception):
+        pass
+
+    def rehearsal(run: Any, signatures: Any, groups: Sequence[Group], *_: Any, **__: Any) -> None:
+        raise Asked(list(groups))
+
+    monkeypatch.setattr(tables, "rehearsal", rehearsal)
+    for asked, run in (([(0, 1)], [(0,), (0, 1)]), ([(1,), (0, 1)], [(1,), (0, 1)])):
+        with pytest.raises(Asked) as found:
+            list(Tables(base())._rehearsed(asked, [0], SIGNATURES, True))
+        assert found.value.args == (run,)
+
+
+def spec_of(own: Signature) -> TaskSpec:
+    return TaskSpec.model_validate(own.task)

@@ -49,12 +49,6 @@ def test_streams_that_are_no_function_of_the_batch() -> None:
     assert BatchFamily.of(case(LLAMA, 193, 16), traces)
 
 
-def test_a_size_that_is_none() -> None:
-    found = BatchFamily.of(case(LLAMA, 3, 16, adapter=LORA), traces)
-    with pytest.raises(UnlikeError, match="would have"):
-        found.at(-100)
-
-
 def test_a_third_trace_tells_whether_sizes_are_affine() -> None:
     def bent(cases: Sequence[Case]) -> list[Stream]:
         *streams, last = traces(cases)

@@ -71,12 +71,6 @@ def test_few_batches_are_traced() -> None:
     assert batches.prediction(1000).stream == predict(thousand, CASE.gpu).stream
 
 
-def test_full_fine_tuning_begins_where_tokens_are_sorted() -> None:
-    traces = Formula()
-    assert Batches(replace(CASE, adapter=None), traces).largest(3000 * MIB) > 50
-    assert sorted(set(traces.asked)) == [49, 134, 305]
-
-
 def test_a_model_whose_weights_do_not_fit_is_not_traced() -> None:
     traces = Formula()
     assert Batches(CASE, traces, weights=700 * MIB).largest(600 * MIB) == 0 and not traces.asked

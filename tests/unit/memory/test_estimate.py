@@ -7,7 +7,7 @@ import pytest
 from megatron_mux.gpus import Gpu
 from megatron_mux.memory import untraced
 from megatron_mux.memory.caching.settings import Settings
-from megatron_mux.memory.estimate import COMMUNICATORS, CONTEXT, FRAGMENTATION, in_words, predict
+from megatron_mux.memory.estimate import COMMUNICATORS, CONTEXT, FRAGMENTATION, predict
 from megatron_mux.memory.sizes import MIB
 from megatron_mux.memory.stream.events import Category, Moment, Stream, StreamBuilder
 from megatron_mux.memory.stream.insertion import buckets
@@ -52,7 +52,7 @@ def test_the_breakdown_adds_up_to_the_peak() -> None:
 def test_data_parallelism_adds_buckets_and_a_communicator() -> None:
     one, two = predict(_step(), GPU), predict(_step(), GPU, communicators=1, blocks=buckets(_step()))
     assert two.breakdown["communication"] == 12 * MIB + 3
-    assert two.process - one.process == 14 * MIB + untraced.communicator()
+    assert two.process - one.process == 14 * MIB + untraced.COMMUNICATOR_BYTES
     assert sum(two.breakdown.values()) == two.process
 
 
@@ -63,11 +63,3 @@ def test_the_interval_is_of_what_is_not_known() -> None:
     large = predict(_step(scratch=40 * MIB), GPU)
     assert large.peak_reserved == known.peak_reserved + 40 * MIB
     assert large.interval == (known.peak_reserved + least, known.peak_reserved + 80 * MIB + most)
-
-
-def test_a_moment_in_words() -> None:
-    assert in_words(None) == "never"
-    assert in_words(Moment("load")) == "while the model is loaded"
-    assert (
-        in_words(Moment("optimizer", None, "_foreach_sqrt")) == "in the optimizer's step, for _foreach_sqrt"
-    )

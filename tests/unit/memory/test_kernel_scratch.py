@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mux.memory.kernel_scratch import cudnn, efficient, flash, flash_of_sequences, scratch_of
+from megatron_mux.memory.kernel_scratch import scratch_of
 from megatron_mux.memory.sizes import MIB
 
 
@@ -18,16 +18,13 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def test_flash_attention_pads_tokens_and_heads() -> None:
-    alike = flash_of_sequences(batch=1, heads=2, groups=2, queries=100, keys=100, head=40, itemsize=2)
-    assert [size for _, size in alike] == [1 * 2 * 128 * 4, 1 * 2 * 128 * 64 * 4]
-    grouped = flash_of_sequences(batch=1, heads=2, groups=1, queries=100, keys=100, head=40, itemsize=2)
-    assert [size for _, size in grouped[2:]] == [1 * 100 * 2 * 40 * 2] * 2
-    wide = flash(rows=128, keys=128, heads=1, groups=1, head=160, itemsize=2)
-    assert wide[1].size == 128 * 192 * 4
+    name = "_scaled_dot_product_flash_attention_backward"
     query, key = _empty(1, 2, 100, 40), _empty(1, 1, 100, 40)
-    assert _sizes("_scaled_dot_product_flash_attention_backward", query, query, key) == [
-        s for _, s in grouped
-    ]
+    padded = [1 * 2 * 128 * 4, 1 * 2 * 128 * 64 * 4]
+    assert _sizes(name, query, query, query) == padded
+    assert _sizes(name, query, query, key) == [*padded, *[1 * 100 * 2 * 40 * 2] * 2], "grouped heads"
+    wide = _empty(1, 1, 128, 160)
+    assert _sizes(name, wide, wide, wide)[1] == 128 * 192 * 4
 
 
 def test_packed_segments_are_128_rows_apart() -> None:
@@ -37,9 +34,11 @@ def test_packed_segments_are_128_rows_apart() -> None:
 
 
 def test_other_attention() -> None:
-    assert [size for _, size in cudnn(2, 4, 128, 64)] == [2 * 4 * 128 * 65 * 4]
-    assert [size for _, size in efficient(2, 4, 128, 64, 2)] == [2 * 4 * 128 * 65 * 4]
-    assert [size for _, size in efficient(2, 4, 128, 64, 4)] == [2 * 4 * 128 * 4]
+    query, single = _empty(2, 4, 128, 64), _empty(2, 4, 128, 64, dtype=torch.float32)
+    assert _sizes("_scaled_dot_product_cudnn_attention_backward", query, query) == [2 * 4 * 128 * 65 * 4]
+    name = "_scaled_dot_product_efficient_attention_backward"
+    assert _sizes(name, query, query) == [2 * 4 * 128 * 65 * 4]
+    assert _sizes(name, single, single) == [2 * 4 * 128 * 4]
 
 
 def test_gradients_of_embeddings() -> None:

@@ -12,14 +12,3 @@ def test_the_largest_batch_is_that_of_counting(fixed: int, each: int, limit: int
     while fixed + each * (counted + 1) <= limit:
         counted += 1
     assert largest_batch(lambda batch: fixed + each * batch <= limit) == counted
-
-
-def test_few_questions_are_asked() -> None:
-    asked: list[int] = []
-
-    def fits(batch: int) -> bool:
-        asked.append(batch)
-        return batch <= 10**9
-
-    assert largest_batch(fits) == 10**9
-    assert len(asked) < 80

@@ -16,8 +16,8 @@ from megatron_mux.memory.stream.events import Category, Moment, StreamBuilder
 from tests.unit.memory.stream.peak import peak_of
 
 INSTANTS = {
-    "the loss": {"parameters": 2 * GIB, "activations": 3 * GIB, "offloaded": 0},
-    "the optimizer's step": {"parameters": 2 * GIB, "gradients": GIB, "something new": GIB},
+    "the loss": {"parameters": 2 * GIB, "activations": 3 * GIB},
+    "the optimizer's step": {"parameters": 2 * GIB, "gradients": GIB},
 }
 
 
@@ -47,18 +47,6 @@ def test_the_peak_of_a_long_stream_is_drawn() -> None:
     assert max(panel.totals) == peak_of(found.stream).size + process_overhead(0)
 
 
-def test_instants_of_closed_forms() -> None:
-    panel = closed("4TP", INSTANTS)
-    assert panel.times == ("the loss", "the optimizer's step")
-    assert panel.columns == {
-        "parameters": [2 * GIB, 2 * GIB],
-        "activations": [3 * GIB, 0],
-        "gradients": [0, GIB],
-        "something new": [0, GIB],
-    }
-    assert panel.totals == [5 * GIB, 4 * GIB] and panel.top == 5 * GIB
-
-
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_a_picture(tmp_path: Path, suffix: str, count: int) -> None:
@@ -68,6 +56,20 @@ def test_a_picture(tmp_path: Path, suffix: str, count: int) -> None:
     draw(panels, "a model", 6 * GIB, file)
     content = file.read_bytes()
     assert content.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+
+
+def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"must end in \.png or \.svg"):
+        check(tmp_path / "memory.pdf")
+    with pytest.raises(UserError, match="no directory"):
+        check(tmp_path / "nowhere" / "memory.svg")
+    panel = Panel("one", ("now",), {"parameters": [GIB]})
+    (tmp_path / "taken.svg").mkdir()
+    with pytest.raises(UserError, match="cannot be written"):
+        draw([panel], "a model", GIB, tmp_path / "taken.svg")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match="pip install"):
+        check(tmp_path / "memory.svg")
 
 
 def test_what_is_in_a_picture(tmp_path: Path) -> None:
@@ -83,7 +85,6 @@ def test_what_is_in_a_picture(tmp_path: Path) -> None:
             "4 DP",
             "5.0 GiB",
             "parameters",
-            "something new",
             ">GPU<",
             "optimizer",
         ):
@@ -91,17 +92,3 @@ def test_what_is_in_a_picture(tmp_path: Path) -> None:
         draw([closed("4 TP", INSTANTS)], "a model", 600 * GIB, file)
         text = file.read_text()
         assert "a GPU has 600" in text and ">GPU<" not in text, "far above what is drawn"
-
-
-def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"must end in \.png or \.svg"):
-        check(tmp_path / "memory.pdf")
-    with pytest.raises(UserError, match="no directory"):
-        check(tmp_path / "nowhere" / "memory.svg")
-    panel = Panel("one", ("now",), {"parameters": [GIB]})
-    (tmp_path / "taken.svg").mkdir()
-    with pytest.raises(UserError, match="cannot be written"):
-        draw([panel], "a model", GIB, tmp_path / "taken.svg")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match="pip install"):
-        check(tmp_path / "memory.svg")

@@ -51,15 +51,6 @@ def test_a_file_that_changes_is_looked_at_again(
     assert ask().read() is None
 
 
-def test_a_users_table_of_gpus_counts(
-    ask: Callable[..., Answers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ask().write(SAID)
-    (tmp_path / "gpus.toml").write_text('[A100]\nlike = "A100"\nlink_gb_s = 32\n')
-    monkeypatch.setenv(TABLE_VARIABLE, str(tmp_path / "gpus.toml"))
-    assert ask().read() is None
-
-
 def test_a_file_written_anew_may_say_the_same(ask: Callable[..., Answers], tmp_path: Path) -> None:
     ask().write(SAID)
     file = tmp_path / "model" / "config.json"
@@ -91,4 +82,13 @@ def test_the_environment_and_the_code_count(
         assert ask().read() is None
     assert ask().read() == SAID
     monkeypatch.setattr(module, "versions", lambda: {"sources": "other"})
+    assert ask().read() is None
+
+
+def test_a_users_table_of_gpus_counts(
+    ask: Callable[..., Answers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask().write(SAID)
+    (tmp_path / "gpus.toml").write_text('[A100]\nlike = "A100"\nlink_gb_s = 32\n')
+    monkeypatch.setenv(TABLE_VARIABLE, str(tmp_path / "gpus.toml"))
     assert ask().read() is None

@@ -21,10 +21,6 @@ def test_as_many_parameters_as_published(model: Models, name: str) -> None:
     assert model(name).tensors.total == PARAMETERS[name]
 
 
-def test_no_memory_is_taken(model: Models) -> None:
-    assert {p.device.type for p in model("llama-7b").module.parameters()} == {"meta"}
-
-
 @pytest.mark.parametrize(
     ("name", "tied", "embeddings", "own"),
     [
@@ -43,31 +39,6 @@ def test_embeddings_and_output_layer(
     assert tensors.is_tied is tied and len(found) == embeddings
     assert [tensor.name for tensor in tensors.head_tensors] == own
     assert tensors.tensor(tensors.embedding).operator == "Embedding"
-
-
-def test_sizes_under_any_spelling(model: Models) -> None:
-    tensors = model("bigscience/bloom-1b1").tensors  # n_embed, n_layer
-    assert (tensors.hidden, tensors.layers, tensors.heads) == (1536, 24, 16)
-    assert tensors.vocabulary == 250880 and tensors.positions is None
-    assert model("Salesforce/codegen-350M-nl").tensors.positions == 2048  # n_positions
-
-
-def test_operators(model: Models) -> None:
-    kinds = {tensor.operator for tensor in model("facebook/opt-350m").tensors.tensors}
-    assert "LayerNorm" in kinds and {"Embedding", "Linear"} <= kinds | {"Embedding"}
-    projection = model("facebook/opt-350m").tensors.tensor("model.decoder.project_in.weight")
-    assert projection.shape == (1024, 512) and projection.operator == "Linear"
-
-
-def test_transposed_linear(tmp_path: Path) -> None:
-    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128}
-    tensors = Skeleton(write(tmp_path, config)).tensors
-    assert tensors.tensor("transformer.h.0.attn.c_attn.weight").operator == "Linear"
-
-
-def test_a_directory_or_its_file(tmp_path: Path) -> None:
-    file = write(tmp_path, {**LLAMA, "num_hidden_layers": 1})
-    assert Skeleton(tmp_path).tensors == Skeleton(file).tensors
 
 
 def test_sizes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,14 +28,3 @@ def test_workspaces_of_cublas(
     if config is not None:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
     assert untraced.cublas_of(Gpu(capability, False)) == size
-
-
-def test_a_communicator_has_three_buffers_in_each_channel() -> None:
-    assert untraced.communicator(channels=1) == 4_194_304 + 524_288 + 4_915_200
-    assert untraced.communicator() == 24 * 9_633_792
-
-
-def test_every_entry_has_a_source_and_a_range() -> None:
-    for name, entry in untraced.TABLE.items():
-        assert entry.source, name
-        assert 0 <= entry.least <= 1 <= entry.most, name

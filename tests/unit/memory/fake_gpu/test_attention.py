@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megatron_mux.gpus import Gpu
-from megatron_mux.memory.fake_gpu.attention import Attention
-from megatron_mux.memory.sdpa import Kernel
+from megatron_mux.memory.fake_gpu.attention import Kernel, kernel_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OLD, AMPERE, HOPPER = Gpu((7, 5), False), Gpu((8, 0), False), Gpu((9, 0), True)
@@ -49,6 +48,5 @@ def test_the_kernel_is_the_one_that_torch_chooses(
 ) -> None:
     query = torch.empty(2, heads[0], 16, size, dtype=dtype)
     key = torch.empty(2, heads[1], 16, size, dtype=dtype)
-    given = torch.ones(2, 1, 16, 16, dtype=torch.bool) if mask else None
     grouped = heads[0] != heads[1]
-    assert Attention(gpu).choice(query, key, key, given, dropout, not mask, grouped) is kernel
+    assert kernel_of(gpu, query, key, key, mask, dropout, not mask, grouped) is kernel

@@ -56,14 +56,14 @@ def memory(
     length: int,
     options: Options,
     method: ParallelConfig,
-    bare: bool = True,
+    device: str = "cpu",
 ) -> FullTrainingMemory:
     """An estimate whose profile is traced here."""
     architecture = read_architecture(Skeleton(write(directory, config)))
     recipe = Recipe(length, options.precision, options.optimizer, options.master_weights, options.attention)
     of = profiles.traced(config, directory, length, options)
     gpu = known(options.device).gpu
-    return FullTrainingMemory(architecture, recipe, method, of, gpu=gpu, bare=bare)
+    return FullTrainingMemory(architecture, recipe, method, of, gpu=gpu, device=device)
 
 
 def held(found: FullTrainingMemory, rows: int) -> int:
@@ -101,7 +101,7 @@ def test_a_family_that_is_not_understood_is_refused_by_its_name(tmp_path: Path) 
 def test_peaks_with_every_optimizer(optimizer: str, tmp_path: Path) -> None:
     """So few rows that weights, states and gradients are the peak, with cuBLAS's workspaces."""
     options = Options("H100", master_weights=False, optimizer=optimizer)
-    found = memory(WIDE_LLAMA, tmp_path, 128, options, ParallelConfig(), bare=False)
+    found = memory(WIDE_LLAMA, tmp_path, 128, options, ParallelConfig(), device="cuda")
     skeleton = Skeleton(tmp_path)
     case = options.case(skeleton.raw, skeleton.tensors, 128, 1)
     stream = trace(case)
@@ -126,7 +126,7 @@ def test_peaks_with_autocast(name: str, recompute: Recompute, tmp_path: Path) ->
 def test_buckets_of_gradients(tmp_path: Path) -> None:
     """On two GPUs, each with the whole model, as torch's `DistributedDataParallel` has it."""
     options = Options(optimizer="rmsprop")
-    found = memory(WIDE_LLAMA, tmp_path, 128, options, ParallelConfig(data=2), bare=False)
+    found = memory(WIDE_LLAMA, tmp_path, 128, options, ParallelConfig(data=2), device="cuda")
     skeleton = Skeleton(tmp_path)
     for batch in (1, 16):  # the peak is the optimizer's step; the loss, while there are no gradients yet
         case = options.case(skeleton.raw, skeleton.tensors, 128, batch)
@@ -135,7 +135,7 @@ def test_buckets_of_gradients(tmp_path: Path) -> None:
         parts = found.worst(batch * 128).breakdown
         assert held(found, batch * 128) == pytest.approx(peak_of(traced.stream).size, rel=0.004)
         assert parts["communication"] == 4 * skeleton.tensors.total
-        assert parts["context"] == untraced.context() + traced.communicators * untraced.communicator()
+        assert parts["context"] == untraced.CONTEXT_BYTES + traced.communicators * untraced.COMMUNICATOR_BYTES
         least, most = found.interval(batch * 128)
         assert least < sum(parts.values()) < most
 

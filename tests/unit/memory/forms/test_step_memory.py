@@ -30,7 +30,7 @@ EXPERTS = replace(
 
 def of(method: ParallelConfig, recipe: Recipe = FULL, layers: int = 8, **more: Any) -> Mapping[str, int]:
     model = llama(layers)
-    return step_memory(model, recipe, method, by_hand(model), bare=True, **more).worst(512).breakdown
+    return step_memory(model, recipe, method, by_hand(model), device="cpu", **more).worst(512).breakdown
 
 
 BACKWARD = "the last layer's backward pass"
@@ -38,7 +38,7 @@ BACKWARD = "the last layer's backward pass"
 
 def at(method: ParallelConfig, recipe: Recipe, name: str, rows: int = 512) -> Mapping[str, int]:
     """A phase of eight layers' last stage."""
-    memory = step_memory(llama(8), recipe, method, by_hand(llama(8)), bare=True)
+    memory = step_memory(llama(8), recipe, method, by_hand(llama(8)), device="cpu")
     return [phase for phase in memory.phases(rows) if phase.name == name][-1].breakdown
 
 
@@ -60,7 +60,7 @@ def test_states_of_full_fine_tuning_by_hand() -> None:
         at(ParallelConfig(data=4, zero=3), FULL, "the loss")["communication"] == 2 * head.total + one_gradient
     )
     bare = Recipe(128, "bf16", "adamw_torch", master=False)
-    peak = step_memory(llama(8), bare, ParallelConfig(), by_hand(llama(8)), bare=True)
+    peak = step_memory(llama(8), bare, ParallelConfig(), by_hand(llama(8)), device="cpu")
     step = next(i for i in peak.phases(512) if i.name == "the optimizer's step").breakdown
     assert [step[p] for p in ("parameters", "gradients", "optimizer", "workspace")] == [
         2 * values, 2 * values, 4 * values, 2 * values,
@@ -71,7 +71,7 @@ def test_states_of_full_fine_tuning_by_hand() -> None:
 
 def test_micro_batches_in_flight() -> None:
     method = ParallelConfig(pipeline=4)
-    parts = step_memory(llama(8), FULL, method, by_hand(llama(8)), bare=True)
+    parts = step_memory(llama(8), FULL, method, by_hand(llama(8)), device="cpu")
     kept = [at_stage(parts, stage, 512)["activations"] for stage in range(4)]
     assert kept[0] > kept[1] > kept[2]
     sent = 2 * 256 * 512  # hidden states that a stage has sent on, of each micro-batch
@@ -138,7 +138,7 @@ def test_dividing_more_never_takes_more(method: ParallelConfig, recipe: Recipe, 
         if what == "tensor" and more.tensor > 4:
             return
     less, found = (
-        step_memory(architecture, recipe, one, by_hand(architecture), bare=True).peak(512)
+        step_memory(architecture, recipe, one, by_hand(architecture), device="cpu").peak(512)
         for one in (method, more)
     )
     assert found <= less + 64  # values are not cut

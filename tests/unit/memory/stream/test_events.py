@@ -1,4 +1,4 @@
-"""Streams of allocations: what is refused and where, peaks, and the way to JSON and back."""
+"""Streams of allocations: what is refused and where, what is live, and the way to JSON and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from megatron_mux.memory.stream.events import (
     CATEGORIES,
-    Category,
     Event,
     Moment,
     Stream,
@@ -38,8 +37,7 @@ def streams(draw: st.DrawFn) -> Stream:
             builder.free(live.pop(draw(st.integers(0, len(live) - 1))), draw(moments()))
         else:
             category = draw(st.sampled_from(CATEGORIES))
-            size, stream = draw(st.integers(0, 1 << 40)), draw(st.integers(0, 2))
-            live.append(builder.allocate(size, draw(moments()), stream, category))
+            live.append(builder.allocate(draw(st.integers(0, 1 << 40)), draw(moments()), category))
     return builder.done()
 
 
@@ -71,30 +69,6 @@ def test_peak_and_breakdown_by_hand(stream: Stream) -> None:
     assert peak.size == max(totals, default=0) == sum(peak.breakdown.values())
     if totals:
         assert (peak.index, peak.moment) == (totals.index(peak.size), stream[peak.index].moment)
-
-
-def test_a_free_tells_its_block_again() -> None:
-    builder = StreamBuilder()
-    first = builder.allocate(7, FORWARD, stream=3, category=Category.LOGITS)
-    builder.free(first, BACKWARD)
-    assert list(builder.done()) == [
-        Event("allocate", 0, 7, 3, Category.LOGITS, FORWARD),
-        Event("free", 0, 7, 3, Category.LOGITS, BACKWARD),
-    ]
-
-
-def test_what_is_done_does_not_change() -> None:
-    builder = StreamBuilder()
-    builder.allocate(1, FORWARD)
-    before = builder.done()
-    builder.allocate(2, BACKWARD)
-    assert (len(before), len(builder.done())) == (1, 2)
-    assert before.moment_names == (FORWARD,)
-
-
-def test_an_empty_stream() -> None:
-    peak = peak_of(StreamBuilder().done())
-    assert (peak.size, peak.index, peak.moment, peak.breakdown) == (0, -1, None, {})
 
 
 def test_errors_name_the_place() -> None:

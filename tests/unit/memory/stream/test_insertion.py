@@ -51,12 +51,6 @@ def test_a_workspace_for_each_thread_right_after_the_first_product() -> None:
     ]
 
 
-def test_buckets_are_full_at_one_and_at_25_mib() -> None:
-    assert list(bucket_sizes([])) == []
-    assert list(bucket_sizes([MIB // 2])) == [MIB // 2]
-    assert list(bucket_sizes([MIB // 2, MIB, 24 * MIB, 2 * MIB, 3])) == [3 * MIB // 2, 26 * MIB, 3]
-
-
 def test_buckets_hold_each_gradient_of_one_step_before_the_first() -> None:
     (block,) = buckets(a_step())
     assert (block.before, block.size, block.category) == (1, 10, Category.COMMUNICATION)
@@ -87,3 +81,9 @@ def test_what_was_there_stays_as_it_was(data: st.DataObject) -> None:
     kept = [live for live, event in zip(found.live(), found, strict=True) if event.moment != new]
     before = [sum(place <= index for place in places) for index in range(len(stream))]
     assert kept == [live + 1000 * count for live, count in zip(expected, before, strict=True)]
+
+
+def test_buckets_are_full_at_one_and_at_25_mib() -> None:
+    assert list(bucket_sizes([])) == []
+    assert list(bucket_sizes([MIB // 2])) == [MIB // 2]
+    assert list(bucket_sizes([MIB // 2, MIB, 24 * MIB, 2 * MIB, 3])) == [3 * MIB // 2, 26 * MIB, 3]

@@ -12,7 +12,7 @@ from megatron_mux.memory.tensors import ModelTensors
 from megatron_mux.memory.trace.case import Case, Options, of_task
 
 TENSORS = ModelTensors(
-    "llama", (), "e", "h", 40, 64, 4, 100, None, {}, (), {"layer_types": ["a", "b"] * 20}, (0, 1) * 20
+    "llama", (), "e", "h", 40, 64, 4, 100, None, {}, {"layer_types": ["a", "b"] * 20}, (0, 1) * 20
 )
 
 

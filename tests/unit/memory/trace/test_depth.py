@@ -8,23 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_mux.memory.trace.case import Case
-from megatron_mux.memory.trace.depth import few, pattern, tells_layers_apart
-
-
-@pytest.mark.parametrize(
-    ("kinds", "first", "size"),
-    [
-        ((), 0, 1),
-        ((0,) * 80, 0, 1),
-        ((0, 1) * 21, 0, 2),  # Gemma 2
-        (((0,) * 5 + (1,)) * 4 + (0, 0), 0, 6),  # Gemma 3
-        ((0, *(1,) * 60), 1, 1),  # DeepSeek V2
-        ((0, 0, 0, *(1,) * 58), 3, 1),  # DeepSeek V3
-        (tuple(range(30)), 0, 30),
-    ],
-)
-def test_pattern(kinds: tuple[int, ...], first: int, size: int) -> None:
-    assert pattern(kinds) == (first, size)
+from megatron_mux.memory.trace.depth import few, tells_layers_apart
 
 
 @pytest.mark.parametrize(
