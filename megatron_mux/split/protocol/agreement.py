@@ -16,10 +16,11 @@ from megatron_mux.adapters.registry import KINDS
 from megatron_mux.adapters.targets import ALL_LINEAR
 from megatron_mux.errors import UserError
 from megatron_mux.optimizers.registry import OPTIMIZERS
+from megatron_mux.section import problem
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TrainingSpec
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the protocol; ends of different versions refuse each other."""
 
 NAMING_MODULES = ("target_modules", "feedforward_modules")
@@ -47,8 +48,10 @@ Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+class Fields(BaseModel):
+    """The JSON of a message; kinds without fields have this one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def problem_of_training(training: TrainingSpec) -> str:
@@ -63,7 +66,7 @@ def problem_of_training(training: TrainingSpec) -> str:
     return ""
 
 
-class Proposal(_Document):
+class Proposal(Fields):
     """What a client asks for.
 
     With equal `incarnation` it is the same process, which reconnects: its last operation may be asked for again.
@@ -108,14 +111,17 @@ class Proposal(_Document):
     @classmethod
     def _known(cls, value: int) -> int:
         if value != PROTOCOL:
-            raise ValueError(f"the server speaks version {PROTOCOL} of the protocol")
+            raise problem(
+                f"the client speaks version {value} of the protocol, the server version {PROTOCOL}: install the same "
+                "version of megatron-mux on both"
+            )
         return value
 
     @field_validator("longest")
     @classmethod
     def _within_rows(cls, value: int, info: ValidationInfo) -> int:
         if max(value, info.data.get("train_rows", 0)) > info.data.get("rows", math.inf):
-            raise ValueError("longest and train_rows must be at most rows")
+            raise problem("longest and train_rows must be at most rows")
         return value
 
     def adapter_spec(self) -> AdapterSpec:
@@ -181,14 +187,14 @@ class Proposal(_Document):
         return layers
 
 
-class Terms(_Document):
+class Terms(Fields):
     """What the server tells a client that has joined."""
 
     session: Annotated[int, Field(ge=1, le=2**63 - 1)]
     """Number of the session, in every message from now on."""
     step: Count
     """Optimizer steps that the server's part of the adapter has done."""
-    policy: str
+    policy: Annotated[str, Field(max_length=128)]
     """What the server keeps between a forward pass and its backward."""
     forward_bytes: Bytes
     """Memory that a forward pass without gradients reserves."""
