@@ -42,16 +42,17 @@ _LARGEST = 1e38
 """Numbers that are larger cannot be computed with in fp32: a pass fails, on several ranks of a server for all."""
 
 WireDtype = Literal["f64", "f32", "bf16", "f16", "i8"]
-Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
-Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+Size = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+Bytes = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
+Flag = Annotated[bool, Field(strict=True)]
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
 
 
 class Fields(BaseModel):
     """The JSON of a message; kinds without fields have this one."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def problem_of_training(training: TrainingSpec) -> str:
@@ -72,7 +73,7 @@ class Proposal(Fields):
     With equal `incarnation` it is the same process, which reconnects: its last operation may be asked for again.
     """
 
-    protocol: int = PROTOCOL
+    protocol: Count = PROTOCOL
     """Version of the protocol."""
     task: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
     """Name of the task; with the certificate's identity it names the session."""
@@ -102,7 +103,7 @@ class Proposal(Fields):
     """Tokens of the longest sequence; neither it nor `train_rows` is more than `rows`."""
     step: Count = 0
     """Optimizer steps that the client has done."""
-    uploads: bool = False
+    uploads: Flag = False
     """Whether the client sends the adapter to start from (UPLOAD) before its first request."""
     incarnation: Hex
     """Names the client's process."""
@@ -190,7 +191,7 @@ class Proposal(Fields):
 class Terms(Fields):
     """What the server tells a client that has joined."""
 
-    session: Annotated[int, Field(ge=1, le=2**63 - 1)]
+    session: Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
     """Number of the session, in every message from now on."""
     step: Count
     """Optimizer steps that the server's part of the adapter has done."""
@@ -200,7 +201,7 @@ class Terms(Fields):
     """Memory that a forward pass without gradients reserves."""
     backward_bytes: Bytes
     """Memory that a backward pass reserves, its forward pass included."""
-    returns_body: bool = True
+    returns_body: Flag = True
     """Whether the server hands out its part of the adapter; else it stays there under the session's name."""
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from typing import Annotated, NoReturn, TypeVar
 
 from pydantic import FailFast, Field, ValidationError
 from torch import Tensor
 
-from megatron_mux.split.protocol.agreement import Count, Fields, Proposal, Size, Terms
+from megatron_mux.split.protocol.agreement import Count, Fields, Flag, Proposal, Size, Terms
 from megatron_mux.split.protocol.pieces import Piece, PieceEntry
 from megatron_mux.split.protocol.wire import HEADER_BYTES, Dtype, Flags, Kind, RefusedError, WireError
 
@@ -18,7 +19,7 @@ _MOST_KEPT = 16
 _MOST_ERRORS_READ = 64
 """A hostile message may have a mistake in every few bytes; to list them all takes much more memory than the message."""
 
-Seconds = Annotated[float, Field(ge=0)]
+Real = Annotated[float, Field(strict=True, ge=0)]
 Index = Annotated[list[PieceEntry], FailFast()]
 
 
@@ -27,9 +28,9 @@ class Decision(Fields):
 
     step: Count
     """Steps done before it."""
-    norm: Annotated[float, Field(ge=0)]
+    norm: Real
     """Norm of the gradient over both ends."""
-    skip: bool = False
+    skip: Flag = False
     """Whether neither end steps."""
 
 
@@ -75,23 +76,23 @@ class State(WithPrevious):
 class Leave(WithPrevious):
     """JSON of a LEAVE."""
 
-    finished: bool = False
+    finished: Flag = False
     """Whether the task is done: what the server keeps of it gets a name."""
 
 
 class Output(Fields):
     """JSON of an OUTPUT."""
 
-    waited_s: Seconds = 0.0
+    waited_s: Real = 0.0
     """Seconds that the request waited for memory and its turn."""
-    computed_s: Seconds = 0.0
+    computed_s: Real = 0.0
     """Seconds that it was computed."""
 
 
 class Gradient(Output):
     """JSON of a GRADIENT."""
 
-    squared_norm: Annotated[float, Field(ge=0)] | None = None
+    squared_norm: Real | None = None
     """Of the server's gradients, after the last BACKWARD of a step; null if it is not finite."""
 
 
@@ -109,7 +110,7 @@ class Refusal(Fields):
     """Name of the reason, for programs."""
     message: str
     """Sentences for people."""
-    retry: bool = False
+    retry: Flag = False
     """Whether the same request may succeed later."""
 
 
@@ -183,14 +184,25 @@ def parse(kind: Kind, text: bytes | bytearray) -> Fields:
     Raises:
         RefusedError: It is not what the kind of message has: code `proposal` of a HELLO, else `json`.
     """
+    # Not by `model_validate_json`: each of its errors has a copy of all that was sent.
     try:
-        return SCHEMAS[kind].model_validate_json(text or b"{}")
+        fields = json.loads(text, parse_constant=_refuse) if text else {}
+    except (ValueError, RecursionError) as error:
+        raise WireError("json", f"The JSON cannot be read: {error}.") from None
+    if not isinstance(fields, dict):
+        raise WireError("json", "The JSON must be an object.")
+    try:
+        return SCHEMAS[kind].model_validate(fields)
     except ValidationError as error:
         count = error.error_count()
         if count > _MOST_ERRORS_READ:
             raise WireError("json", f"{kind.name}: {count} fields are wrong") from None
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = "".join(f"{part}." for part in first["loc"]).rstrip(".")
-        if kind is Kind.HELLO and where:
-            raise RefusedError("proposal", f"{where}: {first['msg']}") from None
-        raise WireError("json", f"{kind.name}: {where}{': ' if where else ''}{first['msg']}") from None
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        if kind is Kind.HELLO:
+            raise RefusedError("proposal", why) from None
+        raise WireError("json", f"{kind.name}: {why}") from None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")

