@@ -7,10 +7,9 @@ python benchmarks/split.py --parts memory                                       
 
 steps: a server and clients, each in a network namespace with a link of its own to the server's; per policy and number
 of clients, the time of an optimizer step and what it went to (Menos, Tables 1 to 3). ranks: the same for on-demand with
-the body on one rank and on two (Figure 10). together: throughput of a
-saturated server with and without co-batching. memory: persistent memory against `vanilla`, and equation 3 against
-measured bytes. costs: those of requests, for split_simulation.py. The output is written after each case; what it has
-already is not measured again without --again.
+the body on one rank and on two (Figure 10). together: throughput of a saturated server with and without co-batching.
+memory: persistent memory against a copy of the body for each client, and equation 3 against counted bytes. The output
+is written after each case; what it has already is not measured again without --again.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ from script import add_output, command_line, publish
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 ROOT = Path(__file__).resolve().parents[1]
-POLICIES = ("vanilla", "preserve", "reforward-with-gradients", "on-demand", "auto")
-PARTS = ("steps", "ranks", "together", "memory", "costs")
+POLICIES = ("preserve", "reforward-with-gradients", "on-demand", "auto")
+"""The second is none of the server's: `split_worker.py` has it, to compare with."""
+PARTS = ("steps", "ranks", "together", "memory")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -50,8 +50,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--most-seconds", type=float, default=30.0, metavar="S", help="longest measurement of a case (30)")
     add("--hidden", type=int, default=384, help="of the random Llama (384)")
     add("--layers", type=int, default=5, help="of it; the client has the first (5)")
-    add("--copy-steps", type=float, default=3.77, metavar="X",
-        help="vanilla: steps of a client alone that copying a task one way takes (the paper's 3.77)")  # fmt: skip
     add("--requesters", type=int, default=8, metavar="N", help="together: clients (8)")
     add("--sizes", nargs="+", type=int, default=[16, 32, 64, 128, 256], metavar="N", help="together: tokens")
     add("--rounds", type=int, default=3, help="together: turns of each server (3)")
@@ -59,9 +57,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--random", action="store_true", help="together: with the random Llama, not --backbone")
     add("--sessions", type=int, default=8, metavar="N", help="memory: clients (8)")
     add("--backbone", type=Path, default=ROOT / ".quickstart/backbone", metavar="DIR",
-        help="of the parts together, memory and costs (the quickstart's)")  # fmt: skip
-    add("--costs", type=Path, default=ROOT / "benchmarks/results/split-costs-cpu-2-cores.json", metavar="FILE",
-        help="where the part costs writes")  # fmt: skip
+        help="of the parts together and memory (the quickstart's)")  # fmt: skip
     add("--work", type=Path, metavar="DIR", help="keep the random Llama here for later calls")
     add("--again", action="store_true", help="measure also what the output has already")
     add("--json", action="store_true", help="print JSON instead of tables")
@@ -72,7 +68,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and publish; returns 1 if a process ended early, 2 if something that is needed is missing."""
     arguments = parse(argv)
-    needs = {"memory", "costs"} | ({"together"} if not arguments.random else set())
+    needs = {"memory"} | ({"together"} if not arguments.random else set())
     if needs & set(arguments.parts) and not (arguments.backbone / "config.json").is_file():
         print(
             f"--backbone {arguments.backbone}: there is no model: run examples/quickstart first",
@@ -94,10 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ProcessEnded as error:
         print(error, file=sys.stderr)
         return 1
-    from split_tables import draw, markdown
+    from split_tables import markdown
 
-    if arguments.output is not None:
-        draw(result, arguments.output)
     publish(result, markdown(result), arguments.output, arguments.json)
     return 0
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from split_cases import measure_case
 from split_memory import measure_memory
-from split_model import ROWS, Sizes, measure_sizes, memory_limit, write_certificates, write_model
+from split_model import ROWS, measure_sizes, memory_limit, write_certificates, write_model
 from split_network import Star, star
 from split_processes import cast
 from split_together import measure_together
@@ -111,32 +111,17 @@ class Bench:
             self.result["cases"] = []
         self.result["setup"] = {**self.result.get("setup", {}), **setup}
         wanted = [(policy, count) for policy in arguments.policies for count in arguments.clients]
-        # Its step alone tells the swap rate of the others.
-        alone = ("vanilla", 1)
-        if any(policy == "vanilla" and count > 1 for policy, count in wanted):
-            wanted = [alone, *(own for own in wanted if own != alone)]
         for policy, count in wanted:
             if self._case(policy, count) is None or arguments.again:
-                self._measure(policy, count, sizes, limit)
+                self._measure(policy, count, limit)
 
     def _case(self, policy: str, count: int) -> dict[str, Any] | None:
         found = [own for own in self.result["cases"] if (own["policy"], own["clients"]) == (policy, count)]
         return found[0] if found else None
 
-    def _measure(self, policy: str, count: int, sizes: Sizes, limit: int) -> None:
+    def _measure(self, policy: str, count: int, limit: int) -> None:
         arguments = self.arguments
         flags = ["--memory-limit", str(limit), "--no-co-batching"]
-        if policy == "vanilla" and count > 1:
-            alone = self._case("vanilla", 1)
-            assert alone is not None
-            copied = sizes.weights + sizes.memory.lasting
-            rate = copied / (arguments.copy_steps * alone["step_s"])
-            self.result["setup"] |= {
-                "swap_rate": rate,
-                "copy_s": copied / rate,
-                "copy_steps": arguments.copy_steps,
-            }
-            flags += ["--swap-rate", str(int(rate))]
         paths = self.model, self.folder / "tls"
         with cast(self.warm, self.star, self._new_folder()) as processes:
             case = measure_case(
@@ -198,17 +183,6 @@ class Bench:
         if "memory" in self.result and not self.arguments.again:
             return
         self.result["memory"] = measure_memory(self.arguments.backbone, self.arguments.sessions, 64, 32)
-        self.write()
-
-    def costs(self) -> None:
-        """Costs of requests, for `split_simulation.py`."""
-        if "costs" in self.result and not self.arguments.again:
-            return
-        from split_simulation import measure_costs
-
-        found = {"hardware": self.result["hardware"], **measure_costs(self.arguments.backbone)}
-        self.arguments.costs.write_text(json.dumps(found, indent=1) + "\n")
-        self.result["costs"] = found
         self.write()
 
 

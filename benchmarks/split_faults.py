@@ -102,7 +102,7 @@ def connections(folder: Path, arguments: argparse.Namespace) -> list[dict[str, A
     from megatron_mux.backbone.registry import read_backbone_info
     from megatron_mux.split.client import transport
     from megatron_mux.split.client.stream import ClientStream
-    from megatron_mux.split.protocol import chunks
+    from megatron_mux.split.protocol import framing
     from tests import tiny_models
     from tests.end_to_end.workplace import write_tokenizer
     from tests.unit.split.faulty_connections import CuttingProxy, faulty_stream
@@ -118,7 +118,7 @@ def connections(folder: Path, arguments: argparse.Namespace) -> list[dict[str, A
     )
     rows = []
     fingerprint = read_backbone_info(path).fingerprint
-    chunks.FRAME_BYTES = 2048  # so that messages have several frames
+    framing.FRAME_BYTES = 2048  # so that messages have several frames
     with running_server(
         backbone, runtime.initialize(device="cpu"), folder / "store", fingerprint=fingerprint
     ) as server:

@@ -1,4 +1,4 @@
-"""Persistent memory of a server with shared parameters and of `vanilla`, and equation 3 against measured bytes."""
+"""Persistent memory of one body for all clients and of a body for each, and equation 3 against measured bytes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 if TYPE_CHECKING:
-    from megatron_mux.split.protocol.agreement import Proposal
     from megatron_mux.split.server.body import Body
-    from megatron_mux.split.server.session_memory import Memory
-    from megatron_mux.split.server.session_prediction import BodyPlace
 
 
 def measure_memory(backbone: Path, most: int, rows: int, longest: int) -> dict[str, Any]:
@@ -27,7 +24,7 @@ def measure_memory(backbone: Path, most: int, rows: int, longest: int) -> dict[s
         rows, longest: Of a request, and of a sequence.
     """
     found: dict[str, Any] = {"rows": rows}
-    for name, copies in (("shared", False), ("vanilla", True)):
+    for name, copies in (("shared", False), ("copies", True)):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             found[name] = pool.submit(grow, backbone, most, copies, rows, longest).result()
     return found
@@ -37,8 +34,7 @@ def grow(backbone: Path, most: int, copies: bool, rows: int, longest: int) -> li
     """Let clients join a server one after the other, each of which takes a step; measure after each.
 
     Persistent bytes are the storages of all live tensors of the process, each counted once by its address. They and the
-    resident size are beyond what there was before the body was read; with copies, beyond what there was when the body
-    had been read that copies are made from.
+    resident size are beyond what there was before the first body was read.
 
     Args:
         backbone: Hugging Face directory.
@@ -53,32 +49,35 @@ def grow(backbone: Path, most: int, copies: bool, rows: int, longest: int) -> li
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.backbone.registry import read_shape
     from megatron_mux.split.server.body import Body
-    from megatron_mux.split.server.session_compute import Bodies
-    from megatron_mux.split.server.session_prediction import BodyPlace
+    from megatron_mux.split.server.session_compute import attach
+    from megatron_mux.split.server.session_prediction import BodyPlace, predict, prediction_worker
 
     shape, parallel = read_shape(backbone), runtime.initialize(device="cpu")
     before = _set_aside()
     split = (1, shape.layers - 1, 0)
-    body = Body(Backbone.load(backbone, parallel, split=split, stage=1, ends=False), parallel)
-    if copies:
-        before = _set_aside()
-    place = BodyPlace.of(body, range(1, shape.layers))
-    bodies, found, lasting = Bodies(body, copies, 1.0), [], 0
+
+    def load() -> Body:
+        return Body(Backbone.load(backbone, parallel, split=split, stage=1, ends=False), parallel)
+
+    bodies = [load()]
+    place, found, lasting = BodyPlace.of(bodies[0], range(1, shape.layers)), [], 0
     for count in range(1, most + 1):
-        name, asked = f"client-{count}/task", proposal("", rows, longest)
+        if copies and count > 1:
+            bodies.append(load())
+        name, asked, body = f"client-{count}/task", proposal("", rows, longest), bodies[-1]
         part = asked.body(shape)
-        memory, predicted = bodies.join(name, asked, part, None), _predicted(place, asked)
-        lasting += memory.lasting
-        peak = _step(bodies.of(name), name, part, rows, longest)
+        attach(body, name, asked, part)
+        predicted = prediction_worker().submit(predict, place, asked).result()
+        lasting += body.bytes_of(name)
+        peak = _step(body, name, part, rows, longest)
         persistent, resident = tensor_bytes(), resident_bytes() - before
-        weights = body.shared_bytes * (count if copies else 1)
+        weights = body.shared_bytes * len(bodies)
         found.append(
             {
                 "clients": count,
                 "persistent": persistent,
                 "resident": resident,
                 "measured": persistent + peak,
-                "equation_3": weights + lasting + memory.backward,
                 "predicted": weights + count * predicted.lasting + predicted.backward,
                 "weights": weights,
                 "lasting": lasting,
@@ -87,12 +86,6 @@ def grow(backbone: Path, most: int, copies: bool, rows: int, longest: int) -> li
         )
     gc.unfreeze()
     return found
-
-
-def _predicted(place: BodyPlace, asked: Proposal) -> Memory:
-    from megatron_mux.split.server.session_prediction import predict, prediction_worker
-
-    return prediction_worker().submit(predict, place, asked).result()
 
 
 def _set_aside() -> int:
@@ -109,7 +102,7 @@ def _step(body: Body, name: str, layers: range, rows: int, longest: int) -> int:
     import torch
 
     from megatron_mux.split.server.body import Rows
-    from megatron_mux.split.server.meter import measure
+    from tests.unit.split.counted import meter
 
     lengths = (longest,) * (rows // longest)
     hidden = torch.randn(rows, body.backbone.shape.hidden)
@@ -121,6 +114,6 @@ def _step(body: Body, name: str, layers: range, rows: int, longest: int) -> int:
         assert kept is not None
         body.backward(kept, [hidden])
 
-    peak = measure(torch.device("cpu"), passes)
+    peak = meter(torch.device("cpu"))(passes)
     body.update(name, 0, body.squared_norm(name, 0) ** 0.5, False)
     return peak.peak

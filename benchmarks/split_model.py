@@ -120,23 +120,22 @@ class Sizes:
     @property
     def whole_task(self) -> int:
         """A task with a body of its own: M + A + O + I."""
-        return self.weights + self.memory.joining
+        return self.weights + self.memory.lasting + self.memory.backward
 
 
 def measure_sizes(model: Path) -> Sizes:
-    """Measure what a task of the benchmark takes."""
+    """What a task of the benchmark takes, as the server predicts it."""
     from megatron_mux import runtime
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.backbone.registry import read_shape
     from megatron_mux.split.server.body import Body
-    from megatron_mux.split.server.session_compute import Bodies
+    from megatron_mux.split.server.session_prediction import BodyPlace, predict, prediction_worker
 
     parallel, layers = runtime.initialize(device="cpu"), read_shape(model).layers
-    backbone = Backbone.load(model, parallel, split=(1, layers - 1, 0), stage=1, ends=False)
-    bodies = Bodies(Body(backbone, parallel), copies=False, swap_rate=1.0)
-    asked = proposal("", ROWS, LENGTH)
-    memory = bodies.join("task", asked, asked.body(backbone.shape), None)
-    return Sizes(bodies.shared.shared_bytes, memory)
+    body = Body(Backbone.load(model, parallel, split=(1, layers - 1, 0), stage=1, ends=False), parallel)
+    place = BodyPlace.of(body, range(1, layers))
+    memory = prediction_worker().submit(predict, place, proposal("", ROWS, LENGTH)).result()
+    return Sizes(body.shared_bytes, memory)
 
 
 def memory_limit(sizes: Sizes, clients: int) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""The memory of split sessions as the server predicts it before they join, against what it then measures.
+"""The memory of split sessions as the server predicts it before they join, against that of real passes.
 
 python benchmarks/split_prediction.py [--backbone DIR] [--rows 256 512 1024 2048] [--output FILE]
 """
@@ -47,6 +47,7 @@ def compare(backbone: Path, rows: Sequence[int], cuts: tuple[int, int]) -> list[
     from megatron_mux.split.server.session_memory import profile
     from megatron_mux.split.server.session_prediction import BodyPlace, predict, prediction_worker
     from megatron_mux.tasks import TrainingSpec
+    from tests.unit.split.counted import meter
 
     shape, parallel, (front, back) = read_shape(backbone), runtime.initialize(device="cpu"), cuts
     split = (front, shape.layers - front - back, back)
@@ -77,7 +78,7 @@ def compare(backbone: Path, rows: Sequence[int], cuts: tuple[int, int]) -> list[
             began = time.perf_counter()
             predicted = prediction_worker().submit(predict, place, asked).result()
             seconds = time.perf_counter() - began
-            measured = profile(body, "task", asked, layers)
+            measured = profile(body, "task", asked, layers, meter(parallel.device))
             body.remove("task")
             figures = {one: (getattr(predicted, one), getattr(measured, one)) for one in _FIGURES}
             found.append({"adapter": name, "rows": count, "seconds": round(seconds, 2), **figures})

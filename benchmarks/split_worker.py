@@ -23,13 +23,12 @@ from split_network import enter  # noqa: E402
 
 
 def serve(file: Path, flags: Sequence[str]) -> None:
-    """Be a server. SIGUSR1: what is measured begins, and swapping takes time from now on. SIGUSR2: write figures."""
+    """Be a server. SIGUSR1: what is measured begins. SIGUSR2: write figures."""
     from megatron_mux.split.server import run as run_server
     from megatron_mux.split.server.__main__ import PROGRAM, build_parser
     from megatron_mux.split.server.scheduler import Demand, Scheduler
-    from megatron_mux.split.server.session_compute import Bodies
 
-    most, has_begun, schedulers = 0, False, []
+    most, schedulers = 0, []
 
     class RecordingScheduler(Scheduler):
         """Notes the most that was reserved at once."""
@@ -44,16 +43,9 @@ def serve(file: Path, flags: Sequence[str]) -> None:
             most = max(most, self.capacity - self.free)
             return granted
 
-    class LaterBodies(Bodies):
-        """Swaps tasks in no time until the measurement begins: else joining alone would take minutes."""
-
-        def swap(self, size: int) -> None:
-            if has_begun:
-                super().swap(size)
-
     def begin(number: int, frame: object) -> None:
-        nonlocal most, has_begun
-        most, has_begun = schedulers[0].capacity - schedulers[0].free, True
+        nonlocal most
+        most = schedulers[0].capacity - schedulers[0].free
 
     def write(number: int, frame: object) -> None:
         whole = {"most_reserved": most, "capacity": schedulers[0].capacity, "cpu_s": time.process_time()}
@@ -62,10 +54,29 @@ def serve(file: Path, flags: Sequence[str]) -> None:
         partial.replace(file)
 
     run_server.Scheduler = RecordingScheduler  # type: ignore[misc]
-    run_server.Bodies = LaterBodies  # type: ignore[misc]
     signal.signal(signal.SIGUSR1, begin)
     signal.signal(signal.SIGUSR2, write)
-    run_server.run(build_parser().parse_args([*flags]), PROGRAM)
+    run_server.run(build_parser().parse_args(known_flags(flags)), PROGRAM)
+
+
+def known_flags(flags: Sequence[str]) -> list[str]:
+    """Flags of the server; the policy `reforward-with-gradients` (Menos, Figure 3c) is made of one of its own."""
+    if "reforward-with-gradients" not in flags:
+        return [*flags]
+    from megatron_mux.split.server import policies, requests
+    from megatron_mux.split.server.session import PendingBackward
+
+    def plan(policy: object, memory: Any, rows: int, now: object) -> policies.ForwardPlan:
+        """Build a graph, and keep memory for the input only."""
+        backward, hidden = memory.backward_of(rows), memory.scaled(memory.hidden, rows)
+        return policies.ForwardPlan("graph", backward, hidden, backward)
+
+    def drop(operation: int, rows: Any, plan: Any, kept: object, reservation: int) -> PendingBackward:
+        return PendingBackward(operation, rows, plan, None, reservation)
+
+    requests.plan_forward = plan
+    requests.PendingBackward = drop  # type: ignore[misc, assignment]
+    return ["preserve" if word == "reforward-with-gradients" else word for word in flags]
 
 
 def train(file: Path, model: Path, tls: Path, name: str, address: str) -> None:
@@ -74,14 +85,15 @@ def train(file: Path, model: Path, tls: Path, name: str, address: str) -> None:
 
     from megatron_mux.split.client import link
     from megatron_mux.split.client.trainer import SplitTrainer
-    from megatron_mux.split.protocol.wire import Message
+    from megatron_mux.split.protocol.messages import Message, Output
     from megatron_mux.split.tls import ClientTls
 
     waits: list[float] = []
 
     def add(self: link.RequestTotals, seconds: float, reply: Message) -> None:
         count(self, seconds, reply)
-        waits.append(link.number(reply.fields.get("waited_s"), 0.0))
+        if isinstance(reply.fields, Output):
+            waits.append(reply.fields.waited_s)
 
     count, link.RequestTotals.add = link.RequestTotals.add, add  # type: ignore[method-assign]
 
@@ -132,6 +144,7 @@ def request(
     from megatron_mux.backbone.registry import read_backbone_info
     from megatron_mux.split.client.link import ServerConnection
     from megatron_mux.split.client.transport import Transport
+    from megatron_mux.split.protocol.messages import Backward, Forward
     from megatron_mux.split.protocol.wire import Flags, Kind, Limits
     from megatron_mux.split.tls import ClientTls
 
@@ -151,9 +164,9 @@ def request(
         until = time.monotonic() + asked["seconds"]
         while time.monotonic() < until:
             training, operation = Flags.TRAINING | Flags.NEEDS_INPUT, link.next_operation
-            link.request(Kind.FORWARD, {"lengths": [len(rows)], "ids": [0]}, training, rows)
+            link.request(Kind.FORWARD, Forward(lengths=[len(rows)], ids=[0]), training, rows)
             last = Flags.LAST | Flags.NEEDS_INPUT
-            link.request(Kind.BACKWARD, {"forward": operation}, last, rows / len(rows))
+            link.request(Kind.BACKWARD, Backward(forward=operation), last, rows / len(rows))
             link.decide(link.step, 1.0, False)
             ended.append(time.monotonic())
         answers.write(json.dumps(ended) + "\n")

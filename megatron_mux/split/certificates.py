@@ -73,21 +73,13 @@ def make_server(ca: Identity, names: Sequence[str], until: datetime) -> Identity
     """Make a server's certificate.
 
     Args:
-        ca: Signs it.
         names: DNS names and IP addresses of the server.
-        until: When it expires.
     """
     return _make(ca, names[0][:64], until, ExtendedKeyUsageOID.SERVER_AUTH, _alternative_names(names))
 
 
 def make_client(ca: Identity, name: str, until: datetime) -> Identity:
-    """Make a client's certificate.
-
-    Args:
-        ca: Signs it.
-        name: The client's identity.
-        until: When it expires.
-    """
+    """Make a client's certificate."""
     return _make(ca, name, until, ExtendedKeyUsageOID.CLIENT_AUTH, ())
 
 

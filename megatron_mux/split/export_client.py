@@ -42,8 +42,6 @@ def export_client(backbone: Path, cut_front: int, cut_back: int, out: Path) -> i
 
     Args:
         backbone: A whole backbone, or an export with at least these layers.
-        cut_front: Layers behind the embedding.
-        cut_back: Layers before the final norm.
         out: The directory; it may exist if it is empty.
 
     Returns:

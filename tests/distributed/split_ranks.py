@@ -25,6 +25,7 @@ from megatron_mux.split.server.session_memory import profile
 from megatron_mux.split.server.session_prediction import BodyPlace, SessionPredictor
 from megatron_mux.tasks import TrainingSpec
 from tests import tiny_models
+from tests.unit.split.counted import meter
 
 LAYERS, STEPS = 6, 3
 TRAINING = TrainingSpec(learning_rate=0.02, max_steps=9, weight_decay=0.1, seed=3)
@@ -87,9 +88,6 @@ def lead(body: LeadingBody, alone: Body, together: bool) -> None:
     for one in (body, alone):
         for name in SESSIONS:
             add(one, name)
-        for name in SESSIONS:
-            forward, graph, backward, _ = one.measure(rows(name, 0), SESSIONS[name][1])
-            assert 0 < forward < backward and 0 < graph < backward
         found = train(one, groups, 0, STEPS, keep=together)
         saved = {name: one.state(name) for name in SESSIONS}
         for name in SESSIONS:
@@ -109,12 +107,16 @@ def lead(body: LeadingBody, alone: Body, together: bool) -> None:
         body.add("broken", broken, TRAINING, range(1, 6), 9)
     rows_left = [rows("lora", STEPS + 1)]
     body.forward(rows_left, SESSIONS["lora"][1], graph=True)  # dropped without a backward
-    compare_memory(body, alone)
     body.stop()
 
 
-def compare_memory(body: LeadingBody, alone: Body) -> None:
-    """A session's figures are those of the rank that takes the most, which need not be the first one."""
+def compare_memory(body: StagedBody, alone: Body | None) -> None:
+    """A session's figures are those of the rank that takes the most, which need not be the first one.
+
+    Args:
+        body: This rank's, without sessions.
+        alone: On the first rank: a body on one rank.
+    """
     name = "bottleneck"  # in the last layers
     section, layers = SESSIONS[name]
     proposal = Proposal(
@@ -133,7 +135,14 @@ def compare_memory(body: LeadingBody, alone: Body) -> None:
         sequences=2,
         wire="f64",
     )
-    ours, theirs = (profile(one, name, proposal, layers) for one in (body, alone))
+    Body.add(body, name, proposal.adapter_spec(), TRAINING, layers, 9)
+    ours = profile(body, name, proposal, layers, meter(body.parallel.device, tries=8))
+    Body.remove(body, name)
+    if alone is None:
+        return
+    add(alone, name)
+    theirs = profile(alone, name, proposal, layers, meter(body.parallel.device))
+    alone.remove(name)
     predicted = asyncio.run(SessionPredictor(BodyPlace.of(body, range(1, LAYERS)))(proposal))
     assert predicted.lasting == ours.lasting
     for figure in ("forward", "graph", "backward"):
@@ -155,10 +164,11 @@ def check(
     )
     parallel = joined(tensor, pipeline)
     backbone = load(path / "llama-biases", parallel)
-    if parallel.rank:
+    own = Parallel.alone("cpu")
+    alone = None if parallel.rank else Body(load(path / "llama-biases", own), own)
+    compare_memory(StagedBody(backbone, parallel), alone)
+    if alone is None:
         follow(StagedBody(backbone, parallel))
     else:
-        own = Parallel.alone("cpu")
-        alone = Body(load(path / "llama-biases", own), own)
         lead(LeadingBody(backbone, parallel), alone, together)
     dist.barrier()

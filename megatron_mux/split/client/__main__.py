@@ -123,7 +123,6 @@ def choose_task(file: Path, name: str | None) -> TaskSpec:
     """The task of a task file that a client trains.
 
     Args:
-        file: `tasks.yaml`.
         name: The task's; None: the file has only one.
 
     Raises:

@@ -21,9 +21,7 @@ def body_share(task: Task, info: BackboneInfo, layers: range, dtype: torch.dtype
 
     Args:
         task: With the adapter to start from.
-        info: Of the backbone.
         layers: Global indices of the body's layers.
-        dtype: In which the backbone computes.
     """
     nowhere, info = Parallel.alone("meta"), info_without_weights(info.path)
     body = Backbone(info, nowhere, layers, dtype, "none", "resident", NoWeights(), ends=False)

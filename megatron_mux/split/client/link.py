@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
-from pydantic import ValidationError
 from torch import Tensor
 
 from megatron_mux.errors import UserError
 from megatron_mux.shape import BackboneShape
-from megatron_mux.split.protocol.agreement import Proposal, Terms
-from megatron_mux.split.protocol.pieces import KINDS, Piece, from_wire, to_wire
-from megatron_mux.split.protocol.wire import Dtype, Flags, Kind, Limits, Message, RefusedError
+from megatron_mux.split.protocol.agreement import Fields, Proposal, Terms
+from megatron_mux.split.protocol.messages import (
+    Decision,
+    Leave,
+    Message,
+    Output,
+    State,
+    StateReply,
+    Upload,
+    WithPrevious,
+)
+from megatron_mux.split.protocol.pieces import KINDS, Piece
+from megatron_mux.split.protocol.wire import Dtype, Flags, Kind, Limits, RefusedError
 
 LOST = "no_state"
 """Code of the refusal of a server that does not have the step that the client is at."""
@@ -71,8 +80,9 @@ class RequestTotals:
         """Count a request."""
         self.requests += 1
         self.seconds += seconds
-        self.waited_s += number(reply.fields.get("waited_s"), 0.0)
-        self.computed_s += number(reply.fields.get("computed_s"), 0.0)
+        if isinstance(reply.fields, Output):
+            self.waited_s += reply.fields.waited_s
+            self.computed_s += reply.fields.computed_s
 
 
 class _NewSessionError(Exception):
@@ -84,8 +94,6 @@ class ServerConnection:
 
     Args:
         transport: Carries messages; the link closes it.
-        proposal: What the client asks for.
-        shape: Of the backbone.
         totals: Counts all requests.
 
     Attributes:
@@ -108,7 +116,7 @@ class ServerConnection:
         self._shape = shape
         self._operation = 0
         self._terms: Terms | None = None
-        self._decision: dict[str, Any] | None = None
+        self._decision: Decision | None = None
         self._has_begun = False  # whether the server has computed something of the current step
 
     @property
@@ -143,7 +151,7 @@ class ServerConnection:
             self.proposal.rows,
             self._shape.hidden,
             self.wire,
-            named_bytes=values * _LARGEST_VALUE_BYTES * len(KINDS),
+            piece_bytes=values * _LARGEST_VALUE_BYTES * len(KINDS),
             finite=False,  # what is not finite makes the task fail, as it would on one machine
         )
         self._transport.on_reconnect = self._join_again
@@ -152,14 +160,7 @@ class ServerConnection:
     def _greet(self, exchange: Exchange) -> Terms:
         asked = self.proposal.model_copy(update={"step": self.step})
         session = 0 if self._terms is None else self._terms.session
-        hello = Message(Kind.HELLO, session, self.step, self._operation, fields=asked.model_dump(mode="json"))
-        reply = exchange(hello)
-        try:
-            return Terms.model_validate(dict(reply.fields))
-        except ValidationError as error:
-            raise UserError(
-                f"The server's WELCOME cannot be understood: {error.errors()[0]['msg']}"
-            ) from None
+        return exchange(Message(Kind.HELLO, session, self.step, self._operation, fields=asked)).read(Terms)
 
     def _join_again(self, exchange: Exchange) -> None:
         """Join on a new stream; the server must know the session still, unless it has done nothing of the step yet."""
@@ -175,35 +176,33 @@ class ServerConnection:
     def request(
         self,
         kind: Kind,
-        fields: Mapping[str, Any] | None = None,
+        fields: Fields,
         flags: Flags = Flags.NONE,
         tensor: Tensor | None = None,
-        tensors: Mapping[str, Tensor] | None = None,
+        pieces: Sequence[Piece] = (),
     ) -> Message:
-        """Send a request and wait for its reply. Any but BACKWARD and UPLOAD tells the last `decide`.
+        """Send a request and wait for its reply. Any that can tells the last `decide`.
 
         Args:
-            kind: What is asked.
-            fields: The JSON.
             flags: Of a FORWARD or BACKWARD.
             tensor: `[T, H]` of a FORWARD or BACKWARD, on the CPU; it must not change meanwhile.
-            tensors: Named tensors of an UPLOAD.
+            pieces: Of an UPLOAD.
 
         Raises:
             RefusedError: The server refuses it; its code is `LOST` if it has lost the session's state.
             UserError: The server cannot be reached any more, or does not answer.
         """
         self._operation += 1
-        tells = self._decision is not None and kind not in (Kind.BACKWARD, Kind.UPLOAD)
+        tells = self._decision is not None and isinstance(fields, WithPrevious)
         message = Message(
             kind,
             step=self.step,
             operation=self._operation,
             flags=flags,
-            fields={**(fields or {}), "previous": self._decision} if tells else fields or {},
+            fields=fields.model_copy(update={"previous": self._decision}) if tells else fields,
             tensor=tensor,
             dtype=self.wire if kind in _WITH_TENSOR else Dtype.NONE,
-            tensors=tensors or {},
+            pieces=pieces,
         )
         began = time.perf_counter()
         reply = self._call(message)
@@ -233,12 +232,11 @@ class ServerConnection:
             self.step = step + 1
         elif self._decision is not None:
             return  # nothing was sent since the step before: there is nothing to skip
-        self._decision = {"step": step, "norm": 0.0 if skip else norm, "skip": skip}
+        self._decision = Decision(step=step, norm=0.0 if skip else norm, skip=skip)
 
     def upload(self, pieces: Sequence[Piece]) -> None:
         """Send the body's part of the adapter to start from, before the first FORWARD."""
-        index, tensors = to_wire(pieces)
-        self.request(Kind.UPLOAD, {"pieces": index}, tensors=tensors)
+        self.request(Kind.UPLOAD, Upload(), pieces=pieces)
 
     def save(self, keep: Collection[int]) -> list[Piece]:
         """Have the server save its part of the task's state durably.
@@ -249,24 +247,19 @@ class ServerConnection:
         Returns:
             That part; empty if the server does not hand it out.
         """
-        pieces, size = list[Piece](), 0
-        total: Any = 1
+        pieces, size, total = list[Piece](), 0, 1
         while len(pieces) < total:
-            reply = self.request(Kind.STATE, {"keep": sorted(keep), "first": len(pieces)})
-            part, total = from_wire(reply.fields.get("pieces"), reply.tensors), reply.fields.get("total")
-            size += sum(piece.tensor.nbytes for piece in part)
-            if (
-                not isinstance(total, int)
-                or (not part and total)
-                or size > self._transport.limits.named_bytes
-            ):
+            reply = self.request(Kind.STATE, State(keep=sorted(keep), first=len(pieces)))
+            total = reply.read(StateReply).total
+            size += sum(piece.tensor.nbytes for piece in reply.pieces)
+            if (not reply.pieces and total) or size > self._transport.limits.piece_bytes:
                 raise UserError("The server's STATE_REPLY has not the pieces of this adapter.")
-            pieces += part
+            pieces += reply.pieces
         return pieces
 
     def leave(self, finished: bool) -> None:
         """Leave the server; `finished`: the task is done, and will not be continued."""
-        self.request(Kind.LEAVE, {"finished": finished})
+        self.request(Kind.LEAVE, Leave(finished=finished))
 
     def give_up_if(self, gives_up: Callable[[], bool]) -> None:
         """While there is no server, ask `gives_up` whether to stop waiting for it."""
@@ -275,8 +268,3 @@ class ServerConnection:
     def close(self) -> None:
         """Close the connection."""
         self._transport.close()
-
-
-def number(value: Any, default: float = math.nan) -> float:
-    """A number that another process has sent, or `default`."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.errors import UserError
-from megatron_mux.split.client.link import ServerConnection, number
+from megatron_mux.split.client.link import ServerConnection
+from megatron_mux.split.protocol.messages import Backward, Forward, Gradient
 from megatron_mux.split.protocol.wire import Dtype, Flags, Kind
 
 _SENT_AS = {
@@ -43,7 +44,6 @@ class Privacy(Protocol):
         Args:
             hidden: The rows of all sequences.
             lengths: Rows of each.
-            step: Optimizer steps done.
             operation: Number of the pass.
         """
 
@@ -145,7 +145,7 @@ class _Pass:
         if not _is_finite(sent):
             return torch.full_like(rows, math.nan, dtype=self.dtype)
         self.operation = link.next_operation
-        fields = {"lengths": list(self.lengths), "ids": list(self.ids)}
+        fields = Forward(lengths=list(self.lengths), ids=list(self.ids))
         reply = link.request(Kind.FORWARD, fields, flags, sent)
         return _received(reply.tensor, rows, self.dtype)
 
@@ -162,9 +162,10 @@ class _Pass:
         if not (self.operation and _is_finite(sent)):
             body.squared_norm = math.nan
             return torch.full_like(gradient, math.nan) if needed else None
-        reply = link.request(Kind.BACKWARD, {"forward": self.operation}, flags, sent)
+        reply = link.request(Kind.BACKWARD, Backward(forward=self.operation), flags, sent)
         if Flags.LAST in flags:
-            body.squared_norm += number(reply.fields.get("squared_norm"))
+            norm = reply.read(Gradient).squared_norm
+            body.squared_norm += math.nan if norm is None else norm
         return _received(reply.tensor, gradient, self.dtype) if needed else None
 
 

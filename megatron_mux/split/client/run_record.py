@@ -26,8 +26,6 @@ def refuse_other_clients(flag: str, directory: Path | None, task: str, client: s
     Args:
         flag: That names the directory.
         directory: Of saves; None: there is none.
-        task: The task's name.
-        client: Identity of the client.
 
     Raises:
         UserError: It holds one.
@@ -45,7 +43,6 @@ def name_run(source: Path | None, task: str) -> str:
 
     Args:
         source: Directory of the saves that the run continues; None: it begins, with a new name.
-        task: The task's name.
     """
     return _read(source, task)[0] or secrets.token_hex(16)
 

@@ -12,8 +12,9 @@ from typing import Any
 import grpc
 
 from megatron_mux.errors import UserError
-from megatron_mux.split.protocol.chunks import FRAME_BYTES, Assembly, frames
-from megatron_mux.split.protocol.wire import METHOD, REPLIES, Header, Kind, Limits, Message, RefusedError
+from megatron_mux.split.protocol.framing import FRAME_BYTES, Assembly, frames
+from megatron_mux.split.protocol.messages import Message, Refusal
+from megatron_mux.split.protocol.wire import METHOD, REPLIES, Header, Kind, Limits, RefusedError
 from megatron_mux.split.tls import ClientTls, read_files
 
 _SECONDS_OF_HEARTBEAT = 5.0
@@ -154,8 +155,8 @@ def _answers(reply: Message, request: Message) -> bool:
 
 
 def _refusal(reply: Message) -> RefusedError:
-    fields = reply.fields
-    return RefusedError(str(fields.get("code")), str(fields.get("message")), fields.get("retry") is True)
+    refusal = reply.read(Refusal)
+    return RefusedError(refusal.code, refusal.message, refusal.retry)
 
 
 def _broken(error: Any) -> Exception:

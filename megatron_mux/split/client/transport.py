@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 from megatron_mux.errors import UserError
 from megatron_mux.split.client.stream import BrokenError, ClientStream
-from megatron_mux.split.protocol.wire import Limits, Message, RefusedError
+from megatron_mux.split.protocol.messages import Message
+from megatron_mux.split.protocol.wire import Limits, RefusedError
 from megatron_mux.split.tls import ClientTls as ClientTls
 from megatron_mux.split.tls import probe
 

@@ -59,7 +59,6 @@ def epsilon_of(noise_multiplier: float, releases: Releases, delta: float) -> flo
     Args:
         noise_multiplier: Standard deviation of the noise relative to the clipping norm; 0: no noise.
         releases: Of a record.
-        delta: Of (epsilon, delta).
 
     Raises:
         UserError: The library is not installed.

@@ -100,7 +100,6 @@ class Noise:
         Args:
             hidden: `[T, H]`.
             lengths: Rows of each record, in order.
-            step: Optimizer steps done.
             operation: Number of the operation in its step; a resumed run must count alike to get the same noise.
 
         Returns:
@@ -136,7 +135,6 @@ def clip_records(rows: Tensor, lengths: Sequence[int], norm: float) -> Tensor:
     Args:
         rows: `[T, H]`.
         lengths: Rows of each record, in order.
-        norm: The largest norm.
 
     Returns:
         `[T, H]` fp32.

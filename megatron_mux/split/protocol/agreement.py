@@ -16,10 +16,11 @@ from megatron_mux.adapters.registry import KINDS
 from megatron_mux.adapters.targets import ALL_LINEAR
 from megatron_mux.errors import UserError
 from megatron_mux.optimizers.registry import OPTIMIZERS
+from megatron_mux.section import problem
 from megatron_mux.shape import BackboneShape
 from megatron_mux.tasks import TrainingSpec
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the protocol; ends of different versions refuse each other."""
 
 NAMING_MODULES = ("target_modules", "feedforward_modules")
@@ -41,13 +42,16 @@ _LARGEST = 1e38
 """Numbers that are larger cannot be computed with in fp32: a pass fails, on several ranks of a server for all."""
 
 WireDtype = Literal["f64", "f32", "bf16", "f16", "i8"]
-Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
-Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Count = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+Size = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+Bytes = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
+Flag = Annotated[bool, Field(strict=True)]
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
 
 
-class _Document(BaseModel):
+class Fields(BaseModel):
+    """The JSON of a message; kinds without fields have this one."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
@@ -63,13 +67,13 @@ def problem_of_training(training: TrainingSpec) -> str:
     return ""
 
 
-class Proposal(_Document):
+class Proposal(Fields):
     """What a client asks for.
 
     With equal `incarnation` it is the same process, which reconnects: its last operation may be asked for again.
     """
 
-    protocol: int = PROTOCOL
+    protocol: Count = PROTOCOL
     """Version of the protocol."""
     task: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
     """Name of the task; with the certificate's identity it names the session."""
@@ -99,7 +103,7 @@ class Proposal(_Document):
     """Tokens of the longest sequence; neither it nor `train_rows` is more than `rows`."""
     step: Count = 0
     """Optimizer steps that the client has done."""
-    uploads: bool = False
+    uploads: Flag = False
     """Whether the client sends the adapter to start from (UPLOAD) before its first request."""
     incarnation: Hex
     """Names the client's process."""
@@ -108,14 +112,17 @@ class Proposal(_Document):
     @classmethod
     def _known(cls, value: int) -> int:
         if value != PROTOCOL:
-            raise ValueError(f"the server speaks version {PROTOCOL} of the protocol")
+            raise problem(
+                f"the client speaks version {value} of the protocol, the server version {PROTOCOL}: install the same "
+                "version of megatron-mux on both"
+            )
         return value
 
     @field_validator("longest")
     @classmethod
     def _within_rows(cls, value: int, info: ValidationInfo) -> int:
         if max(value, info.data.get("train_rows", 0)) > info.data.get("rows", math.inf):
-            raise ValueError("longest and train_rows must be at most rows")
+            raise problem("longest and train_rows must be at most rows")
         return value
 
     def adapter_spec(self) -> AdapterSpec:
@@ -181,20 +188,20 @@ class Proposal(_Document):
         return layers
 
 
-class Terms(_Document):
+class Terms(Fields):
     """What the server tells a client that has joined."""
 
-    session: Annotated[int, Field(ge=1, le=2**63 - 1)]
+    session: Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
     """Number of the session, in every message from now on."""
     step: Count
     """Optimizer steps that the server's part of the adapter has done."""
-    policy: str
+    policy: Annotated[str, Field(max_length=128)]
     """What the server keeps between a forward pass and its backward."""
     forward_bytes: Bytes
     """Memory that a forward pass without gradients reserves."""
     backward_bytes: Bytes
     """Memory that a backward pass reserves, its forward pass included."""
-    returns_body: bool = True
+    returns_body: Flag = True
     """Whether the server hands out its part of the adapter; else it stays there under the session's name."""
 
 

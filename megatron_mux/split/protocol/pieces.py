@@ -1,4 +1,4 @@
-"""Parts of a task's adapter and optimizer as tensors with a JSON index, as they travel and are stored.
+"""Parts of a task's adapter and optimizer as tensors with an index, as they travel and are stored.
 
 A piece says where in the whole tensor its values belong, so that the client joins its own and the server's to the
 adapter that a run on one machine would have saved.
@@ -11,15 +11,26 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import FailFast, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from megatron_mux.errors import UserError
+from megatron_mux.split.protocol.agreement import Count, Fields
 
 Kind = Literal["value", "exp_avg", "exp_avg_sq", "extra"]
 MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
 """States of optimizers; an optimizer may have none of them, or the first alone."""
 KINDS: tuple[Kind, ...] = ("value", *MOMENTS, "extra")
+DtypeName = Literal["f64", "f32", "bf16", "f16", "u8", "bool"]
+DTYPES: dict[DtypeName, torch.dtype] = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _MESSAGE_BYTES = 64 << 20
 """Of the tensors of one message with a part of a state; a larger piece travels alone."""
@@ -67,27 +78,66 @@ def runs_of(index: Tensor) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class PieceEntry(Fields):
+    """A piece without its values."""
 
     key: Annotated[str, Field(max_length=512)]
     kind: Kind
-    shape: Annotated[tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...], Field(max_length=4)]
-    dim: Annotated[int, Field(ge=0, le=3)] | None = None
-    runs: Annotated[tuple[tuple[int, int], ...], Field(max_length=65536)] = ()
+    dtype: DtypeName | None = None
+    """Of the values; None, in older files: the tensor beside it says so."""
+    shape: Annotated[tuple[Count, ...], Field(max_length=4), FailFast()]
+    dim: Annotated[int, Field(strict=True, ge=0, le=3)] | None = None
+    runs: Annotated[tuple[tuple[Count, Count], ...], Field(max_length=65536), FailFast()] = ()
+
+    @classmethod
+    def of(cls, piece: Piece) -> PieceEntry:
+        """The entry of a piece.
+
+        Raises:
+            KeyError: Its dtype has no name.
+        """
+        dtype = _NAMES[piece.tensor.dtype]
+        return cls(
+            key=piece.key, kind=piece.kind, dtype=dtype, shape=piece.shape, dim=piece.dim, runs=piece.runs
+        )
+
+    def piece(self, tensor: Tensor) -> Piece:
+        """The piece with these values.
+
+        Raises:
+            UserError: They have another shape.
+        """
+        if tuple(tensor.shape) != self.local_shape:
+            wanted, got = list(self.local_shape), list(tensor.shape)
+            raise UserError(f"pieces: {self.key} ({self.kind}) must be {wanted}, got {got}")
+        return Piece(self.key, self.kind, self.shape, tensor, self.dim, self.runs)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the values.
+
+        Raises:
+            UserError: The runs do not lie within the tensor.
+        """
+        if self.dim is None:
+            return self.shape
+        size = self.shape[self.dim] if self.dim < len(self.shape) else -1
+        edges = [0, *(edge for run in sorted(self.runs) for edge in run), size]
+        if any(a > b for a, b in zip(edges, edges[1:], strict=False)):
+            raise UserError(
+                f"pieces: {self.key}: runs {list(self.runs)[:3]} do not lie within dimension {self.dim}"
+            )
+        local = list(self.shape)
+        local[self.dim] = sum(last - first for first, last in self.runs)
+        return tuple(local)
 
 
-_INDEX = TypeAdapter(list[_Entry])
+_INDEX = TypeAdapter(Annotated[list[PieceEntry], FailFast()])
 
 
-def to_wire(pieces: Iterable[Piece]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """The JSON index of pieces, and their tensors by their number in it."""
-    index, tensors = [], {}
-    for i, piece in enumerate(pieces):
-        entry = _Entry(key=piece.key, kind=piece.kind, shape=piece.shape, dim=piece.dim, runs=piece.runs)
-        index.append(entry.model_dump(mode="json"))
-        tensors[str(i)] = piece.tensor
-    return index, tensors
+def to_index(pieces: Iterable[Piece]) -> list[dict[str, Any]]:
+    """The index of pieces, for a file or other ranks."""
+    return [PieceEntry.of(piece).model_dump(mode="json") for piece in pieces]
 
 
 def first_part(pieces: Iterable[Piece]) -> list[Piece]:
@@ -102,8 +152,8 @@ def first_part(pieces: Iterable[Piece]) -> list[Piece]:
     return part
 
 
-def from_wire(index: Any, tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """The pieces of an index that another process has written.
+def from_index(index: Any, tensors: Sequence[Tensor]) -> list[Piece]:
+    """The pieces of `to_index`, from their tensors.
 
     Raises:
         UserError: The index is malformed, or does not fit the tensors.
@@ -114,31 +164,8 @@ def from_wire(index: Any, tensors: Mapping[str, Tensor]) -> list[Piece]:
         first = error.errors()[0]
         raise UserError(f"pieces: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     if len(entries) != len(tensors):
-        raise UserError(f"pieces: {len(entries)} are named, but {len(tensors)} tensors were sent")
-    pieces = []
-    for i, entry in enumerate(entries):
-        tensor = tensors.get(str(i))
-        if tensor is None or tuple(tensor.shape) != _local_shape(entry):
-            got = "nothing" if tensor is None else list(tensor.shape)
-            raise UserError(
-                f"pieces: {entry.key} ({entry.kind}) must be {list(_local_shape(entry))}, got {got}"
-            )
-        pieces.append(Piece(entry.key, entry.kind, entry.shape, tensor, entry.dim, entry.runs))
-    return pieces
-
-
-def _local_shape(entry: _Entry) -> tuple[int, ...]:
-    if entry.dim is None:
-        return entry.shape
-    size = entry.shape[entry.dim] if entry.dim < len(entry.shape) else -1
-    edges = [0, *(edge for run in sorted(entry.runs) for edge in run), size]
-    if any(a > b for a, b in zip(edges, edges[1:], strict=False)):
-        raise UserError(
-            f"pieces: {entry.key}: runs {list(entry.runs)[:3]} do not lie within dimension {entry.dim}"
-        )
-    local = list(entry.shape)
-    local[entry.dim] = sum(last - first for first, last in entry.runs)
-    return tuple(local)
+        raise UserError(f"pieces: {len(entries)} are named, but there are {len(tensors)} tensors")
+    return [entry.piece(tensor) for entry, tensor in zip(entries, tensors, strict=True)]
 
 
 def check_pieces(pieces: Iterable[Piece], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,16 +1,16 @@
-"""Tensors as bytes: hidden states `[T, H]` in a wire dtype, and the named tensors of an adapter."""
+"""Tensors as bytes: hidden states `[T, H]` in a wire dtype, and the pieces of an adapter."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_mux.split.protocol.pieces import DTYPES, Piece, PieceEntry
 from megatron_mux.split.protocol.wire import Dtype, Limits, WireError
 
 Bytes = npt.NDArray[np.uint8]
@@ -21,19 +21,9 @@ _TORCH = {
     Dtype.F16: torch.float16,
     Dtype.F64: torch.float64,
 }
-_NAMES = {
-    "f64": torch.float64,
-    "f32": torch.float32,
-    "bf16": torch.bfloat16,
-    "f16": torch.float16,
-    "bool": torch.bool,
-}
-"""Dtypes of named tensors, by their names in the index."""
-_NAME_OF = {dtype: name for name, dtype in _NAMES.items()}
 
 _LARGEST_INT8 = 127
 _SCALE_BYTES = 4
-_MOST_DIMENSIONS = 8
 _MOST_VALUES = 1 << 40
 
 
@@ -42,7 +32,6 @@ def encode(tensor: Tensor, dtype: Dtype) -> memoryview:
 
     Args:
         tensor: `[T, H]`, of a floating-point dtype. Values beyond the range of FP16 become infinite.
-        dtype: Wire dtype.
     """
     if dtype is Dtype.I8:
         return _encode_int8(tensor.detach().to("cpu", torch.float32))
@@ -54,10 +43,6 @@ def decode(content: Bytes, rows: int, width: int, dtype: Dtype, limits: Limits) 
 
     Args:
         content: The bytes, as many as T, H and the wire dtype make.
-        rows: T.
-        width: H.
-        dtype: Wire dtype.
-        limits: Whose checks of values to make.
 
     Raises:
         WireError: A value is not finite, or a row's norm is too large.
@@ -81,64 +66,44 @@ def decode(content: Bytes, rows: int, width: int, dtype: Dtype, limits: Limits) 
     return tensor
 
 
-def encode_named(tensors: Mapping[str, Tensor]) -> tuple[list[list[Any]], list[memoryview]]:
-    """The index of named tensors, and the bytes of each.
-
-    Returns:
-        `[name, dtype, shape]` of each tensor, and their bytes in the same order.
-
-    Raises:
-        KeyError: A dtype that the index has no name for.
-    """
-    index = [[name, _NAME_OF[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()]
-    return index, [_bytes_of(tensor.detach().to("cpu")) for tensor in tensors.values()]
+def encode_pieces(pieces: Sequence[Piece]) -> list[memoryview]:
+    """The bytes of each piece's values, in their own dtype."""
+    return [_bytes_of(piece.tensor.detach().to("cpu")) for piece in pieces]
 
 
-def decode_named(index: object, content: Bytes, limits: Limits) -> dict[str, Tensor]:
-    """The named tensors of an index and their bytes; copies, each aligned.
+def decode_pieces(index: Sequence[PieceEntry], content: Bytes, limits: Limits) -> list[Piece]:
+    """The pieces of an index and their bytes; copies, each aligned.
 
     Args:
         index: What the message's JSON has.
-        content: The bytes of all tensors, one after the other.
-        limits: Whose checks of values to make.
+        content: The bytes of all pieces, one after the other.
 
     Raises:
-        WireError: The index is malformed or does not describe these bytes, or a value is not finite.
+        WireError: The index does not describe these bytes, or a value is not finite.
+        UserError: A piece does not lie within its tensor.
     """
-    tensors: dict[str, Tensor] = {}
+    pieces: list[Piece] = []
     start = 0
-    for name, dtype, shape in _entries(index):
+    for entry in index:
+        if entry.dtype is None:
+            raise WireError("index", f"{entry.key!r} has no dtype.")
+        dtype, shape = DTYPES[entry.dtype], entry.local_shape
         end = start + math.prod(shape) * dtype.itemsize
-        if name in tensors or end > len(content):
-            raise WireError("index", f"{name!r} is in the index twice, or does not fit the bytes sent.")
-        tensor = tensors[name] = torch.empty(shape, dtype=dtype)
+        if end > len(content) or math.prod(size or 1 for size in shape) >= _MOST_VALUES:
+            raise WireError("index", f"{entry.key!r} does not fit the bytes sent.")
+        tensor = torch.empty(shape, dtype=dtype)
         # Any other byte than 0 and 1 is no bool to torch: bools are converted.
         target = tensor.view(-1) if dtype is torch.bool else tensor.view(-1).view(torch.uint8)
         target.copy_(torch.from_numpy(content[start:end]))
         if limits.finite and dtype.is_floating_point:
-            _check_finite(repr(name), tensor)
+            _check_finite(repr(entry.key), tensor)
+        pieces.append(entry.piece(tensor))
         start = end
     if start != len(content):
         raise WireError(
-            "index", f"The index describes {start} bytes of tensors, but {len(content)} were sent."
+            "index", f"The index describes {start} bytes of pieces, but {len(content)} were sent."
         )
-    return tensors
-
-
-def _entries(index: object) -> Iterator[tuple[str, torch.dtype, list[int]]]:
-    if not isinstance(index, list):
-        raise WireError("index", "The index of tensors must be a list of [name, dtype, shape].")
-    for entry in index:
-        match entry:
-            case [str(name), str(dtype), list(shape)] if (
-                dtype in _NAMES
-                and len(shape) <= _MOST_DIMENSIONS
-                and all(type(size) is int and size >= 0 for size in shape)
-                and math.prod(size or 1 for size in shape) < _MOST_VALUES
-            ):
-                yield name, _NAMES[dtype], shape
-            case _:
-                raise WireError("index", f"{str(entry)[:80]} is not [name, dtype, shape] of a tensor.")
+    return pieces
 
 
 def _encode_int8(tensor: Tensor) -> memoryview:

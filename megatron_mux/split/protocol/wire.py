@@ -1,21 +1,17 @@
-"""Messages between a client and a server of split fine-tuning, and the fixed header in front of each.
+"""The fixed header in front of each message between a client and a server of split fine-tuning, and its limits.
 
 `docs/split-protocol.md` describes the format. A receiver parses the header, compares it with its `Limits`, and only
-then allocates memory for the rest (`chunks.Assembly`).
+then allocates memory for the rest (`framing.Assembly`).
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from enum import IntEnum, IntFlag
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_mux.errors import UserError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 METHOD = "/megatron_mux.Split/Session"
 """The gRPC method: a bidirectional stream of frames."""
@@ -27,14 +23,11 @@ _RESERVED = bytes(20)
 
 _JSON_BYTES = 64 << 10
 _LONG_JSON_BYTES = 1 << 20
-"""At joining, and for indices of named tensors."""
+"""At joining, and for indices of pieces."""
 _JSON_EXPANSION = 64
-"""Most bytes of memory that a byte of JSON becomes once parsed, named tensors of one value included."""
+"""Most bytes of memory that a byte of JSON becomes once parsed, pieces of one value included."""
 _LARGEST_TENSORS = 1 << 40
 """Bytes; any limit of a receiver is smaller."""
-
-TENSORS = "tensors"
-"""Key of the index of named tensors in a message's JSON."""
 
 
 class Kind(IntEnum):
@@ -70,8 +63,8 @@ REPLIES = {
 
 _NEEDS_TENSOR = {Kind.FORWARD, Kind.OUTPUT, Kind.BACKWARD}
 _MAY_HAVE_TENSOR = {*_NEEDS_TENSOR, Kind.GRADIENT}
-_WITH_NAMED_TENSORS = {Kind.UPLOAD, Kind.STATE, Kind.STATE_REPLY}
-_WITH_LONG_JSON = {Kind.HELLO, Kind.WELCOME, Kind.UPLOAD, Kind.STATE_REPLY}
+_WITH_PIECES = {Kind.UPLOAD, Kind.STATE_REPLY}
+_WITH_LONG_JSON = {Kind.HELLO, Kind.WELCOME, *_WITH_PIECES}
 
 
 class Flags(IntFlag):
@@ -143,7 +136,7 @@ class Limits:
         rows: Most rows T of a tensor `[T, H]`.
         width: Its H, exactly.
         dtype: Its wire dtype, exactly.
-        named_bytes: Most bytes of all named tensors of a message.
+        piece_bytes: Most bytes of all pieces of a message.
         finite: Whether to refuse tensors with values that are not finite.
         norm: Largest L2 norm of a row of a tensor `[T, H]`; None: no limit.
     """
@@ -152,7 +145,7 @@ class Limits:
     rows: int = 0
     width: int = 0
     dtype: Dtype = Dtype.NONE
-    named_bytes: int = 0
+    piece_bytes: int = 0
     finite: bool = True
     norm: float | None = None
 
@@ -162,9 +155,9 @@ class Header:
     """The first 64 bytes of a message.
 
     Attributes:
-        kind, dtype, flags, session, step, operation: See `Message`.
+        kind, dtype, flags, session, step, operation: See `messages.Message`.
         json_bytes: Bytes of JSON after the header.
-        tensor_bytes: Bytes of tensors after the JSON.
+        tensor_bytes: Bytes of the tensor or of pieces after the JSON.
         rows, width: Shape of the tensor `[T, H]`; 0 without one.
     """
 
@@ -196,7 +189,7 @@ class Header:
             raise WireError("dtype", f"{name} needs a tensor, with its wire dtype.")
         if self.dtype is not Dtype.NONE and self.kind not in _MAY_HAVE_TENSOR:
             raise WireError("dtype", f"{name} has no tensor [T, H], and so no wire dtype.")
-        if self.dtype is Dtype.NONE and self.kind in _WITH_NAMED_TENSORS:
+        if self.dtype is Dtype.NONE and self.kind in _WITH_PIECES:
             right = self.rows == self.width == 0 and self.tensor_bytes <= _LARGEST_TENSORS
         else:
             right = self.tensor_bytes == self.rows * self.dtype.row_bytes(self.width)
@@ -243,10 +236,10 @@ class Header:
         if self.kind not in limits.kinds:
             raise WireError("kind", f"{name} is not accepted now.")
         if self.dtype is Dtype.NONE:
-            if self.tensor_bytes > limits.named_bytes:
+            if self.tensor_bytes > limits.piece_bytes:
                 raise WireError(
                     "size",
-                    f"{name} has {self.tensor_bytes} bytes of tensors; at most {limits.named_bytes} are accepted.",
+                    f"{name} has {self.tensor_bytes} bytes of tensors; at most {limits.piece_bytes} are accepted.",
                 )
         elif self.dtype is not limits.dtype:
             raise WireError(
@@ -272,37 +265,3 @@ class Header:
 _KINDS = frozenset(Kind)
 _DTYPES = frozenset(Dtype)
 _ALL_FLAGS = sum(Flags)
-
-
-@dataclass(frozen=True)
-class Message:
-    """A message.
-
-    Attributes:
-        kind: What it asks or answers.
-        session: Number of the session that WELCOME gave, or 0.
-        step: The session's optimizer step.
-        operation: Number of the request in its step; a reply repeats its request's.
-        flags: Properties of a FORWARD or BACKWARD.
-        fields: The JSON object.
-        tensor: `[T, H]` hidden states or their gradients. A received one has its wire dtype, or float32 for I8.
-        dtype: Wire dtype of `tensor`; NONE without one.
-        tensors: Named tensors of UPLOAD, STATE and STATE_REPLY, which keep their dtype.
-    """
-
-    kind: Kind
-    session: int = 0
-    step: int = 0
-    operation: int = 0
-    flags: Flags = Flags.NONE
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    tensor: Tensor | None = None
-    dtype: Dtype = Dtype.NONE
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes on the wire of its header and tensors; of the JSON, which is small, none are counted."""
-        rows, width = (0, 0) if self.tensor is None else self.tensor.shape
-        named = sum(tensor.nbytes for tensor in self.tensors.values())
-        return HEADER_BYTES + rows * self.dtype.row_bytes(width) + named

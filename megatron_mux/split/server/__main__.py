@@ -20,7 +20,7 @@ from megatron_mux.errors import UserError, tell
 from megatron_mux.library_log import quiet_imports
 
 PROGRAM = "megatron_mux.split.server"
-POLICIES = ("on-demand", "auto", "preserve", "reforward-with-gradients", "vanilla")
+POLICIES = ("on-demand", "auto", "preserve")
 
 
 def build_parser(program: str = "python -m megatron_mux.split.server") -> argparse.ArgumentParser:
@@ -82,10 +82,9 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         help="memory for weights, adapters and requests on each rank (90%% of a GPU; 80%% of free memory)")  # fmt: skip
     add("--policy", choices=POLICIES, default="on-demand",
         help="what is kept between a forward pass and its backward: on-demand: its input, and it is computed again; "
-        "auto: its graph where memory is free; the others, for comparison: docs/split.md (on-demand)")  # fmt: skip
+        "preserve: its graph; auto: its graph where memory is free (on-demand)")  # fmt: skip
     add("--swap-rate", type=size, default=8 << 30, metavar="SIZE",
-        help="bytes a second to host memory and back: vanilla waits as long as swapping a task would take; auto "
-        "compares it with computing again (8GiB)")  # fmt: skip
+        help="bytes a second from a GPU to host memory and back, for auto (8GiB)")  # fmt: skip
     add("--reservations", choices=("menos", "easy"), default="menos",
         help="menos: the paper's backfilling; easy: it may not delay the first in the queue")  # fmt: skip
     add("--ageing", type=float, default=0.0, metavar="X",

@@ -32,33 +32,26 @@ class AdmissionController:
 
     Args:
         capacity: Bytes.
-        shared: Whether sessions share memory. If whole tasks are moved out to make room for others, each must fit by
-            itself.
-        own_bytes: Bytes of parameters that each session has for itself.
-        share: Part of the capacity that one client's sessions may be promised, where sessions share memory.
+        share: Part of the capacity that one client's sessions may be promised.
     """
 
-    def __init__(self, capacity: int, shared: bool = True, own_bytes: int = 0, share: float = 1.0) -> None:
+    def __init__(self, capacity: int, share: float = 1.0) -> None:
         self._capacity = capacity
-        self._shared = shared
-        self._own = own_bytes
-        self._most_each = int(capacity * share) if shared else capacity
+        self._most_each = int(capacity * share)
         self._claims: dict[str, _Claim] = {}
 
     def claim(self, name: str, memory: Memory, rows: int) -> None:
-        """Promise a session its memory, in place of what it was promised before.
+        """Promise a session its memory.
 
         Args:
             name: Of the session, `CLIENT/TASK`.
-            memory: What it takes.
             rows: Of its largest request, which may be an evaluation's.
 
         Raises:
             RefusedError: It does not fit: `too_large` not even alone, `too_many` not beside the client's others, `full`
                 not beside those of all clients. It is then promised nothing.
         """
-        self._claims.pop(name, None)
-        asked = _Claim(memory.standing + self._own, memory.most(rows))
+        asked = _Claim(memory.standing, memory.most(rows))
         if _needed([asked]) > self._most_each:
             raise RefusedError(
                 "too_large",
@@ -68,7 +61,7 @@ class AdmissionController:
                 "(--max-memory-each): use smaller batches, for training (gradient_accumulation_steps) and for "
                 "evaluation",
             )
-        others = self._claims if self._shared else {}
+        others = self._claims
         needed = _needed([asked, *others.values()])
         if needed > self._capacity:
             raise RefusedError(
@@ -109,8 +102,6 @@ async def examine(
     """The layers of a session's body, and the memory that it needs on the rank that needs most.
 
     Args:
-        proposal: What its client asks for.
-        shape: Of the backbone.
         layers: That the server has.
         most_message: Bytes of the largest message that it receives.
         predict: See `SessionPredictor`.

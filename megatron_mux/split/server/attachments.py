@@ -12,11 +12,14 @@ from megatron_mux.split.protocol.agreement import Proposal
 from megatron_mux.split.protocol.pieces import Piece
 from megatron_mux.split.protocol.wire import RefusedError
 from megatron_mux.split.server.admission import AdmissionController
-from megatron_mux.split.server.dispatcher import Dispatcher, Outcome, Work
-from megatron_mux.split.server.session_compute import Bodies
-from megatron_mux.split.server.session_memory import PROFILED_PASSES, Memory
+from megatron_mux.split.server.body import Body
+from megatron_mux.split.server.dispatcher import Dispatcher, Work
+from megatron_mux.split.server.session_compute import attach
+from megatron_mux.split.server.session_memory import Memory
 from megatron_mux.split.server.store import SessionStore
-from megatron_mux.split.server.swapping import Swapping
+
+JOIN_COST = 5
+"""What joining costs a client, in its largest requests: for shares and rate limits."""
 
 
 class Background:
@@ -39,49 +42,33 @@ class Attachments:
     A session gets all of it or nothing, whenever its client's connection breaks.
 
     Args:
-        bodies: Compute.
-        dispatcher: Decides who computes when.
-        store: Keeps sessions' states.
-        swapping: Moves tasks in and out of memory; None: they share the body.
         background: For what must not be cancelled.
-        log: Where events go.
         share: Part of the memory that sessions of one client may have.
     """
 
     def __init__(
         self,
-        bodies: Bodies,
+        body: Body,
         dispatcher: Dispatcher,
         store: SessionStore,
-        swapping: Swapping | None,
         background: Background,
         log: logging.Logger,
         share: float,
     ) -> None:
-        self._bodies = bodies
+        self._body = body
         self._dispatcher = dispatcher
         self._store = store
-        self._swapping = swapping
         self._background = background
         self._log = log
-        self._admission = AdmissionController(
-            dispatcher.scheduler.capacity, swapping is None, bodies.own_parameters, share
-        )
+        self._admission = AdmissionController(dispatcher.scheduler.capacity, share)
 
     async def attach(
-        self, name: str, identity: str, proposal: Proposal, layers: range, need: Memory
-    ) -> tuple[Memory, int]:
-        """Attach a session's adapter as of the step that its client is at, and measure what its requests need.
-
-        Args:
-            name: Of the session.
-            identity: Of its client.
-            proposal: What the client asks for.
-            layers: Of its body.
-            need: What it will need by prediction.
+        self, name: str, identity: str, proposal: Proposal, layers: range, memory: Memory
+    ) -> int:
+        """Attach a session's adapter as of the step that its client is at.
 
         Returns:
-            Its memory as measured, and the reservation of what lasts.
+            The reservation of what lasts.
 
         Raises:
             RefusedError: It does not fit, or the server lacks the step.
@@ -91,24 +78,20 @@ class Attachments:
         try:
             if not proposal.step:
                 self._store.reserve(saves)
-            self._admission.claim(name, need, proposal.rows)
-            outcome = await self._compute(name, identity, proposal, layers, need, saved)
-            memory: Memory = outcome.result
-            try:
-                self._admission.claim(name, memory, proposal.rows)  # now as it was measured
-                if not proposal.step:
+            self._admission.claim(name, memory, proposal.rows)
+            reservation = await self._add(name, identity, proposal, layers, memory, saved)
+            if not proposal.step:
+                try:
                     self._store.forget(saves)
-            except (RefusedError, OSError) as error:
-                await asyncio.shield(
-                    self._background.start(self._take_off(name, identity, outcome.reservation))
-                )
-                if isinstance(error, RefusedError):
-                    raise
-                raise RefusedError("disk", f"the server could not remove saves: {error.strerror}") from None
+                except OSError as error:
+                    taken_off = self._background.start(self._take_off(name, identity, reservation))
+                    await asyncio.shield(taken_off)
+                    why = f"the server could not remove saves: {error.strerror}"
+                    raise RefusedError("disk", why) from None
         except BaseException:
             self._leave(name, saves)
             raise
-        return memory, outcome.reservation
+        return reservation
 
     async def detach(self, name: str, identity: str, run: str, reservation: int) -> None:
         """Take a session's adapter off between computations, and end its reservation."""
@@ -133,31 +116,26 @@ class Attachments:
             raise RefusedError("no_state", f"the server has no save of step {step} (it has: {have})")
         return saved
 
-    async def _compute(
+    async def _add(
         self,
         name: str,
         identity: str,
         proposal: Proposal,
         layers: range,
-        need: Memory,
+        memory: Memory,
         saved: Sequence[Piece],
-    ) -> Outcome:
-        swapping, size, keeps = self._swapping, need.joining, need.lasting
-        if swapping is not None:
-            size = keeps = swapping.size(need, proposal.rows)
-            await swapping.make_room(size)
+    ) -> int:
+        def join(works: Sequence[Work]) -> list[None]:
+            attach(self._body, name, proposal, layers, saved)
+            return [None]
 
-        def join(works: Sequence[Work]) -> list[Memory]:
-            memory = self._bodies.join(name, proposal, layers, saved)
-            if swapping is None:
-                works[0].keeps = min(size, memory.lasting)
-            return [memory]
-
-        rows = PROFILED_PASSES * proposal.train_rows  # so that joins count for shares and rate limits
-        work = Work(identity, join, size=size, keeps=keeps, tokens=rows)
+        cost = JOIN_COST * proposal.train_rows
+        work = Work(identity, join, size=memory.lasting, keeps=memory.lasting, tokens=cost)
         try:
-            return await self._dispatcher.compute(work)
+            return (await self._dispatcher.compute(work)).reservation
         except UserError as error:
+            if isinstance(error, RefusedError):
+                raise
             raise RefusedError("proposal", str(error)) from None
         except asyncio.CancelledError:
             if work.abandoned:  # it is being computed: what it attaches is removed behind it
@@ -166,7 +144,8 @@ class Attachments:
 
     async def _take_off(self, name: str, identity: str, reservation: int) -> None:
         def remove(works: Sequence[Work]) -> list[None]:
-            self._bodies.remove(name)
+            if self._body.has(name):
+                self._body.remove(name)
             return [None]
 
         await self._dispatcher.compute(Work(identity, remove))

@@ -9,9 +9,8 @@ Shapes: T rows of a session, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,15 +32,7 @@ from megatron_mux.engine.updates import BucketUpdate, update_of
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.protocol.pieces import MOMENTS, Piece, assemble, check_pieces, runs_of
-from megatron_mux.split.server.meter import Peak, measure
 from megatron_mux.tasks import TrainingSpec
-
-Meter = Callable[[Callable[[], object]], Peak]
-"""Runs a computation and measures its memory."""
-
-_TRIES = 8
-"""Measurements of a pass on the CPUs of several ranks, of which the least counts: gloo's threads sometimes release a
-message only after later tensors were made, where ranks share cores four times in a row now and then."""
 
 
 @dataclass(frozen=True)
@@ -116,15 +107,11 @@ class Body:
 
     Args:
         backbone: This rank's part of the layers; it needs no embedding and no output layer.
-        parallel: Where this rank stands.
-        meter: Measures the memory of computations; None: `meter.measure` on the backbone's device.
     """
 
-    def __init__(self, backbone: Backbone, parallel: Parallel, meter: Meter | None = None) -> None:
+    def __init__(self, backbone: Backbone, parallel: Parallel) -> None:
         self.backbone = backbone
         self.parallel = parallel
-        tries = _TRIES if backbone.device.type == "cpu" and parallel.world_size > 1 else 1
-        self._meter = meter or partial(measure, backbone.device, tries=tries)
         base_ops, weights = backbone.base_ops(), backbone.module_weight
         self.adapters = AdapterSet(Host(base_ops, parallel, backbone.dtype, backbone.shape, weights=weights))
         self._members: dict[str, _Member] = {}
@@ -143,7 +130,6 @@ class Body:
         """Attach a session's adapter to the layers of its body, with a fresh optimizer.
 
         Args:
-            name: Of the session.
             adapter, training: Sections of its task.
             layers: Global indices of its body's layers.
             total_steps: Optimizer steps that it runs for.
@@ -209,7 +195,6 @@ class Body:
 
         Args:
             rows: Of each session; all training or all not.
-            layers: Global indices.
             graph: Whether to build the graph of a backward pass.
 
         Returns:
@@ -264,12 +249,7 @@ class Body:
     # -- optimizer steps
 
     def squared_norm(self, name: str, step: int) -> float:
-        """Squared norm of a session's gradient in the body, its regulariser included, over all ranks.
-
-        Args:
-            name: Of the session.
-            step: Optimizer steps done.
-        """
+        """Squared norm of a session's gradient in the body, its regulariser included, over all ranks."""
         member, device = self._members[name], self.parallel.device
         if member.penalised != step:
             member.adapter.penalty(step)
@@ -287,7 +267,6 @@ class Body:
         """Take a session's optimizer step, or skip it.
 
         Args:
-            name: Of the session.
             step: Optimizer steps done before it.
             norm: Of its gradient over client and server, for clipping.
             skip: Leave everything as it is, and make the gradients zero.
@@ -311,33 +290,6 @@ class Body:
         self._members[name].optimizer.zero()
 
     # -- what it holds
-
-    def measure(self, rows: Rows, layers: range) -> tuple[int, int, int, int]:
-        """Measure the memory of passes of a session's rows; its gradients are made zero.
-
-        Args:
-            rows: Of the session.
-            layers: Global indices.
-
-        Returns:
-            Bytes of a forward pass without a graph, of a graph, and of a forward pass with its backward, beyond what is
-            there before; and of the adapter, its gradients and optimizer state. Of each the most of any rank.
-        """
-        gradient = torch.zeros_like(rows.hidden)
-
-        def both() -> None:
-            _, kept = self.forward([rows], layers, graph=True)
-            assert kept is not None
-            self.backward(kept, [gradient])
-
-        self.forward([rows], layers, graph=False)  # whatever is allocated once
-        forward = self._meter(lambda: self.forward([rows], layers, graph=False))
-        graph = self._meter(lambda: self.forward([rows], layers, graph=True))
-        backward = self._meter(both)
-        self.zero(rows.session)
-        sizes = (forward.peak, graph.lasting, backward.peak, self.bytes_of(rows.session))
-        most = self.parallel.most(sizes)
-        return int(most[0]), int(most[1]), int(most[2]), int(most[3])
 
     def state(self, name: str) -> list[Piece]:
         """Copies of a session's adapter and optimizer state, of this rank."""

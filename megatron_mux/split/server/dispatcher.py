@@ -74,8 +74,8 @@ class Dispatcher:
         scheduler: Decides whose work is admitted.
         most_together: Most rows that are computed together; 0: work is computed one by one.
         observe: Called with the seconds of each of the scheduler's decisions.
-        finish: Waits on the compute thread until the device has computed what was launched: else times are those of
-            launches.
+        synchronize: Waits on the compute thread until the device has computed what was launched: else times are those
+            of launches.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Dispatcher:
         scheduler: Scheduler,
         most_together: int = 0,
         observe: Callable[[float], None] = lambda seconds: None,
-        finish: Callable[[], None] = lambda: None,
+        synchronize: Callable[[], None] = lambda: None,
     ) -> None:
         self.scheduler = scheduler
         self.most_together = most_together
         self._observe = observe
-        self._finished = finish
+        self._synchronize = synchronize
         self._keys = count(1)
         self._waiting: dict[int, Work] = {}
         self._ready: deque[Work] = deque()
@@ -207,7 +207,7 @@ class Dispatcher:
     def _timed(self, batch: Sequence[Work]) -> tuple[float, float, Sequence[Any]]:
         began = time.monotonic()
         results = batch[0].run(batch)
-        self._finished()
+        self._synchronize()
         return began, time.monotonic() - began, results
 
     def _finish(

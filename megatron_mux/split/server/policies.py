@@ -2,11 +2,9 @@
 
 | policy | the forward pass | while the client answers | the backward pass |
 |---|---|---|---|
-| `vanilla` | with a graph, on a copy of the body of its own | the whole task (a) | |
-| `preserve` | with a graph | M_b (b) | |
-| `reforward-with-gradients` | with a graph, which is dropped | its input (c) | again with a graph |
 | `on-demand` | without a graph | its input (d) | with a graph |
-| `auto` | one of the last, of `preserve` and of a graph in host memory, for each request | | |
+| `preserve` | with a graph | M_b (b) | |
+| `auto` | one of these, or with a graph in host memory, for each request | | |
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ from typing import Literal
 
 from megatron_mux.split.server.session_memory import Memory
 
-PolicyName = Literal["on-demand", "auto", "preserve", "reforward-with-gradients", "vanilla"]
-POLICIES: tuple[PolicyName, ...] = ("on-demand", "auto", "preserve", "reforward-with-gradients", "vanilla")
+PolicyName = Literal["on-demand", "auto", "preserve"]
+POLICIES: tuple[PolicyName, ...] = ("on-demand", "auto", "preserve")
 
 Keeping = Literal["input", "graph", "graph in host memory"]
 
@@ -28,14 +26,12 @@ class ForwardPlan:
     """How a forward pass is computed that has a backward.
 
     Attributes:
-        graph: Whether it builds a graph.
-        keeps: What stays until the backward.
+        keeps: What stays until the backward; without a graph, the forward pass is computed again.
         size: Bytes to reserve for it.
         kept: Bytes of them that stay reserved until the backward has been computed.
         backward: Bytes to reserve for the backward, on top of what is kept.
     """
 
-    graph: bool
     keeps: Keeping
     size: int
     kept: int
@@ -97,7 +93,7 @@ class Circumstances:
 def again(memory: Memory, rows: int) -> ForwardPlan:
     """Keep the input alone: the forward pass is computed again with its backward (the paper's default)."""
     hidden = memory.scaled(memory.hidden, rows)
-    return ForwardPlan(False, "input", memory.forward_of(rows) + hidden, hidden, memory.backward_of(rows))
+    return ForwardPlan("input", memory.forward_of(rows) + hidden, hidden, memory.backward_of(rows))
 
 
 def plan_forward(policy: PolicyName, memory: Memory, rows: int, now: Circumstances) -> ForwardPlan:
@@ -109,24 +105,15 @@ def plan_forward(policy: PolicyName, memory: Memory, rows: int, now: Circumstanc
     answers, in less time than the second forward pass takes. Else only the input is kept.
 
     Args:
-        policy: Its name.
-        memory: Of the session.
-        rows: Of the request.
         now: See `Circumstances`; only `auto` looks at it.
     """
     backward, hidden = memory.backward_of(rows), memory.scaled(memory.hidden, rows)
-    if policy == "vanilla":  # the whole task has its memory
-        return ForwardPlan(True, "graph", 0, 0, 0)
-    if policy == "preserve":
-        return ForwardPlan(True, "graph", backward, backward, 0)
-    if policy == "reforward-with-gradients":
-        return ForwardPlan(True, "input", backward, hidden, backward)
     if policy == "on-demand":
         return again(memory, rows)
     fits = not now.waits and now.free - backward >= now.largest
-    if fits and now.cost(backward) <= now.reforward_s:
-        return ForwardPlan(True, "graph", backward, backward, 0)
+    if policy == "preserve" or (fits and now.cost(backward) <= now.reforward_s):
+        return ForwardPlan("graph", backward, backward, 0)
     there_and_back = 2 * memory.scaled(memory.graph, rows) / now.host_rate if now.host_rate else float("inf")
     if there_and_back / 2 <= now.answer_s and there_and_back < now.reforward_s:
-        return ForwardPlan(True, "graph in host memory", backward, hidden, backward)
+        return ForwardPlan("graph in host memory", backward, hidden, backward)
     return again(memory, rows)

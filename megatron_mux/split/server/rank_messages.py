@@ -25,9 +25,6 @@ def put(
     """Send JSON and tensors: the length of the JSON, the JSON, and each tensor as it is.
 
     Args:
-        fields: The JSON's.
-        tensors: On any device.
-        device: Of what is sent.
         send: Sends one tensor; empty ones are left out.
     """
     shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
@@ -42,7 +39,6 @@ def take(device: torch.device, receive: Callable[[Tensor], object]) -> tuple[dic
     """Receive what `put` sends.
 
     Args:
-        device: Of the tensors.
         receive: Fills one tensor.
 
     Returns:

@@ -30,8 +30,8 @@ from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.errors import UserError
 from megatron_mux.liveness import Liveness
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.protocol.pieces import Piece, from_wire, to_wire
-from megatron_mux.split.server.body import Body, Kept, Meter, Rows
+from megatron_mux.split.protocol.pieces import Piece, from_index, to_index
+from megatron_mux.split.server.body import Body, Kept, Rows
 from megatron_mux.split.server.rank_messages import broadcast, put, take
 from megatron_mux.tasks import TrainingSpec
 
@@ -44,10 +44,6 @@ _ADVICE = "Clients go on from their newest saves once the server has been starte
 @contextmanager
 def watched(parallel: Parallel, program: str) -> Iterator[Parallel]:
     """Context that ends all ranks, with a message, if one of them dies or fails. Every rank enters it.
-
-    Args:
-        parallel: This rank's place.
-        program: Printed before the message.
 
     Returns:
         The place, for the body.
@@ -69,8 +65,8 @@ def watched(parallel: Parallel, program: str) -> Iterator[Parallel]:
 class StagedBody(Body):
     """A rank's part of a body that is divided among pipeline ranks (and tensor ranks, which `Body` knows)."""
 
-    def __init__(self, backbone: Backbone, parallel: Parallel, meter: Meter | None = None) -> None:
-        super().__init__(backbone, parallel, meter)
+    def __init__(self, backbone: Backbone, parallel: Parallel) -> None:
+        super().__init__(backbone, parallel)
         rank, ring = parallel.pp_rank, parallel.pipeline_ranks
         self._before = ring[rank - 1] if rank else None
         self._behind = ring[rank + 1] if rank + 1 < len(ring) else None
@@ -128,8 +124,8 @@ class StagedBody(Body):
         """See `Body.state`; on rank 0 of all ranks."""
         state, device = super().state(name), self.parallel.device
         if self.parallel.rank:
-            index, tensors = to_wire(state)
-            put({"index": index}, list(tensors.values()), device, lambda tensor: dist.send(tensor, 0))
+            tensors = [piece.tensor for piece in state]
+            put({"index": to_index(state)}, tensors, device, lambda tensor: dist.send(tensor, 0))
             return state
         for rank in range(1, self.parallel.world_size):
             fields, sent = take(device, lambda tensor, rank=rank: dist.recv(tensor, rank))  # type: ignore[misc]
@@ -144,7 +140,6 @@ class LeadingBody(StagedBody):
         super().__init__(backbone, parallel)
         self._numbers = count()
         self._forgotten: deque[int] = deque()  # appended to by whichever thread drops a graph last
-        self._measuring = False
 
     def add(
         self,
@@ -156,16 +151,15 @@ class LeadingBody(StagedBody):
         initial: Sequence[Piece] = (),
     ) -> None:
         """See `Body.add`."""
-        index, tensors = to_wire(initial)
         told = {
             "name": name,
             "adapter": adapter.model_dump(mode="json"),
             "training": training.model_dump(mode="json"),
             "layers": [layers.start, layers.stop],
             "total_steps": total_steps,
-            "pieces": index,
+            "pieces": to_index(initial),
         }
-        with self._telling("add", told, list(tensors.values())):
+        with self._telling("add", told, [piece.tensor for piece in initial]):
             _together(
                 self, lambda: Body.add(self, name, adapter, training, layers, total_steps, initial), name
             )
@@ -211,16 +205,6 @@ class LeadingBody(StagedBody):
         with self._telling("zero", {"name": name}):
             super().zero(name)
 
-    def measure(self, rows: Rows, layers: range) -> tuple[int, int, int, int]:
-        """See `Body.measure`; every rank makes the passes by itself."""
-        fields = {"rows": _told([rows]), "layers": [layers.start, layers.stop]}
-        with self._telling("measure", fields, [rows.hidden]):
-            self._measuring = True
-            try:
-                return super().measure(rows, layers)
-            finally:
-                self._measuring = False
-
     def state(self, name: str) -> list[Piece]:
         """See `Body.state`."""
         with self._telling("state", {"name": name}):
@@ -236,9 +220,6 @@ class LeadingBody(StagedBody):
         self, what: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()
     ) -> Iterator[None]:
         """Context of a call that the other ranks are told of; ends all ranks if it fails."""
-        if self._measuring:  # every rank does by itself what it is made of
-            yield
-            return
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         try:
             put({"what": what, "forgotten": forgotten, **fields}, tensors, self.parallel.device, broadcast)
@@ -274,8 +255,6 @@ def _obey(
         _, made = body.forward(requests, layers, command["graph"])
         if made is not None:
             kept[command["number"]] = made
-    elif what == "measure":
-        body.measure(_rows(command["rows"][0], tensors[0]), range(*command["layers"]))
     elif what == "backward":
         body.backward(kept.pop(command["number"]), tensors)
     elif what == "add":
@@ -329,4 +308,4 @@ def _rows(fields: dict[str, Any], hidden: Tensor) -> Rows:
 
 
 def _pieces(index: Any, tensors: Sequence[Tensor]) -> list[Piece]:
-    return from_wire(index, {str(i): tensor.cpu() for i, tensor in enumerate(tensors)})
+    return from_index(index, [tensor.cpu() for tensor in tensors])

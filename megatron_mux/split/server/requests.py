@@ -5,29 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
 
 from megatron_mux.errors import UserError
+from megatron_mux.split.protocol.messages import Decision
 from megatron_mux.split.protocol.pieces import Piece
 from megatron_mux.split.protocol.wire import RefusedError
-from megatron_mux.split.server.body import Rows
+from megatron_mux.split.server.body import Body, Rows
 from megatron_mux.split.server.dispatcher import Dispatcher, Outcome, Work
 from megatron_mux.split.server.metrics import Metrics
 from megatron_mux.split.server.policies import Circumstances, ForwardPlan, PolicyName, again, plan_forward
-from megatron_mux.split.server.request_fields import Decision
 from megatron_mux.split.server.session import PendingBackward, Session
 from megatron_mux.split.server.session_compute import (
     BackwardCall,
-    Bodies,
     ForwardCall,
     backward_together,
     forward_together,
+    start_from,
 )
 from megatron_mux.split.server.store import SessionStore
-from megatron_mux.split.server.swapping import Swapping
 
 T = TypeVar("T")
 
@@ -37,62 +37,50 @@ class SessionRequests:
     """Does what sessions ask for.
 
     Attributes:
-        bodies: Compute.
+        body: Computes.
         dispatcher: Decides who computes when.
         store: Keeps sessions' states.
         policy: What is kept between a forward pass and its backward.
+        host_rate: Bytes a second between the device and host memory; 0 where they are the same.
         metrics: Counts what happens.
         log: Where events go.
         sessions: Those in memory, by name.
-        swapping: Moves tasks in and out of memory; None: they share the body.
     """
 
-    bodies: Bodies
+    body: Body
     dispatcher: Dispatcher
     store: SessionStore
     policy: PolicyName
+    host_rate: float
     metrics: Metrics
     log: logging.Logger
     sessions: Mapping[str, Session]
-    swapping: Swapping | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        copies = self.bodies.copies
-        self.swapping = Swapping(self.bodies, self.dispatcher, self.sessions) if copies else None
 
     async def forward(
         self, session: Session, rows: Rows, operation: int
     ) -> tuple[Tensor, PendingBackward | None, Outcome]:
         """Compute a forward pass.
 
-        Args:
-            session: Whose.
-            rows: To compute.
-            operation: Its number.
-
         Returns:
             Its output `[T, H]`; what is kept of it for its backward, if it has one; how long it took.
         """
-        body, memory = self.bodies.of(session.name), session.memory
-        if self.swapping is not None:
-            await self.swapping.bring(session)
+        memory = session.memory
         if not rows.training:
-            call = ForwardCall(body, session.layers, rows)
+            call = ForwardCall(session.layers, rows)
             size = memory.forward_of(rows.count) + memory.scaled(memory.hidden, rows.count)
-            size = 0 if self.swapping is not None else size  # the whole task has its memory
             outcome = await self._computed(session, "evaluation", self._work(session, call, size))
             return outcome.result[0], None, outcome
         plan = self._plan(session, rows.count)
-        call = ForwardCall(body, session.layers, rows, plan.graph, plan.keeps)
+        call = ForwardCall(session.layers, rows, plan.keeps)
         outcome = await self._computed(session, "forward", self._work(session, call, plan.size, plan.kept))
         output, kept = outcome.result
         return output, PendingBackward(operation, rows, plan, kept, outcome.reservation), outcome
 
     def _work(self, session: Session, call: ForwardCall, size: int, keeps: int = 0) -> Work:
-        joins = None if call.graph or self.bodies.copies else ("forward", session.layers, call.rows.training)
+        joins = ("forward", session.layers, call.rows.training) if call.keeps == "input" else None
         return Work(
             session.identity,
-            forward_together,
+            partial(forward_together, self.body),
             call,
             size,
             keeps,
@@ -109,7 +97,7 @@ class SessionRequests:
             largest=max((s.memory.backward for s in others), default=0),
             answer_s=session.answer_s,
             reforward_s=session.seconds_of("forward", rows),
-            host_rate=self.bodies.host_rate,
+            host_rate=self.host_rate,
             others=tuple(s.offer for s in others if not s.pending and s.answer_s),
         )
         return plan_forward(self.policy, session.memory, rows, now)
@@ -123,13 +111,12 @@ class SessionRequests:
             The gradient of its input `[T, H]`, if the client needs it; after the last one of an optimizer step, the
             squared norm of the adapter's gradient; how long it took.
         """
-        body = self.bodies.of(session.name)
-        call = BackwardCall(body, session.layers, pending.rows, gradient, pending.kept, last)
-        joins = None if pending.kept is not None or self.bodies.copies else ("backward", session.layers)
+        call = BackwardCall(session.layers, pending.rows, gradient, pending.kept, last)
+        joins = ("backward", session.layers) if pending.kept is None else None
         rows = pending.rows.count
         work = Work(
             session.identity,
-            backward_together,
+            partial(backward_together, self.body),
             call,
             pending.plan.backward,
             0,
@@ -139,9 +126,6 @@ class SessionRequests:
         )
         outcome = await self._computed(session, "backward", work)
         self.free(pending)
-        if last and self.swapping is not None:
-            session.drop_pending()
-            await self.swapping.finish_iteration(session)
         made, square = outcome.result
         return made, square, outcome
 
@@ -166,21 +150,24 @@ class SessionRequests:
 
     async def zero(self, session: Session) -> None:
         """Forget the gradients of a step that has begun."""
-        await self.on_thread(session, lambda: self.bodies.of(session.name).zero(session.name))
+        await self.on_thread(session, lambda: self.body.zero(session.name))
 
     async def update(self, session: Session, decision: Decision) -> None:
         """Take or skip an optimizer step."""
-        body = self.bodies.of(session.name)
         await self.on_thread(
-            session, lambda: body.update(session.name, decision.step, decision.norm, decision.skip)
+            session, lambda: self.body.update(session.name, decision.step, decision.norm, decision.skip)
         )
         if not decision.skip:
             self.metrics.steps.inc()
             self.metrics.sessions[session.name].step += 1
 
+    async def state(self, session: Session) -> Sequence[Piece]:
+        """A copy of a session's adapter and optimizer."""
+        return await self.on_thread(session, lambda: self.body.state(session.name))
+
     async def save(self, session: Session, keep: Collection[int] | None) -> Sequence[Piece]:
         """Save a session's state durably; returns it."""
-        pieces = await self.on_thread(session, lambda: self.bodies.of(session.name).state(session.name))
+        pieces = await self.state(session)
         try:
             await asyncio.to_thread(self.store.save, session.saves, session.step, pieces, keep)
         except OSError as error:
@@ -193,7 +180,7 @@ class SessionRequests:
         try:
             await self.on_thread(
                 session,
-                lambda: self.bodies.start_from(session.name, session.proposal, session.layers, pieces),
+                lambda: start_from(self.body, session.name, session.proposal, session.layers, pieces),
             )
         except UserError as error:
             raise RefusedError("pieces", str(error)) from None

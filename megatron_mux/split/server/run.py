@@ -35,7 +35,6 @@ from megatron_mux.split.server.ranks import IDLE_MINUTES, LeadingBody, StagedBod
 from megatron_mux.split.server.scheduler import Scheduler, SchedulerOptions
 from megatron_mux.split.server.service import SHARE, ServerTls, Service
 from megatron_mux.split.server.serving import ServingOptions, SplitServer
-from megatron_mux.split.server.session_compute import Bodies
 from megatron_mux.split.server.session_prediction import prediction_worker
 from megatron_mux.split.server.store import SessionStore
 
@@ -44,10 +43,6 @@ _MIB = 1 << 20
 
 def run(arguments: argparse.Namespace, program: str) -> None:
     """Serve until SIGTERM or SIGINT.
-
-    Args:
-        arguments: Those of `server.build_parser`.
-        program: Its name in messages.
 
     Raises:
         UserError: The input is wrong, or another server writes into `--save`.
@@ -77,16 +72,7 @@ def _run(arguments: argparse.Namespace, program: str, check: Callable[[], None] 
         )
     tensor, pipeline = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     info.check_parallel(tensor, pipeline)
-    vanilla = (
-        arguments.policy == "vanilla"
-    )  # its tasks reserve their own copies, and not what these are made from
-    if vanilla and tensor * pipeline > 1:
-        raise UserError(
-            "--policy vanilla: copies of the body are made on one rank only: leave out the parallel sizes"
-        )
     parallel = runtime.initialize(tensor, pipeline, timeout_minutes=IDLE_MINUTES)
-    if vanilla and parallel.device.type != "cpu":
-        raise UserError("--policy vanilla: is there to compare with on a CPU, where moving tasks is emulated")
     if parallel.dp_size > 1:
         needed = f"torchrun --nproc-per-node {tensor * pipeline}"
         raise UserError(
@@ -98,7 +84,7 @@ def _run(arguments: argparse.Namespace, program: str, check: Callable[[], None] 
         backbone = _load(arguments, parallel, layers, info.shape.layers)
         kind = Body if parallel.world_size == 1 else StagedBody if parallel.rank else LeadingBody
         body = kind(backbone, parallel)
-        weights = int(parallel.most([0 if vanilla else body.shared_bytes])[0])
+        weights = int(parallel.most([body.shared_bytes])[0])
         if isinstance(body, StagedBody) and parallel.rank:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # rank 0 says when to stop
@@ -106,7 +92,7 @@ def _run(arguments: argparse.Namespace, program: str, check: Callable[[], None] 
         else:
             store = SessionStore(arguments.save, arguments.max_runs_each, check)
             capacity = _capacity(arguments.memory_limit, parallel, weights)
-            together = measure_co_batching(body, layers) if arguments.co_batching and not vanilla else 0
+            together = measure_co_batching(body, layers) if arguments.co_batching else 0
             parallel.heartbeat.at("serving", long=True)
             asyncio.run(_serve(arguments, body, store, info.fingerprint, layers, capacity, together))
             if isinstance(body, LeadingBody):
@@ -178,13 +164,13 @@ async def _serve(
 ) -> None:
     log, metrics = make_logger(arguments.log_format), Metrics()
     scheduler = Scheduler(capacity, _scheduler_options(arguments))
-    finish = partial(runtime.finish, body.parallel.device)
-    dispatcher = Dispatcher(scheduler, together, metrics.decision.observe, finish)
-    bodies = Bodies(body, arguments.policy == "vanilla", float(arguments.swap_rate))
+    synchronize = partial(runtime.finish, body.parallel.device)
+    dispatcher = Dispatcher(scheduler, together, metrics.decision.observe, synchronize)
     options = ServingOptions(
         fingerprint,
         layers,
         arguments.policy,
+        host_rate=float(arguments.swap_rate) if body.parallel.device.type == "cuda" else 0.0,
         returns_body=not arguments.keep_body,
         idle_s=arguments.idle_seconds,
         most_sessions=arguments.max_sessions,
@@ -193,7 +179,7 @@ async def _serve(
         most_norm=arguments.max_norm,
         most_message=arguments.max_bytes_in_flight // SHARE,
     )
-    server = SplitServer(bodies, dispatcher, store, options, metrics, log)
+    server = SplitServer(body, dispatcher, store, options, metrics, log)
     tls = ServerTls(arguments.tls_cert, arguments.tls_key, arguments.client_ca, arguments.client_crl)
     streams = 2 * arguments.max_sessions_each
     service = Service(server, arguments.listen, tls, arguments.max_bytes_in_flight, streams)

@@ -16,9 +16,10 @@ import grpc.aio
 from cryptography import x509
 
 from megatron_mux.errors import UserError
-from megatron_mux.split.protocol.chunks import FRAME_BYTES
+from megatron_mux.split.protocol.framing import FRAME_BYTES
+from megatron_mux.split.protocol.messages import Message, Refusal
 from megatron_mux.split.protocol.revocations import CRL, Revocations
-from megatron_mux.split.protocol.wire import METHOD, Kind, Limits, Message, RefusedError
+from megatron_mux.split.protocol.wire import METHOD, Kind, Limits, RefusedError
 from megatron_mux.split.server.bytes_in_flight import BytesInFlight
 from megatron_mux.split.server.stream import ClientStreams, ServerStream
 from megatron_mux.split.tls import IDENTITY, read_files, split_address
@@ -52,20 +53,6 @@ _log = logging.getLogger(__name__)
 Send = Callable[[Message], Awaitable[None]]
 
 
-class MessageStream(Protocol):
-    """A client's messages, in order. PING is answered before it gets here.
-
-    Attributes:
-        limits: What the client may send from now on; set it when a session's sizes are agreed.
-    """
-
-    limits: Limits
-
-    def __aiter__(self) -> MessageStream: ...
-
-    async def __anext__(self) -> Message: ...
-
-
 class Handler(Protocol):
     """What a server does with its clients' messages."""
 
@@ -77,14 +64,13 @@ class Handler(Protocol):
         """
         ...
 
-    async def session(self, identity: str, incoming: MessageStream, send: Send) -> None:
+    async def session(self, identity: str, incoming: ServerStream, send: Send) -> None:
         """Serve one stream until its client ends it; the stream ends when this returns.
 
         A `RefusedError` is sent to the client as ERROR and ends the stream.
 
         Args:
             identity: Common name of the client's verified certificate.
-            incoming: The client's messages.
             send: Sends a message to the client; waits while the client is slow to read.
 
         Raises:
@@ -195,7 +181,7 @@ class Service:
             stream.release()
             client.count -= 1
         if error is not None:
-            fields = {"code": error.code, "message": str(error)[:_LONGEST_TEXT], "retry": error.retry}
+            fields = Refusal(code=error.code, message=str(error)[:_LONGEST_TEXT], retry=error.retry)
             await stream.send(Message(Kind.ERROR, fields=fields))
 
     async def _check_revocations(self, context: Any, identity: str) -> None:

@@ -11,23 +11,23 @@ from itertools import count
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
-from pydantic import ValidationError
-
 from megatron_mux.shape import BackboneShape
 from megatron_mux.split.protocol.agreement import Proposal, Terms
-from megatron_mux.split.protocol.wire import Kind, Limits, Message, RefusedError
+from megatron_mux.split.protocol.messages import Message
+from megatron_mux.split.protocol.wire import Kind, Limits, RefusedError
 from megatron_mux.split.server.admission import examine
 from megatron_mux.split.server.attachments import Attachments, Background
+from megatron_mux.split.server.body import Body
 from megatron_mux.split.server.dispatcher import Dispatcher
 from megatron_mux.split.server.metrics import Metrics, SessionFigures
 from megatron_mux.split.server.policies import PolicyName
 from megatron_mux.split.server.rate_limits import RateLimit
 from megatron_mux.split.server.requests import SessionRequests
-from megatron_mux.split.server.service import MessageStream, Send
+from megatron_mux.split.server.service import Send
 from megatron_mux.split.server.session import Session
-from megatron_mux.split.server.session_compute import Bodies
 from megatron_mux.split.server.session_prediction import BodyPlace, SessionPredictor
 from megatron_mux.split.server.store import SessionStore
+from megatron_mux.split.server.stream import ServerStream
 
 _IDENTITY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _BEFORE_JOINING = Limits(frozenset({Kind.HELLO}))
@@ -41,6 +41,7 @@ class ServingOptions:
         fingerprint: Of the whole backbone.
         layers: Layers that bodies lie within.
         policy: What is kept between a forward pass and its backward.
+        host_rate: Bytes a second between the device and host memory; 0 where they are the same.
         returns_body: Whether clients get the server's part of their adapter with each save; else it stays here under a
             name of its own when they have finished.
         idle_s: How long a session stays in memory while its client is away.
@@ -55,6 +56,7 @@ class ServingOptions:
     fingerprint: str
     layers: range
     policy: PolicyName = "on-demand"
+    host_rate: float = 0.0
     returns_body: bool = True
     idle_s: float = 600.0
     most_sessions: int = 256
@@ -69,14 +71,6 @@ class ServingOptions:
 class SplitServer:
     """Serves sessions; the `Handler` of a `Service`.
 
-    Args:
-        bodies: Compute.
-        dispatcher: Decides who computes when.
-        store: Keeps sessions' states.
-        options: See `ServingOptions`.
-        metrics: Counts what happens.
-        log: Where events go.
-
     Attributes:
         sessions: Those in memory, by name.
         requests: Does what they ask for.
@@ -85,14 +79,14 @@ class SplitServer:
 
     def __init__(
         self,
-        bodies: Bodies,
+        body: Body,
         dispatcher: Dispatcher,
         store: SessionStore,
         options: ServingOptions,
         metrics: Metrics,
         log: logging.Logger,
     ) -> None:
-        self.bodies = bodies
+        self.body = body
         self.dispatcher = dispatcher
         self.store = store
         self.options = options
@@ -108,18 +102,18 @@ class SplitServer:
         self._background = Background()
         self._joining: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._examining: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._predict = SessionPredictor(BodyPlace.of(bodies.shared, options.layers))
+        self._predict = SessionPredictor(BodyPlace.of(body, options.layers))
         self.requests = SessionRequests(
-            bodies, dispatcher, store, options.policy, metrics, log, self.sessions
+            body, dispatcher, store, options.policy, options.host_rate, metrics, log, self.sessions
         )
         self._attachments = Attachments(
-            bodies, dispatcher, store, self.requests.swapping, self._background, log, options.most_memory_each
+            body, dispatcher, store, self._background, log, options.most_memory_each
         )
 
     @property
     def shape(self) -> BackboneShape:
         """Of the backbone."""
-        return self.bodies.shared.backbone.shape
+        return self.body.backbone.shape
 
     # -- the service's handler
 
@@ -127,7 +121,7 @@ class SplitServer:
         """See `Handler.limits`."""
         return _BEFORE_JOINING
 
-    async def session(self, identity: str, incoming: MessageStream, send: Send) -> None:
+    async def session(self, identity: str, incoming: ServerStream, send: Send) -> None:
         """See `Handler.session`."""
         if _IDENTITY.fullmatch(identity) is None:
             raise RefusedError(
@@ -171,7 +165,9 @@ class SplitServer:
     # -- joining
 
     async def _join(self, identity: str, hello: Message) -> Session:
-        proposal = _proposal(hello)
+        if hello.kind is not Kind.HELLO:
+            raise RefusedError("order", f"the first message must be HELLO, got {hello.kind.name}")
+        proposal = hello.read(Proposal)
         if self.draining:
             raise RefusedError("draining", "the server is about to stop", retry=True)
         self._joins.count(identity)
@@ -231,10 +227,10 @@ class SplitServer:
         """A new session, at the step that its client is at."""
         # One by one of each client: predictions take seconds, and one process makes them for all.
         async with self._examining.setdefault(identity, asyncio.Lock()):
-            layers, need = await examine(
+            layers, memory = await examine(
                 proposal, self.shape, self.options.layers, self.options.most_message, self._predict
             )
-        memory, holds = await self._attachments.attach(name, identity, proposal, layers, need)
+        holds = await self._attachments.attach(name, identity, proposal, layers, memory)
         session = Session(
             name=name,
             number=next(self._numbers),
@@ -247,7 +243,7 @@ class SplitServer:
             holds=holds,
         )
         self.sessions[name] = session
-        self.metrics.sessions[name].reserved = memory.lasting + self.bodies.own_parameters
+        self.metrics.sessions[name].reserved = memory.lasting
         self.metrics.live.set(len(self.sessions))
         fields = {"session": name, "step": session.step, **memory.fields()}
         self._log.info("joined", extra={"fields": fields})
@@ -262,7 +258,7 @@ class SplitServer:
             backward_bytes=session.memory.backward,
             returns_body=self.options.returns_body,
         )
-        return Message(Kind.WELCOME, session.number, hello.step, hello.operation, fields=terms.model_dump())
+        return Message(Kind.WELCOME, session.number, hello.step, hello.operation, fields=terms)
 
     # -- leaving
 
@@ -270,9 +266,7 @@ class SplitServer:
         """End a session; what a finished one has learned stays under a name of its own unless its client has it."""
         fields: dict[str, Any] = {"session": session.name, "step": session.step}
         if finished and not self.options.returns_body:
-            pieces = await self.requests.on_thread(
-                session, lambda: self.bodies.of(session.name).state(session.name)
-            )
+            pieces = await self.requests.state(session)
             try:
                 path = await asyncio.to_thread(self.store.finish, session.name, pieces)
             except OSError as error:
@@ -352,14 +346,3 @@ class SplitServer:
             except RefusedError:
                 continue  # the log says why
             self._log.info("saved", extra={"fields": {"session": session.name, "step": session.step}})
-
-
-def _proposal(hello: Message) -> Proposal:
-    if hello.kind is not Kind.HELLO:
-        raise RefusedError("order", f"the first message must be HELLO, got {hello.kind.name}")
-    try:
-        return Proposal.model_validate(dict(hello.fields))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise RefusedError("proposal", f"{where}: {first['msg']}") from None

@@ -16,22 +16,25 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron_mux.errors import UserError
 from megatron_mux.shape import BackboneShape
 from megatron_mux.split.protocol.agreement import Proposal
-from megatron_mux.split.protocol.pieces import Piece, first_part, from_wire, to_wire
-from megatron_mux.split.protocol.wire import Dtype, Flags, Kind, Limits, Message, RefusedError
+from megatron_mux.split.protocol.messages import (
+    Backward,
+    Decision,
+    Fields,
+    Forward,
+    Gradient,
+    Leave,
+    Message,
+    Output,
+    State,
+    StateReply,
+)
+from megatron_mux.split.protocol.pieces import Piece, first_part
+from megatron_mux.split.protocol.wire import REPLIES, Dtype, Flags, Kind, Limits, RefusedError
 from megatron_mux.split.server.body import Kept, Rows
 from megatron_mux.split.server.dispatcher import Outcome, Work
 from megatron_mux.split.server.policies import ForwardPlan, Offer
-from megatron_mux.split.server.request_fields import (
-    BackwardFields,
-    Decision,
-    ForwardFields,
-    LeaveFields,
-    StateFields,
-    parse,
-)
 from megatron_mux.split.server.session_memory import Memory
 
 if TYPE_CHECKING:
@@ -125,17 +128,13 @@ class Session:
     # -- what it may send
 
     def limits(self, shape: BackboneShape) -> Limits:
-        """What the client may send.
-
-        Args:
-            shape: Of the backbone.
-        """
-        kinds, named_bytes = _REQUESTS, 0
+        """What the client may send."""
+        kinds, piece_bytes = _REQUESTS, 0
         if self.proposal.uploads:
             tensors = self.proposal.adapter_spec().tensors(shape).values()
-            kinds, named_bytes = kinds | {Kind.UPLOAD}, 8 * sum(math.prod(t.shape) for t in tensors)
+            kinds, piece_bytes = kinds | {Kind.UPLOAD}, 8 * sum(math.prod(t.shape) for t in tensors)
         norm = self.server.options.most_norm
-        return Limits(kinds, self.proposal.rows, shape.hidden, self.wire, named_bytes, norm=norm)
+        return Limits(kinds, self.proposal.rows, shape.hidden, self.wire, piece_bytes, norm=norm)
 
     @property
     def saves(self) -> str:
@@ -238,7 +237,7 @@ class Session:
         return await handlers[message.kind](message)
 
     async def _forward(self, message: Message) -> Message:
-        fields = parse(ForwardFields, message)
+        fields = message.read(Forward)
         await self._apply_decision(fields.previous)
         training = Flags.TRAINING in message.flags
         self._check_rows(message, fields, training)
@@ -259,9 +258,9 @@ class Session:
         if self.stream is None:
             self.give_up_graph()
         self._answered = time.monotonic()
-        return self._reply(message, Kind.OUTPUT, outcome, tensor=output)
+        return self._reply(message, Output(**self._times(outcome)), tensor=output)
 
-    def _check_rows(self, message: Message, fields: ForwardFields, training: bool) -> None:
+    def _check_rows(self, message: Message, fields: Forward, training: bool) -> None:
         """Raise `RefusedError` unless the sequences fit the rows and what was agreed."""
         own, lengths = self.proposal, fields.lengths
         rows = 0 if message.tensor is None else message.tensor.shape[0]
@@ -278,7 +277,7 @@ class Session:
             )
 
     async def _backward(self, message: Message) -> Message:
-        fields = parse(BackwardFields, message)
+        fields = message.read(Backward)
         pending = self.pending
         if pending is None or pending.operation != fields.forward:
             raise RefusedError("no_state", f"no forward pass {fields.forward} waits for its backward")
@@ -292,11 +291,11 @@ class Session:
             self, pending, gradient, Flags.LAST in message.flags
         )
         self.pending = None
-        fields_out = {} if square is None else {"squared_norm": square if math.isfinite(square) else None}
-        return self._reply(message, Kind.GRADIENT, outcome, fields_out, made)
+        norm = square if square is not None and math.isfinite(square) else None
+        return self._reply(message, Gradient(**self._times(outcome), squared_norm=norm), made)
 
     async def _state(self, message: Message) -> Message:
-        fields = parse(StateFields, message)
+        fields = message.read(State)
         await self._apply_decision(fields.previous)
         if message.step != self.step:
             raise RefusedError("step", f"the client is at step {message.step}, the session at {self.step}")
@@ -307,33 +306,21 @@ class Session:
         part = first_part(islice(self.state, fields.first, None))
         if fields.first + len(part) >= total or self.stream is None:
             self.state = None
-        index, tensors = to_wire(part)
-        return Message(
-            Kind.STATE_REPLY,
-            self.number,
-            message.step,
-            message.operation,
-            fields={"pieces": index, "total": total},
-            tensors=tensors,
-        )
+        return self._reply(message, StateReply(total=total), pieces=part)
 
     async def _upload(self, message: Message) -> Message:
         if self.step or self.pending or not self.proposal.uploads:
             raise RefusedError("order", "an adapter to start from is sent before the first request")
-        try:
-            pieces = from_wire(message.fields.get("pieces"), message.tensors)
-        except UserError as error:
-            raise RefusedError("pieces", str(error)) from None
-        if any(piece.kind != "value" for piece in pieces):
+        if any(piece.kind != "value" for piece in message.pieces):
             raise RefusedError("pieces", "an adapter to start from has values only")
-        await self.server.requests.start_from(self, pieces)
-        return Message(Kind.STORED, self.number, message.step, message.operation)
+        await self.server.requests.start_from(self, message.pieces)
+        return self._reply(message, Fields())
 
     async def _leave(self, message: Message) -> Message:
-        fields = parse(LeaveFields, message)
+        fields = message.read(Leave)
         await self._apply_decision(fields.previous)
         await self.server.leave(self, fields.finished)
-        return Message(Kind.BYE, self.number, message.step, message.operation)
+        return self._reply(message, Fields())
 
     async def _apply_decision(self, decision: Decision | None) -> None:
         """Take the optimizer step that the client has decided on, unless it was taken already."""
@@ -348,7 +335,7 @@ class Session:
         self.step, self.begun = self.step + (not decision.skip), False
 
     def _to_device(self, tensor: Tensor) -> Tensor:
-        backbone = self.server.bodies.shared.backbone
+        backbone = self.server.body.backbone
         return tensor.to(backbone.device, backbone.dtype)
 
     def drop_pending(self) -> None:
@@ -362,25 +349,22 @@ class Session:
         if self.pending is not None:
             self.pending = self.server.requests.without_graph(self, self.pending)
 
+    def _times(self, outcome: Outcome) -> dict[str, float]:
+        """How long a request waited, the optimizer step before it included, and was computed."""
+        waited_s = time.monotonic() - self._began - outcome.computed_s
+        return {"waited_s": round(max(0.0, waited_s), 6), "computed_s": round(outcome.computed_s, 6)}
+
     def _reply(
-        self,
-        message: Message,
-        kind: Kind,
-        outcome: Outcome,
-        fields: Mapping[str, Any] | None = None,
-        tensor: Tensor | None = None,
+        self, message: Message, fields: Fields, tensor: Tensor | None = None, pieces: Sequence[Piece] = ()
     ) -> Message:
-        waited_s = (
-            time.monotonic() - self._began - outcome.computed_s
-        )  # a step before and moving tasks included
-        times = {"waited_s": round(max(0.0, waited_s), 6), "computed_s": round(outcome.computed_s, 6)}
         return Message(
-            kind,
+            REPLIES[message.kind],
             self.number,
             message.step,
             message.operation,
             message.flags,
-            {**times, **(fields or {})},
+            fields,
             None if tensor is None else tensor.detach().cpu(),
             Dtype.NONE if tensor is None else self.wire,
+            pieces,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,16 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_mux.backbone.model import Backbone
-from megatron_mux.backbone.model_directory import open_checkpoint
-from megatron_mux.errors import UserError, failed_allocation
+from megatron_mux.errors import failed_allocation
 from megatron_mux.split.protocol.agreement import Proposal
 from megatron_mux.split.protocol.pieces import Piece
 from megatron_mux.split.protocol.wire import RefusedError
 from megatron_mux.split.server.body import Body, Kept, Rows
 from megatron_mux.split.server.dispatcher import Work
 from megatron_mux.split.server.policies import Keeping
-from megatron_mux.split.server.session_memory import Memory, profile
 
 
 @dataclass(frozen=True)
@@ -27,17 +23,13 @@ class ForwardCall:
     """A forward pass to compute: the payload of `forward_together`.
 
     Attributes:
-        body: Computes it.
         layers: Of the session's body.
         rows: The request.
-        graph: Whether to build the graph of a backward pass.
-        keeps: What of it to keep.
+        keeps: What of it to keep: a graph is built only to be kept.
     """
 
-    body: Body
     layers: range
     rows: Rows
-    graph: bool = False
     keeps: Keeping = "input"
 
 
@@ -46,13 +38,12 @@ class BackwardCall:
     """A backward pass to compute: the payload of `backward_together`.
 
     Attributes:
-        body, layers, rows: Of its forward pass.
+        layers, rows: Of its forward pass.
         gradient: `[T, H]` of its output.
         kept: The graph of its forward pass; None: that is computed again.
         last: Whether it is the last of its optimizer step.
     """
 
-    body: Body
     layers: range
     rows: Rows
     gradient: Tensor
@@ -60,7 +51,7 @@ class BackwardCall:
     last: bool = False
 
 
-def forward_together(works: Sequence[Work]) -> list[tuple[Tensor, Kept | None]]:
+def forward_together(body: Body, works: Sequence[Work]) -> list[tuple[Tensor, Kept | None]]:
     """Compute forward passes as one micro-batch.
 
     Returns:
@@ -69,11 +60,12 @@ def forward_together(works: Sequence[Work]) -> list[tuple[Tensor, Kept | None]]:
     calls: list[ForwardCall] = [work.payload for work in works]
     first = calls[0]
     with refusing_out_of_memory(), _saved_tensors(first):
-        outputs, kept = first.body.forward([call.rows for call in calls], first.layers, first.graph)
-    return [(output, None if first.keeps == "input" else kept) for output in outputs]
+        graph = first.keeps != "input"
+        outputs, kept = body.forward([call.rows for call in calls], first.layers, graph)
+    return [(output, kept) for output in outputs]
 
 
-def backward_together(works: Sequence[Work]) -> list[tuple[Tensor | None, float | None]]:
+def backward_together(body: Body, works: Sequence[Work]) -> list[tuple[Tensor | None, float | None]]:
     """Compute backward passes, after their forward passes unless these were kept.
 
     Returns:
@@ -85,12 +77,10 @@ def backward_together(works: Sequence[Work]) -> list[tuple[Tensor | None, float 
     with refusing_out_of_memory():
         kept = first.kept
         if kept is None:
-            _, kept = first.body.forward([call.rows for call in calls], first.layers, graph=True)
+            _, kept = body.forward([call.rows for call in calls], first.layers, graph=True)
         assert kept is not None
-        made = first.body.backward(kept, [call.gradient for call in calls])
-    squares = [
-        call.body.squared_norm(call.rows.session, call.rows.step) if call.last else None for call in calls
-    ]
+        made = body.backward(kept, [call.gradient for call in calls])
+    squares = [body.squared_norm(call.rows.session, call.rows.step) if call.last else None for call in calls]
     return list(zip(made, squares, strict=True))
 
 
@@ -111,82 +101,21 @@ class refusing_out_of_memory(AbstractContextManager[None]):
             ) from None
 
 
-class Bodies:
-    """The body that each session is computed on: one for all, or with the policy `vanilla` a copy for each.
-
-    Args:
-        shared: The body.
-        copies: Whether each session has a copy of its parameters.
-        swap_rate: Bytes a second at which copies go to host memory and come back. On a CPU, where they are there
-            already, that much time passes.
-    """
-
-    def __init__(self, shared: Body, copies: bool, swap_rate: float) -> None:
-        self.shared = shared
-        self.copies = copies
-        self.swap_rate = swap_rate
-        self._own: dict[str, Body] = {}
-
-    def of(self, name: str) -> Body:
-        """The body of a session."""
-        return self._own.get(name, self.shared)
-
-    def add(self, name: str, proposal: Proposal, layers: range, pieces: Sequence[Piece] = ()) -> None:
-        """Attach a session's adapter; see `Body.add`."""
-        if self.copies and name not in self._own:
-            own, parallel = self.shared.backbone, self.shared.parallel
-            source = open_checkpoint(own.info.path, own.info.shape)
-            copy = Backbone(own.info, parallel, own.layers, own.dtype, "none", "resident", source, ends=False)
-            self._own[name] = Body(copy, parallel)
-        body = self.of(name)
+def attach(body: Body, name: str, proposal: Proposal, layers: range, pieces: Sequence[Piece] = ()) -> None:
+    """Attach a session's adapter to the layers of its body; see `Body.add`."""
+    with refusing_out_of_memory():
         body.add(name, proposal.adapter_spec(), proposal.training, layers, proposal.total_steps, pieces)
 
-    def join(self, name: str, proposal: Proposal, layers: range, pieces: Sequence[Piece] | None) -> Memory:
-        """Add a session and measure what it and its requests take.
 
-        Raises:
-            UserError: It does not fit the backbone, or has numbers that cannot be computed with.
-        """
-        with refusing_out_of_memory():
-            self.add(name, proposal, layers, pieces or ())
-            try:
-                memory = profile(self.of(name), name, proposal, layers)
-            except BaseException as error:
-                self.remove(name)
-                if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-                    raise UserError(f"the task cannot be computed: {error}") from None
-                raise
-        return memory
+def start_from(body: Body, name: str, proposal: Proposal, layers: range, pieces: Sequence[Piece]) -> None:
+    """Give a session's adapter other values than its seed's.
 
-    def start_from(self, name: str, proposal: Proposal, layers: range, pieces: Sequence[Piece]) -> None:
-        """Give a session's adapter other values than its seed's.
-
-        Raises:
-            UserError: They are not those of the adapter.
-        """
-        self.of(name).remove(name)
-        try:
-            self.add(name, proposal, layers, pieces)
-        except BaseException:
-            self.add(name, proposal, layers)
-            raise
-
-    def remove(self, name: str) -> None:
-        """Detach a session's adapter, if it is there."""
-        if self.of(name).has(name):
-            self.of(name).remove(name)
-        self._own.pop(name, None)
-
-    @property
-    def own_parameters(self) -> int:
-        """Bytes of parameters that each session has for itself."""
-        return self.shared.shared_bytes if self.copies else 0
-
-    @property
-    def host_rate(self) -> float:
-        """Bytes a second between the device and host memory; 0 where they are the same."""
-        return self.swap_rate if self.shared.backbone.device.type == "cuda" else 0.0
-
-    def swap(self, size: int) -> None:
-        """Move a task to host memory, or back."""
-        time.sleep(size / self.swap_rate)
+    Raises:
+        UserError: They are not those of the adapter.
+    """
+    body.remove(name)
+    try:
+        attach(body, name, proposal, layers, pieces)
+    except BaseException:
+        attach(body, name, proposal, layers)
+        raise

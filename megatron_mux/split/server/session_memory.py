@@ -1,8 +1,9 @@
-"""The memory of a session, measured once on random inputs when it joins (Menos section 3.3)."""
+"""What a session and its requests take in memory, and the passes that tell (Menos section 3.3)."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +12,22 @@ from megatron_mux.kernels.attention.short import LONGEST, padded_length
 from megatron_mux.split.protocol.agreement import Proposal
 from megatron_mux.split.server.body import Body, Rows
 
-PROFILED_PASSES = 5
-"""Passes over its largest request that `profile` computes at least: what joining costs a client, in its rows."""
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes that a computation took.
+
+    Attributes:
+        peak: The most at once, beyond what was there before.
+        lasting: What is still there.
+    """
+
+    peak: int
+    lasting: int
+
+
+Meter = Callable[[Callable[[], object]], Peak]
+"""Runs a computation and counts its memory."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +41,8 @@ class Memory:
         backward: M_b, a forward pass with a graph and its backward.
         hidden: The hidden states of the request.
         lasting: A + O, adapter, gradients and optimizer state.
-        forward_fixed, backward_fixed: Of `forward` and `backward`, what smaller requests need, too.
+        few: Rows of a small request.
+        few_forward, few_backward: `forward` and `backward` of it.
     """
 
     rows: int
@@ -35,13 +51,9 @@ class Memory:
     backward: int
     hidden: int
     lasting: int
-    forward_fixed: int = 0
-    backward_fixed: int = 0
-
-    @property
-    def joining(self) -> int:
-        """What must be there for the session to join: what lasts, and one backward pass."""
-        return self.lasting + self.backward
+    few: int = 0
+    few_forward: int = 0
+    few_backward: int = 0
 
     @property
     def standing(self) -> int:
@@ -59,23 +71,28 @@ class Memory:
 
     def forward_of(self, rows: int) -> int:
         """`forward` of a request of other rows."""
-        return self._between(self.forward, self.forward_fixed, rows)
+        return self._between(self.forward, self.few_forward, rows)
 
     def backward_of(self, rows: int) -> int:
         """`backward` of a request of other rows."""
-        return self._between(self.backward, self.backward_fixed, rows)
+        return self._between(self.backward, self.few_backward, rows)
 
     def scaled(self, size: int, rows: int) -> int:
         """`graph` or `hidden` of a request of other rows."""
         return -(-size * rows // self.rows)
 
-    def _between(self, size: int, fixed: int, rows: int) -> int:
+    def _between(self, size: int, small: int, rows: int) -> int:
         """Not below the truth: the peak is at one of several moments, each linear in the rows."""
-        return self.scaled(size, rows) if rows > self.rows else fixed + self.scaled(size - fixed, rows)
+        if rows > self.rows or self.few >= self.rows:
+            return self.scaled(size, rows)
+        # Where the line through both requests meets one without rows.
+        fixed = max(0, (small * self.rows - size * self.few) // (self.rows - self.few))
+        return fixed + self.scaled(size - fixed, rows)
 
     def fields(self) -> dict[str, Any]:
         """The figures, for a log."""
-        return {f"{name}_bytes": value for name, value in asdict(self).items() if name != "rows"}
+        names = ("forward", "graph", "backward", "hidden", "lasting")
+        return {f"{name}_bytes": getattr(self, name) for name in names}
 
 
 def worst_case_lengths(longest: int, device: str) -> list[int]:
@@ -86,7 +103,6 @@ def worst_case_lengths(longest: int, device: str) -> list[int]:
 
     Args:
         longest: Tokens of the longest sequence.
-        device: `cpu` or `cuda`.
     """
     if device != "cpu":
         return [longest]
@@ -103,8 +119,6 @@ def sequences_behind_prefixes(rows: int, most: int, longest: int) -> list[int]:
     The others are as long as they may be; neighbours of different lengths share no mask.
 
     Args:
-        rows: Of all of them.
-        most: Sequences.
         longest: Tokens of the longest one.
     """
     left, lengths = rows, list[int]()
@@ -114,23 +128,16 @@ def sequences_behind_prefixes(rows: int, most: int, longest: int) -> list[int]:
     return [*lengths, left] if left else lengths
 
 
-def profile(body: Body, name: str, proposal: Proposal, layers: range, smaller: bool = True) -> Memory:
-    """Measure a session's memory on random inputs of the size that its client has configured.
+def profile(body: Body, name: str, proposal: Proposal, layers: range, meter: Meter) -> Memory:
+    """Count a session's memory on random inputs of the size that its client has configured.
 
     Nothing changes: gradients are dropped, no optimizer steps.
-
-    Args:
-        body: The session is in it.
-        name: Of the session.
-        proposal: What the client asked for.
-        layers: Of the session's body.
-        smaller: Whether to measure a small request, too: without, `forward_fixed` and `backward_fixed` are 0.
     """
     backbone, most = body.backbone, proposal.train_rows
     longest = min(proposal.longest, most)
     prefixed = proposal.adapter_spec().virtual_tokens > 0
 
-    def measured(count: int, length: int) -> tuple[int, int, int, int]:
+    def counted(count: int, length: int) -> tuple[int, int, int]:
         lengths = [length] * (count // length) + [count % length] * (count % length > 0)
         if prefixed:
             lengths = sequences_behind_prefixes(count, proposal.sequences, longest)
@@ -138,18 +145,35 @@ def profile(body: Body, name: str, proposal: Proposal, layers: range, smaller: b
         hidden = torch.randn(count, backbone.shape.hidden, generator=generator)
         hidden = hidden.to(backbone.device, backbone.dtype)
         rows = Rows(name, tuple(lengths), tuple(range(len(lengths))), 0, True, hidden, True)
-        return body.measure(rows, layers)
-
-    def fixed(large: int, little: int) -> int:
-        """Where the line through both meets a request without rows."""
-        return max(0, (little * most - large * few) // (most - few)) if most > few else 0
+        return count_passes(body, rows, layers, meter)
 
     lengths = [longest] if prefixed else worst_case_lengths(longest, backbone.device.type)
-    forward, graph, backward, lasting = map(max, zip(*(measured(most, s) for s in lengths), strict=True))
-    hidden = most * backbone.shape.hidden * backbone.dtype.itemsize
-    memory = Memory(most, forward, graph, backward, hidden, lasting)
-    if not smaller:
-        return memory
+    forward, graph, backward = map(max, zip(*(counted(most, s) for s in lengths), strict=True))
     few = min(most, proposal.sequences) if prefixed else 1
-    small = measured(few, 1)
-    return replace(memory, forward_fixed=fixed(forward, small[0]), backward_fixed=fixed(backward, small[2]))
+    few_forward, _, few_backward = counted(few, 1)
+    hidden = most * backbone.shape.hidden * backbone.dtype.itemsize
+    lasting = int(body.parallel.most([body.bytes_of(name)])[0])
+    return Memory(most, forward, graph, backward, hidden, lasting, few, few_forward, few_backward)
+
+
+def count_passes(body: Body, rows: Rows, layers: range, meter: Meter) -> tuple[int, int, int]:
+    """Count the memory of passes of a session's rows; its gradients are made zero.
+
+    Returns:
+        Bytes of a forward pass without a graph, of a graph, and of a forward pass with its backward, beyond what is
+        there before. Of each the most of any rank.
+    """
+    gradient = torch.zeros_like(rows.hidden)
+
+    def both() -> None:
+        _, kept = body.forward([rows], layers, graph=True)
+        assert kept is not None
+        body.backward(kept, [gradient])
+
+    body.forward([rows], layers, graph=False)  # whatever is allocated once
+    forward = meter(lambda: body.forward([rows], layers, graph=False))
+    graph = meter(lambda: body.forward([rows], layers, graph=True))
+    backward = meter(both)
+    body.zero(rows.session)
+    most = body.parallel.most((forward.peak, graph.lasting, backward.peak))
+    return int(most[0]), int(most[1]), int(most[2])

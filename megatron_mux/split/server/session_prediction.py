@@ -1,7 +1,4 @@
-"""The memory of a session before it joins: its passes are measured on tensors without values, in a process beside.
-
-The server itself measures them once the session is in its memory: see `session_memory`.
-"""
+"""The memory of a session before it joins: its passes are counted on tensors without values, in a process beside."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal
 
+import numpy as np
 import torch
 
 from megatron_mux.attributes import replaced
@@ -22,12 +20,12 @@ from megatron_mux.backbone.split import even_split, stage_layers
 from megatron_mux.dry_run.process import kept_worker
 from megatron_mux.errors import UserError
 from megatron_mux.gpus import Gpu, assumed
+from megatron_mux.memory.fake_gpu.recorder import Recorder
 from megatron_mux.memory.worker import LostProcess, Worker, WorkerError
 from megatron_mux.optimizers.registry import OPTIMIZERS
 from megatron_mux.split.protocol.agreement import Proposal
 from megatron_mux.split.server.body import Body
-from megatron_mux.split.server.meter import recorded
-from megatron_mux.split.server.session_memory import Memory, profile
+from megatron_mux.split.server.session_memory import Memory, Peak, profile
 
 _KEPT = 256
 """Answers that are remembered: sessions come again."""
@@ -63,7 +61,6 @@ class BodyPlace:
 
         Args:
             body: Its body, or a rank's part of it.
-            layers: Of all ranks.
         """
         backbone, parallel = body.backbone, body.parallel
         on_gpu = backbone.device.type == "cuda"
@@ -74,11 +71,7 @@ class BodyPlace:
 
 
 class SessionPredictor:
-    """Predicts the memory of sessions that want to join a server. One process does so for all of them, in turn.
-
-    Args:
-        place: The server's body.
-    """
+    """Predicts the memory of sessions that want to join a server. One process does so for all of them, in turn."""
 
     def __init__(self, place: BodyPlace) -> None:
         self._place = place
@@ -87,9 +80,6 @@ class SessionPredictor:
     async def __call__(self, proposal: Proposal) -> Memory:
         """A session's memory before anything is allocated, of the rank that needs most: in seconds, or not at all
         after a minute.
-
-        Args:
-            proposal: What its client asks for.
 
         Raises:
             UserError: The adapter does not fit the backbone, the cut leaves no layer, or it cannot be computed.
@@ -122,10 +112,6 @@ def prediction_worker() -> Worker:
 def predict(place: BodyPlace, proposal: Proposal) -> Memory:
     """In the process for dry runs: a session's memory, of the rank that needs most.
 
-    Args:
-        place: The server's body.
-        proposal: What a client asks for.
-
     Raises:
         UserError: The adapter does not fit the backbone.
     """
@@ -147,23 +133,23 @@ def _of_stage(place: BodyPlace, proposal: Proposal, stage: int, layers: range) -
 
     Where layers are alike, two of them are run: what they take more than one is what a further one takes.
     """
-    shape, measured = place.info.shape, partial(_measured, place, proposal, stage)
+    shape, counted = place.info.shape, partial(_counted, place, proposal, stage)
     alike = shape.layers_are_alike and proposal.adapter_spec().is_alike(shape, layers)
     if not alike or len(layers) <= 2:
-        return measured(layers)
-    one, two = measured(layers[:1]), measured(layers[:2])
+        return counted(layers)
+    one, two = counted(layers[:1]), counted(layers[:2])
     deep = _combined([one, two], lambda figures: figures[1] + (figures[1] - figures[0]) * (len(layers) - 2))
-    deep = replace(deep, forward=two.forward)  # without a graph, nothing of a layer stays
+    # Without a graph, nothing of a layer stays.
+    deep = replace(deep, forward=two.forward, few_forward=two.few_forward)
     if OPTIMIZERS[proposal.training.optim].at_once:  # it has buffers of a size that layers do not add to
-        deep = replace(deep, lasting=measured(layers, passes=False).lasting)
+        deep = replace(deep, lasting=counted(layers, passes=False).lasting)
     return deep
 
 
-def _measured(place: BodyPlace, proposal: Proposal, stage: int, layers: range, passes: bool = True) -> Memory:
+def _counted(place: BodyPlace, proposal: Proposal, stage: int, layers: range, passes: bool = True) -> Memory:
     """Memory of a rank that has these layers of the body and no others; without passes, only what lasts."""
     from megatron_mux.dry_run.fake_world import fake_rank
     from megatron_mux.dry_run.real_host import read_fake_value
-    from megatron_mux.memory.fake_gpu.recorder import Recorder
     from megatron_mux.memory.fake_gpu.step_position import StepPosition
     from megatron_mux.memory.kernel_scratch import scratch_of
     from megatron_mux.split.server.ranks import StagedBody
@@ -177,13 +163,31 @@ def _measured(place: BodyPlace, proposal: Proposal, stage: int, layers: range, p
             backbone = Backbone(
                 place.info, parallel, layers, place.dtype, "none", "resident", NoWeights(), ends=False
             )
-            meter = partial(recorded, recorder, _BLOCK if on_gpu else 1)
-            body = (StagedBody if world > 1 else Body)(backbone, parallel, meter)
+            body = (StagedBody if world > 1 else Body)(backbone, parallel)
             whole = proposal.body(place.info.shape)
             body.add("session", proposal.adapter_spec(), proposal.training, whole, proposal.total_steps)
             if not passes:
                 return Memory(proposal.train_rows, 0, 0, 0, 0, body.bytes_of("session"))
-            return profile(body, "session", proposal, whole, smaller=False)
+            meter = partial(count, recorder, _BLOCK if on_gpu else 1)
+            return profile(body, "session", proposal, whole, meter)
+
+
+def count(recorder: Recorder, block: int, compute: Callable[[], object]) -> Peak:
+    """Run a computation while a recorder is entered, and count its memory. Scratch memory of a CPU is left out.
+
+    Args:
+        recorder: Sees the tensors that are made; it may have seen others before.
+        block: Bytes that the allocator rounds up to.
+    """
+    before = recorder.events
+    result = compute()
+    stream = recorder.done()
+    del result  # until here: what it holds counts
+    codes, sizes = np.array(stream.codes, np.int64), np.array(stream.sizes, np.int64)
+    rounded = -(-sizes // block) * block
+    changes = np.where(codes >= 0, rounded[codes], -rounded[~codes])[before:] if len(codes) else codes
+    taken = np.append(0, np.cumsum(changes))
+    return Peak(int(taken.max()), int(taken[-1]))
 
 
 def _combined(each: Sequence[Memory], how: Callable[[Sequence[int]], int]) -> Memory:

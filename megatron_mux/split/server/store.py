@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron_mux.errors import UserError
 from megatron_mux.files import sync_directory, write
-from megatron_mux.split.protocol.pieces import Piece, from_wire, to_wire
+from megatron_mux.split.protocol.pieces import Piece, from_index, to_index
 from megatron_mux.split.protocol.wire import RefusedError
 
 _STEP = re.compile(r"step-([0-9]+)\.safetensors")
@@ -94,7 +94,6 @@ class SessionStore:
         Args:
             session: Name of its saves, `IDENTITY/TASK/RUN`.
             step: Optimizer steps that the pieces have done.
-            pieces: What to write.
             keep: Steps of other saves that the client needs; None: all.
 
         Raises:
@@ -133,8 +132,8 @@ class SessionStore:
         try:
             with safe_open(path, framework="pt") as file:
                 index = json.loads(file.metadata()["pieces"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-            return from_wire(index, tensors)
+                tensors = [file.get_tensor(str(i)) for i in range(len(file.keys()))]
+            return from_index(index, tensors)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is damaged: {error}") from None
 
@@ -148,8 +147,8 @@ class SessionStore:
         from safetensors.torch import save
 
         self._check_ours()
-        index, tensors = to_wire(pieces)
-        content = save({name: t.contiguous() for name, t in tensors.items()}, {"pieces": json.dumps(index)})
+        tensors = {str(i): piece.tensor.contiguous() for i, piece in enumerate(pieces)}
+        content = save(tensors, {"pieces": json.dumps(to_index(pieces))})
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".partial-{path.name}")
         try:

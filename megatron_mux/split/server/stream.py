@@ -10,8 +10,9 @@ from typing import Any
 
 import grpc.aio
 
-from megatron_mux.split.protocol.chunks import Assembly, frames
-from megatron_mux.split.protocol.wire import Header, Kind, Limits, Message, RefusedError, WireError
+from megatron_mux.split.protocol.framing import Assembly, frames
+from megatron_mux.split.protocol.messages import Message
+from megatron_mux.split.protocol.wire import Header, Kind, Limits, RefusedError, WireError
 from megatron_mux.split.server.bytes_in_flight import BytesInFlight
 
 _SECONDS_OF_A_FRAME = 30
@@ -41,13 +42,16 @@ class ClientStreams:
 
 
 class ServerStream:
-    """A client's messages, in order; see `service.MessageStream`.
+    """A client's messages, in order. PING is answered before it gets to whoever iterates.
 
     Args:
         context: gRPC's, of the stream.
         limits: What the client may send at first.
         in_flight: Bytes that all streams share.
         client: What this client's streams share.
+
+    Attributes:
+        limits: What the client may send from now on; set it when a session's sizes are agreed.
     """
 
     def __init__(self, context: Any, limits: Limits, in_flight: BytesInFlight, client: ClientStreams) -> None:

@@ -16,9 +16,18 @@ from megatron_mux import runtime
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.client.transport import Transport
-from megatron_mux.split.protocol.agreement import Proposal
-from megatron_mux.split.protocol.pieces import Piece, from_wire
-from megatron_mux.split.protocol.wire import Dtype, Flags, Kind, Limits, Message
+from megatron_mux.split.protocol.agreement import Fields, Proposal, Terms
+from megatron_mux.split.protocol.messages import (
+    Backward,
+    Decision,
+    Forward,
+    Gradient,
+    Message,
+    State,
+    StateReply,
+)
+from megatron_mux.split.protocol.pieces import Piece
+from megatron_mux.split.protocol.wire import Dtype, Flags, Kind, Limits
 from megatron_mux.split.server.dispatcher import Work
 from tests import tiny_models
 from tests.unit.split.running_server import RunningServer, running_server
@@ -83,18 +92,18 @@ class Caller:
         self.transport = Transport(server.address, None, REPLIES, retry_seconds=5, say=lambda text: None)
         self.proposal = proposal(**changes)
         self.operation, self.session, self.step = 0, 0, self.proposal.step
-        self.previous: dict[str, Any] | None = None
+        self.previous: Decision | None = None
 
-    def join(self, seconds: float | None = None) -> dict[str, Any]:
-        hello = Message(Kind.HELLO, fields=self.proposal.model_dump(mode="json"))
-        reply = self.transport.call(hello, seconds or self.seconds)
-        self.session, self.step = reply.session, int(reply.fields["step"])
-        return dict(reply.fields)
+    def join(self, seconds: float | None = None) -> Terms:
+        reply = self.transport.call(Message(Kind.HELLO, fields=self.proposal), seconds or self.seconds)
+        terms = reply.read(Terms)
+        self.session, self.step = reply.session, terms.step
+        return terms
 
-    def message(self, kind: Kind, fields: dict[str, Any], **others: Any) -> Message:
+    def message(self, kind: Kind, fields: Fields, **others: Any) -> Message:
         self.operation += 1
         if self.previous is not None:
-            fields, self.previous = {**fields, "previous": self.previous}, None
+            fields, self.previous = fields.model_copy(update={"previous": self.previous}), None
         return Message(kind, self.session, self.step, self.operation, fields=fields, **others)
 
     def forward(
@@ -106,7 +115,7 @@ class Caller:
         hidden = torch.randn(
             sum(lengths), HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
         )
-        fields = {"lengths": list(lengths), "ids": list(range(len(lengths)))}
+        fields = Forward(lengths=list(lengths), ids=list(range(len(lengths))))
         return self.message(Kind.FORWARD, fields, flags=flags, tensor=hidden, dtype=Dtype.F64)
 
     def backward(self, forward: int, seed: int = 1) -> Message:
@@ -115,7 +124,7 @@ class Caller:
         )
         flags = Flags.LAST | Flags.NEEDS_INPUT
         return self.message(
-            Kind.BACKWARD, {"forward": forward}, flags=flags, tensor=gradient, dtype=Dtype.F64
+            Kind.BACKWARD, Backward(forward=forward), flags=flags, tensor=gradient, dtype=Dtype.F64
         )
 
     def call(self, message: Message) -> Message:
@@ -125,20 +134,31 @@ class Caller:
         """A whole optimizer step; returns what came back."""
         output = self.call(self.forward(seed=10 * self.step))
         reply = self.call(self.backward(self.operation, seed=10 * self.step + 1))
-        norm = float(reply.fields["squared_norm"]) ** 0.5
-        assert norm > 0
-        self.previous = {"step": self.step, "norm": norm, "skip": False}
-        self.step += 1
+        self.decide(reply)
         assert output.tensor is not None and reply.tensor is not None
         return [output.tensor, reply.tensor]
 
-    def state(self, keep: tuple[int, ...] = ()) -> list[torch.Tensor]:
+    def decide(self, gradient: Message) -> None:
+        """Have the next request tell that a step is taken."""
+        norm = norm_of(gradient) ** 0.5
+        assert norm > 0
+        self.previous = Decision(step=self.step, norm=norm)
+        self.step += 1
+
+    def state(self) -> list[torch.Tensor]:
         pieces, total = list[Piece](), 1
         while len(pieces) < total:
-            reply = self.call(self.message(Kind.STATE, {"keep": list(keep), "first": len(pieces)}))
-            pieces += from_wire(reply.fields["pieces"], reply.tensors)
-            total = reply.fields["total"]
+            reply = self.call(self.message(Kind.STATE, State(first=len(pieces))))
+            pieces += reply.pieces
+            total = reply.read(StateReply).total
         return [piece.tensor for piece in pieces]
+
+
+def norm_of(gradient: Message) -> float:
+    """The squared norm that a GRADIENT tells."""
+    square = gradient.read(Gradient).squared_norm
+    assert square is not None
+    return square
 
 
 def equal(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -14,9 +14,20 @@ from torch import Tensor
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.protocol.agreement import Proposal, Terms
-from megatron_mux.split.protocol.pieces import Piece, from_wire, to_wire
-from megatron_mux.split.protocol.wire import REPLIES, Dtype, Flags, Kind, Limits, Message, RefusedError
+from megatron_mux.split.protocol.agreement import Fields, Proposal, Terms
+from megatron_mux.split.protocol.messages import (
+    Backward,
+    Forward,
+    Gradient,
+    Leave,
+    Message,
+    Output,
+    State,
+    StateReply,
+    WithPrevious,
+)
+from megatron_mux.split.protocol.pieces import Piece
+from megatron_mux.split.protocol.wire import REPLIES, Dtype, Flags, Limits, RefusedError
 from megatron_mux.split.server.body import Body, Kept, Rows
 
 
@@ -28,7 +39,7 @@ class FakeServer:
         messages: Every request that came.
         dies: Called with each request before it is served; true: the server has been restarted since the one before.
         saved: By step, what survives that.
-        left: What LEAVE said.
+        left: Whether LEAVE said that the task is finished, each time.
     """
 
     path: Path
@@ -38,7 +49,7 @@ class FakeServer:
     dies: Callable[[Message], bool] = lambda message: False
     messages: list[Message] = field(default_factory=list)
     saved: dict[int, list[Piece]] = field(default_factory=dict)
-    left: list[Mapping[str, Any]] = field(default_factory=list)
+    left: list[bool] = field(default_factory=list)
     proposal: Proposal | None = None
     step: int = 0
     number: int = 0
@@ -67,15 +78,15 @@ class FakeServer:
         """Answer a request."""
         self.messages.append(message)
         serve = getattr(self, f"_{message.kind.name.lower()}")
-        fields, tensor, tensors = serve(message)
+        fields, tensor, pieces = serve(message)
         dtype = Dtype.NONE if tensor is None else message.dtype
         kind = REPLIES[message.kind]
         return Message(
-            kind, self.number, message.step, message.operation, message.flags, fields, tensor, dtype, tensors
+            kind, self.number, message.step, message.operation, message.flags, fields, tensor, dtype, pieces
         )
 
     def _hello(self, message: Message) -> Any:
-        proposal = Proposal.model_validate(dict(message.fields))
+        proposal = message.read(Proposal)
         if proposal.fingerprint != self.fingerprint:
             raise RefusedError("backbone", "another backbone")
         if self.number == 0 or proposal.incarnation != (self.proposal and self.proposal.incarnation):
@@ -94,7 +105,7 @@ class FakeServer:
             backward_bytes=1,
             returns_body=self.returns_body,
         )
-        return terms.model_dump(), None, {}
+        return terms, None, ()
 
     def _start(self, pieces: list[Piece]) -> None:
         own = self.proposal
@@ -105,29 +116,30 @@ class FakeServer:
     def _upload(self, message: Message) -> Any:
         assert self.step == 0 and self.proposal is not None and self.proposal.uploads
         self.body.remove("one")
-        self._start(from_wire(message.fields["pieces"], message.tensors))
-        return {}, None, {}
+        self._start(list(message.pieces))
+        return Fields(), None, ()
 
     def _apply_decision(self, message: Message) -> None:
-        previous = message.fields.get("previous")
-        if previous is not None and previous["step"] == self.step:
+        previous = message.read(WithPrevious).previous
+        if previous is not None and previous.step == self.step:
             self.pending.clear()
-            self.body.update("one", **previous)
-            self.step += not previous["skip"]
+            self.body.update("one", previous.step, previous.norm, previous.skip)
+            self.step += not previous.skip
         if message.step != self.step:
             raise RefusedError("step", f"{message.kind.name} of step {message.step} at step {self.step}")
 
     def _forward(self, message: Message) -> Any:
         self._apply_decision(message)
         assert self.proposal is not None and message.tensor is not None
-        lengths, count_, graph = message.fields["lengths"], message.tensor.shape[0], bool(message.flags)
+        fields = message.read(Forward)
+        lengths, count_, graph = fields.lengths, message.tensor.shape[0], bool(message.flags)
         own, training = self.proposal, Flags.TRAINING in message.flags
         assert sum(lengths) == count_ <= (own.train_rows if training else own.rows)
         assert len(lengths) <= own.sequences and max(lengths) <= own.longest
         rows = Rows(
             "one",
             tuple(lengths),
-            tuple(message.fields["ids"]),
+            tuple(fields.ids),
             self.step,
             training,
             message.tensor.to(self.dtype),
@@ -136,29 +148,27 @@ class FakeServer:
         (output,), kept = self.body.forward([rows], self.layers, graph)
         if kept is not None:
             self.pending[message.operation] = rows, kept
-        return {"computed_s": 0.25, "waited_s": 0.5}, self._sent(output, message), {}
+        return Output(computed_s=0.25, waited_s=0.5), self._sent(output, message), ()
 
     def _backward(self, message: Message) -> Any:
         assert message.tensor is not None
-        rows, kept = self.pending.pop(message.fields["forward"])
+        rows, kept = self.pending.pop(message.read(Backward).forward)
         (made,) = self.body.backward(kept, [message.tensor.to(self.dtype)])
-        fields = {}
-        if Flags.LAST in message.flags:
-            fields["squared_norm"] = self.body.squared_norm("one", rows.step)
-        return fields, None if made is None else self._sent(made, message), {}
+        square = self.body.squared_norm("one", rows.step) if Flags.LAST in message.flags else None
+        return Gradient(squared_norm=square), None if made is None else self._sent(made, message), ()
 
     def _state(self, message: Message) -> Any:
         self._apply_decision(message)
-        kept = {step: self.saved[step] for step in message.fields["keep"] if step in self.saved}
+        kept = {step: self.saved[step] for step in message.read(State).keep if step in self.saved}
         self.saved = {**kept, self.step: self.body.state("one")}
-        index, tensors = to_wire(self.saved[self.step] if self.returns_body else [])
-        return {"pieces": index, "total": len(index)}, None, tensors
+        pieces = self.saved[self.step] if self.returns_body else []
+        return StateReply(total=len(pieces)), None, pieces
 
     def _leave(self, message: Message) -> Any:
         self._apply_decision(message)
-        self.left.append(message.fields)
+        self.left.append(message.read(Leave).finished)
         self.restart()
-        return {}, None, {}
+        return Fields(), None, ()
 
     @staticmethod
     def _sent(tensor: Tensor, message: Message) -> Tensor:
@@ -190,12 +200,9 @@ class FakeTransport:
         assert reply.kind in self.limits.kinds and reply.dtype in (Dtype.NONE, self.limits.dtype)
         if reply.tensor is not None:
             assert reply.tensor.shape[0] <= self.limits.rows and reply.tensor.shape[1] == self.limits.width
-        assert sum(tensor.nbytes for tensor in reply.tensors.values()) <= self.limits.named_bytes
+        assert sum(piece.tensor.nbytes for piece in reply.pieces) <= self.limits.piece_bytes
         return reply
 
     def close(self) -> None:
         """See `Transport.close`."""
         self.closed = True
-
-
-__all__ = ["FakeServer", "FakeTransport", "Kind"]

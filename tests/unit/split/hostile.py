@@ -23,13 +23,14 @@ from torch import Tensor
 
 from megatron_mux.split.certificates import make_ca, make_client, make_server
 from megatron_mux.split.client.transport import Transport
-from megatron_mux.split.protocol.pieces import from_wire
-from megatron_mux.split.protocol.wire import Dtype, Flags, Kind, Limits, Message
-from megatron_mux.split.server.service import MessageStream, Send, ServerTls, Service
+from megatron_mux.split.protocol.messages import Gradient, Message
+from megatron_mux.split.protocol.wire import Dtype, Flags, Kind, Limits
+from megatron_mux.split.server.service import Send, ServerTls, Service
 from megatron_mux.split.server.serving import SplitServer
+from megatron_mux.split.server.stream import ServerStream
 from tests.end_to_end.harness import relative
 from tests.unit.split.hostile_cases import CASES, act, raw_connection
-from tests.unit.split.hostile_stream import HIDDEN, LARGE_ROWS, ROWS, TRAINING, Stream, hello
+from tests.unit.split.hostile_stream import HIDDEN, LARGE_ROWS, ROWS, TRAINING, AnyFields, Stream, hello
 from tests.unit.split.running_server import RunningServer
 
 IDENTITIES = 64
@@ -54,7 +55,7 @@ class Named:
     def limits(self, identity: str) -> Limits:
         return self.server.limits(identity)
 
-    async def session(self, identity: str, incoming: MessageStream, send: Send) -> None:
+    async def session(self, identity: str, incoming: ServerStream, send: Send) -> None:
         await self.server.session(next(self.names), incoming, send)
 
 
@@ -70,7 +71,7 @@ def train(address: str, name: str, steps: int = 4) -> list[Tensor]:
         dense = kind in (Kind.FORWARD, Kind.BACKWARD)
         tensor = torch.randn(ROWS, HIDDEN, generator=random) if dense else None
         dtype = Dtype.F32 if dense else Dtype.NONE
-        own = Message(kind, session, step, next(operations), flags, fields, tensor, dtype)
+        own = Message(kind, session, step, next(operations), flags, AnyFields(content=fields), tensor, dtype)
         return transport.call(own, 120)
 
     for step in range(steps):
@@ -78,10 +79,12 @@ def train(address: str, name: str, steps: int = 4) -> list[Tensor]:
         output = ask(Kind.FORWARD, step, {"lengths": [5, 7], "ids": [0, 1], **told}, TRAINING)
         gradient = ask(Kind.BACKWARD, step, {"forward": output.operation}, Flags.LAST | Flags.NEEDS_INPUT)
         assert output.tensor is not None and gradient.tensor is not None
-        got += [output.tensor, gradient.tensor, torch.tensor(gradient.fields["squared_norm"])]
-        previous = {"step": step, "norm": float(gradient.fields["squared_norm"]) ** 0.5, "skip": False}
+        square = gradient.read(Gradient).squared_norm
+        assert square is not None
+        got += [output.tensor, gradient.tensor, torch.tensor(square)]
+        previous = {"step": step, "norm": square**0.5, "skip": False}
     state = ask(Kind.STATE, steps, {"previous": previous})
-    got += [piece.tensor for piece in from_wire(state.fields["pieces"], state.tensors)]
+    got += [piece.tensor for piece in state.pieces]
     ask(Kind.LEAVE, steps, {})
     transport.close()
     return got

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from megatron_mux.split.protocol.chunks import frames
-from megatron_mux.split.protocol.pieces import from_wire, to_wire
+from megatron_mux.split.protocol.framing import frames
+from megatron_mux.split.protocol.pieces import to_index
+from megatron_mux.split.protocol.tensors import encode_pieces
 from megatron_mux.split.protocol.wire import Dtype, Flags, Kind
 from tests.unit.split.hostile_stream import (
     HIDDEN,
@@ -101,7 +102,7 @@ def giant_shape(rng: Random, stream: Stream, other: int) -> None:
         rng.choice([1 << 20, 2**32 - 1, rng.getrandbits(32)]),
         rng.choice([HIDDEN, 2**32 - 1, rng.getrandbits(32)]),
     )
-    named = kind in (Kind.UPLOAD, Kind.STATE)
+    named = kind is Kind.UPLOAD
     shape = {"rows": 0, "width": 0} if named else {"rows": rows, "width": width, "dtype": Dtype.F32}
     size = rng.choice([1 << 40, 1 << 39, rng.getrandbits(40)]) if named else min(rows * width * 4, 2**64 - 1)
     stream.send(
@@ -215,18 +216,19 @@ def absurd_request(rng: Random, stream: Stream, other: int) -> None:
 def absurd_upload(rng: Random, stream: Stream, other: int) -> None:
     stream.join()
     reply = stream.ask(stream.request(Kind.STATE))
-    found = from_wire(reply.fields["pieces"], reply.tensors)
-    pieces = [piece for piece in found if piece.kind == "value" or rng.random() < 0.1]
+    pieces = [piece for piece in reply.pieces if piece.kind == "value" or rng.random() < 0.1]
     stream.ask(stream.request(Kind.LEAVE))
     again = Stream(stream.channel)
     try:
         again.join(uploads=True)
-        index, tensors = to_wire(pieces)
+        index = to_index(pieces)
         entry = rng.choice(index)
         entry[rng.choice(list(entry))] = rng.choice(
             [*_ODD, [2**31 - 1] * 4, [[0, 2**31 - 1]], [[5, 1]], "exp_avg", "extra"]
         )
-        again.ask(again.request(Kind.UPLOAD, {"pieces": index}, tensors=tensors))
+        text, content = json.dumps({"pieces": index}).encode(), b"".join(encode_pieces(pieces))
+        sizes = {"json_bytes": len(text), "tensor_bytes": len(content)}
+        again.ask(packed(Kind.UPLOAD, session=again.session, operation=1, **sizes) + text + content)
     except Ended:
         pass
     stream.outcome = again.finish()

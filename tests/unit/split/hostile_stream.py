@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from dataclasses import dataclass, field
 from itertools import count
@@ -12,8 +13,10 @@ import grpc
 import torch
 from torch import Tensor
 
-from megatron_mux.split.protocol.chunks import FRAME_BYTES, Assembly, frames
-from megatron_mux.split.protocol.wire import METHOD, Dtype, Flags, Header, Kind, Limits, Message
+from megatron_mux.split.protocol.agreement import PROTOCOL, Fields
+from megatron_mux.split.protocol.framing import FRAME_BYTES, Assembly, frames
+from megatron_mux.split.protocol.messages import Message, Refusal
+from megatron_mux.split.protocol.wire import METHOD, Dtype, Flags, Header, Kind, Limits
 
 HIDDEN = 32
 ROWS = 12
@@ -47,6 +50,15 @@ class Ended(Exception):
     """The server ended the stream where a case expected an answer."""
 
 
+class AnyFields(Fields):
+    """JSON that follows no schema."""
+
+    content: dict[str, Any]
+
+    def model_dump_json(self, **options: Any) -> str:
+        return json.dumps(self.content)
+
+
 def packed(kind: int, **values: int) -> bytes:
     """A header with any values, which nobody has checked."""
     names = ("dtype", "flags", "session", "step", "operation", "json_bytes", "tensor_bytes", "rows", "width")
@@ -55,7 +67,7 @@ def packed(kind: int, **values: int) -> bytes:
 
 def hello(**changes: Any) -> Message:
     """A HELLO with some fields changed."""
-    return Message(Kind.HELLO, fields={**PROPOSAL, **changes})
+    return Message(Kind.HELLO, fields=AnyFields(content={"protocol": PROTOCOL, **PROPOSAL, **changes}))
 
 
 @dataclass
@@ -108,7 +120,7 @@ class Stream:
         """A message with the next number."""
         self.operation += 1
         values = {"session": self.session, "operation": self.operation, **others}
-        return Message(kind, fields=fields or {}, **values)
+        return Message(kind, fields=AnyFields(content=fields or {}), **values)
 
     def forward(self, hidden: Tensor | None = None, flags: Flags = TRAINING, **fields: Any) -> Message:
         """A FORWARD that is right but for what is given."""
@@ -147,7 +159,7 @@ class Stream:
         except grpc.RpcError as error:
             self.outcome = error.code().name
             return None
-        self.outcome = f"ERROR {reply.fields['code']}" if reply.kind is Kind.ERROR else reply.kind.name
+        self.outcome = f"ERROR {reply.read(Refusal).code}" if reply.kind is Kind.ERROR else reply.kind.name
         return reply
 
 

@@ -19,7 +19,6 @@ from megatron_mux.split.server.metrics import Metrics
 from megatron_mux.split.server.scheduler import Scheduler, SchedulerOptions
 from megatron_mux.split.server.service import Service
 from megatron_mux.split.server.serving import ServingOptions, SplitServer
-from megatron_mux.split.server.session_compute import Bodies
 from megatron_mux.split.server.session_prediction import SessionPredictor, prediction_worker
 from megatron_mux.split.server.store import SessionStore
 
@@ -35,7 +34,6 @@ class RunningServer:
         self.store = SessionStore(store)
         self.capacity = options.pop("capacity", 1 << 30)
         self.together = options.pop("together", 0)
-        self.swap_rate = options.pop("swap_rate", 1e12)
         self.fingerprint = options.pop("fingerprint", "fingerprint")
         self.options = options
         self.more: list[Service] = []
@@ -57,9 +55,8 @@ class RunningServer:
         self.body = Body(self.backbone, self.parallel)
         dispatcher = Dispatcher(Scheduler(self.capacity, SchedulerOptions()), self.together)
         options = ServingOptions(self.fingerprint, self.backbone.layers, **self.options)
-        bodies = Bodies(self.body, options.policy == "vanilla", self.swap_rate)
         log = logging.getLogger("split server in a test")
-        self.server = SplitServer(bodies, dispatcher, self.store, options, Metrics(), log)
+        self.server = SplitServer(self.body, dispatcher, self.store, options, Metrics(), log)
         # What a body takes is predicted once for all tests, not by each of their servers.
         info = self.backbone.info
         body = info.path, info.fingerprint, self.backbone.dtype, self.backbone.layers

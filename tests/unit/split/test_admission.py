@@ -41,24 +41,6 @@ def test_what_does_not_fit_alone_is_refused_for_good() -> None:
     assert refused.value.code == "too_large"
 
 
-def test_a_session_that_needs_more_than_predicted_is_promised_nothing() -> None:
-    room = AdmissionController(CAPACITY)
-    room.claim("one", memory(10, 20), 1)
-    room.claim("two", memory(10, 20), 1)
-    with pytest.raises(RefusedError):
-        room.claim("two", memory(30, 70), 1)
-    room.claim("three", memory(30, 50), 1)
-
-
-def test_whole_tasks_that_are_moved_need_to_fit_alone_only() -> None:
-    room = AdmissionController(CAPACITY, shared=False, own_bytes=30)
-    room.claim("one", memory(10, 50), 1)
-    room.claim("two", memory(10, 50), 1)
-    with pytest.raises(RefusedError) as refused:
-        room.claim("three", memory(20, 50), 1)
-    assert refused.value.code == "too_large"
-
-
 def test_a_client_has_a_share_of_the_memory() -> None:
     room = AdmissionController(CAPACITY, share=0.5)
     room.claim("one/a", memory(10, 30), 1)

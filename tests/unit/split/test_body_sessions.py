@@ -1,8 +1,9 @@
-"""Sessions on one body: isolated, saved exactly, attached whole or not at all."""
+"""Sessions on one body: over one set of parameters, isolated, saved exactly, attached whole or not at all."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +15,20 @@ from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
-from megatron_mux.split.protocol.pieces import Piece, from_wire, to_wire
-from megatron_mux.split.server.body import Body, Rows
+from megatron_mux.split.protocol.pieces import Piece, from_index, to_index
+from megatron_mux.split.server.body import Body, Rows, unique_bytes
 from megatron_mux.tasks import TrainingSpec
 from tests import tiny_models
-from tests.unit.split.test_body import SECTIONS
 
+SECTIONS: dict[str, dict[str, Any]] = {
+    "lora": {"peft_type": "LORA", "r": 4, "lora_dropout": 0.2, "target_modules": "all-linear"},
+    "prefix": {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 3},
+    "bottleneck": {"peft_type": "BOTTLENECK", "bottleneck_size": 5},
+    "ia3": {"peft_type": "IA3"},
+    "diff": {"peft_type": "DIFF_PRUNING", "l0_weight": 0.01},
+    "vera": {"peft_type": "VERA", "r": 8},
+    "loha": {"peft_type": "LOHA", "r": 3},
+}
 BODY, STEPS = range(1, 4), 6
 """Diff pruning freezes its mask after two thirds of the steps."""
 
@@ -99,6 +108,46 @@ def test_a_nan_of_one_session_reaches_no_other(body: Body, spoilt: str, what: st
         assert (body.squared_norm(kind, 1) == squares[kind]) is (kind != spoilt), kind
 
 
+def test_all_sessions_share_one_storage_of_the_parameters(body: Body, backbone: Backbone) -> None:
+    before = {p.untyped_storage().data_ptr() for p in backbone.model.parameters()}
+    shared = body.shared_bytes
+    for kind in SECTIONS:
+        add(body, kind)
+    modules: list[Any] = [op.info.module for op in body.adapters.ops]
+    used = {module.weight.untyped_storage().data_ptr() for module in modules}
+    assert used <= before == {p.untyped_storage().data_ptr() for p in backbone.model.parameters()}
+    assert body.shared_bytes == shared
+    tensors = [*backbone.model.parameters()]
+    for kind in SECTIONS:
+        member = body._members[kind]
+        flat_params = member.adapter.flat_params
+        tensors += [flat_params.values, flat_params.gradients, *member.optimizer.tensors]
+        tensors += [record.value for record in member.adapter.fixed]
+    held = shared + sum(map(body.bytes_of, SECTIONS))
+    assert unique_bytes(tensors) == held, "nothing is held twice, nothing else"
+
+
+@pytest.mark.parametrize("kind", ["lora", "prefix"])
+@pytest.mark.parametrize("value", [1e308, -1e200, 0.0])
+def test_a_session_computed_together_with_an_absurd_one_is_as_it_would_be_alone(
+    body: Body, kind: str, value: float
+) -> None:
+    """Values that overflow stay within the rows of their own session."""
+    for name in ("victim", "absurd"):
+        body.add(name, section(kind), training(), BODY, STEPS)
+    victim = rows_of(body, "victim", 0)
+    absurd = replace(victim, session="absurd", hidden=torch.full_like(victim.hidden, value))
+    found = []
+    for rows in ([victim], [absurd, victim]):
+        gradients = [torch.full_like(victim.hidden, 1e308)] * (len(rows) - 1) + [victim.hidden.flip(0)]
+        output, made = passes(body, rows, gradients)[-1]
+        found.append((output, made, torch.tensor(body.squared_norm("victim", 0))))
+        for own in rows:
+            body.zero(own.session)
+    for alone, together in zip(*found, strict=True):
+        torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("steps", [2, 5], ids=["before the mask is frozen", "after"])
 @pytest.mark.parametrize("optim", ["adamw_torch", "lion_32bit", "sgd"])
 def test_a_session_goes_on_from_its_save_to_the_bit(body: Body, steps: int, optim: str) -> None:
@@ -106,7 +155,8 @@ def test_a_session_goes_on_from_its_save_to_the_bit(body: Body, steps: int, opti
         add(body, kind, optim=optim)
         for step in range(steps):
             step_of(body, kind, step)
-        saved = from_wire(*to_wire(body.state(kind)))
+        state = body.state(kind)
+        saved = from_index(to_index(state), [piece.tensor for piece in state])
         at = tensors_of(body, kind)
         square = step_of(body, kind, steps)
         wanted = tensors_of(body, kind)

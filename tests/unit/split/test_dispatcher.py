@@ -66,7 +66,7 @@ def test_time_is_that_of_the_device_not_of_its_launches() -> None:
         steps.append("computed")
 
     async def computed() -> Outcome:
-        dispatcher = Dispatcher(Scheduler(10), finish=finish)
+        dispatcher = Dispatcher(Scheduler(10), synchronize=finish)
         outcome = await dispatcher.compute(Work("client", run, "one", 4))
         dispatcher.close()
         return outcome

@@ -16,7 +16,7 @@ from megatron_mux.backbone.registry import read_backbone_info
 from megatron_mux.split.client import stream as client_stream
 from megatron_mux.split.client import transport
 from megatron_mux.split.client.trainer import SplitTrainer
-from megatron_mux.split.protocol import chunks
+from megatron_mux.split.protocol import framing
 from tests.unit.split.faulty_connections import CuttingProxy, faulty_stream
 from tests.unit.split.running_server import RunningServer, running_server
 from tests.unit.split.splitting import task_of
@@ -81,7 +81,7 @@ def test_faulty_frames_change_nothing(
 ) -> None:
     """Messages have several frames here; a doubled message of one frame is a doubled request."""
     faults = ["double", "swap", "late", "double", "swap", "late"]
-    monkeypatch.setattr(chunks, "FRAME_BYTES", FRAME_BYTES)
+    monkeypatch.setattr(framing, "FRAME_BYTES", FRAME_BYTES)
     monkeypatch.setattr(transport, "ClientStream", faulty_stream(2, faults))
     assert same(train(whole_backbone, data, server.address, tmp_path), undisturbed)
     assert not faults
@@ -96,7 +96,7 @@ def test_a_lost_frame_is_sent_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     faults = ["drop"]
-    monkeypatch.setattr(chunks, "FRAME_BYTES", FRAME_BYTES)
+    monkeypatch.setattr(framing, "FRAME_BYTES", FRAME_BYTES)
     monkeypatch.setattr(client_stream, "_SECONDS_OF_SILENCE", 1.0)
     monkeypatch.setattr(transport, "ClientStream", faulty_stream(3, faults))
     assert same(train(whole_backbone, data, server.address, tmp_path), undisturbed)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_mux.split.client.transport import DeadlineError
+from megatron_mux.split.protocol.messages import Leave
 from megatron_mux.split.protocol.wire import Kind, RefusedError
 from tests.unit.split.caller import RUN, Caller, backbone, busy, equal, parallel, path, server
 from tests.unit.split.running_server import RunningServer
@@ -51,7 +52,7 @@ def test_a_connection_lost_while_its_old_session_ends_leaks_nothing(server: Runn
     other = Caller(server, training=training)
     other.join()
     other.train_step()
-    other.call(other.message(Kind.LEAVE, {"finished": True}))
+    other.call(other.message(Kind.LEAVE, Leave(finished=True)))
     assert server.server.dispatcher.scheduler.free == server.capacity
 
 
@@ -112,7 +113,7 @@ def test_a_damaged_save_is_as_good_as_none(server: RunningServer) -> None:
     caller.join()
     caller.train_step()
     caller.state()
-    caller.call(caller.message(Kind.LEAVE, {"finished": False}))
+    caller.call(caller.message(Kind.LEAVE, Leave()))
     (file,) = server.store.directory.glob("local/one/*/step-1.safetensors")
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(RefusedError) as refused:
@@ -127,7 +128,7 @@ def test_leaving_and_joining_at_once_do_not_wait_for_each_other(server: RunningS
     other = Caller(server, training={"max_steps": 9, "learning_rate": 0.01})
     with ThreadPoolExecutor(2) as pool:
         with busy(server):
-            leaving = pool.submit(caller.call, caller.message(Kind.LEAVE, {"finished": False}))
+            leaving = pool.submit(caller.call, caller.message(Kind.LEAVE, Leave()))
             until(lambda: server.server.dispatcher.queued == 1)  # the update before
             session = server.server.sessions["local/one"]
             joining = pool.submit(other.join)

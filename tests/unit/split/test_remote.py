@@ -16,7 +16,8 @@ from megatron_mux.engine import StepResult
 from megatron_mux.errors import UserError
 from megatron_mux.split.client.engine import SplitEngine
 from megatron_mux.split.client.link import LOST
-from megatron_mux.split.protocol.wire import Dtype, Flags, Kind, Message, RefusedError
+from megatron_mux.split.protocol.messages import Decision, Forward, Gradient, Message, WithPrevious
+from megatron_mux.split.protocol.wire import Dtype, Flags, Kind, RefusedError
 from tests import tiny_models
 from tests.end_to_end.harness import adapter
 from tests.unit.split.fake_server import FakeServer
@@ -75,11 +76,11 @@ def test_flags_say_what_is_needed(
     assert sent(server) == 2 * [message for own in each for message in own]
     assert 0 < first.grad_norm != second.grad_norm
     # Two micro-batches of a step; the second step's first request tells what became of the first.
-    told = [message.fields.get("previous") for message in server.messages if message.kind is Kind.FORWARD]
-    assert told == [None, None, {"step": 0, "norm": first.grad_norm, "skip": False}, None]
+    passes = [message.read(Forward) for message in server.messages if message.kind is Kind.FORWARD]
+    decision = Decision(step=0, norm=first.grad_norm)
+    assert [fields.previous for fields in passes] == [None, None, decision, None]
     assert [message.operation for message in server.messages] == list(range(len(server.messages)))
-    lengths = [message.fields["lengths"] for message in server.messages if message.kind is Kind.FORWARD]
-    ids = [message.fields["ids"] for message in server.messages if message.kind is Kind.FORWARD]
+    lengths, ids = [fields.lengths for fields in passes], [fields.ids for fields in passes]
     assert sorted(ids[0] + ids[1]) == [0, 1, 2, 3] and len(lengths[0]) == len(ids[0])
 
 
@@ -125,7 +126,7 @@ def poisoned(kind: Kind) -> Callable[[Message], Message]:
 
 
 def no_norm(reply: Message) -> Message:
-    return replace(reply, fields={"squared_norm": None} if "squared_norm" in reply.fields else reply.fields)
+    return replace(reply, fields=Gradient()) if reply.kind is Kind.GRADIENT else reply
 
 
 @pytest.mark.parametrize(
@@ -147,9 +148,8 @@ def test_neither_end_steps_if_something_is_not_finite(
     server.change = lambda reply: reply
     after = adapter(engine, "one")  # a save: it tells the server to skip the step
     engine.close()
-    assert (
-        server.messages[-1].fields["previous"] == {"step": 1, "norm": 0.0, "skip": True} and server.step == 1
-    )
+    told = server.messages[-1].read(WithPrevious).previous
+    assert told == Decision(step=1, norm=0.0, skip=True) and server.step == 1
     assert all(torch.equal(after[key], before[key]) for key in before)
     assert all(torch.isfinite(m.tensor).all() for m in server.messages if m.tensor is not None)
 
@@ -186,7 +186,7 @@ def test_all_that_is_sent_goes_through_the_hooks(path: Path) -> None:
     step(engine)
     assert plain.messages[1].tensor is not None and server.messages[1].tensor is not None
     assert torch.equal(server.messages[1].tensor, plain.messages[1].tensor * 0.5)
-    first, second = (tuple(m.fields["lengths"]) for m in server.messages if m.kind is Kind.FORWARD)
+    first, second = (tuple(m.read(Forward).lengths) for m in server.messages if m.kind is Kind.FORWARD)
     engine.evaluate("one", engine.task("one").data)
     step(engine)
     kinds = ["activations", "gradients"] * 2

@@ -18,9 +18,11 @@ import torch
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.client.transport import DeadlineError
-from megatron_mux.split.protocol.agreement import Proposal, Terms
-from megatron_mux.split.protocol.pieces import Piece, from_wire, to_wire
-from megatron_mux.split.protocol.wire import Dtype, Flags, Kind, Message, RefusedError
+from megatron_mux.split.protocol.agreement import Proposal
+from megatron_mux.split.protocol.messages import Decision, Leave, Message, State, Upload
+from megatron_mux.split.protocol.pieces import Piece
+from megatron_mux.split.protocol.wire import Dtype, Flags, Kind, RefusedError
+from megatron_mux.split.server import attachments
 from megatron_mux.split.server.session_memory import Memory
 from tests.unit.split.caller import (
     HIDDEN,
@@ -30,10 +32,12 @@ from tests.unit.split.caller import (
     backbone,
     busy,
     equal,
+    norm_of,
     parallel,
     path,
     server,
 )
+from tests.unit.split.hostile_stream import AnyFields
 from tests.unit.split.running_server import RunningServer, running_server
 
 __all__ = ["backbone", "parallel", "path", "server"]  # fixtures
@@ -46,29 +50,16 @@ def test_an_operation_that_comes_again_is_computed_once(server: RunningServer) -
     first, again = caller.call(forward), caller.call(forward)
     assert first.tensor is not None and again.tensor is not None and torch.equal(first.tensor, again.tensor)
     backward = caller.backward(forward.operation)
-    squares = [caller.call(backward).fields["squared_norm"] for _ in range(3)]
+    squares = [norm_of(caller.call(backward)) for _ in range(3)]
     assert len(set(squares)) == 1, "gradients were added once"
-    caller.previous = {"step": 0, "norm": 1.0, "skip": False}
+    caller.previous = Decision(step=0, norm=1.0)
     caller.step = 1
-    save = caller.message(Kind.STATE, {"keep": []})
-    states = [[*caller.call(save).tensors.values()] for _ in range(2)]
+    save = caller.message(Kind.STATE, State())
+    states = [[piece.tensor for piece in caller.call(save).pieces] for _ in range(2)]
     assert equal(*states), "the step was taken once"
     with pytest.raises(RefusedError):  # it would have to join again
         caller.call(forward)
     assert server.server.metrics.refused.labels("replayed")._value.get() == 1
-
-
-def test_a_session_goes_on_where_its_stream_broke(server: RunningServer) -> None:
-    caller, other = Caller(server), Caller(server)
-    caller.join()
-    forward = caller.forward()
-    output = caller.call(forward).tensor
-    caller.transport.close()
-    assert other.join()["step"] == 0
-    other.session, other.operation = caller.session, caller.operation
-    again = other.call(forward).tensor
-    assert output is not None and again is not None and torch.equal(output, again)
-    assert other.call(other.backward(forward.operation)).fields["squared_norm"] > 0
 
 
 def test_a_client_that_was_killed_goes_on_from_its_save(server: RunningServer) -> None:
@@ -79,7 +70,7 @@ def test_a_client_that_was_killed_goes_on_from_its_save(server: RunningServer) -
     wanted = [*caller.train_step(), *caller.train_step()]
     caller.transport.close()
     again = Caller(server, step=1, incarnation="cd" * 8)
-    assert again.join()["step"] == 1
+    assert again.join().step == 1
     assert equal(again.state(), state)
     assert equal([*again.train_step(), *again.train_step()], wanted)
 
@@ -136,7 +127,7 @@ def test_a_skipped_step_leaves_the_adapter_as_it_was(server: RunningServer) -> N
     before = caller.state()
     caller.train_step()
     caller.step = 0
-    caller.previous = {"step": 0, "norm": 0.0, "skip": True}
+    caller.previous = Decision(step=0, norm=0.0, skip=True)
     assert equal(caller.state(), before)
     wanted = caller.train_step()
     fresh = Caller(server, task="two")
@@ -144,7 +135,7 @@ def test_a_skipped_step_leaves_the_adapter_as_it_was(server: RunningServer) -> N
     assert equal(fresh.train_step(), wanted), "gradients of the skipped step are gone"
 
 
-@pytest.mark.parametrize("policy", ["preserve", "reforward-with-gradients", "auto", "vanilla"])
+@pytest.mark.parametrize("policy", ["preserve", "auto"])
 def test_policies_compute_the_same(
     backbone: Backbone, parallel: Parallel, server: RunningServer, tmp_path: Path, policy: str
 ) -> None:
@@ -153,31 +144,10 @@ def test_policies_compute_the_same(
     wanted = [*caller.train_step(), *caller.train_step()]
     with running_server(backbone, parallel, tmp_path / "other", policy=policy) as running:
         other = Caller(running)
-        assert other.join()["policy"] == policy
+        assert other.join().policy == policy
         assert equal([*other.train_step(), *other.train_step()], wanted)
         scheduler, session = running.server.dispatcher.scheduler, running.server.sessions["local/one"]
-        if policy == "vanilla":
-            assert (
-                running.capacity - scheduler.free
-                > running.server.bodies.own_parameters + session.memory.graph
-            )
-        else:
-            assert scheduler.free == running.capacity - session.memory.lasting, "nothing else stays reserved"
-
-
-def test_waiting_includes_moving_tasks(backbone: Backbone, parallel: Parallel, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"policy": "vanilla", "swap_rate": 1e12}
-    with running_server(backbone, parallel, tmp_path / "other", **options) as running:
-        first, second = Caller(running, task="one"), Caller(running, task="two")
-        first.join()
-        first.train_step()
-        running.server.dispatcher.scheduler.free = 0  # the second task takes the place of the first
-        second.join()
-        second.train_step()
-        own, bodies = running.server.sessions["local/one"], running.server.bodies
-        bodies.swap_rate = (bodies.own_parameters + own.memory.lasting) / 0.1
-        waited = first.call(first.forward()).fields["waited_s"]
-        assert waited >= 0.2, "one task goes out, another comes in"
+        assert scheduler.free == running.capacity - session.memory.lasting, "nothing else stays reserved"
 
 
 def test_a_forward_pass_without_a_backward_is_forgotten(server: RunningServer) -> None:
@@ -225,7 +195,7 @@ def test_a_session_is_let_in_when_there_is_room(
         with pytest.raises(DeadlineError, match="sessions use the server's memory"):
             second.join(1)
         first.train_step()
-        first.call(first.message(Kind.LEAVE, {"finished": True}))
+        first.call(first.message(Kind.LEAVE, Leave(finished=True)))
         second.join()
         assert second.train_step()
 
@@ -265,9 +235,7 @@ def test_sessions_computed_together_learn_what_each_learns_alone(
                     server, callers, [caller.backward(caller.operation, seed=step) for caller in callers]
                 )
                 for caller, gradient in zip(callers, gradients, strict=True):
-                    norm = float(gradient.fields["squared_norm"]) ** 0.5
-                    caller.previous = {"step": step, "norm": norm, "skip": False}
-                    caller.step += 1
+                    caller.decide(gradient)
                 made += [reply.tensor for reply in (*outputs, *gradients)]
             made += [tensor for caller in callers for tensor in caller.state()]
             counted = server.server.metrics.together._value.get()
@@ -277,17 +245,6 @@ def test_sessions_computed_together_learn_what_each_learns_alone(
             found.append(made)
     for alone, together in zip(*found, strict=True):
         torch.testing.assert_close(together, alone, rtol=1e-7, atol=1e-10)
-
-
-def test_memory_is_free_when_a_session_has_left(server: RunningServer) -> None:
-    caller = Caller(server)
-    caller.join()
-    assert server.server.dispatcher.scheduler.free < server.capacity
-    caller.train_step()
-    caller.call(caller.message(Kind.LEAVE, {"finished": True}))
-    assert server.server.dispatcher.scheduler.free == server.capacity
-    assert not server.server.sessions
-    assert not list(server.store.directory.glob("local/one/final-*"))  # its client has it
 
 
 def test_what_became_of_a_session_is_logged(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -302,7 +259,7 @@ def test_what_became_of_a_session_is_logged(server: RunningServer, caplog: pytes
         caller = Caller(server, incarnation=f"{number}0" * 8)
         caller.join()
         caller.train_step()
-        caller.call(caller.message(Kind.LEAVE, {"finished": finished}))
+        caller.call(caller.message(Kind.LEAVE, Leave(finished=finished)))
     steps = {record.message: getattr(record, "fields", {}).get("step") for record in caplog.records}
     assert list(steps) == ["joined", "away", "left", "finished"]
     assert steps["away"] == 0 and steps["left"] == steps["finished"] == 1
@@ -317,7 +274,7 @@ def test_a_body_that_clients_do_not_get_stays_when_they_have_finished(
             caller.join()
             caller.train_step()
             assert not caller.state()
-            caller.call(caller.message(Kind.LEAVE, {"finished": True}))
+            caller.call(caller.message(Kind.LEAVE, Leave(finished=True)))
             assert (server.store.directory / f"local/one/final-{number}.safetensors").is_file()
 
 
@@ -358,20 +315,31 @@ def test_proposals_that_are_refused(server: RunningServer, changes: dict[str, An
     [
         (lambda m: replace(m, session=m.session + 1), "session"),
         (lambda m: replace(m, step=3), "step"),
-        (lambda m: replace(m, fields={"lengths": [5, 8], "ids": [0, 1]}), "rows"),
-        (lambda m: replace(m, fields={"lengths": [5, 7], "ids": [0]}), "rows"),
-        (lambda m: replace(m, fields={"lengths": [0, 12], "ids": [0, 1]}), "json"),
-        (lambda m: replace(m, fields={"lengths": [1] * 12, "ids": list(range(12))}), "rows"),
-        (lambda m: replace(m, fields={"lengths": [5, 7], "ids": [0, 1], "more": 1}), "json"),
-        (lambda m: replace(m, fields={"lengths": [5, 7], "ids": [0, -1]}), "json"),
-        (lambda m: replace(m, kind=Kind.BACKWARD, fields={"forward": 77}), "no_state"),
+        (lambda m: replace(m, fields=AnyFields(content={"lengths": [5, 8], "ids": [0, 1]})), "rows"),
+        (lambda m: replace(m, fields=AnyFields(content={"lengths": [5, 7], "ids": [0]})), "rows"),
+        (lambda m: replace(m, fields=AnyFields(content={"lengths": [0, 12], "ids": [0, 1]})), "json"),
+        (
+            lambda m: replace(m, fields=AnyFields(content={"lengths": [1] * 12, "ids": list(range(12))})),
+            "rows",
+        ),
+        (
+            lambda m: replace(m, fields=AnyFields(content={"lengths": [5, 7], "ids": [0, 1], "more": 1})),
+            "json",
+        ),
+        (lambda m: replace(m, fields=AnyFields(content={"lengths": [5, 7], "ids": [0, -1]})), "json"),
+        (lambda m: replace(m, kind=Kind.BACKWARD, fields=AnyFields(content={"forward": 77})), "no_state"),
         (lambda m: replace(m, kind=Kind.UPLOAD, tensor=None, dtype=Dtype.NONE, flags=Flags.NONE), "kind"),
         (
-            lambda m: replace(m, fields={**m.fields, "previous": {"step": 5, "norm": 1.0, "skip": False}}),
+            lambda m: replace(m, fields=m.fields.model_copy(update={"previous": Decision(step=5, norm=1.0)})),
             "no_state",
         ),
         (
-            lambda m: replace(m, fields={**m.fields, "previous": {"step": 0, "norm": -1.0, "skip": False}}),
+            lambda m: replace(
+                m,
+                fields=AnyFields(
+                    content={"lengths": [12], "ids": [0], "previous": {"step": 0, "norm": -1.0}}
+                ),
+            ),
             "json",
         ),
         (lambda m: replace(m, tensor=m.tensor * float("nan")), "finite"),
@@ -409,15 +377,14 @@ def test_a_client_that_is_killed_while_joining_may_come_again(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Caller(server, task="another").join()  # from now on the server knows what such a session takes
-    bodies, begun, may_end = server.server.bodies, threading.Event(), threading.Event()
-    join = bodies.join
+    begun, may_end, attach = threading.Event(), threading.Event(), attachments.attach
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments: Any) -> None:
         begun.set()
         may_end.wait(10)
-        return join(*arguments)
+        attach(*arguments)
 
-    monkeypatch.setattr(bodies, "join", slow)
+    monkeypatch.setattr(attachments, "attach", slow)
     with pytest.raises(DeadlineError):
         Caller(server).join(0.5)
     assert begun.is_set()
@@ -476,11 +443,6 @@ def test_work_of_a_killed_client_does_not_reach_its_next_session(
     assert equal(again.train_step(), wanted)
 
 
-def test_sizes_beyond_two_gibibytes_can_be_told() -> None:
-    terms = Terms(session=1, step=0, policy="on-demand", forward_bytes=1 << 40, backward_bytes=1 << 40)
-    assert terms.backward_bytes == 1 << 40
-
-
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -497,21 +459,20 @@ def test_uploads_that_do_not_fit_are_refused(server: RunningServer, spoil: Calla
     """The session stays usable: its client can upload what is right."""
     source = Caller(server, task="source")
     source.join()
-    reply = source.call(source.message(Kind.STATE, {"keep": []}))
-    pieces = [piece for piece in from_wire(reply.fields["pieces"], reply.tensors) if piece.kind == "value"]
+    found = source.call(source.message(Kind.STATE, State())).pieces
+    pieces = [piece for piece in found if piece.kind == "value"]
     caller = Caller(server, uploads=True)
     caller.join()
-    index, tensors = to_wire([spoil(pieces[0]), *pieces[1:]])
+    wrong = [spoil(pieces[0]), *pieces[1:]]
     try:
-        caller.call(caller.message(Kind.UPLOAD, {"pieces": index}, tensors=tensors))
+        caller.call(caller.message(Kind.UPLOAD, Upload(), pieces=wrong))
     except RefusedError as error:
         assert error.code in ("pieces", "index")
     else:
-        assert tensors["0"].dtype is torch.bool, "numbers of another type are converted"
+        assert wrong[0].tensor.dtype is torch.bool, "numbers of another type are converted"
     again = Caller(server, uploads=True, incarnation="cd" * 8)
     again.join()
-    index, tensors = to_wire(pieces)
-    again.call(again.message(Kind.UPLOAD, {"pieces": index}, tensors=tensors))
+    again.call(again.message(Kind.UPLOAD, Upload(), pieces=pieces))
     assert again.train_step()
 
 

@@ -1,4 +1,4 @@
-"""Sessions are predicted as they are measured, whatever the backbone; on a GPU that is not there, too."""
+"""Sessions take what is predicted, whatever the backbone; on a GPU that is not there, too."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from megatron_mux.split.server.session_prediction import BodyPlace, SessionPredi
 from tests import tiny_models
 from tests.unit.fusion.backbone import info
 from tests.unit.split.caller import proposal
+from tests.unit.split.counted import meter
 
 LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
 ASKED: dict[str, Any] = {"adapter": LORA, "cut_back": 0, "train_rows": 96, "rows": 96, "longest": 50}
@@ -51,8 +52,8 @@ def test_every_family_takes_what_is_predicted(name: str, layers: int, tmp_path: 
     body, asked = loaded(tmp_path, name, layers), proposal(**ASKED)
     own = asked.body(body.backbone.shape)
     body.add("a", asked.adapter_spec(), asked.training, own, 9)
-    measured = profile(body, "a", asked, own, smaller=False)
-    assert predicted(BodyPlace.of(body, own), asked) == measured
+    counted = profile(body, "a", asked, own, meter(torch.device("cpu")))
+    assert predicted(BodyPlace.of(body, own), asked) == counted
 
 
 def test_a_gpu_keeps_less_than_a_cpu(tmp_path: Path) -> None:

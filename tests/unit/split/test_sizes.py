@@ -15,7 +15,8 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.client.link import ServerConnection
-from megatron_mux.split.protocol.pieces import Piece, to_wire
+from megatron_mux.split.protocol.messages import Leave
+from megatron_mux.split.protocol.pieces import Piece, to_index
 from megatron_mux.split.protocol.wire import Kind, RefusedError
 from megatron_mux.split.server.scheduler import Demand
 from tests.unit.split.caller import ROWS, RUN, Caller, backbone, equal, parallel, path, server
@@ -41,14 +42,14 @@ def test_a_state_travels_in_parts(server: RunningServer, monkeypatch: pytest.Mon
                 for rank in range(8):
                     own = torch.full((1, 2), 1.0 * rank)
                     pieces.append(Piece(key.format(divided), kind, (8, 2), own, 0, ((rank, rank + 1),)))
-    assert len(json.dumps(to_wire(pieces)[0])) > 1 << 20
+    assert len(json.dumps(to_index(pieces))) > 1 << 20
     saved = []
     monkeypatch.setattr(server.body, "state", lambda name: pieces)
     monkeypatch.setattr(server.store, "save", lambda *arguments: saved.append(arguments))
     again = Caller(server, incarnation="cd" * 8)
     link = ServerConnection(again.transport, again.proposal, read_shape(server.backbone.info.path))
     link.join()
-    link._transport.limits = replace(link._transport.limits, named_bytes=1 << 20)
+    link._transport.limits = replace(link._transport.limits, piece_bytes=1 << 20)
     found = link.save([])
     assert len(saved) == 1 and server.server.sessions["local/one"].state is None
     assert [(p.key, p.kind, p.runs) for p in found] == [(p.key, p.kind, p.runs) for p in pieces]
@@ -93,7 +94,7 @@ def test_runs_that_saved_nothing_leave_nothing(server: RunningServer) -> None:
     caller = Caller(server)
     caller.join()
     assert server.store._folder(f"local/one/{RUN}").is_dir()
-    caller.call(caller.message(Kind.LEAVE, {}))
+    caller.call(caller.message(Kind.LEAVE, Leave()))
     assert not server.store._folder(f"local/one/{RUN}").exists()
 
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor
 
-from megatron_mux.split.protocol.tensors import decode, decode_named, encode, encode_named
+from megatron_mux.split.protocol.pieces import Piece, PieceEntry
+from megatron_mux.split.protocol.tensors import decode, decode_pieces, encode, encode_pieces
 from megatron_mux.split.protocol.wire import Dtype, Limits, WireError
 
 EXACT = {
@@ -97,14 +99,17 @@ def test_the_largest_norm_of_a_row() -> None:
         received(tensor, Dtype.F32, Limits(norm=4.0, finite=False))
 
 
-def named(**tensors: Tensor) -> tuple[Any, np.ndarray]:
-    index, content = encode_named(tensors)
-    return index, np.frombuffer(bytearray(b"".join(content)), np.uint8)
+def sent(pieces: list[Piece]) -> np.ndarray:
+    return np.frombuffer(bytearray(b"".join(encode_pieces(pieces))), np.uint8)
+
+
+def entry(**changes: Any) -> PieceEntry:
+    right = {"key": "a", "kind": "value", "dtype": "f32", "shape": (2,)}
+    return PieceEntry.model_validate({**right, **changes})
 
 
 @given(
-    st.dictionaries(
-        st.text(max_size=5),
+    st.lists(
         st.tuples(
             st.sampled_from([*EXACT.values(), torch.bool]),
             st.lists(st.integers(0, 4), max_size=3),
@@ -113,56 +118,47 @@ def named(**tensors: Tensor) -> tuple[Any, np.ndarray]:
         max_size=4,
     )
 )
-def test_named_tensors_survive(shapes: dict[str, tuple[torch.dtype, list[int], int]]) -> None:
-    tensors = {
-        name: torch.randn(shape, generator=torch.Generator().manual_seed(seed)).gt(0).to(dtype)
-        for name, (dtype, shape, seed) in shapes.items()
-    }
-    found = decode_named(*named(**tensors), Limits())
-    assert list(found) == list(tensors)
-    for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+def test_pieces_survive(shapes: list[tuple[torch.dtype, list[int], int]]) -> None:
+    pieces = []
+    for dtype, shape, seed in shapes:
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).gt(0).to(dtype)
+        pieces.append(Piece("a", "value", tuple(shape), values))
+    found = decode_pieces(list(map(PieceEntry.of, pieces)), sent(pieces), Limits())
+    for one, other in zip(found, pieces, strict=True):
+        assert one.tensor.dtype == other.tensor.dtype and torch.equal(one.tensor, other.tensor)
 
 
-BAD_INDICES: list[Any] = [
-    None,
-    {},
-    "text",
-    [[]],
-    ["a"],
-    [["a", "f32"]],
-    [["a", "f32", [2], 0]],
-    [["a", "i64", [1]]],
-    [["a", ["f32"], [2]]],
-    [["a", "f32", [2.0]]],
-    [["a", "f32", [True, 2]]],
-    [["a", "f32", [-1, -2]]],
-    [["a", "f32", "2"]],
-    [["a", "f32", [3]]],
-    [["a", "f32", [1]]],
-    [["a", "f32", [1] * 9]],
-    [["a", "f32", [1 << 39] * 8]],
-    [["a", "f32", [1 << 62]]],
-    [["a", "f32", [0, 1 << 39, 1 << 39]]],
-    [["a", "f32", [1]], ["a", "f32", [1]]],
-    [],
-]
-
-
-@pytest.mark.parametrize("index", BAD_INDICES, ids=str)
-def test_bad_indices(index: Any) -> None:
+@pytest.mark.parametrize(
+    "index",
+    [[], [{"shape": (3,)}], [{"shape": (1,)}], [{}, {}], [{"dtype": None}], [{"dtype": "f64"}],
+     [{"shape": (2**31 - 1,) * 4}], [{"shape": (0, 2**31 - 1, 2**31 - 1)}], [{"dim": 0, "runs": ((0, 1),)}]],
+    ids=str,
+)  # fmt: skip
+def test_indices_that_do_not_describe_the_bytes(index: list[dict[str, Any]]) -> None:
     with pytest.raises(WireError) as refused:
-        decode_named(index, np.zeros(8, np.uint8), Limits())
+        decode_pieces([entry(**changes) for changes in index], np.zeros(8, np.uint8), Limits())
     assert refused.value.code == "index"
 
 
-def test_named_tensors_that_are_not_finite() -> None:
-    tensors = {"weight": torch.tensor([1.0, float("nan")])}
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": "i64"}, {"shape": (2.0,)}, {"shape": (True, 2)}, {"shape": (-1, -2)}, {"shape": (1,) * 5},
+     {"shape": (2**31,)}, {"kind": "moment"}, {"key": "x" * 513}, {"runs": (0, 1)}, {"more": 1}],
+    ids=str,
+)  # fmt: skip
+def test_entries_that_are_none(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        entry(**changes)
+
+
+def test_pieces_that_are_not_finite() -> None:
+    pieces = [Piece("weight", "value", (2,), torch.tensor([1.0, float("nan")]))]
+    index = list(map(PieceEntry.of, pieces))
     with pytest.raises(WireError, match="weight"):
-        decode_named(*named(**tensors), Limits())
-    assert decode_named(*named(**tensors), OPEN)["weight"][1].isnan()
+        decode_pieces(index, sent(pieces), Limits())
+    assert decode_pieces(index, sent(pieces), OPEN)[0].tensor[1].isnan()
 
 
 def test_any_byte_is_a_bool() -> None:
-    found = decode_named([["mask", "bool", [3]]], np.array([0, 2, 255], np.uint8), Limits())
-    assert found["mask"].view(torch.uint8).tolist() == [0, 1, 1]
+    (mask,) = decode_pieces([entry(dtype="bool", shape=(3,))], np.array([0, 2, 255], np.uint8), Limits())
+    assert mask.tensor.view(torch.uint8).tolist() == [0, 1, 1]

@@ -20,7 +20,8 @@ from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.tokenizer import load_tokenizer
 from megatron_mux.engine import Engine
 from megatron_mux.errors import UserError
-from megatron_mux.split.protocol.wire import Kind, Message, RefusedError
+from megatron_mux.split.protocol.messages import Message, WithPrevious
+from megatron_mux.split.protocol.wire import Kind, RefusedError
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.training.task_setup import open_tasks
 from tests.end_to_end.harness import adapter, assert_close
@@ -40,6 +41,11 @@ def adapter_of(save: Path, step: int = 6, name: str = "one") -> Mapping[str, Ten
 def metrics_of(save: Path, name: str = "one") -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (save / name / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key != "wall_s"} for line in lines]
+
+
+def tells(message: Message) -> bool:
+    """Whether a request tells what became of the step before."""
+    return isinstance(message.fields, WithPrevious) and message.fields.previous is not None
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +75,7 @@ def test_a_run_leaves_the_whole_adapter_and_its_own_files(
     assert len(adapter_of(save)) == 4 * 2 * 2 and isinstance(spec, dict)
     evaluated = [line["step"] for line in metrics_of(save) if "eval_loss" in line]
     assert evaluated == [0, 3, 6] and len(metrics_of(save)) == 9
-    assert server.left == [{"finished": True}] and sorted(server.saved) == [2, 4, 6]
+    assert server.left == [True] and sorted(server.saved) == [2, 4, 6]
 
 
 def test_without_a_directory_the_server_is_told_that_the_task_is_done(
@@ -77,7 +83,7 @@ def test_without_a_directory_the_server_is_told_that_the_task_is_done(
 ) -> None:
     server = FakeServer(whole_backbone)
     trainer(server, task_of(data), None).train()
-    assert server.left == [{"finished": True}]
+    assert server.left == [True]
 
 
 def test_tasks_share_a_directory(
@@ -148,7 +154,7 @@ def test_a_server_that_dies_loses_no_exactness(
 
     def dies(message: Message) -> bool:
         """At the next of these; the first micro-batch of a step has been computed before each forward pass."""
-        later = "previous" not in message.fields and message.flags
+        later = not tells(message) and message.flags
         if (
             not fatal
             or (message.kind, message.step) != fatal[0]
@@ -180,7 +186,7 @@ def test_a_restart_between_steps_costs_nothing(
 
     def dies(message: Message) -> bool:
         """Before each step's first forward pass and before the last save, once each."""
-        begins = "previous" in message.fields and message.kind in (Kind.FORWARD, Kind.STATE)
+        begins = tells(message) and message.kind in (Kind.FORWARD, Kind.STATE)
         if not begins or (message.step, message.kind) in asked:
             return False
         asked.add((message.step, message.kind))
@@ -330,7 +336,7 @@ def test_an_adapter_to_start_from(
     task["training"] = {**task["training"], "max_steps": 2}
     trainer(server, task, save, save_interval=None).train()
     (upload,) = [message for message in server.messages if message.kind is Kind.UPLOAD][:1]
-    sent = sum(tensor.numel() for tensor in upload.tensors.values())
+    sent = sum(piece.tensor.numel() for piece in upload.pieces)
     assert sent * 2 == sum(
         tensor.numel() for tensor in adapter_of(tmp_path / "first").values()
     )  # two layers of four

@@ -14,7 +14,7 @@ from megatron_mux.split.protocol.wire import HEADER_BYTES, Dtype, Flags, Header,
 
 FORWARD = Header(Kind.FORWARD, Dtype.BF16, Flags.TRAINING, 7, 3, 1, 40, 10 * 2 * 64, 10, 64)
 LIMITS = Limits(
-    kinds=frozenset(Kind) - {Kind.BYE}, rows=1024, width=64, dtype=Dtype.BF16, named_bytes=1 << 20
+    kinds=frozenset(Kind) - {Kind.BYE}, rows=1024, width=64, dtype=Dtype.BF16, piece_bytes=1 << 20
 )
 numbers = st.integers(0, (1 << 32) - 1)
 
@@ -68,7 +68,7 @@ def test_any_bytes_are_a_header_or_refused(noise: bytes, position: int, splice: 
             header.check(LIMITS)
         except WireError:
             continue
-        assert header.tensor_bytes <= LIMITS.named_bytes and header.json_bytes <= 1 << 20
+        assert header.tensor_bytes <= LIMITS.piece_bytes and header.json_bytes <= 1 << 20
         assert header.rows <= LIMITS.rows and header.width in (0, LIMITS.width)
 
 
@@ -99,7 +99,7 @@ def test_giant_shapes_cost_nothing(rows: int, width: int) -> None:
         tracemalloc.stop()
 
 
-def test_named_tensors_and_json_have_limits_of_their_own() -> None:
+def test_pieces_and_json_have_limits_of_their_own() -> None:
     upload = Header(Kind.UPLOAD, Dtype.NONE, Flags.NONE, 1, 0, 0, 1 << 20, 1 << 20, 0, 0)
     Header.read(upload.pack()).check(LIMITS)
     assert code_of(replace(upload, tensor_bytes=(1 << 20) + 1).pack()) == "size"

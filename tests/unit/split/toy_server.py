@@ -16,15 +16,26 @@ import torch
 
 from megatron_mux.split.certificates import make_ca, make_client, make_server
 from megatron_mux.split.client.transport import ClientTls, Transport
-from megatron_mux.split.protocol.wire import REPLIES, Dtype, Kind, Limits, Message, RefusedError
-from megatron_mux.split.server.service import MessageStream, Send, ServerTls, Service
+from megatron_mux.split.protocol.agreement import Fields, Terms
+from megatron_mux.split.protocol.messages import Forward, Gradient, Message, Output, StateReply
+from megatron_mux.split.protocol.wire import REPLIES, Dtype, Kind, Limits, RefusedError
+from megatron_mux.split.server.service import Send, ServerTls, Service
+from megatron_mux.split.server.stream import ServerStream
 
-LIMITS = Limits(kinds=frozenset(REPLIES), rows=4096, width=1024, dtype=Dtype.F32, named_bytes=1 << 20)
+LIMITS = Limits(kinds=frozenset(REPLIES), rows=4096, width=1024, dtype=Dtype.F32, piece_bytes=1 << 20)
 REPLIED = replace(LIMITS, kinds=frozenset(REPLIES.values()))
+DEEDS = ("", "wait", "refuse", "busy", "fail", "nan", "twice", "flood")
+"""What a request asks the handler to do, by the number of its first sequence."""
+_FIELDS: dict[Kind, Fields] = {
+    Kind.WELCOME: Terms(session=1, step=0, policy="toy", forward_bytes=1, backward_bytes=1),
+    Kind.OUTPUT: Output(),
+    Kind.GRADIENT: Gradient(),
+    Kind.STATE_REPLY: StateReply(total=0),
+}
 
 
 class ToyHandler:
-    """Answers each request with its own tensor, and does what the request's JSON says."""
+    """Answers each request with its own tensor, and does what it asks for."""
 
     def __init__(self) -> None:
         self.received: list[tuple[str, Message]] = []
@@ -36,7 +47,7 @@ class ToyHandler:
     def limits(self, identity: str) -> Limits:
         return LIMITS
 
-    async def session(self, identity: str, incoming: MessageStream, send: Send) -> None:
+    async def session(self, identity: str, incoming: ServerStream, send: Send) -> None:
         try:
             async for message in incoming:
                 with self.changed:
@@ -50,8 +61,9 @@ class ToyHandler:
             raise
 
     async def answer(self, message: Message, send: Send) -> None:
-        reply = replace(message, kind=REPLIES[message.kind], tensors={})
-        match message.fields.get("do"):
+        kind = REPLIES[message.kind]
+        reply = replace(message, kind=kind, fields=_FIELDS.get(kind, Fields()), pieces=())
+        match DEEDS[message.fields.ids[0]] if isinstance(message.fields, Forward) else "":
             case "wait":
                 await self.go_on.wait()
             case "refuse":
@@ -142,23 +154,22 @@ def transport(port: int, tls: ClientTls | None, host: str = "localhost", **more:
         client.close()
 
 
-def forward(rows: int = 3, operation: int = 1, **fields: Any) -> Message:
+def forward(rows: int = 3, operation: int = 1, do: str = "") -> Message:
     tensor = torch.arange(1024.0 * rows).view(rows, 1024)
+    fields = Forward(lengths=[rows], ids=[DEEDS.index(do)])
     return Message(Kind.FORWARD, 1, 2, operation, fields=fields, tensor=tensor, dtype=Dtype.F32)
 
 
 class Relay:
-    """Forwards connections to a port, and cuts or freezes them after so many bytes of a client's.
+    """Forwards connections to a port.
 
     Attributes:
         port: Where to connect.
-        limits: Bytes that each of the next connections passes on before it is cut; then none is.
         open: Cleared, connections pass nothing on.
     """
 
-    def __init__(self, target: int, limits: list[int]) -> None:
+    def __init__(self, target: int) -> None:
         self._target = target
-        self.limits = limits
         self.open = threading.Event()
         self.open.set()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -170,16 +181,14 @@ class Relay:
             while True:
                 client = self._listener.accept()[0]
                 server = socket.create_connection(("127.0.0.1", self._target))
-                limit = self.limits.pop(0) if self.limits else 1 << 40
-                for ends in ((client, server, limit), (server, client, 1 << 40)):
+                for ends in ((client, server), (server, client)):
                     threading.Thread(target=self._pass, args=ends, daemon=True).start()
 
-    def _pass(self, source: socket.socket, target: socket.socket, limit: int) -> None:
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
-            while limit > 0 and (content := source.recv(min(limit, 1 << 16))):
+            while content := source.recv(1 << 16):
                 self.open.wait()
                 target.sendall(content)
-                limit -= len(content)
         for end in (source, target):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

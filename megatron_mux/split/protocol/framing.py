@@ -6,15 +6,16 @@ is lost, doubled, reordered, truncated or too long is noticed when it arrives.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
 
 import numpy as np
 
+from megatron_mux.errors import UserError
 from megatron_mux.split.protocol import tensors
-from megatron_mux.split.protocol.wire import HEADER_BYTES, TENSORS, Dtype, Header, Limits, Message, WireError
+from megatron_mux.split.protocol.messages import Message, Upload, parse
+from megatron_mux.split.protocol.pieces import PieceEntry
+from megatron_mux.split.protocol.wire import HEADER_BYTES, Dtype, Header, Limits, RefusedError, WireError
 
 FRAME_BYTES = 1 << 20
 """Largest frame."""
@@ -28,16 +29,16 @@ def frames(message: Message) -> Iterator[bytes]:
 
     Raises:
         WireError: The message does not fit the protocol.
-        ValueError: The message's JSON has a value that JSON cannot have, such as NaN.
     """
-    fields, body = dict(message.fields), list[memoryview]()
+    fields, body = message.fields, list[memoryview]()
     rows = width = 0
     if message.tensor is not None:
         rows, width = message.tensor.shape
         body = [tensors.encode(message.tensor, message.dtype)]
-    elif message.tensors:
-        fields[TENSORS], body = tensors.encode_named(message.tensors)
-    text = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode() if fields else b""
+    elif message.pieces:
+        fields = fields.model_copy(update={"pieces": list(map(PieceEntry.of, message.pieces))})
+        body = tensors.encode_pieces(message.pieces)
+    text = fields.model_dump_json().encode() if type(fields).model_fields else b""
     header = Header(
         kind=message.kind,
         dtype=message.dtype,
@@ -123,16 +124,20 @@ class Assembly:
         """Decode the complete message.
 
         Raises:
-            WireError: Its JSON is malformed, or its tensors fail the limits' checks.
+            RefusedError: Its JSON is not what its kind has, or its tensors fail the limits' checks.
         """
         header = self._header
-        fields = _parse(self._json) if self._json else {}
-        index = fields.pop(TENSORS, None)
-        tensor, named = None, {}
+        fields = parse(header.kind, self._json)
+        tensor, pieces = None, []
         if header.dtype is not Dtype.NONE:
             tensor = tensors.decode(self._tensors, header.rows, header.width, header.dtype, limits)
-        if index is not None or (header.dtype is Dtype.NONE and header.tensor_bytes):
-            named = tensors.decode_named(index, self._tensors[: 0 if tensor is not None else None], limits)
+        elif isinstance(fields, Upload):
+            try:
+                pieces = tensors.decode_pieces(fields.pieces, self._tensors, limits)
+            except RefusedError:
+                raise
+            except UserError as error:
+                raise RefusedError("pieces", str(error)) from None
         return Message(
             kind=header.kind,
             session=header.session,
@@ -142,19 +147,5 @@ class Assembly:
             fields=fields,
             tensor=tensor,
             dtype=header.dtype,
-            tensors=named,
+            pieces=pieces,
         )
-
-
-def _parse(text: bytearray) -> dict[str, Any]:
-    try:
-        fields = json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise WireError("json", f"The JSON cannot be read: {error}.") from None
-    if not isinstance(fields, dict):
-        raise WireError("json", "The JSON must be an object.")
-    return fields
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")

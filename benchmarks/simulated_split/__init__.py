@@ -1,1 +1,0 @@
-"""Simulates a split server with thousands of clients."""
