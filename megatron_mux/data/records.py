@@ -42,22 +42,6 @@ _OPTIONAL_KEYS = frozenset({"input", "tools", "chat_template_kwargs", "system", 
 _LONGEST_KEYS = 80
 
 
-def parse_record(line: bytes) -> Record | None:
-    """Read the record of a line of JSON.
-
-    Args:
-        line: The line, with or without its end.
-
-    Returns:
-        Its record, or None for a blank line.
-
-    Raises:
-        BadRecordError: The line does not hold a record of a known shape.
-    """
-    line = line.removeprefix(b"\xef\xbb\xbf")
-    return record_of(parse_json(line)) if line.strip() else None
-
-
 def parse_json(text: bytes) -> Any:
     """Read a JSON value.
 

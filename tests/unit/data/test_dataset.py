@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.mixture import Mixing
 from megatron_mux.data.preference_file import PreferenceDataset
-from megatron_mux.data.records import PromptCompletion, parse_record, record_of
+from megatron_mux.data.records import PromptCompletion, parse_json, record_of
 from megatron_mux.data.section import DataSource
 from megatron_mux.data.token_cache import TokenCacheWriter
 from megatron_mux.data.tokenise import Tokeniser
@@ -59,7 +59,7 @@ def test_records_by_number(path: Path, tokenizer: Tokenizer) -> None:
     data = TaskDataset(path, tokenizer, 64)
     assert (len(data), data.dropped, data.end_of_sequence) == (4, 0, tokenizer.eos_token_id)
     tokeniser = Tokeniser(tokenizer, 64)
-    records = [record for line in path.read_bytes().split(b"\n") if (record := parse_record(line))]
+    records = [record_of(parse_json(line)) for line in path.read_bytes().split(b"\n") if line.strip()]
     for i in range(4):
         example, again = data[i], tokeniser.encode(records[i])
         assert example.tokens.tolist() == again.tokens.tolist()

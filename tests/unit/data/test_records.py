@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 
 from megatron_mux.data.bad_record import BadRecordError
 from megatron_mux.data.messages import Messages
-from megatron_mux.data.records import PromptCompletion, instruction_prompt, parse_record
+from megatron_mux.data.records import PromptCompletion, Record, instruction_prompt, parse_json, record_of
+
+
+def parse_line(line: bytes) -> Record:
+    return record_of(parse_json(line))
 
 
 def parse(value: Any) -> Any:
-    return parse_record(json.dumps(value).encode())
+    return parse_line(json.dumps(value).encode())
 
 
 def test_the_four_shapes() -> None:
@@ -29,10 +33,6 @@ def test_the_four_shapes() -> None:
     assert parse({"instruction": "a", "input": "c", "output": "b"}) == PromptCompletion(with_input, "b")
     assert with_input == "### Instruction:\na\n\n### Input:\nc\n\n### Response:\n"
     assert without == "### Instruction:\na\n\n### Response:\n"
-
-
-def test_a_mark_of_byte_order_is_skipped() -> None:
-    assert parse_record(b'\xef\xbb\xbf{"text": "a"}\r\n') == PromptCompletion(None, "a")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_mark_of_byte_order_is_skipped() -> None:
 )
 def test_bad_lines(line: bytes, said: str) -> None:
     with pytest.raises(BadRecordError) as caught:
-        parse_record(line)
+        parse_line(line)
     assert said in str(caught.value)
 
 
@@ -92,7 +92,7 @@ def test_bad_lines(line: bytes, said: str) -> None:
 ).map(lambda value: json.dumps(value).encode()))  # fmt: skip
 def test_any_line_is_answered_not_crashed_on(line: bytes) -> None:
     try:
-        parse_record(line)
+        parse_line(line)
     except BadRecordError as error:
         assert "\n" not in str(error)
 

@@ -25,7 +25,7 @@ Rows = list[dict[str, str]]
 
 
 def lines(path: Path, rows: Rows) -> None:
-    path.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    path.write_text("\ufeff" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
 
 
 def array(path: Path, rows: Rows) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_mux.data import token_cache, tokenised_file
 from megatron_mux.data.dataset import TaskDataset
-from megatron_mux.data.records import PromptCompletion, Record, parse_record
+from megatron_mux.data.records import PromptCompletion, Record, record_of
 from megatron_mux.data.tokenise import Example, Tokeniser
 from megatron_mux.data.tokenised_file import tokenise_file
 from megatron_mux.data.tokenizer import tokenizer_fingerprint
@@ -48,7 +48,7 @@ Usable = list[tuple[Record, Example]]
 
 def expected(records: list[Any], tokeniser: Tokeniser) -> tuple[Usable, int, list[str] | None]:
     """The usable records, the number of the others, and the distinct completions, without a cache."""
-    parsed = [record for r in records if (record := parse_record(json.dumps(r).encode()))]
+    parsed = [record_of(record) for record in records]
     usable = [
         pair for pair in zip(parsed, map(tokeniser.encode, parsed), strict=True) if pair[1].labelled.sum()
     ]
