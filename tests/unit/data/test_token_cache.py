@@ -189,7 +189,7 @@ def test_of_two_processes_that_write_an_entry_the_first_wins(
         return finish(self, *arguments)
 
     monkeypatch.setattr(token_cache.TokenCacheWriter, "finish", late)
-    monkeypatch.setattr(tokenised_file, "alone", nullcontext)  # as where files cannot be locked
+    monkeypatch.setattr(tokenised_file, "locked", nullcontext)  # as where files cannot be locked
     assert tokenise_file(path, tokenizer, cache).entry == other[1]
     assert [str(entry) for entry in cache.iterdir()] == [other[1]]
 
