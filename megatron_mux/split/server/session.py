@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megatron_mux.shape import BackboneShape
-from megatron_mux.split.protocol.agreement import Proposal
+from megatron_mux.split.protocol.agreement import Fields, Proposal
 from megatron_mux.split.protocol.messages import (
     Backward,
     Decision,
-    Fields,
     Forward,
     Gradient,
     Leave,

@@ -22,7 +22,7 @@ from megatron_mux.split.protocol.agreement import Proposal
 from megatron_mux.split.protocol.messages import Decision, Leave, Message, State, Upload
 from megatron_mux.split.protocol.pieces import Piece
 from megatron_mux.split.protocol.wire import Dtype, Flags, Kind, RefusedError
-from megatron_mux.split.server import attachments
+from megatron_mux.split.server import attachments, session_compute
 from megatron_mux.split.server.session_memory import Memory
 from tests.unit.split.caller import (
     HIDDEN,
@@ -377,7 +377,7 @@ def test_a_client_that_is_killed_while_joining_may_come_again(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Caller(server, task="another").join()  # from now on the server knows what such a session takes
-    begun, may_end, attach = threading.Event(), threading.Event(), attachments.attach
+    begun, may_end, attach = threading.Event(), threading.Event(), session_compute.attach
 
     def slow(*arguments: Any) -> None:
         begun.set()
