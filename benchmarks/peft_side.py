@@ -40,7 +40,11 @@ HEADS = ("whole", "labelled")
 
 def load(path: Path, dtype: torch.dtype) -> nn.Module:
     """Load the backbone on a CPU, as users of PEFT do."""
-    return prepared(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True))
+    return prepared(
+        AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        )
+    )
 
 
 def prepared(model: Any) -> nn.Module:
