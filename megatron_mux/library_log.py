@@ -30,7 +30,6 @@ LOG_NAME = "warnings.log"
 
 _OUTPUT, _ERRORS = 1, 2  # file descriptors
 
-
 _current: LibraryLog | None = None
 _display: Live | None = None
 _is_below_display = False
