@@ -115,12 +115,7 @@ def train(
 
 
 def _run(words: Sequence[str], commands: CommandSource | None, callbacks: Sequence[Callback]) -> None:
-    """Train in this process, or in those that it starts; see `train`.
-
-    Args:
-        words: Those of a command line.
-        commands, callbacks: See `train`.
-    """
+    """Train in this process, or in those that it starts; see `train`."""
     from megatron_mux.cli.launch import is_launched, run_processes
     from megatron_mux.cli.train import PROGRAM, plan_run
     from megatron_mux.gpus import set_allocator_options
@@ -147,10 +142,7 @@ def _run(words: Sequence[str], commands: CommandSource | None, callbacks: Sequen
 
 
 def read_run(directory: str | os.PathLike[str]) -> dict[str, TaskResult]:
-    """Results of a run's tasks by name, as its newest save has them.
-
-    Args:
-        directory: That of `save`.
+    """Results of a run's tasks by name, as the newest save in its `save` directory has them.
 
     Raises:
         UserError: Nothing was saved there.

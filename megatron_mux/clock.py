@@ -15,11 +15,7 @@ Mark = Any
 
 
 class Clock:
-    """Takes times of what is enqueued on a device, without making the host wait for it.
-
-    Args:
-        device: The device.
-    """
+    """Takes times of what is enqueued on a device, without making the host wait for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = runtime.is_gpu(device)

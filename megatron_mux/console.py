@@ -1,9 +1,11 @@
-"""The console that tables are printed on."""
+"""The console that tables are printed on, and progress bars beside it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, ConsoleDimensions
@@ -48,3 +50,39 @@ def print_result(title: str, cells: Mapping[str, str], *lines: str) -> None:
     console.print(table)
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def progress_bar(
+    what: str, shown: bool = True, in_bytes: bool = False, stays: bool = False
+) -> Iterator[Callable[..., None]]:
+    """Context with a progress bar on standard error, if that is a terminal.
+
+    Args:
+        what: Is done.
+        shown: Whether this process shows it.
+        in_bytes: Whether what is counted are bytes.
+        stays: Whether it stays on the terminal once all is done.
+
+    Yields:
+        What is told how much is done, how much there is in all, and what was done last (empty: not said).
+    """
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    count = DownloadColumn() if in_bytes else MofNCompleteColumn()
+    bar = Progress(
+        *(TextColumn(what), BarColumn(), count, TimeRemainingColumn(), TextColumn("{task.fields[name]}")),
+        console=Console(stderr=True),
+        disable=not shown or not sys.stderr.isatty(),
+        transient=not stays,
+    )
+    with bar:
+        task = bar.add_task(what, total=None, name="")
+        yield lambda done, total, name="": bar.update(task, completed=done, total=total, name=name)

@@ -105,19 +105,18 @@ class Writer:
         return 0 < self.started == _start_ticks(self.pid)
 
 
-def refuse_if_held(directory: Path, flag: str = "--save") -> None:
-    """Refuse a directory that a living process of this machine writes into; a look only, before slow imports.
+def refuse_if_held(directory: Path) -> None:
+    """Refuse a `--save` that a living process of this machine writes into; a look only, before slow imports.
 
     Args:
         directory: Need not exist.
-        flag: That names it, for messages.
 
     Raises:
         UserError: Another process holds its lock.
     """
     holder, _ = _read(directory / LOCK)
     if holder is not None and holder.is_local and holder.is_alive:
-        _refuse(f"{flag} {directory}", holder)
+        _refuse(f"--save {directory}", holder)
 
 
 class DirectoryLock:
@@ -126,8 +125,7 @@ class DirectoryLock:
     Use it as a context manager. The directory is made if it is missing.
 
     Args:
-        directory: To write into.
-        flag: That names it, for messages.
+        directory: To write into; of `--save`.
         break_lock: Take the lock from whoever holds it.
         say: Told when a start has to wait, and whose lock is taken.
     """
@@ -135,7 +133,6 @@ class DirectoryLock:
     def __init__(
         self,
         directory: Path,
-        flag: str = "--save",
         *,
         break_lock: bool = False,
         say: Callable[[str], None] = lambda text: None,
@@ -144,7 +141,7 @@ class DirectoryLock:
         self.writer = Writer.this_process()
         self._problem = ""
         self._path = directory / LOCK
-        self._name = f"{flag} {directory}"
+        self._name = f"--save {directory}"
         self._break = break_lock
         self._say = say
         self._file = -1

@@ -91,9 +91,6 @@ def told_elsewhere(error: RuntimeError) -> bool:
 
     Such an error adds nothing to the other process's message. Without torchrun's store this cannot be known, and the
     answer is False.
-
-    Args:
-        error: The error that this process raised.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" or not is_of_a_connection(error):
         return False

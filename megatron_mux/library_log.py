@@ -20,23 +20,18 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 LOG_NAME = "warnings.log"
 """Rank 0's file in the run's directory; `rank-N-` precedes it on rank N."""
 
 _OUTPUT, _ERRORS = 1, 2  # file descriptors
 
-
-class Display(Protocol):
-    """What draws on the terminal, such as rich's `Live`."""
-
-    def stop(self) -> None:
-        """Draw a last time, then leave the terminal alone."""
-
-
 _current: LibraryLog | None = None
-_display: Display | None = None
+_display: Live | None = None
 _is_below_display = False
 
 
@@ -158,7 +153,7 @@ def log_file(directory: Path, rank: str) -> Path:
     return directory / (LOG_NAME if rank == "0" else f"rank-{rank}-{LOG_NAME}")
 
 
-def set_display(display: Display) -> None:
+def set_display(display: Live) -> None:
     """Note what draws on the terminal, for `release_terminal`."""
     global _display
     _display = display

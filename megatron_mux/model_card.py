@@ -186,6 +186,10 @@ def merged_card(
     """
     dequantised = f" Before, the backbone was dequantised ({quantised})." if quantised else ""
     kind = str(config.get("peft_type"))
+    rows = [
+        (role, parent.name, f"`{_short(parent.fingerprint)}`")
+        for role, parent in (("backbone", backbone), ("adapter", adapter))
+    ]
     return "\n".join(
         [
             *_front(backbone.name, ["merge", kind.lower(), "text-generation"], library="transformers"),
@@ -195,7 +199,7 @@ def merged_card(
             "",
             "## Made of",
             "",
-            *_parents({"backbone": backbone, "adapter": adapter}),
+            *_table(rows, ("", "name", "fingerprint")),
             *_made_with(),
             "",
             *_of_parent(adapter.name, directory),
@@ -259,11 +263,6 @@ def _made_with() -> list[str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return [f"- Made with: {', '.join(versions)}", f"- Date: {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"]
-
-
-def _parents(parents: Mapping[str, Parent]) -> list[str]:
-    rows = [(role, parent.name, f"`{_short(parent.fingerprint)}`") for role, parent in parents.items()]
-    return _table(rows, ("", "name", "fingerprint"))
 
 
 def _of_parent(name: str, directory: Path) -> list[str]:

@@ -97,11 +97,7 @@ class Parallel:
         return [0] if self.is_alone else dist.get_process_group_ranks(self.model_group)
 
     def total(self, flags: Sequence[bool]) -> list[int]:
-        """Count the ranks of the world that raise each flag. A collective: every rank must call it.
-
-        Args:
-            flags: This rank's.
-        """
+        """Count the ranks of the world that raise each flag. A collective, which every rank calls with its own."""
         if self.world_size == 1:
             return [int(flag) for flag in flags]
         counts = torch.tensor([int(flag) for flag in flags], device=self.device)
@@ -110,11 +106,7 @@ class Parallel:
         return totals
 
     def most(self, values: Sequence[float]) -> list[float]:
-        """The largest of each value over the ranks of the world. A collective: every rank must call it.
-
-        Args:
-            values: This rank's.
-        """
+        """The largest of each value over the ranks of the world. A collective, which every rank calls with its own."""
         if self.world_size == 1:
             return list(values)
         table = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -196,15 +188,14 @@ def initialize(
         distributed_timeout_minutes=timeout_minutes,
     )
     placed = _place(mpu, chosen, sequence_parallel)
-    _current = _with_managers(placed, timeout_minutes) if expert_managers else placed
-    return _current
-
-
-def _with_managers(alone: Parallel, timeout_minutes: float) -> Parallel:
-    """The place of the master or of an expert manager, whose other groups have this process only."""
-    own = alone.tp_group
-    experts = managed_experts(own, alone.device, timeout_minutes)
-    return replace(alone, dp_rank=0, dp_size=1, dp_group=own, model_group=experts.group, experts=experts)
+    if expert_managers:  # but for the experts', groups of the master and of managers have one process
+        own = placed.tp_group
+        managed = managed_experts(own, chosen, timeout_minutes)
+        placed = replace(
+            placed, dp_rank=0, dp_size=1, dp_group=own, model_group=managed.group, experts=managed
+        )
+    _current = placed
+    return placed
 
 
 def _place(mpu: Any, device: torch.device, sequence_parallel: bool, **groups: dist.ProcessGroup) -> Parallel:

@@ -10,10 +10,11 @@ from dataclasses import fields
 from typing import Any, NoReturn
 
 from megatron_mux.arguments.checks import contradictions
+from megatron_mux.arguments.flag import DIRECTORY, MODEL
 from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS, flags_by
 from megatron_mux.arguments.model import MuxArguments, add_flags
 from megatron_mux.arguments.shape_flags import SHAPE_FLAGS
-from megatron_mux.arguments.values import destination, model, only, path, size
+from megatron_mux.arguments.values import destination, only, path, size
 from megatron_mux.errors import UserError
 
 BACKBONE = "Hugging Face directory, or org/name in the Hugging Face cache"
@@ -78,17 +79,13 @@ class _Alone(argparse.Action):
 def adapter_parser(program: str, description: str) -> tuple[Parser, Callable[..., argparse.Action]]:
     """Make the parser of a tool that makes something of an adapter and its backbone.
 
-    Args:
-        program: The tool's name.
-        description: What it makes.
-
     Returns:
         The parser with `--backbone`, `--adapter` and `--json`, and its `add_argument`.
     """
     parser = Parser(prog=program, description=description, allow_abbrev=False)
     add = parser.add_argument
-    add("--backbone", type=model, required=True, metavar="DIR", help=BACKBONE)
-    add("--adapter", type=path, required=True, metavar="DIR", help=f"adapter, {ADAPTER}")
+    add("--backbone", **MODEL, required=True, help=BACKBONE)
+    add("--adapter", **DIRECTORY, required=True, help=f"adapter, {ADAPTER}")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     return parser, add
 
@@ -199,9 +196,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_mux_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the `--mux-*` group; an existing Megatron script may take it as its `extra_args_provider`.
-
-    Args:
-        parser: Any parser.
 
     Returns:
         The same parser, as Megatron expects.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_mux.shape import BackboneShape
+    from megatron_mux.shape import BackboneShape, Rope
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,15 @@ def _positions(shape: BackboneShape) -> str:
     return "rope" if any(shape.ropes) else "learned_absolute"
 
 
-def _rotary_base(shape: BackboneShape) -> float | None:
-    """The base of all layers; None if they have none, or several."""
-    bases = {rope.rope_theta if rope else None for rope in shape.ropes}
-    return bases.pop() if len(bases) == 1 else None
-
-
-def _rotary_percent(shape: BackboneShape) -> float | None:
-    """The part of a head's features that is rotated in all layers; None if none is, or they differ."""
-    parts = {rope.partial_rotary_factor if rope else None for rope in shape.ropes}
-    return parts.pop() if len(parts) == 1 else None
+def _of_ropes(shape: BackboneShape, value: Callable[[Rope], float | None]) -> float | None:
+    """A value of the rotary embedding of all layers; None if a layer has none, or they differ."""
+    values = {value(rope) if rope else None for rope in shape.ropes}
+    return values.pop() if len(values) == 1 else None
 
 
 def _llama3_factor(shape: BackboneShape) -> float | None:
     """By how much Llama 3's scaling stretches wavelengths; None if a layer's are not."""
-    factors = {rope.factor if rope and rope.rope_type == "llama3" else None for rope in shape.ropes}
-    return factors.pop() if len(factors) == 1 else None
+    return _of_ropes(shape, lambda rope: rope.factor if rope.rope_type == "llama3" else None)
 
 
 def _no_bias(shape: BackboneShape) -> bool:
@@ -62,8 +55,8 @@ SHAPE_FLAGS: Mapping[str, ShapeFlag] = {
     "--normalization": ShapeFlag(str, lambda s: s.norm),
     "--norm-epsilon": ShapeFlag(float, lambda s: s.norm_eps),
     "--position-embedding-type": ShapeFlag(str, _positions),
-    "--rotary-base": ShapeFlag(float, _rotary_base),
-    "--rotary-percent": ShapeFlag(float, _rotary_percent),
+    "--rotary-base": ShapeFlag(float, lambda s: _of_ropes(s, lambda rope: rope.rope_theta)),
+    "--rotary-percent": ShapeFlag(float, lambda s: _of_ropes(s, lambda rope: rope.partial_rotary_factor)),
     "--use-rotary-position-embeddings": ShapeFlag(bool, lambda s: any(s.ropes)),
     "--no-position-embedding": ShapeFlag(bool, lambda s: any(s.ropes)),
     "--use-rope-scaling": ShapeFlag(bool, lambda s: _llama3_factor(s) is not None),

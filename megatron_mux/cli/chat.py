@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from megatron_mux.arguments.flag import COUNT, DIRECTORY, MODEL
 from megatron_mux.arguments.parser import ADAPTER, BACKBONE, Parser
-from megatron_mux.arguments.values import at_least, model, named_path, path
+from megatron_mux.arguments.values import named_path
 from megatron_mux.errors import UserError, exit_status, tell, to_stderr
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser = Parser(prog=program, description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--backbone", type=model, required=True, metavar="DIR", help=BACKBONE)
+    add("--backbone", **MODEL, required=True, help=BACKBONE)
     add(
         "--adapter",
         type=named_path,
@@ -41,10 +42,10 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         metavar="[NAME=]DIR",
         help=f"an adapter, {ADAPTER}; may be given several times",
     )
-    add("--run", type=path, metavar="DIR", help="directory of a run: its tasks' newest adapters")
+    add("--run", **DIRECTORY, help="directory of a run: its tasks' newest adapters")
     add("--tasks", type=_names, metavar="NAME,...", help="those of the run's tasks that answer (all)")
     add("--with-backbone", action="store_true", help="the backbone without an adapter answers, too")
-    add("--max-new-tokens", type=at_least(1), default=128, metavar="N", help="tokens of an answer (128)")
+    add("--max-new-tokens", **COUNT, default=128, help="tokens of an answer (128)")
     add("--plain", action="store_true", help="continue texts as they are, without the chat template")
     add("--prompt", metavar="TEXT", help="answer this and end")
     add("--json", action="store_true", help="print one JSON object (with --prompt)")

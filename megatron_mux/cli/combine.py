@@ -15,8 +15,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from megatron_mux.arguments.flag import COUNT, DIRECTORY, MODEL
 from megatron_mux.arguments.parser import ADAPTER, Parser
-from megatron_mux.arguments.values import at_least, model, named_path, path
+from megatron_mux.arguments.values import at_least, named_path
 from megatron_mux.errors import UserError, exit_status, to_stderr
 
 PROGRAM = "megatron-mux combine"
@@ -55,10 +56,10 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         default="total",
         help="how TIES elects signs",
     )
-    add("--svd-rank", type=at_least(1), metavar="N", help="rank of the result, with svd (the largest one)")
+    add("--svd-rank", **COUNT, help="rank of the result, with svd (the largest one)")
     add("--seed", type=at_least(0), default=0, metavar="N", help="of DARE's random choices (0)")
-    add("--backbone", type=model, metavar="DIR", help="the adapters' backbone, for the order of modules")
-    add("--output", type=path, required=True, metavar="DIR", help="new directory for the combined adapter")
+    add("--backbone", **MODEL, help="the adapters' backbone, for the order of modules")
+    add("--output", **DIRECTORY, required=True, help="new directory for the combined adapter")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     return parser
 

@@ -9,11 +9,10 @@ takes about the memory of the largest of them.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
+from megatron_mux.arguments.flag import DIRECTORY, MODEL
 from megatron_mux.arguments.parser import Parser, add_shard_size
-from megatron_mux.arguments.values import model, path
 from megatron_mux.errors import exit_status
 
 PROGRAM = "megatron-mux convert"
@@ -25,22 +24,14 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--input",
-        type=model,
+        **MODEL,
         required=True,
-        metavar="DIR",
         help="Hugging Face directory, org/name in the Hugging Face cache, or Megatron's --save",
     )
-    add(
-        "--output",
-        type=path,
-        required=True,
-        metavar="DIR",
-        help="new directory for the model in the other format",
-    )
+    add("--output", **DIRECTORY, required=True, help="new directory for the model in the other format")
     add(
         "--tokenizer-model",
-        type=path,
-        metavar="DIR",
+        **DIRECTORY,
         help="Hugging Face directory of the tokenizer to copy (default: the input's)",
     )
     add_shard_size(add)
@@ -54,28 +45,12 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     """Convert and print what was written, with a parsed command line."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from megatron_mux.console import print_result
+    from megatron_mux.console import print_result, progress_bar
     from megatron_mux.merging.convert import convert
 
-    columns = (TextColumn("converting"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bar = Progress(
-        *columns,
-        TextColumn("{task.fields[name]}"),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task("converting", total=None, name="")
+    with progress_bar("converting", in_bytes=True) as progress:
         made = convert(
-            arguments.input,
-            arguments.output,
-            arguments.tokenizer_model,
-            arguments.max_shard_size,
-            lambda name, done, total: bar.update(task, completed=done, total=total, name=name),
+            arguments.input, arguments.output, arguments.tokenizer_model, arguments.max_shard_size, progress
         )
     cells = {"tensors": str(made.tensors), "GB": f"{made.size / 1e9:.3f}", "seconds": f"{made.seconds:.1f}"}
     print_result(f"converted to {made.to}", cells, f"model: {arguments.output}")

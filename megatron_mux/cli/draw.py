@@ -21,8 +21,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_mux.arguments.flag import FILE, MODEL
 from megatron_mux.arguments.parser import BACKBONE, Parser, add_path
-from megatron_mux.arguments.values import at_least, model, path
+from megatron_mux.arguments.values import at_least
 from megatron_mux.errors import UserError, exit_status
 from megatron_mux.saved_files import run_of_task
 
@@ -43,11 +44,11 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser = Parser(prog=program, description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--plan", type=path, metavar="FILE", help="plan.json, with predicted costs")
-    add("--measured", type=path, metavar="FILE", help="a run's schedule.json")
+    add("--plan", **FILE, help="plan.json, with predicted costs")
+    add("--measured", **FILE, help="a run's schedule.json")
     add_path(parser, "--run", "DIR", "take both from a run's --save DIR")
-    add("--output", type=path, metavar="FILE", help="the picture (schedule.svg, in the run's DIR with --run)")
-    add("--trace", type=path, metavar="FILE", help="for Perfetto (schedule.trace.json, likewise)")
+    add("--output", **FILE, help="the picture (schedule.svg, in the run's DIR with --run)")
+    add("--trace", **FILE, help="for Perfetto (schedule.trace.json, likewise)")
     add("--json", action="store_true", help="print JSON instead of a table")
     add = parser.add_argument_group("subgraphs between messages").add_argument
     add(
@@ -55,7 +56,7 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         action="store_true",
         help="draw one layer of each kind instead of a schedule: as a plan keeps it, or traced with --backbone",
     )
-    add("--backbone", type=model, metavar="DIR", help=f"{BACKBONE}; only its config.json is read")
+    add("--backbone", **MODEL, help=f"{BACKBONE}; only its config.json is read")
     add("--tensor-parallel", type=at_least(2), default=2, metavar="N", help="ranks that share each layer (2)")
     add("--sequence-parallel", action="store_true", help="they divide the rows between attention and MLP")
     add("--rows", type=at_least(2), default=512, metavar="T", help="tokens of the micro-batch (512)")

@@ -30,8 +30,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from megatron_mux.arguments.flag import FILE
 from megatron_mux.arguments.parser import Parser, add_path
-from megatron_mux.arguments.values import at_least, model, path, size
+from megatron_mux.arguments.values import at_least, model, size
 from megatron_mux.errors import UserError, exit_status, to_stderr
 from megatron_mux.hub_cache import shown_model
 from megatron_mux.memory.method_flags import METHODS, complete
@@ -90,23 +91,13 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         help="sequences in a micro-batch on each GPU (default: as many as fit; ours then adds micro-batches up to a "
         "step of at least 64); with --tasks the file defines it",
     )
-    add(
-        "--method",
-        default="all",
-        metavar="NAME",
-        help=f"how to predict: {', '.join(METHODS)} (all)",
-    )
+    add("--method", default="all", metavar="NAME", help=f"how to predict: {', '.join(METHODS)} (all)")
     tasks = "tasks.yaml: train these tasks, with their own batches and lengths (default: full fine-tuning)"
     add_path(parser, "--tasks", "FILE", tasks)
     _add_recipe(parser)
     _add_backbone(parser)
     _add_dry_run(parser)
-    add(
-        "--plot",
-        type=path,
-        metavar="FILE",
-        help="plot memory over time, one plot per method (.png, .svg)",
-    )
+    add("--plot", **FILE, help="plot memory over time, one plot per method (.png, .svg)")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser
 
@@ -146,12 +137,12 @@ def _add_backbone(parser: argparse.ArgumentParser) -> None:
         help="how the weights of linear modules are quantised on load, as in the run",
     )  # fmt: skip
     add(
-        "--mux-expert-placement", type=path, metavar="FILE",
+        "--mux-expert-placement", **FILE,
         help="which expert ranks hold which experts, as megatron-mux place-experts writes it: only methods with as "
         "many expert ranks (default: neighbouring experts share one)",
     )  # fmt: skip
     add(
-        "--expert-profile", type=path, metavar="FILE",
+        "--expert-profile", **FILE,
         help="how often rows select each expert, as megatron-mux profile-experts writes it (default: all equally "
         "often)",
     )  # fmt: skip
@@ -160,7 +151,7 @@ def _add_backbone(parser: argparse.ArgumentParser) -> None:
 def _add_dry_run(parser: argparse.ArgumentParser) -> None:
     """Add the flags of --method dry-run."""
     add = parser.add_argument_group("for --method dry-run").add_argument
-    add("--plan", type=path, metavar="FILE", help="dry-run this plan of megatron-mux plan only")
+    add("--plan", **FILE, help="dry-run this plan of megatron-mux plan only")
     add(
         "--backbone-weights", choices=("resident", "sharded", "offloaded", "sharded-offloaded"),
         help="where frozen weights are kept between uses, as in the run of the plan",

@@ -13,8 +13,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from megatron_mux.arguments.flag import FILE
 from megatron_mux.arguments.parser import adapter_parser
-from megatron_mux.arguments.values import path
 from megatron_mux.errors import exit_status, to_stderr
 
 PROGRAM = "megatron-mux export"
@@ -23,7 +23,7 @@ PROGRAM = "megatron-mux export"
 def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser, add = adapter_parser(program, __doc__.splitlines()[0])
-    add("--output", type=path, required=True, metavar="FILE", help="new GGUF file")
+    add("--output", **FILE, required=True, help="new GGUF file")
     add("--outtype", choices=("f32", "f16"), default="f32", help="how values are stored (f32)")
     return parser
 

@@ -18,8 +18,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_mux.arguments.flag import COUNT, FILE
 from megatron_mux.arguments.parser import Parser
-from megatron_mux.arguments.values import at_least, path
+from megatron_mux.arguments.values import counts
 from megatron_mux.cli.launch import add_process_flags, run_command
 from megatron_mux.errors import SharedError
 
@@ -36,12 +37,12 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--capacity",
-        type=_capacities,
+        type=counts,
         required=True,
         metavar="N[,N...]",
         help="experts over all layers that each worker can hold: one number for all, or one for each",
     )
-    add("--output", type=path, metavar="FILE", help="write the topology, for megatron-mux place-experts")
+    add("--output", **FILE, help="write the topology, for megatron-mux place-experts")
     add("--master", action="store_true", help="the first process is the master of an expert broker")
     add(
         "--nodes",
@@ -54,14 +55,10 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         default="all",
         help="measure all pairs of processes (default), or one pair for each two nodes, which stands for the others",
     )
-    add("--milliseconds", type=at_least(1), default=200, metavar="N", help="of a transfer, at least (200)")
+    add("--milliseconds", **COUNT, default=200, help="of a transfer, at least (200)")
     add("--json", action="store_true", help="print the topology instead of a table")
     add_process_flags(parser, "1")
     return parser
-
-
-def _capacities(text: str) -> list[int]:
-    return [at_least(0)(part) for part in text.split(",")]
 
 
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:

@@ -16,8 +16,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_mux.arguments.flag import COUNT, FILE
 from megatron_mux.arguments.parser import Parser
-from megatron_mux.arguments.values import at_least, path
+from megatron_mux.arguments.values import at_least
 from megatron_mux.errors import UserError, exit_status
 from megatron_mux.moe.solvers.names import OBJECTIVES, SOLVERS
 
@@ -32,8 +33,8 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser = Parser(prog=program, description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--profile", type=path, required=True, metavar="FILE", help="access profile of the tasks")
-    add("--topology", type=path, required=True, metavar="FILE", help="workers, nodes and bandwidths")
+    add("--profile", **FILE, required=True, help="access profile of the tasks")
+    add("--topology", **FILE, required=True, help="workers, nodes and bandwidths")
     add(
         "--objective",
         choices=OBJECTIVES,
@@ -44,29 +45,21 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--solver", choices=SOLVERS, default="auto", help="auto: ours (default); or one of the baselines")
     add(
         "--slots",
-        type=at_least(1),
-        metavar="N",
+        **COUNT,
         help="experts that each worker holds over all layers (default: the topology's capacities)",
     )
-    add("--tokens", type=at_least(1), default=4096, metavar="N", help="tokens of a step (4096)")
-    add("--hidden-size", type=at_least(1), metavar="N", help="features of a token (default: the profile's)")
-    add(
-        "--bytes-per-value",
-        type=at_least(1),
-        default=2,
-        metavar="N",
-        help="bytes of a feature that is sent (2)",
-    )
+    add("--tokens", **COUNT, default=4096, help="tokens of a step (4096)")
+    add("--hidden-size", **COUNT, help="features of a token (default: the profile's)")
+    add("--bytes-per-value", **COUNT, default=2, help="bytes of a feature that is sent (2)")
     add(
         "--groups",
-        type=at_least(1),
+        **COUNT,
         default=1,
-        metavar="N",
         help="groups that experts are routed by, which EPLB keeps on one node (1: none)",
     )
-    add("--seconds", type=at_least(1), default=60, metavar="N", help="time limit of the search (60)")
+    add("--seconds", **COUNT, default=60, help="time limit of the search (60)")
     add("--seed", type=at_least(0), default=0, metavar="N", help="seed of the random placement (0)")
-    add("--output", type=path, metavar="FILE", help="write the placement, for --mux-expert-placement FILE")
+    add("--output", **FILE, help="write the placement, for --mux-expert-placement FILE")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     return parser
 

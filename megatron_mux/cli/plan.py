@@ -20,9 +20,10 @@ from functools import cache
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from megatron_mux.arguments.flag import COUNT, DIRECTORY, FILE, MODEL
 from megatron_mux.arguments.model import in_bf16
 from megatron_mux.arguments.parser import BACKBONE, Parser, add_path
-from megatron_mux.arguments.values import at_least, auto_or_none, model, path, size
+from megatron_mux.arguments.values import at_least, auto_or_none, size
 from megatron_mux.errors import UserError, exit_status, to_stderr
 from megatron_mux.hub_cache import shown_model
 
@@ -51,31 +52,24 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser = Parser(prog=program, description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--backbone", type=model, required=True, metavar="DIR", help=BACKBONE)
+    add("--backbone", **MODEL, required=True, help=BACKBONE)
     add_path(parser, "--tasks", "FILE", "tasks.yaml", required=True)
     add("--stages", type=at_least(1), metavar="S", help="pipeline stages (1)")
     add("--virtual-stages", type=at_least(1), default=1, metavar="V", help="pipeline stages per rank (1)")
-    add("--tensor-parallel", type=at_least(1), metavar="N", help="ranks that share each layer (1)")
-    add("--data-parallel", type=at_least(1), metavar="N", help="data-parallel pipelines (1)")
-    add("--expert-parallel", type=at_least(1), metavar="N", help="ranks that experts are divided among (1)")
+    add("--tensor-parallel", **COUNT, help="ranks that share each layer (1)")
+    add("--data-parallel", **COUNT, help="data-parallel pipelines (1)")
+    add("--expert-parallel", **COUNT, help="ranks that experts are divided among (1)")
     add(
         "--expert-tensor-parallel",
-        type=at_least(1),
-        metavar="N",
+        **COUNT,
         help="ranks that share each expert (default: as many as share each layer)",
     )
     add(
         "--expert-managers",
-        type=at_least(1),
-        metavar="N",
+        **COUNT,
         help="processes that hold the experts and nothing else, as --mux-expert-managers (none)",
     )
-    add(
-        "--gpus",
-        type=at_least(1),
-        metavar="N",
-        help="choose stages, tensor, data and expert parallelism for N ranks",
-    )
+    add("--gpus", **COUNT, help="choose stages, tensor, data and expert parallelism for N ranks")
     _add_run_flags(parser)
     add(
         "--device",
@@ -84,17 +78,16 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     )
     add(
         "--threads",
-        type=at_least(1),
-        metavar="N",
+        **COUNT,
         help="threads per rank on a CPU (default: torch's; 1 if there are several ranks)",
     )
-    add("--profiles", type=path, metavar="DIR", help="where profiles are kept (default: the user's cache)")
+    add("--profiles", **DIRECTORY, help="where profiles are kept (default: the user's cache)")
     add(
         "--subgraphs",
         action="store_true",
         help="keep the subgraphs of a layer of each kind with the plan (tensor parallelism only; takes seconds)",
     )
-    add("--output", type=path, metavar="FILE", help="write the plan, for --mux-plan FILE")
+    add("--output", **FILE, help="write the plan, for --mux-plan FILE")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser
 
@@ -126,12 +119,7 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--sequence-parallel", action="store_true", help="tensor ranks divide the rows, as in the run")
     add("--recompute-granularity", choices=("full", "selective"), help="recomputation, as in the run")
-    add(
-        "--micro-batches",
-        type=at_least(1),
-        metavar="N",
-        help="micro-batches of a bucket's step (default: chosen by the planner)",
-    )
+    add("--micro-batches", **COUNT, help="micro-batches of a bucket's step (default: chosen by the planner)")
     add(
         "--chunk-size",
         type=auto_or_none(at_least(1)),

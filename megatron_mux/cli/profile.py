@@ -19,11 +19,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megatron_mux.arguments.flag import COUNT, DIRECTORY, MODEL
 from megatron_mux.arguments.model import check_tf32, in_bf16
 from megatron_mux.arguments.parser import BACKBONE, Parser
-from megatron_mux.arguments.values import at_least, model, path
+from megatron_mux.arguments.values import at_least
 from megatron_mux.cli.launch import add_process_flags, processes_needed, run_command
+
+if TYPE_CHECKING:
+    from megatron_mux.fusion.profiler.profile import Profile
 
 PROGRAM = "megatron-mux profile"
 
@@ -32,25 +37,17 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser = Parser(prog=program, description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--backbone", type=model, required=True, metavar="DIR", help=BACKBONE)
-    add(
-        "--tensor-model-parallel-size",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="ranks that share each layer (1)",
-    )
+    add("--backbone", **MODEL, required=True, help=BACKBONE)
+    add("--tensor-model-parallel-size", **COUNT, default=1, help="ranks that share each layer (1)")
     add(
         "--expert-model-parallel-size",
-        type=at_least(1),
+        **COUNT,
         default=1,
-        metavar="N",
         help="ranks that the experts of a layer are divided among (1)",
     )
     add(
         "--expert-tensor-parallel-size",
-        type=at_least(1),
-        metavar="N",
+        **COUNT,
         help="ranks that share each expert (default: as many as share each layer)",
     )
     add(
@@ -74,8 +71,8 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         metavar="N",
         help="tokens of the largest measurement (2048; on a GPU 16384)",
     )
-    add("--rounds", type=at_least(1), default=7, metavar="N", help="repetitions of each measurement (7)")
-    add("--directory", type=path, metavar="DIR", help="directory for the profile (default: the user's cache)")
+    add("--rounds", **COUNT, default=7, help="repetitions of each measurement (7)")
+    add("--directory", **DIRECTORY, help="directory for the profile (default: the user's cache)")
     add("--force", action="store_true", help="measure again even if there is a profile")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     add_process_flags(parser, "default: as many as the parallel sizes need")
@@ -94,6 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     from megatron_mux.backbone.model import Backbone
     from megatron_mux.backbone.registry import read_backbone_info, stored_dtype
+    from megatron_mux.console import progress_bar
     from megatron_mux.fusion.profiler.measure import measure
     from megatron_mux.fusion.profiler.profile_store import (
         about_run,
@@ -132,7 +130,7 @@ def run(arguments: argparse.Namespace) -> None:
         backbone = Backbone.load(arguments.backbone, parallel, dtype, quantise=arguments.backbone_dtype)
         most = arguments.most_tokens or (2048 if parallel.device.type == "cpu" else 16384)
         start = time.perf_counter()
-        with _ProgressBar(parallel.rank == 0) as progress:
+        with progress_bar("measuring", parallel.rank == 0, stays=True) as progress:
             profile = measure(backbone, about, most, arguments.rounds, progress)
         seconds = time.perf_counter() - start
         if parallel.rank == 0:
@@ -146,42 +144,12 @@ def run(arguments: argparse.Namespace) -> None:
         _print(profile, where, seconds)
 
 
-class _ProgressBar:
-    """A progress bar on standard error."""
-
-    def __init__(self, shown: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._bar = Progress(
-            TextColumn("measuring"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not shown or not sys.stderr.isatty(),
-        )
-
-    def __enter__(self) -> _ProgressBar:
-        self._bar.start()
-        self._task = self._bar.add_task("measuring", total=None)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total)
-
-
-def _print(profile: object, where: Path, seconds: float) -> None:
+def _print(profile: Profile, where: Path, seconds: float) -> None:
     """Print forward and backward milliseconds of each curve at four of its sizes."""
     from rich.table import Table
 
     from megatron_mux.console import make_console
-    from megatron_mux.fusion.profiler.profile import Profile
 
-    assert isinstance(profile, Profile)
     table = Table(title=f"{profile.source} on {profile.about['device']}, {profile.about['dtype']}")
     table.add_column("operator", no_wrap=True)
     for column in ("size: forward / backward ms", "", "", ""):

@@ -18,8 +18,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_mux.arguments.flag import COUNT, FILE, MODEL
 from megatron_mux.arguments.parser import BACKBONE, Parser
-from megatron_mux.arguments.values import at_least, flag_of, model, path
+from megatron_mux.arguments.values import flag_of
 from megatron_mux.cli.launch import run_here
 from megatron_mux.errors import UserError, to_stderr
 
@@ -37,18 +38,17 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser = Parser(prog=program, description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--backbone", type=model, required=True, metavar="DIR", help=f"{BACKBONE}; with experts")
-    add("--tasks", type=path, required=True, metavar="FILE", help="task file")
-    add("--output", type=path, required=True, metavar="FILE", help="where the profile goes")
-    add("--picture", type=path, metavar="FILE", help="heat maps of the profile, as SVG")
-    add("--tokens", type=at_least(1), default=65536, metavar="N", help="tokens of each task at most (65536)")
+    add("--backbone", **MODEL, required=True, help=f"{BACKBONE}; with experts")
+    add("--tasks", **FILE, required=True, help="task file")
+    add("--output", **FILE, required=True, help="where the profile goes")
+    add("--picture", **FILE, help="heat maps of the profile, as SVG")
+    add("--tokens", **COUNT, default=65536, help="tokens of each task at most (65536)")
     add(
         "--drift-steps",
-        type=at_least(1),
-        metavar="N",
+        **COUNT,
         help="train the tasks for N steps, follow the drift of the routers' scores, and add it to the profile",
     )
-    add("--drift-picture", type=path, metavar="FILE", help="access over steps, drift and its bound, as SVG")
+    add("--drift-picture", **FILE, help="access over steps, drift and its bound, as SVG")
     add("--bf16", action="store_true", help="compute in bfloat16 (default: fp32)")
     return parser
 

@@ -37,9 +37,6 @@ _MOST_RANKS = 4096
 class Channel:
     """One end of a connection, on which objects are sent.
 
-    Args:
-        connected: Its socket.
-
     Attributes:
         closed: Whether the other end is gone, or this one was closed.
         heard: When something was received last, by the monotonic clock.
@@ -76,9 +73,6 @@ class Channel:
 
 class Endpoint(ABC):
     """One end of the watch.
-
-    Args:
-        detector: For its limits.
 
     Attributes:
         over: Whether rank 0 has finished its work: then nobody watches any longer.

@@ -70,11 +70,7 @@ class FailureDetector:
         return min(_MAX_SILENCE_S, self.timeout / 2)
 
     def __call__(self, ranks: Sequence[RankView]) -> Verdict | None:
-        """The reason to stop, if any; causes are looked for before their possible consequences.
-
-        Args:
-            ranks: Every watched rank, by its number.
-        """
+        """The reason to stop, if any; causes are looked for before their possible consequences."""
         return self._dead(ranks) or self._failed(ranks) or self._lost(ranks) or self._stalled(ranks)
 
     def _dead(self, ranks: Sequence[RankView]) -> Verdict | None:

@@ -9,7 +9,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -145,21 +145,12 @@ class _Member:
         return self.stored.read(PREFIX + path + end), self.stored.read(PREFIX + path + _ENDS[end])
 
 
-@dataclass
-class _Result:
-    """The combined adapter as it grows: tensors by key, and the rank of each module."""
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    ranks: dict[str, int] = field(default_factory=dict)
-
-
 def combine(
     adapters: Mapping[str, str | Path],
     weights: Sequence[float],
     recipe: Recipe,
     output: str | Path,
     backbone: str | Path | None = None,
-    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Combined:
     """Write the combination of several adapters.
 
@@ -169,7 +160,6 @@ def combine(
         recipe: How.
         output: Directory to make.
         backbone: Their backbone, whose config gives the order of modules in which DARE draws; None: by their paths.
-        progress: Told of every module, its number and how many there are.
 
     Raises:
         UserError: The adapters cannot be combined so, or the output exists.
@@ -187,23 +177,23 @@ def combine(
         {path for member in members for path in member.modules},
         None if backbone is None else find_model(backbone),
     )
-    result = _Result()
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
     with new_directory("--output", output) as directory, torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        for number, path in enumerate(paths, start=1):
+        for path in paths:
             having = [member for member in members if path in member.modules]
             _check_shapes(having, path)
             a, b = _combined(having, path, recipe, method, rank)
             end = having[0].modules[path]
-            result.ranks[path] = a.shape[0]
-            result.tensors |= {PREFIX + path + end: a, PREFIX + path + _ENDS[end]: b}
-            progress(path, number, len(paths))
-        result.tensors |= _embeddings(members)
-        config = _config(members, result.ranks, rank)
+            ranks[path] = a.shape[0]
+            tensors |= {PREFIX + path + end: a, PREFIX + path + _ENDS[end]: b}
+        tensors |= _embeddings(members)
+        config = _config(members, ranks, rank)
         write_json(directory / CONFIG, config)
         trained = {Provenance.read(Path(path)) for path in adapters.values()}
         header = trained.pop().header if len(trained) == 1 else {}
-        write_tensors(directory / WEIGHTS, result.tensors, header)
+        write_tensors(directory / WEIGHTS, tensors, header)
         parents = [(Parent(m.name, m.stored.fingerprint()), m.weight, m.stored.directory) for m in members]
         card = combined_card(
             base_model_name(config.get("base_model_name_or_path")),
@@ -212,8 +202,8 @@ def combine(
             rank,
         )
         write(directory / "README.md", card.encode())
-    size = sum(tensor.nbytes for tensor in result.tensors.values())
-    return Combined(max(result.ranks.values()), len(paths), size, time.monotonic() - began)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    return Combined(max(ranks.values()), len(paths), size, time.monotonic() - began)
 
 
 def _embeddings(members: Sequence[_Member]) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,7 @@ from megatron_mux.backbone.torch_dist.write import write_torch_dist
 from megatron_mux.errors import UserError
 from megatron_mux.files import new_directory
 from megatron_mux.merging.backbone_source import BackboneSource
-from megatron_mux.merging.hf_directory import copy_companions, write_json, write_shards
-
-Progress = Callable[[str, int, int], None]
-"""Told of a tensor's name, the bytes done and all bytes."""
+from megatron_mux.merging.hf_directory import Progress, copy_companions, write_json, write_shards
 
 
 @dataclass(frozen=True)
@@ -69,13 +66,13 @@ def convert(
             for part in tensors.parts(name):
                 done += part.nbytes
                 yield part
-            progress(name, done, total)
+            progress(done, total, name)
 
         def whole(name: str) -> Tensor:
             nonlocal done
             value = tensors.read(name)
             done += value.nbytes
-            progress(name, done, total)
+            progress(done, total, name)
             return value
 
         config = read_config(source)

@@ -121,12 +121,7 @@ def export_gguf(
 
 
 class _Naming:
-    """GGUF names of a backbone's modules.
-
-    Args:
-        gguf: The package.
-        info: Of the backbone.
-    """
+    """GGUF names of a backbone's modules."""
 
     def __init__(self, gguf: ModuleType, info: BackboneInfo) -> None:
         arch = gguf.MODEL_ARCH[_ARCHITECTURES[info.shape.family]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,8 @@ _COPIED = (
 _LEFT = ("config.json", "*.index.json", "adapter_config.json", "prepared.json")
 
 
-@dataclass
-class _Shard:
-    """One safetensors file to write."""
-
-    tensors: dict[str, TensorInfo] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(info.nbytes for info in self.tensors.values())
+Progress = Callable[[int, int, str], None]
+"""Told the bytes written so far, all bytes, and the tensor that was written last."""
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -70,19 +62,19 @@ def write_shards(
     Returns:
         The number of files.
     """
-    shards = [_Shard()]
-    for name, info in tensors.items():
-        if shards[-1].tensors and shards[-1].nbytes + info.nbytes > largest:
-            shards.append(_Shard())
-        shards[-1].tensors[name] = info
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        several = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        file = f"model{several}.safetensors"
-        parts = (bytes_of(part) for name in in_file_order(shard.tensors) for part in value(name))
-        write_pieces(directory / file, chain(header(shard.tensors, {}), parts))
-        weight_map |= dict.fromkeys(shard.tensors, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(shard.nbytes for shard in shards)}, "weight_map": weight_map}
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    shards = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda info: info.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=largest,
+    )
+    for file, names in shards.filename_to_tensors.items():
+        own = {name: tensors[name] for name in names}
+        parts = (bytes_of(part) for name in in_file_order(own) for part in value(name))
+        write_pieces(directory / file, chain(header(own, {}), parts))
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         write_json(directory / "model.safetensors.index.json", index)
-    return len(shards)
+    return len(shards.filename_to_tensors)

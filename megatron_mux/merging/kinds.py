@@ -13,7 +13,7 @@ from megatron_mux.adapters.selection import value_of
 from megatron_mux.errors import UserError
 from megatron_mux.merging.low_rank import LowRank, VeraMatrices, lora_terms
 from megatron_mux.merging.stored_adapter import PREFIX, StoredAdapter
-from megatron_mux.merging.weights import Changes
+from megatron_mux.merging.weights import Change, Changes
 
 
 def merge_lora(adapter: StoredAdapter, changes: Changes) -> set[str]:
@@ -70,9 +70,12 @@ def _plus_product(term: LowRank, weight: Tensor) -> Tensor:
 
 
 def _merge_experts(term: LowRank, changes: Changes) -> None:
-    def change(weight: Tensor, *, expert: int, rows: slice) -> Tensor:
-        a, b = (matrices[expert] for matrices in term.experts_matrices())
-        return weight + term.scale * (b[rows] @ a)
+    def change(expert: int, rows: slice) -> Change:
+        def of_expert(weight: Tensor) -> Tensor:
+            a, b = (matrices[expert] for matrices in term.experts_matrices())
+            return weight + term.scale * (b[rows] @ a)
+
+        return of_expert
 
     changes.add_to_experts(term.path, change, term.parameter == "down_proj")
 

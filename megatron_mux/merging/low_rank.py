@@ -174,12 +174,7 @@ def _check_pair(adapter: StoredAdapter, a: str, b: str) -> None:
 
 
 class VeraMatrices:
-    """The two random matrices of a VeRA adapter, stored with it or drawn again from its seed.
-
-    Args:
-        adapter: The adapter.
-        shape: Of its backbone.
-    """
+    """The two random matrices of a VeRA adapter, stored with it or drawn again from its seed."""
 
     KEYS = ("base_model.vera_A", "base_model.vera_B")
 

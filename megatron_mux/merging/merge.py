@@ -17,7 +17,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.files import new_directory, write
 from megatron_mux.hub_cache import find_model, model_id
 from megatron_mux.merging.backbone_source import BackboneSource
-from megatron_mux.merging.hf_directory import copy_companions, write_json, write_shards
+from megatron_mux.merging.hf_directory import Progress, copy_companions, write_json, write_shards
 from megatron_mux.merging.kinds import merge_kind
 from megatron_mux.merging.provenance import check_backbone
 from megatron_mux.merging.stored_adapter import PREFIX, StoredAdapter
@@ -26,9 +26,6 @@ from megatron_mux.merging.whole_rows import replace_modules, replace_rows
 from megatron_mux.model_card import Parent, base_model_name, merged_card
 from megatron_mux.quantised.scheme import QuantMethod
 from megatron_mux.tensor_file import TensorInfo
-
-Progress = Callable[[str, int, int], None]
-"""Told which tensor was written, the bytes written so far, and all bytes."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def merge(
     output: str | Path,
     dtype: torch.dtype | None = None,
     largest: int = 5_000_000_000,
-    progress: Progress = lambda name, done, total: None,
+    progress: Progress = lambda done, total, name: None,
     quantise: QuantMethod | None = None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Merged:
@@ -113,7 +110,7 @@ def merge(
             for part in _value(written[name], source, stored):
                 done += part.nbytes
                 yield part
-            progress(name, done, total)
+            progress(done, total, name)
 
         files = write_shards(directory, {name: each.info for name, each in written.items()}, value, largest)
         write_json(directory / "config.json", _config(backbone, changes, dtype))

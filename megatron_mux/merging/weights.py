@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
@@ -15,20 +13,6 @@ from megatron_mux.errors import UserError
 
 Change = Callable[[Tensor], Tensor]
 """Makes a new value of a weight in fp32 (fp64 if it is stored so); of linear modules, `[out, in]`."""
-
-
-class ExpertChange(Protocol):
-    """Makes a new value of one routed expert's projection."""
-
-    def __call__(self, weight: Tensor, *, expert: int, rows: slice) -> Tensor:
-        """Return the new value.
-
-        Args:
-            weight: The projection's present value.
-            expert: The expert's number.
-            rows: Rows of the projection in transformers, where gate and up projections are one, `[2 F, H]`.
-        """
-        ...
 
 
 @dataclass(eq=False)
@@ -131,12 +115,13 @@ class Changes:
         for each in names:
             self.of.setdefault(each, []).insert(0, change)
 
-    def add_to_experts(self, path: str, change: ExpertChange, down: bool) -> None:
+    def add_to_experts(self, path: str, change: Callable[[int, slice], Change], down: bool) -> None:
         """Add a change of each routed expert of a layer.
 
         Args:
             path: Of all experts of a layer, in transformers.
-            change: What it does to one expert.
+            change: Gives the change of an expert by its number, and by the rows of the projection in transformers,
+                where gate and up projections are one, `[2 F, H]`.
             down: Whether it changes down projections, or gate and up projections.
         """
         experts = self.info.shape.experts
@@ -148,7 +133,7 @@ class Changes:
         for expert in range(experts.count):
             module = f"{layer}.{experts.names.stored.format(expert)}"
             for leaf, rows in leaves.items():
-                self.add(f"{module}.{leaf}", partial(change, expert=expert, rows=rows))
+                self.add(f"{module}.{leaf}", change(expert, rows))
 
 
 def _on_transposed(change: Change) -> Change:

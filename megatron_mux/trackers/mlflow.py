@@ -19,8 +19,6 @@ class MlflowTracker(Tracker):
     Without `MLFLOW_TRACKING_URI` it uses files in `mlruns` of the task's directory.
     """
 
-    package = "mlflow"
-
     def __init__(self, run: TrackedRun) -> None:
         mlflow: Any = importlib.import_module("mlflow")
         files = run.directory.resolve() / "mlruns"

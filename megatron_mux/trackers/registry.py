@@ -33,13 +33,7 @@ def missing_package(name: str) -> str:
 
 
 class Trackers:
-    """The trackers of one task; one that fails is left out from then on, and the run goes on.
-
-    Args:
-        names: Which.
-        run: The task's run.
-        say: Told of failures.
-    """
+    """The trackers of one task; one that fails is left out from then on, and the run goes on."""
 
     def __init__(self, names: Sequence[str], run: TrackedRun, say: Callable[[str], None]) -> None:
         self._task, self._say = run.task, say

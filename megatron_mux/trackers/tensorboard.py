@@ -70,8 +70,6 @@ class EventFile:
 class TensorboardTracker(Tracker):
     """Writes event files of the task alone, in `runs` of its directory."""
 
-    package = "tensorboard"
-
     def __init__(self, run: TrackedRun) -> None:
         self._events = EventFile(run.directory / "runs" / run.name, "training.report_to tensorboard")
 

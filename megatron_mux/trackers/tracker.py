@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,10 @@ class TrackedRun:
 class Tracker(ABC):
     """Takes the figures of one task.
 
-    Args:
-        run: The task's run.
-
     Attributes:
         known: The tracker's own name of the run, by which it continues it; None: it needs none.
     """
 
-    package: ClassVar[str] = ""
-    """The package that it imports; empty: none."""
     known: str | None = None
 
     @abstractmethod

@@ -12,8 +12,6 @@ from megatron_mux.trackers.tracker import TrackedRun, Tracker
 class WandbTracker(Tracker):
     """A run of its own beside those of other tasks in the same process."""
 
-    package = "wandb"
-
     def __init__(self, run: TrackedRun) -> None:
         wandb: Any = importlib.import_module("wandb")
         run.directory.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.versions
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "examples" / "launch"
-SCRIPTS = sorted(path for path in LAUNCH.iterdir() if path.suffix in (".sh", ".sbatch"))
 LONG = 3000  # steps: such a run is told to stop long before
 
 # What Slurm's commands do as far as the job relies on it. Every "node" is this machine; LOG gets each command line.
@@ -91,12 +90,6 @@ def newest_save(save: Path) -> tuple[int, int]:
     (task,) = manifest["tasks"]
     assert (save / task["checkpoint"] / "adapter_model.safetensors").is_file()
     return manifest["number"], task["step"]
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_is_valid_bash(script: Path) -> None:
-    checked = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
-    assert (checked.returncode, checked.stderr) == (0, "")
 
 
 def test_one_node_trains_and_started_again_finds_everything_done(

@@ -11,8 +11,7 @@ import pytest
 from megatron_mux.arguments import parse_args
 from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS
 from megatron_mux.errors import UserError
-from tests.end_to_end.forked import Run, Server
-from tests.end_to_end.outcome import assert_same_outcome
+from tests.end_to_end.forked import Server
 from tests.end_to_end.workplace import TASKS, Workplace
 
 MODEL = """
@@ -67,45 +66,6 @@ def test_a_usual_line_trains_with_one_line_of_notice(
     assert told.count("without effect") == 1
     assert f"accepted without effect here: {', '.join(without)} " in told
     assert (tmp_path / "lora" / "checkpoint-14").is_dir()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(workplace: Workplace, server: Server) -> Path:
-    """A run from beginning to end."""
-    directory = workplace.root / "whole"
-    run = server.run(workplace.arguments("--save", directory))
-    assert run.status == 0, run.errors
-    return directory
-
-
-def part(server: Server, workplace: Workplace, directory: Path, *flags: str) -> Run:
-    """Continue a run, or begin it."""
-    run = server.run(workplace.arguments("--save", directory, "--load", directory, *flags))
-    assert run.status == 0, run.errors
-    return run
-
-
-def test_a_run_exits_at_multiples_of_its_interval_and_resumes_exactly(
-    workplace: Workplace, server: Server, undisturbed: Path
-) -> None:
-    directory = workplace.root / "in-parts"
-    for interval, step in ((3, 3), (5, 5), (5, 10)):
-        said = part(server, workplace, directory, "--exit-interval", str(interval)).output
-        assert f"stopped after {step} steps (--exit-interval {interval}): every task is saved" in said
-        assert (directory / "lora" / f"checkpoint-{step}").is_dir()
-    assert "stopped" not in part(server, workplace, directory, "--exit-interval", "7").output  # done at 14
-    assert_same_outcome(directory, undisturbed)
-
-
-def test_a_run_exits_after_minutes_and_resumes_exactly(
-    workplace: Workplace, server: Server, undisturbed: Path
-) -> None:
-    directory = workplace.root / "for-minutes"
-    said = part(server, workplace, directory, "--exit-duration-in-mins", "0.001").output
-    assert "(--exit-duration-in-mins): every task is saved: continue with --load" in said
-    assert not (directory / "lora" / "checkpoint-14").exists()
-    part(server, workplace, directory, "--exit-duration-in-mins", "60")
-    assert_same_outcome(directory, undisturbed)
 
 
 def test_a_run_exits_on_the_signal_that_was_chosen(

@@ -84,20 +84,6 @@ def test_a_model_is_found_by_its_name_on_the_hub(hub: Path, tmp_path: Path) -> N
         find_model("org/tiny")
 
 
-def test_the_cache_is_that_of_hf_home(hub: Path, tmp_path: Path) -> None:
-    code = "from megatron_mux.hub_cache import find_model; print(find_model('org/tiny'))"
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**environment, "HF_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    assert run.stdout.strip() == str(hub)
-
-
 def test_a_part_of_a_model_is_completed(hub: Path) -> None:
     from megatron_mux.backbone.checkpoint import Checkpoint
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from types import FrameType
 
 import pytest
 from hypothesis import given, settings
@@ -122,33 +123,13 @@ def test_a_lost_connection_is_given_time_and_a_timeout_blames_who_works() -> Non
 # -- looking at the main thread
 
 
-def stuck(seconds: float) -> None:
-    time.sleep(seconds)
-
-
 def for_another(event: threading.Event) -> None:
     event.wait()
 
 
-def test_waiting_is_seen_in_the_thread_itself() -> None:
-    event = threading.Event()
-    sleeper = threading.Thread(target=stuck, args=(2.0,), daemon=True)
-    waiter = threading.Thread(target=for_another, args=(event,), daemon=True)
-    for thread in (sleeper, waiter):
-        thread.start()
-    time.sleep(0.1)
-    frames = sys._current_frames()
-    assert not waits_for_others(frames[sleeper.ident or 0])
-    frame = frames[waiter.ident or 0]
-    while frame.f_back is not None and frame.f_code.co_name != "for_another":
-        frame = frame.f_back
-    assert waits_for_others(frame)
-    event.set()
-    made = eval("__import__('sys')._getframe()", {"__name__": "torch.distributed.distributed_c10d"})
-    assert waits_for_others(made)
-
-
-def test_waiting_is_counted_without_a_break_within_one_thing() -> None:
+@pytest.fixture
+def waiting_frame() -> Iterator[FrameType]:
+    """The frame of a function that waits for another thread."""
     event = threading.Event()
     waiter = threading.Thread(target=for_another, args=(event,), daemon=True)
     waiter.start()
@@ -156,16 +137,26 @@ def test_waiting_is_counted_without_a_break_within_one_thing() -> None:
     frame = sys._current_frames()[waiter.ident or 0]
     while frame.f_back is not None and frame.f_code.co_name != "for_another":
         frame = frame.f_back
+    yield frame
+    event.set()
+
+
+def test_waiting_is_seen_in_the_thread_itself(waiting_frame: FrameType) -> None:
+    assert waits_for_others(waiting_frame)
+    assert not waits_for_others(sys._getframe())
+    assert waits_for_others(eval("__import__('sys')._getframe()", {"__name__": "torch.distributed.c10d"}))
+
+
+def test_waiting_is_counted_without_a_break_within_one_thing(waiting_frame: FrameType) -> None:
     one, other = Activity(Action.parse("0F1.3"), False, 10.0), Activity("saving", False, 30.0)
     assert one.state(None, None, 11.0).waited is None
-    assert one.state(frame, None, 12.0).waited == 0.0
-    state = one.state(frame, None, 20.0)
+    assert one.state(waiting_frame, None, 12.0).waited == 0.0
+    state = one.state(waiting_frame, None, 20.0)
     assert (state.what, state.seconds, state.waited) == ("0F1.3", 10.0, 8.0)
-    assert other.state(frame, None, 31.0).waited == 0.0, "it got on in between"
+    assert other.state(waiting_frame, None, 31.0).waited == 0.0, "it got on in between"
     assert other.state(None, None, 32.0).waited is None
     lost = other.state(None, 33.0, 34.0)
     assert (lost.waited, lost.lost) == (0.0, 1.0), "a lost connection is no work"
-    event.set()
 
 
 # -- on the wire

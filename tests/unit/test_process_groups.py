@@ -35,27 +35,22 @@ def test_a_group_has_the_time_limit_of_the_world(limit: timedelta) -> None:
     dist.destroy_process_group(group)
 
 
-def test_a_group_of_a_link_has_the_time_limit_of_the_world(
-    limit: timedelta, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NCCL is not there: what it would be asked for."""
-    asked: dict[str, Any] = {}
-    options = SimpleNamespace(config=SimpleNamespace())
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda: options), raising=False)
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **named: asked.update(named))
-    process_groups._pair_group([1, 2], CPU)
-    assert asked["backend"] == "nccl" and asked["pg_options"] is options
-    assert asked["timeout"] == options._timeout == limit and options.config.max_ctas == 4
-
-
 @pytest.mark.parametrize("rank", [4, 7])
-def test_a_link_is_connected_in_its_own_direction(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL connects the two directions between two ranks apart."""
+def test_a_link_is_connected_in_its_own_direction_with_the_worlds_time_limit(
+    rank: int, limit: timedelta, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL, which connects the two directions between two ranks apart, is not there: what it would be asked for."""
     done: list[tuple[str, int, object]] = []
+
+    def new_group(ranks: list[int], **named: Any) -> object:
+        options = named["pg_options"]
+        assert sorted(ranks) == [4, 7] and named["backend"] == "nccl"
+        assert named["timeout"] == options._timeout == limit and options.config.max_ctas == 4
+        return object()
+
     options = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
-    monkeypatch.setattr(process_groups, "is_dry_run", lambda: False)
-    monkeypatch.setattr(process_groups, "new_group", lambda ranks, *more: object())
+    monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(dist, "all_gather_object", lambda rings, ring: rings.__setitem__(0, ring))
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
@@ -63,9 +58,8 @@ def test_a_link_is_connected_in_its_own_direction(rank: int, monkeypatch: pytest
     monkeypatch.setattr(dist, "recv", lambda flag, source, group: done.append(("receive", source, group)))
     groups = process_groups.pair_groups([4, 7], [(0, 1)], CPU)
     forward, backward = groups[(0, 1), False], groups[(0, 1), True]
-    other = 11 - rank
     verbs = ("send", "receive") if rank == 4 else ("receive", "send")
-    assert done == [(verbs[0], other, forward), (verbs[1], other, backward)]
+    assert done == [(verbs[0], 11 - rank, forward), (verbs[1], 11 - rank, backward)]
 
 
 def test_messages_have_a_group_of_few_ctas(limit: timedelta, monkeypatch: pytest.MonkeyPatch) -> None:

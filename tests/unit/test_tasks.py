@@ -237,10 +237,8 @@ def test_warmup_as_a_share() -> None:
 def test_fingerprint_tells_what_decides_the_updates() -> None:
     spec = TaskSpec.model_validate(task())
     same = TaskSpec.model_validate(task(name="other", data__path="elsewhere.jsonl", eval={"path": "x"}))
-    assert not spec.differences(same)
     assert spec.differences(same) == []
     other = TaskSpec.model_validate(task(training__learning_rate=1, data__shuffle=False))
-    assert spec.differences(other)
     assert other.differences(spec) == [
         "data.shuffle: False, not True",
         "training.learning_rate: 1.0, not 5e-05",

@@ -232,8 +232,3 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=said):
             load_task_file(path)
-
-
-def test_a_duplicate_key_in_a_good_file_is_refused(folder: Path) -> None:
-    text = yaml.safe_dump({"tasks": [task()]}) + "  eval: null\n  eval: null\n"
-    assert ["is given twice" in p for p in problems_of(folder, text=text)] == [True]
