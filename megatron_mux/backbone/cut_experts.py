@@ -89,7 +89,7 @@ class CutExperts:
             shared, shared_trained = self._compute_shared(normed, needed)
             arrived = rows.arrived(received((yield IssuedMessage("rows", leaving))))
             y, _ = self._compute_experts(arrived, trained)
-            y = sent.collected(received((yield IssuedMessage("results", sent.back(y, "results")))))
+            y = sent.collected(received((yield IssuedMessage("results", sent.back(y)))))
         output = y.unsqueeze(1)
         return output if shared is None else output + shared, trained or shared_trained
 
@@ -102,7 +102,7 @@ class CutExperts:
             dx, dweights = self._experts.backward(dy)
             (d_shared,) = self._back_shared(gradient)
         else:
-            leaving = sent.forth(dy.index_select(0, sent.rows), "result gradients")
+            leaving = sent.forth(dy.index_select(0, sent.rows))
             (d_shared,) = self._back_shared(gradient)
             dy = received((yield IssuedMessage("result gradients", leaving)))
             dx, dweights = self._experts.backward(dy)
