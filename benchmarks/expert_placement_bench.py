@@ -1,4 +1,4 @@
-"""The parts of `expert_placement.py`: preparing cases, measuring methods in turns, following a longer run."""
+"""The measurement of `expert_placement.py`: methods in turns over limited links, then a longer run of one process."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from engine_bench import cpu_name
+from expert_placement import CASES, ROOT, ZIPF
 from expert_placement_cluster import Team, started
-from expert_placement_methods import NODES, Placed, gradient_seconds, place, team_of, topology_of
+from expert_placement_methods import (
+    NODES,
+    TEAM_NODES,
+    Placed,
+    gradient_seconds,
+    placed_by_all,
+    predictions,
+    solved,
+    team_of,
+    topology_of,
+)
 from expert_placement_models import entropy, random_records, text_records, write_random_mixtral
-from expert_placement_predicted import predict_cases
-from expert_placement_results import CASES, ROOT, ZIPF, Results, title
-from expert_placement_tables import short
-from node_namespaces import connected_nodes
+from node_namespaces import Network, connected_nodes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
@@ -29,209 +37,141 @@ from megatron_mux.moe.access_profile import AccessProfile
 from megatron_mux.moe.topology import Topology
 from tests import warm
 
-MEMBERS = {"ep": range(len(NODES)), "broker": [len(NODES), *range(len(NODES))]}
-"""Indices of the processes that train together; the last one is the master."""
+LOCAL = 16
+"""Times the bandwidth between nodes that links within a node have."""
+
+MEMBERS = {"ep": range(len(NODES)), "broker": [len(NODES), *range(len(NODES))], "single": [len(NODES)]}
+"""Indices of the processes that train together; the last process is the master, which also profiles."""
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Do the parts that are asked for, as far as the output does not have them."""
-    began = time.monotonic()
-    results = Results(f"{cpu_name()}, 2 cores", CASES, arguments.output)
-    wanted = [(name, slack) for name in arguments.cases for slack in arguments.slack]
-    missing = [key for key in wanted if arguments.again or results.case(*key) is None]
-    with ExitStack() as cleanup:
-        work = arguments.work or Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="experts-")))
-        work.mkdir(parents=True, exist_ok=True)
-        if arguments.parts != ["predict"]:
-            network = cleanup.enter_context(connected_nodes([*NODES, NODES[0]]))
-            server = cleanup.enter_context(warm.Server())
-            bench = Bench(arguments, network, server, work, results)
-        if "prepare" in arguments.parts:
-            bench.prepare(arguments.cases)
-        if "measure" in arguments.parts and missing:
-            bench.measure(missing)
-        if "trace" in arguments.parts and arguments.trace:
-            bench.trace(wanted)
-        if "predict" in arguments.parts:
-            predict_cases(results, wanted, work)
-    results.content["minutes"] += (time.monotonic() - began) / 60
-    results.write()
-    return results.content
-
-
-@dataclass
 class Bench:
-    """The measurement.
+    """Measures cases.
 
-    Attributes:
+    Args:
         arguments: The command line.
-        network: Of all processes.
-        server: Forks them.
-        work: Folder of models, records and profiles.
-        results: So far.
-        teams: By mode, while cases are measured.
+        before: What was measured earlier.
     """
 
-    arguments: argparse.Namespace
-    network: Any
-    server: warm.Server
-    work: Path
-    results: Results
-    teams: dict[str, Team] = field(default_factory=dict)
+    network: Network
+    teams: dict[str, Team]
+    topologies: dict[str, Topology]
 
-    def prepare(self, names: Sequence[str]) -> None:
-        """Make the models, records and profiles that the folder lacks."""
-        missing = [name for name in names if not self._profile_file(name).is_file()]
-        if not missing:
-            return
-        with started(self.server, self.network, [len(NODES)], 29510, "single") as single:
-            for name in missing:
-                records = self._records(name)
-                if name in ZIPF:
-                    write_random_mixtral(Path(self._model(name)), ZIPF[name])
-                    random_records(records)
-                else:
-                    text_records(self.arguments.upcycled, ROOT / f".quickstart/data/{name}.jsonl", records)
-                found = single.ask("profile", backbone=self._model(name), records=str(records))[0]
-                profile = AccessProfile.model_validate(found)
-                self._profile_file(name).write_text(profile.model_dump_json())
-                say(f"{name}: entropy {entropy(torch.from_numpy(profile.access)):.3f}")
+    def __init__(self, arguments: argparse.Namespace, before: Mapping[str, Any]) -> None:
+        self.arguments, self._began = arguments, time.monotonic()
+        nothing = {"hardware": f"{cpu_name()}, 2 cores", "minutes": 0.0, "links": {}, "cases": [], "traffic": {}}
+        self.content: dict[str, Any] = {**nothing, **before}
 
-    def measure(self, wanted: Sequence[tuple[str, float]]) -> None:
-        """Measure links, unless they have been, and cases."""
-        self.prepare([name for name, _ in wanted])
+    def measure(self) -> Iterator[dict[str, Any]]:
+        """Yield all that is measured so far, after each case."""
         with ExitStack() as cleanup:
-            for i, mode in enumerate(MEMBERS):
-                team = started(self.server, self.network, MEMBERS[mode], 29520 + i, mode)
-                self.teams[mode] = cleanup.enter_context(team)
-            if not self._links():
-                self._limit()
-                links = {mode: team.ask("links", seconds=0.3)[0] for mode, team in self.teams.items()}
-                self._links().update(links)
-                self.results.write()
-                say(f"links: {[(own['up'], own['down']) for own in links.values()]}")
-            for name, slack in wanted:
-                self.results.add_case(self._case(name, slack))
-                say(short(self.results.case(name, slack) or {}))
+            work = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="experts-")))
+            self.network = cleanup.enter_context(connected_nodes([*NODES, NODES[0]]))
+            server = cleanup.enter_context(warm.Server())
+            self.teams = {
+                mode: cleanup.enter_context(started(server, self.network, members, 29520 + i, mode))
+                for i, (mode, members) in enumerate(MEMBERS.items())
+            }
+            self._limit()
+            links = {mode: self.teams[mode].ask("links", seconds=0.3)[0] for mode in TEAM_NODES}
+            self.content["links"][f"{self.arguments.between:g} {self.arguments.between * LOCAL:g}"] = links
+            self.topologies = {
+                mode: topology_of(links[mode], nodes, mode == "broker") for mode, nodes in TEAM_NODES.items()
+            }
+            for name in self.arguments.cases:
+                backbone, records = self._prepare(name, work)
+                profile = self.teams["single"].ask("profile", backbone=backbone, records=records)[0]
+                for slack in self.arguments.slack:
+                    self._add(self._case(name, slack, backbone, records, AccessProfile.model_validate(profile)))
+                    yield self.content
 
-    def trace(self, wanted: Sequence[tuple[str, float]]) -> None:
-        """Count, for measured cases, bytes between nodes of each step of a longer run, by the experts of its rows."""
-        missing = [key for key in wanted if self.results.case(*key)]
-        if not self.arguments.again:
-            missing = [key for key in missing if title(*key) not in self.results.traffic]
-        if not missing:
-            return
-        self.prepare([name for name, _ in missing])
-        with started(self.server, self.network, [len(NODES)], 29510, "single") as single:
-            for name in dict.fromkeys(name for name, _ in missing):
-                methods = {
-                    f"{slack:g} {method}": (method, own["placement"])
-                    for other, slack in missing
-                    if other == name
-                    for method, own in (self.results.case(name, slack) or {})["methods"].items()
-                }
-                found = single.ask(
-                    "trace",
-                    backbone=self._model(name),
-                    records=str(self._records(name)),
-                    batch=len(NODES),
-                    steps=self.arguments.trace,
-                    masters={key: team_of(method) == "broker" for key, (method, _) in methods.items()},
-                    placements={key: placement for key, (_, placement) in methods.items()},
-                    nodes=NODES,
-                )[0]
-                for _, slack in (key for key in missing if key[0] == name):
-                    self.results.traffic[title(name, slack)] = {
-                        method: found[key]
-                        for key, (method, _) in methods.items()
-                        if key == f"{slack:g} {method}"
-                    }
-                self.results.write()
+    def _prepare(self, name: str, work: Path) -> tuple[str, str]:
+        """The model and the records of a case."""
+        records = work / f"{name}.pt"
+        if name not in ZIPF:
+            text_records(self.arguments.upcycled, ROOT / f".quickstart/data/{name}.jsonl", records)
+            return str(self.arguments.upcycled), str(records)
+        write_random_mixtral(work / name, ZIPF[name])
+        random_records(records)
+        return str(work / name), str(records)
 
-    def _model(self, name: str) -> str:
-        return str(self.work / name) if name in ZIPF else str(self.arguments.upcycled)
-
-    def _records(self, name: str) -> Path:
-        return self.work / f"{name}.pt"
-
-    def _profile_file(self, name: str) -> Path:
-        return self.work / f"{name}.profile.json"
+    def _add(self, case: dict[str, Any]) -> None:
+        """Add a case, in place of an earlier one of the same name and slots."""
+        key = (case["case"], case["slack"])
+        others = [own for own in self.content["cases"] if (own["case"], own["slack"]) != key]
+        self.content["cases"] = sorted(
+            [*others, case], key=lambda own: (CASES.index(own["case"]), own["slack"])
+        )
+        self.content["minutes"] += (time.monotonic() - self._began) / 60
+        self._began = time.monotonic()
+        seconds = {method: round(own["median_s"], 2) for method, own in case["methods"].items()}
+        print(f"{key}: entropy {case['entropy']:.3f}, seconds {seconds}", file=sys.stderr, flush=True)
 
     def _limit(self) -> None:
         between = 1e6 * self.arguments.between
-        self.network.limit(between * self.arguments.local, between)
+        self.network.limit(between * LOCAL, between)
 
-    def _links(self) -> dict[str, Any]:
-        between = self.arguments.between
-        return self.results.links(between, between * self.arguments.local)
-
-    def _topologies(self) -> dict[str, Topology]:
-        nodes = {"ep": list(NODES), "broker": [NODES[0], *NODES]}
-        return {mode: topology_of(own, nodes[mode], mode == "broker") for mode, own in self._links().items()}
-
-    def _case(self, name: str, slack: float) -> dict[str, Any]:
+    def _case(
+        self, name: str, slack: float, backbone: str, records: str, profile: AccessProfile
+    ) -> dict[str, Any]:
         """Measure all methods of a case in turns."""
-        profile = AccessProfile.model_validate_json(self._profile_file(name).read_text())
-        length = torch.load(self._records(name), weights_only=True).shape[1]
-        topologies = self._topologies()
-        placed = place(profile, topologies, len(NODES) * length, slack)
-        for mode, team in self.teams.items():
+        tokens = len(NODES) * torch.load(records, weights_only=True).shape[1]
+        found = {mode: solved(profile, own, tokens, slack) for mode, own in self.topologies.items()}
+        placed = placed_by_all(found, tokens)
+        run = {"backbone": backbone, "records": records, "batch": len(NODES)}
+        for mode in TEAM_NODES:
             own = {method: one.placement for method, one in placed.items() if team_of(method) == mode}
-            records = str(self._records(name))
-            team.ask("load", backbone=self._model(name), records=records, batch=len(NODES), placements=own)
+            self.teams[mode].ask("load", **run, placements=own)
         self.network.unlimit()
-        rest: dict[str, list[dict[str, Any]]] = {method: [] for method in placed}
-        for first in (True, False, False, False):
-            for method in placed:
-                turn = self._turn(method, 1)
-                rest[method] += [] if first else [turn]
+        rest = {method: [self._turn(method) for _ in range(4)][1:] for method in placed}
         self._limit()
         turns: dict[str, list[dict[str, Any]]] = {method: [] for method in placed}
         order = list(placed)
         for round_ in range(self.arguments.rounds):
-            for method in order[round_ % len(order) :] + order[: round_ % len(order)]:
-                turns[method].append(self._turn(method, self.arguments.steps))
+            first = round_ % len(order)
+            for method in order[first:] + order[:first]:
+                turns[method].append(self._turn(method))
+        if self.arguments.trace:
+            masters = {method: team_of(method) == "broker" for method in placed}
+            placements = {method: one.placement for method, one in placed.items()}
+            more = {"steps": self.arguments.trace, "masters": masters, "placements": placements, "nodes": NODES}
+            traced = self.teams["single"].ask("trace", **run, **more)[0]
+            self.content["traffic"][f"{name}, {slack:g}x slots"] = traced
+        methods = {
+            method: _figures(turns[method], one, rest[method], self.topologies[team_of(method)])
+            for method, one in placed.items()
+        }
+        between = self.arguments.between
         return {
             "case": name,
             "slack": slack,
-            "between_mb_s": self.arguments.between,
-            "local_mb_s": self.arguments.between * self.arguments.local,
-            "tokens": len(NODES) * length,
+            "between_mb_s": between,
+            "local_mb_s": between * LOCAL,
+            "tokens": tokens,
             "rounds": self.arguments.rounds,
-            "steps": self.arguments.steps,
+            "steps": 1,
             "entropy": entropy(torch.from_numpy(profile.access)),
             "access": profile.access.tolist(),
-            "methods": {
-                method: _figures(turns[method], one, rest[method], topologies[team_of(method)])
-                for method, one in placed.items()
-            },
+            "methods": methods,
+            "predicted": predictions(found["broker"], tokens, methods),
         }
 
-    def _turn(self, method: str, steps: int) -> dict[str, Any]:
-        """Take some steps by a method; returns seconds and bytes between nodes of each, and the counters of all."""
-        mode = team_of(method)
-        nodes = [NODES[0], *NODES] if mode == "broker" else NODES
+    def _turn(self, method: str) -> dict[str, Any]:
+        """Take a step by a method; returns its seconds and bytes between nodes, and the counters of all."""
+        nodes = TEAM_NODES[team_of(method)]
         before = self.network.crossed()
-        answers = self.teams[mode].ask("steps", method=method, count=steps)
+        answers = self.teams[team_of(method)].ask("step", method=method)
         crossed = self.network.crossed().since(before)
-        all_ended = [max(times) for times in zip(*(one["ends"] for one in answers), strict=True)]
-        ends = [max(one["start"] for one in answers), *all_ended]
-        counted: dict[str, list[int]] = {}
-        for key in ("sent", "routed"):
-            counted[key] = [
-                sum(
-                    size
-                    for own, answer in zip(nodes, answers, strict=True)
-                    for other, size in zip(nodes, answer[key][step], strict=True)
-                    if own != other
-                )
-                for step in range(steps)
-            ]
+
+        def between_nodes(key: str) -> int:
+            pairs = [zip(nodes, answer[key], strict=True) for answer in answers]
+            return sum(size for own, sent in zip(nodes, pairs, strict=True) for node, size in sent if node != own)
+
         return {
-            "seconds": [end - start for start, end in zip(ends, ends[1:], strict=False)],
-            **counted,
+            "seconds": max(one["end"] for one in answers) - max(one["start"] for one in answers),
+            "sent": between_nodes("sent"),
+            "routed": between_nodes("routed"),
             "summed": answers[0]["summed"],
-            "gradients": [_ring_bytes(size, nodes) for size in answers[0]["summed"]],
+            "gradients": _ring_bytes(answers[0]["summed"], nodes),
             "interface_bytes": sum(crossed.bytes.values()),
             "interface_payload": crossed.payload,
         }
@@ -241,23 +181,25 @@ def _figures(
     turns: Sequence[Mapping[str, Any]], placed: Placed, rest: Sequence[Mapping[str, Any]], topology: Topology
 ) -> dict[str, Any]:
     """Summarise a method's turns, over limited links and before that over links without limits."""
-    sent = [size for turn in turns for size in turn["sent"]]
-    routed = [size for turn in turns for size in turn["routed"]]
-    seconds = [time_ for turn in turns for time_ in turn["seconds"]]
-    at_rest = statistics.median(time_ for turn in rest for time_ in turn["seconds"])
-    summing = gradient_seconds(rest[-1]["summed"][0], topology)
+
+    def mean(key: str) -> float:
+        return statistics.mean(turn[key] for turn in turns)
+
+    seconds = [turn["seconds"] for turn in turns]
+    at_rest = statistics.median(turn["seconds"] for turn in rest)
+    summing = gradient_seconds(rest[-1]["summed"], topology)
     return {
         "seconds": seconds,
         "median_s": statistics.median(seconds),
-        "bytes": sent,
-        "mean_bytes": statistics.mean(sent),
-        "gradient_bytes": statistics.mean(size for turn in turns for size in turn["gradients"]),
-        "routed_equals_sent": sent == routed,
-        "interface_payload": sum(turn["interface_payload"] for turn in turns) / len(sent),
-        "interface_bytes": sum(turn["interface_bytes"] for turn in turns) / len(sent),
+        "bytes": [turn["sent"] for turn in turns],
+        "mean_bytes": mean("sent"),
+        "gradient_bytes": mean("gradients"),
+        "routed_equals_sent": all(turn["sent"] == turn["routed"] for turn in turns),
+        "interface_payload": mean("interface_payload"),
+        "interface_bytes": mean("interface_bytes"),
         "predicted_bytes": placed.crossing,
         "rest_s": at_rest,
-        "summed_bytes": rest[-1]["summed"][0],
+        "summed_bytes": rest[-1]["summed"],
         "transfers_s": placed.seconds,
         "gradients_s": summing,
         "predicted_s": placed.seconds + summing + at_rest,
@@ -270,8 +212,3 @@ def _ring_bytes(summed: int, nodes: Sequence[str]) -> float:
     """Bytes between nodes if processes sum so many bytes on a ring, as gloo does."""
     crossings = sum(a != b for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True))
     return crossings * summed * 2 * (len(nodes) - 1) / len(nodes)
-
-
-def say(line: str) -> None:
-    """Print progress."""
-    print(line, file=sys.stderr, flush=True)

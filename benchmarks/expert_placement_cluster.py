@@ -30,13 +30,7 @@ class ProcessEnded(RuntimeError):
 
 @dataclass(frozen=True)
 class Member:
-    """A process of a team.
-
-    Attributes:
-        process: To wait for its end.
-        commands, answers: Lines of JSON.
-        errors: What it prints to its standard error.
-    """
+    """A process of a team: told what to do by lines of JSON, answered by others; `errors` is what it prints."""
 
     process: warm.Process
     commands: IO[str]
@@ -57,12 +51,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Team:
-    """Processes that train together.
-
-    Attributes:
-        name: What to call it.
-        members: By rank.
-    """
+    """Processes that train together, by rank."""
 
     name: str
     members: tuple[Member, ...]
@@ -101,8 +90,6 @@ def started(
     """Context with a team of processes, which end with it.
 
     Args:
-        server: Forks processes.
-        network: Where they run.
         members: Indices of their places, rank by rank.
         port: At which rank 0 gathers them.
         mode: `ep`, `broker`, or another name for a process alone.

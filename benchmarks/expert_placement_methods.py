@@ -1,4 +1,9 @@
-"""The ways of placing experts that `expert_placement.py` compares, and what is predicted of each."""
+"""The ways of placing experts that `expert_placement.py` compares, what is predicted of each, and the fewest bytes.
+
+A placement's nodes matter to a layer's bytes only as the set of experts near the master: a token with an expert outside
+of it is sent away at least once. So a layer is described by the least share of such tokens for each number of experts
+near the master, and dynamic programming divides the slots near the master among the layers.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by file path, from a checkout
 
 from megatron_mux.moe.access_profile import AccessProfile
+from megatron_mux.moe.entries import Floats
 from megatron_mux.moe.links import Traffic, routing_bytes
-from megatron_mux.moe.placement import Placement
-from megatron_mux.moe.placement_cost import PlacementProblem
+from megatron_mux.moe.placement import Placement, from_owners
+from megatron_mux.moe.placement_cost import TRANSFERS, PlacementProblem
+from megatron_mux.moe.routed_sets import RoutedSets
+from megatron_mux.moe.solvers.concentrated import concentrated
+from megatron_mux.moe.solvers.layer_counts import choose_counts
 from megatron_mux.moe.solvers.solve import Comparison, solve
 from megatron_mux.moe.topology import Topology
 
@@ -35,10 +46,12 @@ PREDICTED = {
     "concentrated": "broker, each layer on one distant manager",
     "ours": METHODS["ours"],
 }
-"""What is predicted without being measured, with the solver as it is now."""
+"""What is predicted without being measured."""
 
 NODES = ("a", "a", "b", "b", "c", "c")
 """The node of each worker."""
+TEAM_NODES = {"ep": NODES, "broker": (NODES[0], *NODES)}
+"""The nodes of the processes that train together: with a master, it is the first."""
 
 SEARCH_SECONDS = 5.0
 
@@ -60,7 +73,7 @@ class Placed:
 
 def team_of(method: str) -> str:
     """Which processes train with a method: `ep` or `broker`."""
-    return "ep" if method.startswith("ep") and method != "eplb" else "broker"
+    return "ep" if method in ("ep", "ep ours") else "broker"
 
 
 def topology_of(links: Mapping[str, Any], nodes: Sequence[str], master: bool) -> Topology:
@@ -79,41 +92,18 @@ def topology_of(links: Mapping[str, Any], nodes: Sequence[str], master: bool) ->
     }
     if master:
         there, back = links["bandwidth"][0][1:], [row[0] for row in links["bandwidth"][1:]]
-        content |= {
-            "master_node": nodes[0],
-            "master_bandwidth": [min(both) for both in zip(there, back, strict=True)],
-        }
+        content["master_node"] = nodes[0]
+        content["master_bandwidth"] = [min(both) for both in zip(there, back, strict=True)]
     return Topology.model_validate(content)
 
 
-def place(
-    profile: AccessProfile, topologies: Mapping[str, Topology], tokens: int, slack: float
-) -> dict[str, Placed]:
-    """Place experts by all methods whose team has a topology.
+def solved(profile: AccessProfile, topology: Topology, tokens: int, slack: float) -> Comparison:
+    """Place experts on a team's workers.
 
     Args:
-        profile: How often tokens select each expert.
-        topologies: Of each team.
         tokens: Of a step.
         slack: Slots of all workers together, over the number of experts.
     """
-    placed = {}
-    for team, topology in topologies.items():
-        found = solved(profile, topology, tokens, slack)
-        if team == "ep":
-            experts, workers = range(profile.model.experts), len(topology.workers)
-            around = tuple(tuple((e % workers,) for e in experts) for _ in range(profile.model.layers))
-            own = {"ep": around, "ep ours": found.solution.placement}
-        else:
-            own = {name: found.baselines[name] for name in METHODS if name in found.baselines}
-            own["ours"] = found.solution.placement
-        for name, placement in own.items():
-            placed[name] = predict(found.problem, placement, tokens)
-    return placed
-
-
-def solved(profile: AccessProfile, topology: Topology, tokens: int, slack: float) -> Comparison:
-    """Place experts on a team's workers; see `place`."""
     model = profile.model
     assert model.hidden_size is not None
     traffic = Traffic(tokens, 2.0 * model.hidden_size, routing_bytes(profile.top_k))
@@ -121,9 +111,55 @@ def solved(profile: AccessProfile, topology: Topology, tokens: int, slack: float
     return solve(profile, topology.with_slots(slots), traffic, "full", seconds=SEARCH_SECONDS)
 
 
-def predict(problem: PlacementProblem, placement: Placement, tokens: int) -> Placed:
-    """Predict the bytes and seconds of a step with so many tokens."""
+def placed_by_all(found: Mapping[str, Comparison], tokens: int) -> dict[str, Placed]:
+    """The placements of all methods, from what was solved for each team."""
+    alone, managed = found["ep"], found["broker"]
+    row = tuple((e % len(NODES),) for e in range(alone.problem.experts))
+    placements = {
+        "ep": (alone, (row,) * alone.problem.layers),
+        "ep ours": (alone, alone.solution.placement),
+        **{name: (managed, managed.baselines[name]) for name in METHODS if name in managed.baselines},
+        "ours": (managed, managed.solution.placement),
+    }
+    return {name: _predict(own, placement, tokens) for name, (own, placement) in placements.items()}
+
+
+def predictions(found: Comparison, tokens: int, measured: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Bytes and seconds of a step by placements with a master, and the fewest bytes that any of them could send.
+
+    Args:
+        measured: Figures by method: what a step takes over links without limits is added.
+    """
+    predicted = {"least": {"bytes": tokens * least_bytes(found.problem)}}
+    for method, placement in (
+        ("paper-lp", found.baselines["paper-lp"]),
+        ("concentrated", from_owners(concentrated(found.problem))),
+        ("ours", found.solution.placement),
+    ):
+        one, rest = _predict(found, placement, tokens), measured.get(method, measured["ours"])["rest_s"]
+        predicted[method] = {"bytes": one.crossing, "s": one.seconds + rest}
+    return predicted
+
+
+def _predict(found: Comparison, placement: Placement, tokens: int) -> Placed:
+    problem = found.problem
     return Placed(placement, tokens * problem.cross_node_bytes(placement), problem.placement_cost(placement))
+
+
+def least_bytes(problem: PlacementProblem) -> float:
+    """Bytes per token and step between nodes that no placement without replicas goes below; for few experts."""
+    away = problem.links.away[0] > 0
+    rows = np.array([_least_rows(sets, problem.experts) for sets in problem.sets or ()])
+    _, total = choose_counts(rows, *(int(problem.capacities[own].sum()) for own in (~away, away)))
+    return TRANSFERS * problem.row_bytes * total
+
+
+def _least_rows(sets: RoutedSets, experts: int) -> Floats:
+    """[E + 1] least rows of a token that leave the master's node in a layer, by the number of experts there."""
+    near = np.arange(1 << experts)  # sets are bits of a number
+    away = (np.bitwise_or.reduce(1 << sets.members, axis=1) & ~near[:, None]) != 0
+    rows, sizes = away @ sets.weights, np.array([s.bit_count() for s in range(1 << experts)])
+    return np.array([rows[sizes == count].min() for count in range(experts + 1)])
 
 
 def gradient_seconds(summed: int, topology: Topology) -> float:

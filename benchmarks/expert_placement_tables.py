@@ -17,88 +17,65 @@ def markdown(result: Mapping[str, Any]) -> str:
     setup = (
         f"{result['hardware']}. Three network namespaces with two workers each; links between nodes, shared by a "
         "node's workers, are a sixteenth as fast as those within; bf16; LoRA r=4 on q and v. "
-        f"{_turns(result['cases'])} of each method, medians of seconds and means of "
-        f"bytes; {result['minutes']:.0f} minutes."
+        f"{result['cases'][0]['rounds']} turns of a step of each method, medians of seconds and means of bytes; "
+        f"{result['minutes']:.0f} minutes."
     )
-    columns = (
+    meaning = (
         "In brackets: entropy of experts' use, of its largest value. Against: expert parallelism with expert e on "
         "worker e mod N. Bytes are those between nodes, rows and "
         "results, by the exchange's counters. Compute: seconds of a step over links without limits, over those of a "
         "step. Interface: bytes without packets' headers that the nodes' uplinks counted, over what was sent and the "
         "adapters' gradients. Least possible: no placement with a master and without replicas sends fewer bytes. One "
         "distant manager: of each layer the hottest experts are near the master, the others on one manager where there "
-        "is room. Predictions are those of the solver as it is now, against expert parallelism's."
+        "is room. Predictions are against expert parallelism's."
     )
-    lines = [setup, "", *_summary(result["cases"]), columns]
+    lines = [setup, "", *_summary(result["cases"]), meaning]
     for case in result["cases"]:
         lines += ["", _heading(case), ""]
-        usual = case["methods"].get("ep")
-        rows: list[Sequence[object]] = []
-        for name, own in case["methods"].items():
-            rows.append(
-                (
-                    METHODS[name],
-                    f"{own['mean_bytes'] / 1e6:.2f}",
-                    _less(own["mean_bytes"], usual and usual["mean_bytes"]),
-                    f"{own['predicted_bytes'] / own['mean_bytes'] - 1:+.1%}",
-                    f"{own['median_s']:.2f}",
-                    _less(own["median_s"], usual and usual["median_s"]),
-                    f"{own['predicted_s'] / own['median_s'] - 1:+.1%}",
-                    f"{own['compute_share']:.0%}",
-                    f"{own['interface_payload'] / (own['mean_bytes'] + own['gradient_bytes']) - 1:+.1%}",
-                )
+        usual = case["methods"]["ep"]
+        rows = [
+            (
+                METHODS[name],
+                f"{own['mean_bytes'] / 1e6:.2f}",
+                _less(own["mean_bytes"], usual["mean_bytes"]),
+                _less(own["predicted_bytes"], own["mean_bytes"]),
+                f"{own['median_s']:.2f}",
+                _less(own["median_s"], usual["median_s"]),
+                _less(own["predicted_s"], own["median_s"]),
+                f"{own['compute_share']:.0%}",
+                _less(own["interface_payload"], own["mean_bytes"] + own["gradient_bytes"]),
             )
-        lines += table(
-            "placement | MB | against | predicted | seconds | against | predicted | compute | interface", rows
-        )
-    lines += ["", *_checks(result["cases"])]
-    return "\n".join(lines)
-
-
-def _turns(cases: Sequence[Mapping[str, Any]]) -> str:
-    found = sorted({(case["rounds"], case["steps"]) for case in cases})
-    return " or ".join(f"{rounds} turns of {steps} step{'s' * (steps > 1)}" for rounds, steps in found)
+            for name, own in case["methods"].items()
+        ]
+        columns = "placement | MB | against | predicted | seconds | against | predicted | compute | interface"
+        lines += table(columns, rows)
+    return "\n".join([*lines, "", _checks(result["cases"])])
 
 
 def _summary(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     """Bytes and seconds of all methods against expert parallelism, measured and predicted, for each number of slots."""
     lines: list[str] = []
     for slack in sorted({case["slack"] for case in cases}):
-        own = [case for case in cases if case["slack"] == slack and "ep" in case["methods"]]
-        names = [name for name in METHODS if name != "ep" and any(name in case["methods"] for case in own)]
-        rows = [
-            (
-                METHODS[name],
-                *(
-                    ", ".join(_less(_of(case, name, key), _of(case, "ep", key)) for key in _MEASURED)
-                    for case in own
-                ),
-            )
-            for name in names
+        own = [case for case in cases if case["slack"] == slack]
+        named = [f"{case['case']} ({case['entropy']:.2f})" for case in own]
+        measured = [
+            (label, *(_measured(case, name) for case in own)) for name, label in METHODS.items() if name != "ep"
         ]
-        headings = [f"{_slots(slack)}: bytes, seconds against EP", *(_named(case) for case in own)]
-        lines += [*table(" | ".join(headings), rows), ""]
-        if own := [case for case in own if "predicted" in case]:
-            headings = [f"predicted, {_slots(slack)}", *(_named(case) for case in own)]
-            rows = [(label, *(_predicted(case, name) for case in own)) for name, label in PREDICTED.items()]
-            lines += [*table(" | ".join(headings), rows), ""]
+        predicted = [(label, *(_predicted(case, name) for case in own)) for name, label in PREDICTED.items()]
+        heading = f"{_slots(slack)}: bytes, seconds against EP"
+        lines += [*table(" | ".join([heading, *named]), measured), ""]
+        lines += [*table(" | ".join([f"predicted, {_slots(slack)}", *named]), predicted), ""]
     return lines
+
+
+def _measured(case: Mapping[str, Any], name: str) -> str:
+    own, ep = case["methods"][name], case["methods"]["ep"]
+    return ", ".join(_less(own[key], ep[key]) for key in ("mean_bytes", "median_s"))
 
 
 def _predicted(case: Mapping[str, Any], name: str) -> str:
     ep = case["methods"]["ep"]
     return ", ".join(_less(value, ep[f"predicted_{key}"]) for key, value in case["predicted"][name].items())
-
-
-_MEASURED = ("mean_bytes", "median_s")
-
-
-def _of(case: Mapping[str, Any], method: str, key: str) -> float:
-    return float(case["methods"][method][key])
-
-
-def _named(case: Mapping[str, Any]) -> str:
-    return f"{case['case']} ({case['entropy']:.2f})"
 
 
 def _slots(slack: float) -> str:
@@ -113,11 +90,11 @@ def _heading(case: Mapping[str, Any]) -> str:
     )
 
 
-def _less(value: float, usual: float | None) -> str:
-    return "" if usual is None else f"{value / usual - 1:+.1%}"
+def _less(value: float, usual: float) -> str:
+    return f"{value / usual - 1:+.1%}"
 
 
-def _checks(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+def _checks(cases: Sequence[Mapping[str, Any]]) -> str:
     """What was to be shown, in a few lines."""
     own = [one for case in cases for one in case["methods"].values()]
     equal = all(one["routed_equals_sent"] for one in own)
@@ -127,39 +104,15 @@ def _checks(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     bytes_off = max(abs(one["predicted_bytes"] / one["mean_bytes"] - 1) for one in own)
     off = [abs(one["predicted_s"] / one["median_s"] - 1) for one in own]
     within = sum(value <= 0.1 for value in off)
-    said = (
+    shares = [case["methods"]["ep"]["compute_share"] for case in cases]
+    every = sorted(one["compute_share"] for one in own)
+    return (
         f"Bytes by the selected experts and the placement {'equal' if equal else 'DIFFER FROM'} what was sent, in "
         f"every step. Interfaces differ by {interface:.1%} at most, predicted bytes by {bytes_off:.1%}, predicted "
         f"seconds by {max(off):.1%} (median {statistics.median(off):.1%}; {within} of {len(off)} within 10%)."
+        f" Computing takes {min(shares):.0%} to {max(shares):.0%} of the steps of expert parallelism, at most "
+        f"{every[-1]:.0%} of any method's, and at most 30% in {sum(one <= 0.3 for one in every)} of {len(every)}."
     )
-    shares = [case["methods"]["ep"]["compute_share"] for case in cases if "ep" in case["methods"]]
-    if shares:
-        every = sorted(one["compute_share"] for one in own)
-        said += (
-            f" Computing takes {min(shares):.0%} to {max(shares):.0%} of the steps of expert parallelism, at most "
-            f"{every[-1]:.0%} of any method's, and at most 30% in {sum(one <= 0.3 for one in every)} of {len(every)}."
-        )
-    return [said]
-
-
-def short(case: Mapping[str, Any]) -> str:
-    """A case in a few lines of progress."""
-    lines = [f"{case['case']}, slack {case['slack']}: entropy {case['entropy']:.3f}"]
-    usual = case["methods"].get("ep") or next(iter(case["methods"].values()))
-    for name, own in case["methods"].items():
-        seconds, size = own["median_s"], own["mean_bytes"]
-        payload = own["interface_payload"] / (size + own["gradient_bytes"])
-        figures = [
-            f"{seconds:.3f} s ({seconds / usual['median_s'] - 1:+.1%}",
-            f"predicted {own['predicted_s'] / seconds - 1:+.1%}",
-            f"{own['rest_s']:.2f} s of compute)",
-            f"{size / 1e6:.2f} MB ({size / usual['mean_bytes'] - 1:+.1%}",
-            f"predicted {own['predicted_bytes'] / size - 1:+.1%})",
-            f"interface {payload - 1:+.1%}",
-            "as routed" if own["routed_equals_sent"] else "NOT AS ROUTED",
-        ]
-        lines.append(f"  {name:10} {', '.join(figures)}")
-    return "\n".join(lines)
 
 
 def draw(result: Mapping[str, Any], output: Path) -> None:
@@ -171,9 +124,7 @@ def draw(result: Mapping[str, Any], output: Path) -> None:
         return
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "expert-placement"
-    cases = [case for case in result["cases"] if "ep" in case["methods"]]
-    if cases:
-        _draw_savings(cases, output.with_suffix(".svg"))
+    _draw_savings(result["cases"], output.with_suffix(".svg"))
     if result["traffic"]:
         _draw_traffic(result["traffic"], output.with_name(f"{output.stem}-steps.svg"))
 
@@ -191,7 +142,7 @@ def _draw_savings(cases: Sequence[Mapping[str, Any]], file: Path) -> None:
         sharey="row",
         layout="constrained",
     )
-    names = [name for name in METHODS if name != "ep" and any(name in case["methods"] for case in cases)]
+    names = [name for name in METHODS if name != "ep"]
     width = 0.8 / len(names)
     for column, slack in enumerate(slacks):
         own = [case for case in cases if case["slack"] == slack]

@@ -11,8 +11,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.backbone.experts.traffic import MESSAGES
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine, Task
 from megatron_mux.expert_shape import Placement, serving_rank
@@ -33,6 +32,7 @@ from megatron_mux.moe.profile_tasks import profile_tasks
 from megatron_mux.runtime import Parallel, initialize, shutdown
 from megatron_mux.tasks import TaskSpec
 from tests.reference.records import Records
+from tests.traffic import counted
 
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
@@ -47,47 +47,18 @@ def enter(namespace: str) -> None:
 
 
 @dataclass
-class Counted:
-    """Bytes of rows and results of a step. P: processes.
-
-    Attributes:
-        sent: [P] what this process has sent to each process, by the counters of the exchange.
-        routed: [P] what this process's rows and their results must have taken from and to each process, by the experts
-            that the rows selected.
-        summed: Bytes of what all processes have summed, such as adapters' gradients.
-    """
-
-    sent: np.ndarray
-    routed: np.ndarray
-    summed: int = 0
-
-
-@dataclass
-class Method:
-    """An engine whose experts are placed in one way.
-
-    Attributes:
-        engine: It trains one task.
-        placement: Of its experts.
-    """
-
-    engine: Engine
-    placement: Placement
-
-
-@dataclass
 class Worker:
     """This process.
 
     Attributes:
         parallel: Where it stands.
         nodes: [P] node of each process.
-        methods: By name.
+        methods: By name, an engine that trains one task.
     """
 
     parallel: Parallel
     nodes: Sequence[str]
-    methods: dict[str, Method] = field(default_factory=dict)
+    methods: dict[str, Engine] = field(default_factory=dict)
 
     def load(self, backbone: str, records: str, batch: int, placements: Mapping[str, Any]) -> dict[str, Any]:
         """Build an engine for each placement; all share the weights of everything but their experts.
@@ -99,21 +70,22 @@ class Worker:
             placements: Method to [L][E] workers.
         """
         self.methods.clear()
-        _release()
-        tokens, pairs = _read(records)
         shared: dict[str, Tensor] = {}
-        for name, ranks in placements.items():
-            placement = self._placement(ranks)
-            loaded = Backbone.load(backbone, self.parallel, torch.bfloat16, placement=placement)
-            for key, parameter in loaded.model.named_parameters():
+        for name, workers in placements.items():
+            engine = self._engine(backbone, records, batch, self._placement(workers))
+            for key, parameter in engine.backbone.model.named_parameters():
                 if "experts_fc" not in key:
                     parameter.data = shared.setdefault(key, parameter.data)
-            engine = Engine(loaded, self.parallel)
-            assert batch % self.parallel.dp_size == 0
-            spec = _spec(batch, tokens.shape[1])
-            engine.register_tasks([Task(spec, Records(pairs).as_dataset())])
-            self.methods[name] = Method(engine, placement)
+            self.methods[name] = engine
         return {}
+
+    def _engine(self, backbone: str, records: str, batch: int, placement: Placement | None = None) -> Engine:
+        _release()
+        tokens, pairs = _read(records)
+        loaded = Backbone.load(backbone, self.parallel, torch.bfloat16, placement=placement)
+        engine = Engine(loaded, self.parallel)
+        engine.register_tasks([Task(_spec(batch, tokens.shape[1]), Records(pairs).as_dataset())])
+        return engine
 
     def _placement(self, workers: Sequence[Sequence[Sequence[int]]]) -> Placement:
         """With a master, worker n is expert rank n + 1."""
@@ -121,50 +93,41 @@ class Worker:
         ranks = tuple(tuple(tuple(first + n for n in own) for own in row) for row in workers)
         return Placement(self.parallel.world_size, dict(enumerate(ranks)), tuple(self.nodes))
 
-    def steps(self, method: str, count: int) -> dict[str, Any]:
-        """Take steps; returns when each ended, and what was sent."""
-        chosen = self.methods[method]
-        ends, sent, routed, summed = [], [], [], []
-        dist.barrier()
-        start = time.monotonic()
-        for _ in range(count):
-            with self._counting(chosen) as counted:
-                chosen.engine.step()
-            ends.append(time.monotonic())
-            sent.append(counted.sent.tolist())
-            routed.append(counted.routed.tolist())
-            summed.append(counted.summed)
-        return {"start": start, "ends": ends, "sent": sent, "routed": routed, "summed": summed}
+    def step(self, method: str) -> dict[str, Any]:
+        """Take a step; returns when it began and ended, and bytes.
 
-    @contextmanager
-    def _counting(self, method: Method) -> Iterator[Counted]:
-        backbone = method.engine.backbone
-        count = self.parallel.world_size
-        counted = Counted(np.zeros(count, np.int64), np.zeros(count, np.int64))
-        for traffic in backbone.traffic().values():
-            traffic.reset()
-        own = dist.all_reduce
+        `sent` are those of rows and results that this process has sent to each, by the counters of the exchange;
+        `routed` what its rows and their results must have taken from and to each, by the experts that the rows
+        selected; `summed` those of what all processes have summed, such as adapters' gradients.
+        """
+        engine = self.methods[method]
+        backbone = engine.backbone
+        assert backbone.placement is not None
+        routed, summed, all_reduce = np.zeros(self.parallel.world_size, np.int64), 0, dist.all_reduce
 
         def summing(data: Tensor, *others: Any, **more: Any) -> Any:
-            counted.summed += data.numel() * data.element_size()
-            return own(data, *others, **more)
+            nonlocal summed
+            summed += data.numel() * data.element_size()
+            return all_reduce(data, *others, **more)
 
+        dist.barrier()
+        start = time.monotonic()
         with ExitStack() as hooks:
             dist.all_reduce = summing
-            hooks.callback(setattr, dist, "all_reduce", own)
+            hooks.callback(setattr, dist, "all_reduce", all_reduce)
             for layer, router in _routers(backbone):
-                serving = np.array(method.placement.serving(layer, self.parallel.experts.rank))
-                hooks.callback(router.register_forward_hook(self._routed(counted, serving)).remove)
-            yield counted
-        for traffic in backbone.traffic().values():
-            counted.sent += traffic.sent[MESSAGES.index("rows") :].sum(0)
+                serving = np.array(backbone.placement.serving(layer, self.parallel.experts.rank))
+                hooks.callback(router.register_forward_hook(self._routed(routed, serving)).remove)
+            traffic = hooks.enter_context(counted(backbone))
+            engine.step()
+        end = time.monotonic()
+        sent = np.sum([sizes for own in traffic.values() for sizes in own.sent.values()], axis=0)
+        return {"start": start, "end": end, "sent": sent.tolist(), "routed": routed.tolist(), "summed": summed}
 
-    def _routed(self, counted: Counted, serving: np.ndarray) -> Any:
+    def _routed(self, routed: np.ndarray, serving: np.ndarray) -> Any:
         def hook(router: Any, inputs: tuple[Any, ...], routes: Any) -> None:
             experts = routes.experts.numpy()
-            reached = np.zeros((len(experts), self.parallel.world_size), bool)
-            np.put_along_axis(reached, serving[experts], True, axis=1)
-            counted.routed += reached.sum(0) * _bytes_of_row(inputs[0], routes)
+            routed[:] += _reached(serving[experts], len(routed)).sum(0) * _bytes_of_row(inputs[0], routes)
 
         return hook
 
@@ -195,13 +158,9 @@ class Worker:
             placements: Method to [L][E] workers.
             nodes: Of each worker.
         """
-        _release()
-        own = Worker(self.parallel, nodes)
-        tokens, pairs = _read(records)
-        engine = Engine(Backbone.load(backbone, self.parallel, torch.bfloat16), self.parallel)
-        engine.register_tasks([Task(_spec(batch, tokens.shape[1]), Records(pairs).as_dataset())])
+        engine = self._engine(backbone, records, batch)
         crossing = {
-            name: [_crossing(row, own.nodes, masters[name]) for row in placement]
+            name: [_crossing(row, nodes, masters[name]) for row in placement]
             for name, placement in placements.items()
         }
         found: dict[str, list[float]] = {name: [] for name in placements}
@@ -246,8 +205,7 @@ def _read(records: str) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
 
 def _routers(backbone: Backbone) -> list[tuple[int, Any]]:
     """Each layer with its router; a manager has none."""
-    layers = zip(backbone.layers, backbone.model.decoder.layers, strict=True)
-    return [(layer, module.mlp.router) for layer, module in layers if module.mlp.router is not None]
+    return [(layer, experts.router) for layer, experts in backbone.expert_layers() if experts.router is not None]
 
 
 def _bytes_of_row(x: Tensor, routes: Any) -> int:
@@ -273,10 +231,15 @@ def _rows_crossing(experts: np.ndarray, serving: np.ndarray, away: np.ndarray) -
     """Rows that leave their node, if each sender has as many of the rows; `experts` is [rows][K]."""
     total = 0.0
     for own, elsewhere in zip(serving, away, strict=True):
-        reached = np.zeros((len(experts), len(elsewhere)), bool)
-        np.put_along_axis(reached, own[experts], True, axis=1)
-        total += float((reached & elsewhere).sum()) / len(serving)
+        total += float((_reached(own[experts], len(elsewhere)) & elsewhere).sum()) / len(serving)
     return total
+
+
+def _reached(served: np.ndarray, count: int) -> np.ndarray:
+    """[rows][count] whether a row is sent to each process; `served` is [rows][K], those that compute its experts."""
+    reached = np.zeros((len(served), count), bool)
+    np.put_along_axis(reached, served, True, axis=1)
+    return reached
 
 
 def _spec(batch: int, length: int) -> TaskSpec:

@@ -182,21 +182,8 @@ def _add_switch(namespace: str) -> None:
 
 
 def _join(namespace: str, device: str, other: str, other_device: str) -> None:
-    words = (
-        "link",
-        "add",
-        device,
-        "netns",
-        namespace,
-        "type",
-        "veth",
-        "peer",
-        "name",
-        other_device,
-        "netns",
-        other,
-    )
-    _ip(*words)
+    words = f"link add {device} netns {namespace} type veth peer name {other_device} netns {other}"
+    _ip(*words.split())
 
 
 def _plug(namespace: str, device: str) -> None:

@@ -172,7 +172,6 @@ def managed_experts(alone: dist.ProcessGroup, device: torch.device, timeout_minu
 
     Args:
         alone: A group of this process only.
-        device: That it computes on.
         timeout_minutes: How long an exchange waits for the other process.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"

@@ -101,9 +101,6 @@ def size_problems(world_size: int, tensor: int, pipeline: int, expert: int, expe
     """What keeps so many processes from being divided so; empty where nothing does.
 
     Args:
-        world_size: Processes.
-        tensor, pipeline: Sizes of tensor and pipeline parallelism.
-        expert: Number of expert ranks.
         expert_tensor: Number of tensor ranks that divide an expert.
     """
     for name, size in (("expert", expert), ("expert tensor", expert_tensor)):
@@ -119,12 +116,7 @@ def size_problems(world_size: int, tensor: int, pipeline: int, expert: int, expe
 
 
 def expert_ranks(mpu: Any, tensor: int) -> ExpertRanks:
-    """This process in Megatron-Core's expert groups.
-
-    Args:
-        mpu: Megatron-Core's `parallel_state`.
-        tensor: Tensor parallel size.
-    """
+    """This process in Megatron-Core's expert groups."""
     group = mpu.get_expert_tensor_and_model_parallel_group()
     own_tensor = mpu.get_expert_tensor_parallel_group()
     return ExpertRanks(

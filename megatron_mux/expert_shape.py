@@ -155,7 +155,6 @@ def serving_rank(ranks: Sequence[int], source: int | None, node: str | None, nod
     sources evenly.
 
     Args:
-        ranks: Those that hold the expert.
         source: The expert rank whose rows they are; None: the master's.
         node: The node of the source.
         nodes: The node of each expert rank.

@@ -88,7 +88,7 @@ class CutExperts:
             shared, shared_needs_grad = self._compute_shared(normed, input_needs_grad)
             arrived = rows.arrived(received((yield IssuedMessage("rows", leaving))))
             y, _ = self._compute_experts(arrived, output_needs_grad)
-            y = sent.collected(received((yield IssuedMessage("results", sent.back(y, "results")))))
+            y = sent.collected(received((yield IssuedMessage("results", sent.back(y)))))
         output = y.unsqueeze(1)
         return output if shared is None else output + shared, output_needs_grad or shared_needs_grad
 
@@ -101,7 +101,7 @@ class CutExperts:
             dx, dweights = self._experts.backward(dy)
             (d_shared,) = self._back_shared(gradient)
         else:
-            leaving = sent.forth(dy.index_select(0, sent.rows), "result gradients")
+            leaving = sent.forth(dy.index_select(0, sent.rows))
             (d_shared,) = self._back_shared(gradient)
             dy = received((yield IssuedMessage("result gradients", leaving)))
             dx, dweights = self._experts.backward(dy)

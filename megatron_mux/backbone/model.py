@@ -7,7 +7,7 @@ Shapes: T tokens in the micro-batch, N labelled ones, H hidden, V vocabulary. Be
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,6 @@ from megatron_mux.backbone.checkpoint import Checkpoint, NoWeights
 from megatron_mux.backbone.experts.at_start import check_experts, placement_or_default
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.moving import move_experts
-from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.backbone.layer import LayersPass, compute_layer
 from megatron_mux.backbone.layer_pieces import LayerPieces, TensorMessages, yields_of
 from megatron_mux.backbone.model_directory import open_checkpoint
@@ -301,9 +300,8 @@ class Backbone:
                 "Experts cannot move: that needs --mux-backbone-weights resident and no quantisation."
             )
         received = 0
-        for index, layer in zip(self.layers, self.model.decoder.layers, strict=True):
-            if self.shape.has_experts(index):
-                received += move_experts(layer.mlp, self.placement, placement)
+        for _, layer in self.expert_layers():
+            received += move_experts(layer, self.placement, placement)
         self.placement = placement
         return received
 
@@ -312,14 +310,11 @@ class Backbone:
         """Whether data-parallel ranks must make the same passes, because each needs what others hold."""
         return self.offload.in_step or (self.placement is not None and self.parallel.experts.over_data)
 
-    def traffic(self) -> dict[int, Traffic]:
-        """What this rank has exchanged for the experts of each layer; layers without an exchange are left out."""
-        found = {}
+    def expert_layers(self) -> Iterator[tuple[int, MoELayer]]:
+        """The experts of this stage's layers, by the layer's index in the whole backbone."""
         for index, layer in zip(self.layers, self.model.decoder.layers, strict=True):
-            mlp = getattr(layer, "mlp", None)
-            if isinstance(mlp, MoELayer) and mlp.exchange is not None:
-                found[index] = mlp.exchange.traffic
-        return found
+            if self.shape.has_experts(index):
+                yield index, layer.mlp
 
     # ---- details ----------------------------------------------------------------------------------------------------
 

@@ -89,9 +89,6 @@ class Access:
 class AccessCounts:
     """Counts of a rank's stages. Rows that are computed again in the backward pass count once; padding never does.
 
-    Args:
-        stages: This rank's.
-
     Attributes:
         cpu_s: Seconds of CPU time that counting took so far, in the thread that runs steps.
     """
@@ -105,11 +102,11 @@ class AccessCounts:
             assert experts is not None
             self.layers = experts.layers(stage.shape.layers)
             self._experts, self._device = experts.count, stage.device
-            for index, layer in zip(stage.layers, stage.model.decoder.layers, strict=True):
-                if stage.shape.has_experts(index) and layer.mlp.router is not None:
-                    first = layer.mlp.tp_rank if layer.mlp.sequence_parallel else 0
+            for index, layer in stage.expert_layers():
+                if layer.router is not None:
+                    first = layer.tp_rank if layer.sequence_parallel else 0
                     self._counts[index] = _LayerCounts(experts.count, stage.device, first)
-                    layer.mlp.observe = partial(self._observe, self._counts[index])
+                    layer.observe = partial(self._observe, self._counts[index])
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -130,8 +127,6 @@ class AccessCounts:
         """Sum over all ranks what was counted since the last call, and begin anew. Every rank calls it.
 
         Args:
-            parallel: Where this rank stands.
-            slots: The slot of each task.
             pairs: Whether to sum what was selected together, too.
         """
         shape = len(self.layers), max(slots.values(), default=-1) + 1, self._experts
@@ -160,8 +155,6 @@ class _LayerCounts:
     """What is counted in one layer on this rank.
 
     Args:
-        experts: E.
-        device: Of the rows.
         part: Which of the equal parts of a micro-batch's rows the layer gets: its tensor rank's.
 
     Attributes:

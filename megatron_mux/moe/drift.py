@@ -21,15 +21,18 @@ Shapes: T tokens of a probe, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron_mux.moe.observe import watched_routers
+
 if TYPE_CHECKING:
+    from megatron_mux.backbone.experts.router import Router, Routes
     from megatron_mux.backbone.model import Backbone
 
 _ROUNDING = 16
@@ -59,26 +62,17 @@ class LayerDrift:
     changed: float
 
 
-class LipschitzEstimate:
-    """The largest change of a token's logits per change of the weights that any step has shown, of one layer.
+def larger_reach(known: float | None, before: Tensor, after: Tensor, update_norm: float) -> float | None:
+    """The largest change of a token's logits per change of the weights that any step of a layer has shown.
 
-    Attributes:
-        value: The estimate; None before the first step.
+    Args:
+        known: Of the steps before; None: there were none.
+        before, after: `[T, E]` logits.
+        update_norm: ||w_t - w_{t-1}||.
     """
-
-    def __init__(self) -> None:
-        self.value: float | None = None
-
-    def observe(self, before: Tensor, after: Tensor, update_norm: float) -> None:
-        """Learn from a step.
-
-        Args:
-            before, after: `[T, E]` logits.
-            update_norm: ||w_t - w_{t-1}||.
-        """
-        if update_norm > 0:
-            change = float((after - before).norm(dim=1).max()) / update_norm
-            self.value = max(self.value or 0.0, change)
+    if update_norm <= 0:
+        return known
+    return max(known or 0.0, float((after - before).norm(dim=1).max()) / update_norm)
 
 
 def layer_drift(
@@ -88,7 +82,6 @@ def layer_drift(
 
     Args:
         before, after: `[T, E]` logits.
-        top_k: Experts of a token.
         reach: L ||w_t - w_{t-1}||, which bounds the change of a token's logits; None: not known.
         paper_reach: mu L^2; None: not known, or the premises do not hold.
     """
@@ -124,19 +117,12 @@ def _compare(
 
 
 @contextmanager
-def observing_logits(stages: Sequence[Backbone]) -> Iterator[dict[int, Tensor]]:
+def observing_logits(backbone: Backbone) -> Iterator[dict[int, Tensor]]:
     """Context in which the routers' logits of the last pass are kept, `[T, E]` by layer, on the host."""
     logits: dict[int, Tensor] = {}
 
-    def keeping(layer: int) -> Any:
-        def hook(router: Any, inputs: tuple[Any, ...], routes: Any) -> None:
-            logits[layer] = router.logits(inputs[0].detach()).cpu()
+    def keep(layer: int, router: Router, x: Tensor, routes: Routes) -> None:
+        logits[layer] = router.logits(x).cpu()
 
-        return hook
-
-    with ExitStack() as hooks:
-        for stage in stages:
-            for index, layer in zip(stage.layers, stage.model.decoder.layers, strict=True):
-                if stage.shape.has_experts(index):
-                    hooks.callback(layer.mlp.router.register_forward_hook(keeping(index)).remove)
+    with watched_routers(backbone, keep):
         yield logits

@@ -29,8 +29,6 @@ def to_array(value: Any, name: str, shape: Sequence[int | None], axes: Sequence[
     """Convert nested lists of finite, non-negative numbers.
 
     Args:
-        value: The lists.
-        name: Name of the entry, for messages.
         shape: Length of each axis; None: any length, the same for all of its lists.
         axes: What an entry along each axis is, for messages, such as `("layer", "expert")`.
 
@@ -71,8 +69,6 @@ def read_model(path: str | Path, kind: type[Model], what: str) -> Model:
     """Read a JSON file into a pydantic model.
 
     Args:
-        path: The file.
-        kind: The model.
         what: What the file should be, such as "an access profile".
 
     Raises:

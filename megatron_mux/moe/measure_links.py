@@ -63,7 +63,6 @@ class LinkMeter:
     """Times transfers. All processes make the same calls.
 
     Args:
-        parallel: This process among the others.
         seconds: That a transfer should take at least.
     """
 
@@ -132,7 +131,6 @@ def transfer_seconds(nodes: Sequence[str], seconds: float) -> float:
 
     Args:
         nodes: [P] node of each process.
-        seconds: For all transfers together.
     """
     count = len(set(nodes))
     alone = len({(nodes[i], nodes[j]) for i in range(len(nodes)) for j in range(len(nodes)) if i != j})
@@ -148,7 +146,6 @@ def measure_links(
     """Measure all links.
 
     Args:
-        meter: Times transfers.
         nodes: [P] node of each process.
         all_pairs: Measure each pair of processes; otherwise one pair within each node and one between any two nodes,
             which stands for the others.

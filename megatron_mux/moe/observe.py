@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 
 from megatron_mux.moe.entries import Floats, Ints
 
 if TYPE_CHECKING:
+    from megatron_mux.backbone.experts.router import Router, Routes
     from megatron_mux.backbone.model import Backbone
 
 _SETS_OF = 1 << 14
@@ -28,7 +31,6 @@ class LayerCounts:
         scores: [E] sums of the router's scores of the tokens that selected it (VELA's Figure 3).
         together: [E][E] tokens that selected both.
         sets: How many of the first tokens selected each set.
-        tokens: Tokens that passed.
     """
 
     selected: Ints
@@ -48,7 +50,6 @@ class LayerCounts:
 
         Args:
             experts: [tokens][K] the experts that each selects.
-            scores: Likewise, their scores.
         """
         count, wide = len(experts), len(self.selected)
         self.selected += np.bincount(experts.ravel(), minlength=wide)
@@ -82,27 +83,31 @@ Counts = dict[int, LayerCounts]
 
 
 @contextmanager
-def observing(stages: Sequence[Backbone]) -> Iterator[Counts]:
-    """Count which experts this process's rows select in all passes inside.
+def watched_routers(
+    backbone: Backbone, seen: Callable[[int, Router, Tensor, Routes], None]
+) -> Iterator[None]:
+    """Context in which a function sees what each router is given: layer, router, rows `[R, H]` and their routes."""
 
-    Padding rows count like others: give micro-batches without them.
-    """
-    counts: Counts = {}
+    def hook(layer: int, router: Any, inputs: tuple[Tensor, ...], routes: Routes) -> None:
+        seen(layer, router, inputs[0].detach(), routes)
+
     with ExitStack() as hooks:
-        for stage in stages:
-            experts = stage.shape.experts
-            for index, layer in zip(stage.layers, stage.model.decoder.layers, strict=True):
-                if experts is None or not stage.shape.has_experts(index):
-                    continue
-                counts[index] = LayerCounts.of(experts.count)
-                handle = layer.mlp.router.register_forward_hook(_counting(counts[index]))
-                hooks.callback(handle.remove)
+        for index, layer in backbone.expert_layers():
+            assert layer.router is not None
+            hooks.callback(layer.router.register_forward_hook(partial(hook, index)).remove)
+        yield
+
+
+@contextmanager
+def observing(backbone: Backbone) -> Iterator[Counts]:
+    """Count which experts rows select in all passes inside; padding rows count like others."""
+    experts = backbone.shape.experts
+    assert experts is not None
+    counts = {index: LayerCounts.of(experts.count) for index, _ in backbone.expert_layers()}
+
+    def count(layer: int, router: Router, x: Tensor, routes: Routes) -> None:
+        scores = router.scores(x).gather(1, routes.experts)
+        counts[layer].add(routes.experts.cpu().numpy(), scores.double().cpu().numpy())
+
+    with watched_routers(backbone, count):
         yield counts
-
-
-def _counting(counts: LayerCounts) -> Any:
-    def hook(router: Any, inputs: tuple[Any, ...], routes: Any) -> None:
-        scores = router.scores(inputs[0].detach()).gather(1, routes.experts)
-        counts.add(routes.experts.cpu().numpy(), scores.double().cpu().numpy())
-
-    return hook

@@ -52,11 +52,8 @@ class Solution:
     """A placement and what is known of it.
 
     Attributes:
-        placement: [L][E] workers.
         objective: Predicted seconds of a step's communication, and of compute if the objective counts it.
         lower_bound: Seconds that no placement can be below.
-        seconds: Seconds that the search took.
-        solver: Name of the solver.
         finished: Whether the search ended by itself, not by its time limit.
     """
 
@@ -108,8 +105,6 @@ def check_placement(
     """Check that a placement is complete and fits.
 
     Args:
-        placement: [L][E] workers.
-        layers, experts, workers: Sizes that it must have.
         capacities: [N] experts that each worker can hold over all layers; None: any number.
         replicas: Whether an expert may have several workers.
 
@@ -160,7 +155,6 @@ def read_placement(
     """Read a placement file and check it.
 
     Args:
-        path: The file.
         model: The model that it must be for; None: any.
         workers: Number of workers that it must be for; None: that of the file.
         capacities, replicas: See `check_placement`.
@@ -208,10 +202,6 @@ def write_placement(
     """Write a placement file atomically.
 
     Args:
-        path: The file.
-        model: The model whose experts are placed.
-        workers: Number of workers.
-        placement: [L][E] workers.
         details: Further keys, such as `objective_s`.
     """
     content = {

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import serving_rank
 from megatron_mux.moe.access_profile import AccessProfile
 from megatron_mux.moe.entries import Floats, Ints
@@ -173,8 +172,6 @@ def make_problem(
 
     Args:
         topology: The topology; with the objective `full` and without a master, every worker sends tokens.
-        traffic: What a step sends.
-        objective: `vela` or `full`.
         seed: Seed of sets of experts that are drawn if the profile has none.
 
     Raises:
@@ -187,14 +184,12 @@ def make_problem(
         seconds, groups = np.diag(paper_seconds(topology, traffic)), [0]
         compute, sets = np.zeros(len(topology.workers)), None
         sharing = np.zeros(len(topology.workers))
-    elif objective == "full":
+    else:
         outward, inward = links.matrices()
         seconds, groups = 2.0 * np.concatenate([outward, inward]), [0, len(outward)]
         own_node, shared = np.diag(inward[: len(topology.workers)]), links.shared_seconds
         sharing = np.divide(shared, own_node, out=np.zeros_like(shared), where=shared > 0)
         compute, sets = traffic.tokens * topology.row_seconds, sets_of(profile, seed)
-    else:
-        raise UserError(f"objective: must be vela or full, got {objective!r}")
     return PlacementProblem(
         access,
         topology.capacities,

@@ -51,13 +51,12 @@ def profile_tasks(
 
     Args:
         backbone: The whole model, in one stage.
-        records: Each task's.
         tokens: Tokens of each task, or as many as it has.
         passed: Called with the number of tokens that have passed since it was last called.
     """
     by_task: dict[str, Counts] = {}
     for name, of_task in records.items():
-        with observing([backbone]) as counts, torch.no_grad():
+        with observing(backbone) as counts, torch.no_grad():
             for sequences in _passes(name, of_task, tokens):
                 batch = pack(sequences, (name,), {name: 0}, training=False).to(backbone.device)
                 with activate(batch):

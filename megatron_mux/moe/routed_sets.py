@@ -49,7 +49,6 @@ class RoutedSets:
 
         Args:
             owners: [E] worker of each expert.
-            workers: Number of workers.
         """
         reached = np.zeros((len(self.weights), workers), dtype=bool)
         np.put_along_axis(reached, owners[self.members], True, axis=1)
@@ -63,9 +62,6 @@ def sets_of(profile: AccessProfile, seed: int = 0) -> tuple[RoutedSets, ...]:
     counts. Otherwise sets are drawn: experts one after the other, in proportion to the odds of their access times how
     much more often than by chance they were selected with those drawn before (by the co-activation counts, if there are
     any), and then weighted so that each expert has its access probability.
-
-    Args:
-        seed: Seed of drawn sets.
     """
     return tuple(_sets_of_layer(profile, layer, seed) for layer in range(profile.model.layers))
 

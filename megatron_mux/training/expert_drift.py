@@ -13,7 +13,7 @@ from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.engine import Engine, Task
 from megatron_mux.errors import UserError
-from megatron_mux.moe.drift import LipschitzEstimate, layer_drift, observing_logits
+from megatron_mux.moe.drift import larger_reach, layer_drift, observing_logits
 
 PROBE_TOKENS = 2048
 """Tokens of a task's probe, its first records; a last record may exceed them."""
@@ -23,12 +23,7 @@ _POINTS = 100
 
 
 class _Probe:
-    """A task's probe, and what its steps have shown.
-
-    Args:
-        engine: Trains the task.
-        name: The task.
-    """
+    """A task's probe, and what its steps have shown."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine, self.name = engine, name
@@ -38,7 +33,7 @@ class _Probe:
         self._batch = self._pack(engine.task(name))
         self._logits = self._observe()
         self._weights = self._values()
-        self._lipschitz = {layer: LipschitzEstimate() for layer in self._logits}
+        self._lipschitz: dict[int, float | None] = dict.fromkeys(self._logits)
         self._gradient = 0.0
         self.scores = {layer: self._selected(logits) for layer, logits in self._logits.items()}
         self.access = [self._access()]
@@ -59,7 +54,7 @@ class _Probe:
     def _observe(self) -> dict[int, Tensor]:
         backbone = self._engine.backbone
         self._engine.adapters.prepare()
-        with observing_logits([backbone]) as found, torch.no_grad(), activate(self._batch):
+        with observing_logits(backbone) as found, torch.no_grad(), activate(self._batch):
             backbone.forward(self._batch)
         return dict(found)
 
@@ -84,7 +79,6 @@ class _Probe:
 
         Args:
             step: Which one, from 1.
-            rate: Its learning rate.
             gradient: Norm of its gradient, before clipping.
         """
         training = self._engine.task(self.name).spec.training
@@ -95,13 +89,13 @@ class _Probe:
         plain = training.optim == "sgd" and not training.weight_decay
         layers = []
         for layer, old in before.items():
-            known = self._lipschitz[layer].value
+            known, new = self._lipschitz[layer], self._logits[layer]
             # The theorem's L bounds both.
             paper = None if known is None or not plain else rate * max(known, self._gradient) ** 2
             reach = None if known is None else known * update
-            found = layer_drift(old, self._logits[layer], self._top_k, reach, paper)
+            found = layer_drift(old, new, self._top_k, reach, paper)
             layers.append({"layer": layer, "lipschitz": known, **asdict(found)})
-            self._lipschitz[layer].observe(old, self._logits[layer], update)
+            self._lipschitz[layer] = larger_reach(known, old, new, update)
         self.access.append(self._access())
         self.steps.append(
             {
@@ -144,9 +138,7 @@ def follow_drift(
 
     Args:
         engine: On the whole backbone, in one process.
-        tasks: The tasks.
         steps: Steps to take; a task that is finished before stays at its last.
-        done: Called after each step.
 
     Returns:
         By task what was found: see docs/expert-placement.md.

@@ -24,8 +24,6 @@ def expert_placement(
 
     Args:
         file: Of `--mux-expert-placement`, if given.
-        info: The backbone.
-        ranks: Number of expert ranks.
         capacities: `[ranks]` experts that each can hold over all layers; None: any number.
 
     Returns:
@@ -62,9 +60,6 @@ def kept_placement(
     """The placement that a continued run has moved its experts to, unless the command line asks for another one.
 
     Args:
-        arguments: The command line.
-        info: The backbone.
-        continued: Whether the run continues a save.
         capacities: Experts that each worker can hold over all layers, if a topology says that.
 
     Returns:
@@ -116,8 +111,6 @@ def placement_on_managers(
     Args:
         file: Of `--mux-expert-placement`; by default experts go to one manager after the other.
         capacity: Experts that each manager can hold over all layers; one number for all of them; none: any number.
-        info: The backbone.
-        managers: How many there are.
         continued: Whether the run continues a save: then the file and the capacities may be for more managers, of
             which the first are left, and the experts of those that are gone go where there is most room.
         kept: Whether the run itself has kept the file: then experts that no longer fit go there, too.

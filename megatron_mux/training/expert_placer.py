@@ -46,7 +46,6 @@ class Decision:
     """Where experts should be.
 
     Attributes:
-        rows: [L][E] workers.
         before, after: Predicted seconds of a step's transfers in the placement in force, and in this one.
         cost: Predicted seconds of moving.
         sent: Predicted seconds of moving by the topology's bandwidths.
@@ -63,9 +62,6 @@ class ExpertPlacer:
     """Places the experts of a run. Every rank makes one and calls the same methods.
 
     Args:
-        engine: Whose experts they are.
-        parallel: Where this rank stands.
-        topology: Workers and links.
         assumed: Whether the topology's bandwidths are assumed: then they count only relative to each other.
     """
 
@@ -115,8 +111,6 @@ class ExpertPlacer:
 
         Args:
             access: What the tasks' data, or recent steps, select, with pairs.
-            tokens: Tokens of a step.
-            steps: Steps to come.
             anew: Also solve the placement anew, which takes longer than to improve the one in force.
 
         Returns:

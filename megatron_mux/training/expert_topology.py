@@ -34,8 +34,6 @@ def check_topology(
     """Read the topology file of a run, before anything is loaded.
 
     Args:
-        arguments: The command line.
-        experts: Of the backbone.
         layers: Layers with experts.
         continued: Whether the run continues a save: then the file may be for more expert managers, the first of which
             are those of this run.

@@ -63,8 +63,6 @@ class ExpertWatch(Callback):
     """Watches the experts of a run. Every rank makes one.
 
     Args:
-        engine: Runs the steps.
-        reporter: Writes the log.
         directory: Where the run is saved; None: it is not.
         interval: Steps between lines of the log, at least: it is written between bursts of steps.
         placer: Decides where experts go; None: they stay.
@@ -272,9 +270,6 @@ def watch_experts(
     """What watches the experts of a run; None if nobody asked. Every rank calls it.
 
     Args:
-        arguments: The command line.
-        engine: Runs the steps.
-        reporter: Writes the log.
         topology: Of `--mux-expert-topology`; None: of the hosts.
         kept: Whether experts are where an earlier run has moved them.
     """

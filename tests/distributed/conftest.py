@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_mux import runtime
 from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.runtime import Parallel
-from tests import gloo
+from tests import gloo, tiny_models
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -124,6 +124,12 @@ def once(shared_dir: Path) -> Callable[[str, Callable[[Path], Any]], Path]:
         return done[name]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def model_of(once: Callable[[str, Callable[[Path], Any]], Path]) -> Callable[[str], Path]:
+    """The directory of a tiny model by its name in `tiny_models`, made once."""
+    return lambda name: once(f"model-{name}", lambda directory: tiny_models.make(directory, name)) / name
 
 
 class Stages:

@@ -21,7 +21,6 @@ from megatron_mux.moe.topology import Topology
 from megatron_mux.runtime import Parallel
 from megatron_mux.training.expert_placer import ExpertPlacer, moved
 from megatron_mux.training.expert_topology import topology_of_hosts
-from tests import tiny_models
 from tests.distributed.test_expert_layouts import Layout, cases_of
 from tests.end_to_end.harness import Case
 from tests.exact_model import exact_model
@@ -30,9 +29,9 @@ Joined = Callable[..., Parallel]
 NAMES = ("lora", "experts", "high")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    return once("expert-access", lambda directory: tiny_models.make(directory, "mixtral")) / "mixtral"
+@pytest.fixture
+def checkpoint(model_of: Callable[[str], Path]) -> Path:
+    return model_of("mixtral")
 
 
 def engine_of(joined: Joined, path: Path, layout: Layout, cases: list[Case], **more: Any) -> Engine:

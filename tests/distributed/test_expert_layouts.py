@@ -18,11 +18,12 @@ from megatron_mux.engine import Engine, Planning
 from megatron_mux.engine.expert_moves import place_experts
 from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
-from tests import tiny_models
 from tests.distributed.test_experts import scattered
 from tests.end_to_end.harness import Case, assert_close, random_records
 
 STEPS = 3
+Trained = tuple[list[dict[str, tuple[float, ...]]], dict[str, dict[str, Tensor] | None]]
+"""Results of each step, and by task its adapter where this rank has it."""
 
 
 class Layout(NamedTuple):
@@ -54,53 +55,27 @@ LAYOUTS = [
 def cases_of(vocab: int, balanced: bool = False) -> list[Case]:
     """Tasks of many kinds; some with a balancing loss, if wanted."""
 
+    usual = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_steps": 8, "seed": 3}
+
     def case(name: str, adapter: dict[str, object], records: int, longest: int, **training: object) -> Case:
-        recipe = {
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-2,
-            "max_steps": 8,
-            "seed": 3,
-            **training,
-        }
+        recipe: dict[str, object] = {**usual, **training}
         if balanced and name in ("lora", "few_experts"):
             recipe["router_aux_loss_coef"] = 0.2
         return Case(name, adapter, recipe, random_records(records, vocab, 3, longest, seed=len(name)))
 
+    def lora(r: int, modules: object, **more: object) -> dict[str, object]:
+        return {"peft_type": "LORA", "r": r, "target_modules": modules, **more}
+
+    both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    bottleneck = {"peft_type": "BOTTLENECK", "bottleneck_size": 6, "target_modules": ["o_proj"]}
+    few = lora(5, ".*layers[.]3[.].*q_proj", target_parameters=["down_proj"])
     return [
-        case(
-            "lora",
-            {"peft_type": "LORA", "r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"]},
-            9,
-            16,
-        ),
+        case("lora", lora(4, ["q_proj", "v_proj"], lora_dropout=0.1), 9, 16),
         # On a layer that not every task has adapters below.
-        case("high", {"peft_type": "LORA", "r": 3, "target_modules": ".*layers[.]2[.].*o_proj"}, 3, 9),
-        case(
-            "experts",
-            {
-                "peft_type": "LORA",
-                "r": 3,
-                "target_modules": ["q_proj"],
-                "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-            },
-            8,
-            14,
-        ),
-        case(
-            "few_experts",
-            {
-                "peft_type": "LORA",
-                "r": 5,
-                "target_modules": ".*layers[.]3[.].*q_proj",
-                "target_parameters": ["down_proj"],
-            },
-            3,
-            6,
-            max_grad_norm=0.01,
-        ),
-        case(
-            "bottle", {"peft_type": "BOTTLENECK", "bottleneck_size": 6, "target_modules": ["o_proj"]}, 5, 12
-        ),
+        case("high", lora(3, ".*layers[.]2[.].*o_proj"), 3, 9),
+        case("experts", lora(3, ["q_proj"], target_parameters=both), 8, 14),
+        case("few_experts", few, 3, 6, max_grad_norm=0.01),
+        case("bottle", bottleneck, 5, 12),
         case("prefix", {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 5}, 3, 10),
         case("linear", {"peft_type": "VERA", "r": 6, "target_modules": "all-linear"}, 7, 11),
     ]
@@ -131,26 +106,13 @@ def train(
     layout: Layout,
     placement: Placement | None = None,
     then: Sequence[Placement] = (),
-) -> tuple[list[dict[str, tuple[float, ...]]], dict[str, dict[str, Tensor] | None]]:
-    parallel = joined(
-        layout.tensor,
-        layout.pipeline,
-        layout.tensor > 1,
-        layout.expert,
-        layout.expert_tensor,
-        layout.managers,
-    )
+) -> Trained:
+    sizes = (layout.tensor, layout.pipeline, layout.tensor > 1, layout.expert, layout.expert_tensor)
+    parallel = joined(*sizes, layout.managers)
     if layout.scattered and placement is None:
         placement = scattered(read_shape(path), layout.expert)
-    stages = load_stages(
-        path,
-        parallel,
-        torch.float64,
-        layout.recompute,
-        layout.split or None,
-        layout.residence,
-        placement=placement,
-    )
+    kept = (layout.recompute, layout.split or None, layout.residence)
+    stages = load_stages(path, parallel, torch.float64, *kept, placement=placement)
     virtual = len(layout.split) // layout.pipeline or 1
     planning = Planning(layout.policy, stages=layout.pipeline * virtual, virtual=virtual, split=layout.split)
     engine = Engine(stages, parallel, planning)
@@ -168,30 +130,37 @@ def train(
     return results, {case.name: engine.adapter_tensors(case.name) for case in cases}
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def assert_alike(found: Trained, wanted: Trained, tolerance: float, about: object) -> None:
+    """Results of all steps, and adapters where both have them, agree."""
+    for step, (ours, theirs) in enumerate(zip(found[0], wanted[0], strict=True)):
+        for name in theirs:
+            assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (about, step, name)
+    for name, tensors in found[1].items():
+        reference = wanted[1][name]
+        if tensors is not None and reference is not None:
+            assert_close(tensors, reference, tolerance, f"{about} {name}")
+
+
+@pytest.mark.parametrize(
+    ("family", "layouts"),
+    [
+        ("mixtral", LAYOUTS),
+        ("qwen3_moe", [*LAYOUTS[1::3], LAYOUTS[6]]),
+        ("deepseek_v3", LAYOUTS[1::2]),
+    ],
+)
 def test_every_layout_gives_the_same_adapters(
-    family: str, once: Callable[[str, Callable[[Path], object]], Path], joined: Callable[..., Parallel]
+    family: str,
+    layouts: list[Layout],
+    model_of: Callable[[str], Path],
+    joined: Callable[..., Parallel],
 ) -> None:
-    path = once(f"expert-layouts-{family}", lambda directory: tiny_models.make(directory, family)) / family
+    path = model_of(family)
     every = cases_of(96, balanced=family != "mixtral")
     if family == "deepseek_v3":
         every = [of_latent_attention(case) for case in every]
     without = [case for case in every if "target_parameters" not in case.adapter]
     whole = {len(cases): train(joined, path, cases, Layout(1, 1, 1)) for cases in (every, without)}
-    for layout in (
-        LAYOUTS
-        if family == "mixtral"
-        else [*LAYOUTS[1::3], LAYOUTS[6]]
-        if family == "qwen3_moe"
-        else LAYOUTS[1::2]
-    ):
+    for layout in layouts:
         cases = without if layout.expert_tensor > 1 else every
-        wanted, adapters = whole[len(cases)]
-        found, own = train(joined, path, cases, layout)
-        for step, (theirs, ours) in enumerate(zip(wanted, found, strict=True)):
-            for name in theirs:
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-9), (layout, step, name)
-        for name, tensors in own.items():
-            reference = adapters[name]
-            if tensors is not None and reference is not None:
-                assert_close(tensors, reference, 1e-9, f"{layout} {name}")
+        assert_alike(train(joined, path, cases, layout), whole[len(cases)], 1e-9, layout)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_mux.backbone.checkpoint import Checkpoint
-from megatron_mux.backbone.experts.master_exchange import HEADER_BYTES
-from megatron_mux.backbone.experts.traffic import MESSAGES
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.batch.pack import pack
@@ -23,24 +23,15 @@ from megatron_mux.engine import Engine
 from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
-from tests import tiny_models
 from tests.distributed.rendezvous import run_under_the_rules
-from tests.distributed.test_expert_layouts import Layout, cases_of, of_latent_attention, train
+from tests.distributed.test_expert_layouts import Layout, assert_alike, cases_of, of_latent_attention, train
 from tests.distributed.test_experts import batch_of, reference
 from tests.distributed.test_nccl_rules import Scenario, run
-from tests.end_to_end.harness import Case, assert_close, random_records
+from tests.end_to_end.harness import assert_close
 from tests.logits import all_logits
+from tests.traffic import MESSAGES, Traffic, counted
 
 Joined = Callable[..., Parallel]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(once: Any) -> Callable[[str], Path]:
-    def made(name: str) -> Path:
-        directory: Path = once(f"broker-{name}", lambda path: tiny_models.make(path, name))
-        return directory / name
-
-    return made
 
 
 def uneven(shape: BackboneShape) -> Placement:
@@ -61,9 +52,9 @@ def uneven(shape: BackboneShape) -> Placement:
     [("mixtral", "none"), ("mixtral", "full"), ("qwen3_moe", "none"), ("deepseek_v3", "full")],
 )
 def test_agrees_with_transformers_and_counts_its_bytes(
-    name: str, recompute: Any, joined: Joined, checkpoints: Callable[[str], Path], stages: Any
+    name: str, recompute: Any, joined: Joined, model_of: Callable[[str], Path], stages: Any
 ) -> None:
-    path, parallel = checkpoints(name), joined(1, 1, managers=3)
+    path, parallel = model_of(name), joined(1, 1, managers=3)
     shape = read_shape(path)
     assert shape.experts is not None
     placement = uneven(shape)
@@ -73,19 +64,22 @@ def test_agrees_with_transformers_and_counts_its_bytes(
     batch = batch_of(shape, parallel, 0) if parallel.experts.holds_rows else none
     passes_ = stages(backbone, batch)
     embedded = backbone.embed(batch).clone().requires_grad_(True)
-    hidden = passes_.forward(embedded)
-    loss, _ = backbone.loss(hidden, batch)
-    found = all_logits(backbone, batch, hidden) if batch.rows else None
-    gradient = passes_.backward(loss)
+    with counted(backbone) as traffic:
+        hidden = passes_.forward(embedded)
+        loss, _ = backbone.loss(hidden, batch)
+        found = all_logits(backbone, batch, hidden) if batch.rows else None
+        gradient = passes_.backward(loss)
     if found is not None:
         logits, wanted = reference(path, batch)
         assert (found - logits).abs().max() <= 1e-9
         assert (gradient.squeeze(1) - wanted).norm() <= 1e-9 * wanted.norm()
-    check_traffic(backbone, placement, recompute == "full")
+    check_traffic(backbone, traffic, placement, recompute == "full")
 
 
-def check_traffic(backbone: Backbone, placement: Placement, twice: bool) -> None:
-    """Each message has as many bytes as its rows, and a header more in the forward pass; both ends agree."""
+def check_traffic(
+    backbone: Backbone, of_layers: dict[int, Traffic], placement: Placement, twice: bool
+) -> None:
+    """Each message has as many bytes as its rows; both ends agree."""
     shape, ranks = backbone.shape, backbone.parallel.experts
     assert shape.experts is not None
     top_k, number = shape.experts.routing.top_k, 8
@@ -95,35 +89,32 @@ def check_traffic(backbone: Backbone, placement: Placement, twice: bool) -> None
         "result gradients": shape.hidden * number,
         "row gradients": (shape.hidden + top_k) * number,
     }
-    for layer, traffic in backbone.traffic().items():
-        at: dict[str, int] = {message: i for i, message in enumerate(MESSAGES)}
+    for layer, traffic in of_layers.items():
         everyones: list[Any] = [None] * ranks.size
         dist.all_gather_object(everyones, (traffic.sent, traffic.received))
-        for sender in range(ranks.size):
-            for receiver in range(ranks.size):
-                assert (everyones[sender][0][:, receiver] == everyones[receiver][1][:, sender]).all()
+        for message, (sender, receiver) in product(MESSAGES, product(range(ranks.size), repeat=2)):
+            assert everyones[sender][0][message][receiver] == everyones[receiver][1][message][sender]
         if not ranks.holds_rows:
-            assert (traffic.sent[:, 1:] == 0).all() and (traffic.received[:, 1:] == 0).all()
+            every = (*traffic.sent.values(), *traffic.received.values())
+            assert all((size[1:] == 0).all() for size in every)
             continue
-        passes = 1 + twice
-        assert traffic.sent[at["sizes"], 1:].tolist() == [HEADER_BYTES * passes] * (ranks.size - 1)
-        rows = traffic.received[at["row gradients"]] // width["row gradients"]
+        rows = traffic.received["row gradients"] // width["row gradients"]
         assert rows.sum() > 0
         assert all(rows[rank] == 0 for rank in range(1, 4) if not placement.held(layer, rank))
         for message, found, times in (
-            ("rows", traffic.sent, passes),
-            ("results", traffic.received, passes),
+            ("rows", traffic.sent, 1 + twice),
+            ("results", traffic.received, 1 + twice),
             ("result gradients", traffic.sent, 1),
             ("row gradients", traffic.received, 1),
         ):
-            assert found[at[message]].tolist() == (rows * width[message] * times).tolist(), message
+            assert found[message].tolist() == (rows * width[message] * times).tolist(), message
 
 
 def test_each_part_is_on_one_process(
-    joined: Joined, checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    joined: Joined, model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the backbone and of adapters; a manager reads nothing but its experts."""
-    path, parallel = checkpoints("mixtral"), joined(1, 1, managers=3)
+    path, parallel = model_of("mixtral"), joined(1, 1, managers=3)
     read: set[str] = set()
     chunks = Checkpoint.read_chunks
 
@@ -150,24 +141,17 @@ def test_each_part_is_on_one_process(
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 def test_adapters_come_out_as_in_one_process(
-    family: str, joined: Joined, checkpoints: Callable[[str], Path]
+    family: str, joined: Joined, model_of: Callable[[str], Path]
 ) -> None:
-    path = checkpoints(family)
+    path = model_of(family)
     shape = read_shape(path)
-    cases = cases_of(96, balanced=family == "qwen3_moe")
+    cases = cases_of(96)
     if family == "deepseek_v3":
         cases = [of_latent_attention(case) for case in cases]
-    wanted, adapters = train(joined, path, cases, Layout(1, 1, 1))
+    wanted = train(joined, path, cases, Layout(1, 1, 1))
     for own_layout in LAYOUTS if family == "mixtral" else LAYOUTS[1:2]:
         placement = uneven(shape) if own_layout.scattered else None
-        found, own = train(joined, path, cases, own_layout, placement)
-        for step, (theirs, ours) in enumerate(zip(wanted, found, strict=True)):
-            for name in theirs:
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-10), (own_layout, step, name)
-        for name, tensors in own.items():
-            reference_ = adapters[name]
-            if tensors is not None and reference_ is not None:
-                assert_close(tensors, reference_, 1e-10, f"{own_layout} {name}")
+        assert_alike(train(joined, path, cases, own_layout, placement), wanted, 1e-10, own_layout)
 
 
 LAYOUTS = [
@@ -178,22 +162,13 @@ LAYOUTS = [
 
 
 def test_a_task_that_diverges_changes_no_neighbour(
-    joined: Joined, checkpoints: Callable[[str], Path]
+    joined: Joined, model_of: Callable[[str], Path]
 ) -> None:
     """Nor does it stop them: its gradients are not finite on managers and on the master."""
-    path, layout_ = checkpoints("mixtral"), LAYOUTS[0]
-    both = {
-        "target_modules": ["q_proj"],
-        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    }
-    training = {"per_device_train_batch_size": 4, "max_steps": 8, "seed": 3}
+    path, layout_ = model_of("mixtral"), LAYOUTS[0]
+    experts = next(case for case in cases_of(96) if case.name == "experts")
     own, diverging = (
-        Case(
-            name,
-            {"peft_type": "LORA", "r": 3, **both},
-            {**training, "learning_rate": rate, "optim": "sgd"},
-            random_records(9, 96, 3, 12, seed=3),
-        )
+        replace(experts, name=name, training={**experts.training, "learning_rate": rate, "optim": "sgd"})
         for name, rate in (("own", 0.1), ("diverging", 1e200))
     )
     alone, wanted = train(joined, path, [own], layout_)
@@ -205,9 +180,9 @@ def test_a_task_that_diverges_changes_no_neighbour(
         assert_close(found["own"], wanted["own"] or {}, 1e-10, "own")
 
 
-def test_messages_follow_the_rules_of_nccl(joined: Joined, checkpoints: Callable[[str], Path]) -> None:
+def test_messages_follow_the_rules_of_nccl(joined: Joined, model_of: Callable[[str], Path]) -> None:
     parallel = joined(1, 1, managers=3)
     scenario = Scenario("temporal", pipeline=1, then="evaluate", tries_plans=True)
-    rules, problem = run_under_the_rules(partial(run, scenario, parallel, checkpoints("mixtral")))
+    rules, problem = run_under_the_rules(partial(run, scenario, parallel, model_of("mixtral")))
     assert not problem, problem
     assert rules.met["send"] + rules.met["recv_"] > 100

@@ -24,7 +24,6 @@ from megatron_mux.fusion.profiler.probes import Probes
 from megatron_mux.fusion.profiler.profile_store import about_run
 from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.runtime import Parallel
-from tests import tiny_models
 
 OWN = 256
 """Rows of a rank: as many as a roofline counts the ranks of."""
@@ -39,15 +38,12 @@ def test_ranks_compute_and_send_what_a_roofline_counts(
     tensor: int,
     expert: int,
     expert_tensor: int,
-    once: Callable[[str, Callable[[Path], object]], Path],
+    model_of: Callable[[str], Path],
     joined: Callable[..., Parallel],
 ) -> None:
     """With rows sent for real and experts selected evenly, each rank computes as many pairs as the probes do."""
-    path = (
-        once("expert-profile", lambda directory: tiny_models.make(directory, "deepseek_v3")) / "deepseek_v3"
-    )
     parallel = joined(tensor, 1, tensor > 1, expert=expert, expert_tensor=expert_tensor)
-    backbone = Backbone.load(path, parallel, torch.float32)
+    backbone = Backbone.load(model_of("deepseek_v3"), parallel, torch.float32)
     rows = OWN * tensor
     stage = ProbedStage(backbone, rows)
     experts = ExpertProbes(stage)
@@ -72,16 +68,13 @@ def test_ranks_compute_and_send_what_a_roofline_counts(
 
 
 def test_halves_are_timed_without_messages(
-    once: Callable[[str, Callable[[Path], object]], Path],
+    model_of: Callable[[str], Path],
     joined: Callable[..., Parallel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of tensor ranks or of expert ranks; what is measured is what a roofline estimates."""
-    path = (
-        once("expert-profile", lambda directory: tiny_models.make(directory, "deepseek_v3")) / "deepseek_v3"
-    )
     parallel = joined(2, 1, True, expert=2, expert_tensor=1)
-    backbone = Backbone.load(path, parallel, torch.float32)
+    backbone = Backbone.load(model_of("deepseek_v3"), parallel, torch.float32)
     about = about_run(backbone.shape, "cpu", torch.float32, 2, expert_parallel=2, expert_tensor=1)
     monkeypatch.setattr(module, "_TURN_SECONDS", 1e-9)  # each probe once
     sent, of_norms = 0, dist.all_reduce

@@ -44,15 +44,6 @@ LATENT = tuple(name for name in tiny_models.WITH_EXPERTS if name.startswith("dee
 NAMES = tuple(name for name in tiny_models.WITH_EXPERTS if name not in LATENT)
 
 
-@pytest.fixture(scope="session")
-def checkpoints(once: Any) -> Callable[[str], Path]:
-    def made(name: str) -> Path:
-        directory: Path = once(f"experts-{name}", lambda path: tiny_models.make(path, name))
-        return directory / name
-
-    return made
-
-
 def scattered(shape: BackboneShape, size: int) -> Placement:
     """Experts anywhere, unevenly; some on several ranks."""
     assert shape.experts is not None
@@ -109,11 +100,11 @@ def test_agrees_with_transformers(
     names: tuple[str, ...],
     placed: str,
     joined: Joined,
-    checkpoints: Callable[[str], Path],
+    model_of: Callable[[str], Path],
     stages: Any,
 ) -> None:
     name = names[LAYOUTS.index(layout_) % len(names)]
-    path, parallel = checkpoints(name), joined(*layout_)
+    path, parallel = model_of(name), joined(*layout_)
     shape = read_shape(path)
     placement = scattered(shape, parallel.experts.size) if placed == "scattered" else None
     recompute: Any = "full" if LAYOUTS.index(layout_) % 2 else "none"
@@ -141,10 +132,10 @@ def test_agrees_with_transformers(
         assert (back.squeeze(1) - wanted).norm() <= 1e-9 * gradient.norm()
 
 
-def test_no_backward_below_all_adapters(joined: Joined, checkpoints: Callable[[str], Path]) -> None:
+def test_no_backward_below_all_adapters(joined: Joined, model_of: Callable[[str], Path]) -> None:
     """Rows that need no gradient send none; where some rank's do, all ranks take part."""
     parallel = joined(1, 1, False, 2, 1)
-    backbone = Backbone.load(checkpoints("mixtral"), parallel)
+    backbone = Backbone.load(model_of("mixtral"), parallel)
     batch = batch_of(backbone.shape, parallel)
     with activate(batch):
         assert not backbone.forward(batch).requires_grad

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.backbone.experts.traffic import MESSAGES
 from megatron_mux.backbone.model import Backbone, load_stages
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.engine import Engine, Planning
@@ -27,13 +26,13 @@ from megatron_mux.fusion.profiler.expert_managers import with_managers
 from megatron_mux.fusion.profiler.layer_operators import ORDER
 from megatron_mux.fusion.profiler.roofline import roofline
 from megatron_mux.runtime import Parallel
-from tests import tiny_models
 from tests.distributed.message_log import logged
 from tests.distributed.rendezvous import run_under_the_rules
 from tests.distributed.test_expert_layouts import Layout, cases_of, of_latent_attention
 from tests.distributed.test_expert_managers import uneven
 from tests.distributed.test_experts import scattered
 from tests.end_to_end.harness import Case
+from tests.traffic import MESSAGES
 
 BUCKETS = (
     # A sequence of `one` in a step: most ranks have no rows of that hybrid task.
@@ -116,7 +115,7 @@ def train(
     with logged() as log:
         steps = [engine.step() for _ in range(2)]
     # A master and its managers differ in what they wait for, not in what they yield.
-    own = [entry for entry in log if entry[0] in MESSAGES]
+    own = [entry for entry in log if entry[0] in ("sizes", *MESSAGES)]
     logs = [own] * parallel.experts.group.size()
     dist.all_gather_object(logs, own, group=parallel.experts.group)
     assert all(other == own for other in logs) and bool(own) is in_turns, "one order on all expert ranks"
@@ -148,10 +147,10 @@ def test_in_turns_as_one_after_another(
     family: str,
     layout: Layout,
     dtype: torch.dtype,
-    once: Callable[[str, Callable[[Path], object]], Path],
+    model_of: Callable[[str], Path],
     joined: Callable[..., Parallel],
 ) -> None:
-    path = once(f"turns-{family}", lambda directory: tiny_models.make(directory, family)) / family
+    path = model_of(family)
     cases = some_cases(balanced=family == "qwen3_moe")
     if family == "deepseek_v3":
         cases = [of_latent_attention(case) for case in cases]
@@ -166,9 +165,9 @@ def test_in_turns_as_one_after_another(
 
 @pytest.mark.parametrize("layout", [Layout(1, 2, 2), Layout(2, 1, 2)], ids=["pipeline", "tensor"])
 def test_messages_follow_the_rules_of_nccl(
-    layout: Layout, once: Callable[[str, Callable[[Path], object]], Path], joined: Callable[..., Parallel]
+    layout: Layout, model_of: Callable[[str], Path], joined: Callable[..., Parallel]
 ) -> None:
-    path = once("turns-mixtral", lambda directory: tiny_models.make(directory, "mixtral")) / "mixtral"
+    path = model_of("mixtral")
     parallel = joined(layout.tensor, layout.pipeline, layout.tensor > 1, layout.expert)
     cases = some_cases()
 

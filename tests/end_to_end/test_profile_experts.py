@@ -152,7 +152,6 @@ def test_adapters_come_out_the_same_wherever_experts_are(place: Workplace, serve
     ("placement", "changes", "complaint"),
     [
         ([[[0], [1], [0], [1], []]] * 4, {}, "placement[0][4]: leaves the expert out"),
-        ([[[0], [1], [0], [1], [2]]] * 4, {}, "placement[0][4]: worker 2 does not exist"),
         ([[[0], [1], [0], [1], [0]]] * 4, {"workers": 3}, "is for 3 workers, but there are 2"),
         (
             [[[0], [1], [0], [1], [0]]] * 4,

@@ -10,20 +10,14 @@ from torch import Tensor
 
 from megatron_mux.backbone.experts.exchange import Choice, Exchange, PendingRows, Sent
 from megatron_mux.backbone.experts.router import Routes
-from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.expert_ranks import ExpertRanks
 
 
 class AllToAll(Exchange):
-    """The exchange of expert parallelism.
-
-    Args:
-        ranks: The expert ranks.
-    """
+    """The exchange of expert parallelism."""
 
     def __init__(self, ranks: ExpertRanks) -> None:
         self._ranks = ranks
-        self.traffic = Traffic(ranks.group.size())
 
     def begin(self, routes: Routes) -> tuple[Choice, PendingRows]:
         """See `Exchange.begin`: a collective."""
@@ -41,8 +35,7 @@ class AllToAll(Exchange):
         """See `Exchange.agreed`."""
         both = torch.cat((choice.counts, sizes), dim=1)
         outgoing, _, incoming, pairs = zip(*both.tolist(), strict=True)
-        self.traffic.add("sizes", sizes[0].nbytes, [1] * len(sizes), [1] * len(sizes))
-        return _SentToAll(self._ranks.group, choice, outgoing, incoming, sum(pairs), self.traffic)
+        return _SentToAll(self._ranks.group, choice, outgoing, incoming, sum(pairs))
 
 
 class _SentToAll(Sent):
@@ -50,13 +43,9 @@ class _SentToAll(Sent):
         super().__init__(*sent)
         self._group = group
 
-    def _forth(self, x: Tensor) -> PendingRows:
-        return self._exchange(x, self.outgoing, self.incoming)
-
-    def _back(self, y: Tensor) -> PendingRows:
-        return self._exchange(y, self.incoming, self.outgoing)
-
-    def _exchange(self, given: Tensor, outgoing: tuple[int, ...], incoming: tuple[int, ...]) -> PendingRows:
+    def _exchange(
+        self, given: Tensor, outgoing: tuple[int, ...], incoming: tuple[int, ...], forth: bool
+    ) -> PendingRows:
         made = given.new_empty(sum(incoming), given.shape[1])
         work = dist.all_to_all_single(
             made, given, list(incoming), list(outgoing), group=self._group, async_op=True

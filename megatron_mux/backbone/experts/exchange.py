@@ -21,7 +21,6 @@ from torch import Tensor
 
 from megatron_mux.backbone.experts.permutation import sum_of_places
 from megatron_mux.backbone.experts.router import Routes
-from megatron_mux.backbone.experts.traffic import Message, Traffic
 from megatron_mux.expert_managers import PendingSend
 from megatron_mux.expert_ranks import ExpertRanks
 
@@ -49,9 +48,7 @@ class Choice:
         """Choose ranks for rows.
 
         Args:
-            routes: Of the rows.
             serving: `[E]` int64, the expert rank that computes this rank's rows of each expert.
-            ranks: The expert ranks.
         """
         served = serving[routes.experts]
         times = torch.zeros(len(served), ranks.size, dtype=torch.int32, device=served.device)
@@ -64,11 +61,7 @@ class Choice:
         return cls(routes.experts, served, to, counts, ranks.tensor_size)
 
     def taken(self, total: int) -> tuple[Tensor, Tensor]:
-        """The rows that are sent, rank by rank, `[S]` int64; and their experts `[S, K]`, -1 for other ranks'.
-
-        Args:
-            total: S.
-        """
+        """The `total` rows that are sent, rank by rank: `[S]` int64; their experts `[S, K]`, -1 for other ranks'."""
         place = _places_of_true(self.to, total)
         rank = place.div(len(self.served), rounding_mode="floor")
         rows = place - rank * len(self.served)
@@ -76,11 +69,7 @@ class Choice:
         return rows, self.experts[rows].masked_fill(elsewhere, -1)
 
     def returning(self, total: int) -> tuple[Tensor, Tensor]:
-        """Where the sums of rows come back: places `[S]` int64 in the order of rows, and the first of each row's `[R]`.
-
-        Args:
-            total: S.
-        """
+        """Where the sums of the `total` rows come back: `[S]` int64 places by rows, and each row's first `[R]`."""
         place = _places_of_true(self.to.t(), total)
         row = place.div(len(self.to), rounding_mode="floor")
         there = (self.to.flatten().cumsum(0) - 1).view(self.to.shape)
@@ -124,40 +113,31 @@ class Sent(ABC):
     """Where rows went: what both directions of the exchange need.
 
     Args:
-        choice: Which rows of this rank go where.
         outgoing, incoming: Rows sent to each rank and received from each.
         pairs: Pairs that this rank computes of those it receives.
-        traffic: Counts.
     """
 
     def __init__(
-        self,
-        choice: Choice,
-        outgoing: tuple[int, ...],
-        incoming: tuple[int, ...],
-        pairs: int,
-        traffic: Traffic,
+        self, choice: Choice, outgoing: tuple[int, ...], incoming: tuple[int, ...], pairs: int
     ) -> None:
         total = sum(outgoing)
         self.rows, self.experts = choice.taken(total)
         self._places, self._starts = choice.returning(total)
-        self.outgoing, self.incoming, self.pairs, self.traffic = outgoing, incoming, pairs, traffic
+        self.outgoing, self.incoming, self.pairs = outgoing, incoming, pairs
 
-    def forth(self, x: Tensor, message: Message) -> PendingRows:
+    def forth(self, x: Tensor) -> PendingRows:
         """Begin to send `[S, W]` to the ranks: `[N, W]`. Every rank calls it."""
-        self.traffic.add(message, x.shape[1] * x.element_size(), self.outgoing, self.incoming)
-        return self._forth(x.contiguous())
+        return self._exchange(x.contiguous(), self.outgoing, self.incoming, forth=True)
 
-    def back(self, y: Tensor, message: Message) -> PendingRows:
+    def back(self, y: Tensor) -> PendingRows:
         """Begin to send `[N, W]` back: `[S, W]`. Every rank calls it."""
-        self.traffic.add(message, y.shape[1] * y.element_size(), self.incoming, self.outgoing)
-        return self._back(y.contiguous())
+        return self._exchange(y.contiguous(), self.incoming, self.outgoing, forth=False)
 
     @abstractmethod
-    def _forth(self, x: Tensor) -> PendingRows: ...
-
-    @abstractmethod
-    def _back(self, y: Tensor) -> PendingRows: ...
+    def _exchange(
+        self, given: Tensor, outgoing: tuple[int, ...], incoming: tuple[int, ...], forth: bool
+    ) -> PendingRows:
+        """Begin to send so many rows to each rank, and to receive so many from each."""
 
     def collected(self, y: Tensor) -> Tensor:
         """Sum what came back for each row, in the order of ranks: `[S, W]` to `[R, W]`."""
@@ -169,18 +149,12 @@ class Exchange(ABC):
 
     Attributes:
         serving: `[E]` int64, the expert rank that computes this rank's rows of each expert; set by the layer.
-        traffic: What it has cost.
     """
 
     serving: Tensor
-    traffic: Traffic
 
     def send_to(self, routes: Routes) -> Sent:
-        """Agree on which rows go where. Every rank calls it, before the messages.
-
-        Args:
-            routes: Of this rank's rows.
-        """
+        """Agree on which rows go where. Every rank calls it, before the messages."""
         choice, sizes = self.begin(routes)
         return self.agreed(choice, sizes.wait())
 
@@ -222,9 +196,7 @@ def dispatch(x: Tensor, routes: Routes, slots: Tensor, sent: Sent, anchor: Tenso
 
     Args:
         x: `[R, H]`.
-        routes: Of the rows.
         slots: `[R]` int64, the slot of each row's task.
-        sent: Which rows go where.
         anchor: `[0]`; one that requires a gradient makes every rank take part in the backward.
     """
     received = _Dispatch.apply(x, routes.weights, slots, sent, anchor)  # type: ignore[no-untyped-call]
@@ -239,11 +211,7 @@ def collect(y: Tensor, sent: Sent) -> Tensor:
 
 
 class Rows:
-    """Rows on their way to experts, and their gradients on the way back.
-
-    Args:
-        sent: Which rows go where.
-    """
+    """Rows on their way to experts, and their gradients on the way back."""
 
     def __init__(self, sent: Sent) -> None:
         self._sent = sent
@@ -256,7 +224,7 @@ class Rows:
         numbers = torch.cat((self._sent.experts, slots[rows].unsqueeze(1)), dim=1).int()
         parts = [x.index_select(0, rows), weights.index_select(0, rows), numbers]
         self._forth = _form(parts)
-        return self._sent.forth(_joined(parts), "rows")
+        return self._sent.forth(_joined(parts))
 
     def arrived(self, message: Tensor) -> Received:
         """The rows for this rank's experts, from the message that `forth` began."""
@@ -266,7 +234,7 @@ class Rows:
     def back(self, dx: Tensor, dweights: Tensor) -> PendingRows:
         """Begin to send back the gradients of what `arrived` returned."""
         self._back = _form([dx, dweights])
-        return self._sent.back(_joined([dx, dweights]), "row gradients")
+        return self._sent.back(_joined([dx, dweights]))
 
     def returned(self, message: Tensor) -> list[Tensor]:
         """The gradients of this rank's rows and weights, from the message that `back` began."""
@@ -293,12 +261,12 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, sent: Sent) -> Tensor:
         ctx.sent = sent
-        return sent.collected(sent.back(y, "results").wait())
+        return sent.collected(sent.back(y).wait())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         sent: Sent = ctx.sent
-        return sent.forth(gradient.index_select(0, sent.rows), "result gradients").wait(), None
+        return sent.forth(gradient.index_select(0, sent.rows)).wait(), None
 
 
 _Form = list[tuple[int, torch.dtype]]

@@ -15,7 +15,6 @@ class GroupedLinear(nn.Module):
     """Multiplies the row of each pair with its expert's matrix.
 
     Args:
-        held: Experts that this rank holds.
         in_features, out_features: Of an expert, on this rank.
 
     Attributes:
@@ -40,7 +39,6 @@ class GroupedLinear(nn.Module):
         """Hold other experts from now on.
 
         Args:
-            held: The experts.
             matrices: The matrix of each, `[out, in]`.
         """
         own = self.weight

@@ -43,10 +43,7 @@ class MoELayer(nn.Module):
     """Router, routed experts and shared experts of a layer; on a rank without rows, routed experts alone.
 
     Args:
-        shape: The backbone's.
         layer: Global index of the layer.
-        placement: Which expert ranks hold which experts.
-        parallel: Ranks, groups and device of this process.
         activation: Function of the inner rows of `experts_fc1`, both halves of them.
         shared_experts: The MLP that every row passes; None: there is none.
 

@@ -15,12 +15,7 @@ from torch import Tensor
 
 from megatron_mux.backbone.experts.exchange import Choice, Exchange, PendingRows, Sent
 from megatron_mux.backbone.experts.router import Routes
-from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.expert_managers import ManagedExperts, PendingSend
-
-HEADER_BYTES = 24
-"""Rows, their pairs and layer, int64 each."""
-
 
 class MasterExchange(Exchange):
     """The master's side.
@@ -32,23 +27,20 @@ class MasterExchange(Exchange):
 
     def __init__(self, ranks: ManagedExperts, layer: int) -> None:
         self._ranks, self._layer = ranks, layer
-        self.traffic = Traffic(ranks.size)
 
     def begin(self, routes: Routes) -> tuple[Choice, PendingRows]:
         """See `Exchange.begin`: headers are sent, and the master knows its own."""
         choice = Choice.of(routes, self.serving, self._ranks)
         counts = choice.counts.cpu()
         for manager, sizes in enumerate(counts.tolist()[1:], start=1):
-            header = torch.tensor([*sizes, self._layer], device="cpu")
+            header = torch.tensor([*sizes, self._layer], device="cpu")  # rows, their pairs and layer
             self._ranks.outbox.send(header, manager, self._ranks.headers)
-        size = self._ranks.size
-        self.traffic.add("sizes", HEADER_BYTES, (0, *(1,) * (size - 1)), (0,) * size)
         return choice, PendingRows(counts, [])
 
     def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
         """See `Exchange.agreed`."""
         outgoing, none = tuple(sizes[:, 0].tolist()), (0,) * self._ranks.size
-        return _SentFromMaster(self._ranks, choice, outgoing, none, 0, self.traffic)
+        return _SentFromMaster(self._ranks, choice, outgoing, none, 0)
 
 
 class ManagerExchange(MasterExchange):
@@ -74,9 +66,8 @@ class ManagerExchange(MasterExchange):
                 f"expert manager {self._ranks.rank} is at layer {self._layer}, the master at {layer}"
             )
         none = (0,) * self._ranks.size
-        self.traffic.add("sizes", HEADER_BYTES, none, (1, *none[1:]))
         incoming = (rows, *none[1:])
-        return _SentFromMaster(self._ranks, choice, none, incoming, pairs, self.traffic)
+        return _SentFromMaster(self._ranks, choice, none, incoming, pairs)
 
 
 class _SentFromMaster(Sent):
@@ -85,16 +76,11 @@ class _SentFromMaster(Sent):
         self._ranks = ranks
         self._sends: list[PendingSend] = []
 
-    def _forth(self, x: Tensor) -> PendingRows:
-        return self._exchange(x, self.outgoing, self.incoming, self._ranks.forth)
-
-    def _back(self, y: Tensor) -> PendingRows:
-        return self._exchange(y, self.incoming, self.outgoing, self._ranks.back)
-
     def _exchange(
-        self, given: Tensor, outgoing: tuple[int, ...], incoming: tuple[int, ...], group: dist.ProcessGroup
+        self, given: Tensor, outgoing: tuple[int, ...], incoming: tuple[int, ...], forth: bool
     ) -> PendingRows:
         answered, outbox = self._sends, self._ranks.outbox
+        group = self._ranks.forth if forth else self._ranks.back
         self._sends = [
             outbox.send(part, rank, group) for rank, part in enumerate(given.split(outgoing)) if len(part)
         ]

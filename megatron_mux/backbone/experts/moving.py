@@ -21,11 +21,6 @@ def move_experts(layer: MoELayer, before: Placement, after: Placement) -> int:
 
     Ranks that divide an expert's matrices each send their part to their like.
 
-    Args:
-        layer: The layer.
-        before: Its placement.
-        after: The placement to come.
-
     Returns:
         Bytes that this rank received.
     """

@@ -53,7 +53,6 @@ class ExpertPermutation:
             slots: `[N]` int64, the slot of each row's task.
             places: `[E + 1]` int64, the place of each expert among those that the rank holds; -1: it does not. The
                 last one is -1, so that no expert has none.
-            held: How many it holds.
             count: P.
             known_slots: The slots that the rows may have, if the host knows them.
         """

@@ -28,13 +28,7 @@ class Routes(NamedTuple):
 
 
 class Router(nn.Module):
-    """A frozen router: no jitter, no limit of an expert's rows.
-
-    Args:
-        routing: How it chooses.
-        experts: E.
-        hidden: H.
-    """
+    """A frozen router: no jitter, no limit of an expert's rows."""
 
     def __init__(self, routing: Routing, experts: int, hidden: int) -> None:
         super().__init__()
@@ -59,7 +53,6 @@ class Router(nn.Module):
         """Choose experts for the rows of `x` `[R, H]`; the weights are differentiable with respect to it.
 
         Args:
-            x: The rows.
             balance: The balancing loss of some of them.
         """
         routing, scores = self.routing, self.scores(x)

@@ -21,7 +21,6 @@ from megatron_mux.backbone.experts.exchange import Choice, Exchange, PendingRows
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.permutation import ExpertPermutation
 from megatron_mux.backbone.experts.router import Routes
-from megatron_mux.backbone.experts.traffic import Traffic
 from megatron_mux.backbone.layer import mlp_half
 from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.expert_ranks import ExpertRanks
@@ -120,7 +119,7 @@ class ExpertProbes:
         exchange.serving = self.serving
         sent = exchange.send_to(self.routes(rows))
         x = self.stage.input(len(sent.rows), self.stage.shape.hidden).detach()
-        return lambda: sent.forth(x, "result gradients")  # nothing but rows
+        return lambda: sent.forth(x)  # nothing but rows
 
     @property
     def serving(self) -> Tensor:
@@ -150,7 +149,7 @@ class _Echo(Exchange):
     def __init__(self, layer: MoELayer, ranks: ExpertRanks) -> None:
         assert layer.exchange is not None
         self._ranks = ranks
-        self.serving, self.traffic = layer.exchange.serving, Traffic(ranks.group.size())
+        self.serving = layer.exchange.serving
         places: dict[int, int] = {}
         local = []
         for rank in self.serving.tolist():
@@ -166,15 +165,12 @@ class _Echo(Exchange):
     def agreed(self, choice: Choice, sizes: Tensor) -> Sent:
         """See `Exchange.agreed`."""
         outgoing, pairs = zip(*sizes.tolist(), strict=True)
-        return _Returned(choice, outgoing, outgoing, sum(pairs), self.traffic)
+        return _Returned(choice, outgoing, outgoing, sum(pairs))
 
 
 class _Returned(Sent):
-    def _forth(self, x: Tensor) -> PendingRows:
-        return PendingRows(x, [])
-
-    def _back(self, y: Tensor) -> PendingRows:
-        return PendingRows(y, [])
+    def _exchange(self, given: Tensor, *_: Any, **__: Any) -> PendingRows:
+        return PendingRows(given, [])
 
 
 @contextmanager

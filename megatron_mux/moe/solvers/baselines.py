@@ -54,7 +54,6 @@ def eplb(problem: PlacementProblem, replicas: bool, groups: int = 1, nodes: Sequ
     among the nodes, groups go to nodes first, in the same way, and experts to the workers of their group's node.
 
     Args:
-        problem: The problem; the load of an expert is its access probability.
         replicas: Whether experts may be copied.
         groups: Groups that experts are routed by, each of neighbouring experts.
         nodes: [N] node of each worker; needed for groups.

@@ -174,7 +174,6 @@ def _without_master(problem: PlacementProblem, part_of: Sequence[int], seconds: 
 
     Args:
         part_of: [N] part of each worker.
-        seconds: Time limit.
     """
     links = problem.links
     parts = np.array(part_of)

@@ -10,7 +10,7 @@ from megatron_mux.moe.placement_cost import PlacementProblem
 from megatron_mux.moe.solvers.concentrated import concentrated
 from megatron_mux.moe.solvers.full_bounds import full_bound
 from megatron_mux.moe.solvers.local_search import improve_small
-from megatron_mux.moe.solvers.replicate import add_replicas
+from megatron_mux.moe.solvers.replicas import add_replicas
 
 _STARTS = 2
 """Placements that local search starts from: the best of those given, and with a master a concentrated one."""
@@ -27,7 +27,6 @@ def solve_full(
     Args:
         problem: A problem with the objective `full`.
         starts: Placements to start from, such as those of the baselines.
-        seconds: Time limit.
 
     Returns:
         The placement, never worse than the best start; a lower bound; and whether all searches ended by themselves.

@@ -27,7 +27,6 @@ class Kinds:
     """The two kinds of workers; with one kind, all are fast.
 
     Attributes:
-        fast, slow: Number of workers.
         fast_seconds, slow_seconds: Of a layer whose tokens all select one expert on such a worker.
     """
 
@@ -72,12 +71,7 @@ def choose_counts(seconds: Floats, fast_room: int, slow_room: int) -> tuple[Ints
 
 
 class SetTable:
-    """Least seconds of every set of a layer's experts on the workers of each kind. For few experts.
-
-    Args:
-        access: [L][E] probabilities.
-        kinds: The workers.
-    """
+    """Least seconds of every set of a layer's experts on the workers of each kind. For few experts."""
 
     def __init__(self, access: Floats, kinds: Kinds) -> None:
         self.kinds = kinds
@@ -118,11 +112,7 @@ class SetTable:
         return np.asarray(np.maximum(fast, slow))
 
     def divide(self, layer: int, count: int) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the experts of each fast and of each slow worker that take the least seconds.
-
-        Args:
-            count: Experts on fast workers.
-        """
+        """Return the experts of each fast and of each slow worker that take the least seconds."""
         by_set = np.where(self.sizes == count, self._by_set()[layer], np.inf)
         best = int(by_set.argmin())
         limit = by_set[best] * (1 + 1e-12)
@@ -164,10 +154,6 @@ def least_seconds(access: Floats, kinds: Kinds) -> Floats:
     A number of seconds is possible only if the experts that are too large for a slow worker fit on fast ones, if no
     more than one expert above half a worker's load is on each worker, and if neither the hottest experts that fast
     workers can take leave too much to the slow ones, nor those that they must take are too much for them.
-
-    Args:
-        access: [L][E] probabilities.
-        kinds: The workers.
     """
     layers, experts = access.shape
     hot = -np.sort(-access, axis=1)
@@ -194,9 +180,6 @@ def _possible(hot: Floats, sums: Floats, counts: Ints, seconds: Floats, kinds: K
     Args:
         hot: [E] probabilities, falling.
         sums: [E + 1] their sums.
-        counts: [k]
-        seconds: [k]
-        kinds: The workers.
     """
     experts = len(hot)
     total = sums[-1]

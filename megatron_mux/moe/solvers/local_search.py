@@ -63,12 +63,7 @@ def improve_small(
 
 
 class _Search:
-    """The changes of a search.
-
-    Args:
-        state: The placement.
-        deadline, bound: See `improve`.
-    """
+    """The changes of a search."""
 
     def __init__(self, state: SearchState, deadline: float, bound: float) -> None:
         self.state = state
@@ -110,29 +105,10 @@ class _Search:
             pass
 
     def _change(self, layer: int) -> bool:
-        """Apply the best move or exchange within a layer; returns False if none helps."""
+        """Apply the best change within a layer, of many experts of the first that help; returns False if none does."""
         state = self.state
         least = state.scores[layer] * (1 - _LEAST_GAIN)
-        best: tuple[float, int, int, bool] | None = None
-        for experts in self._portions(state.critical(layer)):
-            moves = np.where(state.room, state.move_scores(layer, experts), np.inf)
-            swaps = state.swap_scores(layer, experts)
-            for scores, swap in ((moves, False), (swaps, True)):
-                at, other = map(int, np.unravel_index(scores.argmin(), scores.shape))
-                if scores[at, other] < (least if best is None else best[0]):
-                    best = (float(scores[at, other]), int(experts[at]), int(other), swap)
-            if best is not None:  # of many experts, the first portion that helps
-                break
-        if best is None:
-            return False
-        _, expert, other, swap = best
-        if swap:
-            first, second = int(state.owners[layer, expert]), int(state.owners[layer, other])
-            state.move(layer, expert, second)
-            state.move(layer, other, first)
-        else:
-            state.move(layer, expert, other)
-        return True
+        return any(state.change(layer, experts, least) for experts in self._portions(state.critical(layer)))
 
     def _portions(self, experts: Ints) -> Iterator[Ints]:
         problem = self.state.problem

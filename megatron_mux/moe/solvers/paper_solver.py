@@ -70,7 +70,6 @@ def _dealt(problem: PlacementProblem, divided: list[tuple[_Parts, _Parts]], kind
 
     Args:
         divided: [L] parts of fast and of slow workers.
-        kinds: Fast and slow workers.
     """
     owners = np.empty((problem.layers, problem.experts), dtype=np.int64)
     left = problem.capacities.astype(np.float64)
@@ -130,13 +129,7 @@ def _exchange_parts(state: SearchState, over: int, excess: Ints, seconds: Floats
 
 
 def _pack(access: Floats, count: int, kinds: Kinds) -> tuple[_Parts, _Parts]:
-    """Divide a layer's experts, the hottest first to the worker with the least load.
-
-    Args:
-        access: [E] probabilities.
-        count: Experts on fast workers.
-        kinds: The workers.
-    """
+    """Divide a layer's experts, the hottest first to the worker with the least load."""
     hot = np.argsort(-access, kind="stable")
     taken = _for_fast(access[hot], count, kinds)
     owners = []
@@ -156,8 +149,6 @@ def _for_fast(hot: Floats, count: int, kinds: Kinds) -> np.ndarray:
 
     Args:
         hot: [E] probabilities, falling.
-        count: Experts on fast workers.
-        kinds: The workers.
     """
     experts = len(hot)
     if not kinds.slow:

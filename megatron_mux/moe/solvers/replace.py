@@ -2,7 +2,7 @@
 
 Local search from the placement: an expert moves to a worker with room, or two of a layer exchange workers, as long as
 the step's predicted seconds fall by more than the price of the moves; an expert that returns is free again. So as few
-experts move as their gain pays for. Layers with replicas: see `replace_replicas`.
+experts move as their gain pays for. Layers with replicas: see `replicas`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ import time
 import numpy as np
 
 from megatron_mux.moe.entries import Floats, Ints
-from megatron_mux.moe.placement import Placement, held
+from megatron_mux.moe.placement import Placement, held, to_owners
 from megatron_mux.moe.placement_cost import PlacementProblem
-from megatron_mux.moe.solvers.replace_replicas import replace_replicas
+from megatron_mux.moe.solvers.replicas import LEAST_GAIN, replace_replicas
 from megatron_mux.moe.solvers.search_state import SearchState
-
-_LEAST = 1e-9
-"""Share of a layer's seconds that a change must gain beyond its price."""
 
 
 def replace_experts(
@@ -27,7 +24,6 @@ def replace_experts(
     """Improve a placement by moves that are worth their price.
 
     Args:
-        problem: What the step is predicted from.
         placement: [L][E] the placement in force; it need not fit the capacities, but no worker gets beyond them.
         prices: [L][E][N] seconds of a step that it costs to have an expert on a worker; 0 where it is.
         seconds: Time limit of the search, shared by the layers.
@@ -36,8 +32,7 @@ def replace_experts(
         The placement, the same one if nothing is worth its price.
     """
     deadline = time.perf_counter() + seconds
-    owners = np.array([[workers[0] for workers in row] for row in placement], dtype=np.int64)
-    state = SearchState(problem, owners)
+    state = SearchState(problem, to_owners(placement))
     state.counts = held(placement, problem.workers)
     rows = []
     for layer, row in enumerate(placement):
@@ -46,40 +41,12 @@ def replace_experts(
         if any(len(workers) > 1 for workers in row):
             rows.append(replace_replicas(problem, layer, row, prices[layer], state.counts, until))
             continue
-        while time.perf_counter() < until and _change(state, layer, prices[layer]):
-            pass
+        changed = True
+        while changed and time.perf_counter() < until:
+            least = state.scores[layer] * (1 - LEAST_GAIN)
+            changed = state.change(layer, state.critical(layer), least, prices[layer])
         rows.append(tuple((int(worker),) for worker in state.owners[layer]))
     return tuple(rows)
-
-
-def _change(state: SearchState, layer: int, prices: Floats) -> bool:
-    """Apply the best move or exchange of a layer; returns False if none is worth its price."""
-    experts = state.critical(layer)
-    owners = state.owners[layer]
-    paid = prices[np.arange(len(owners)), owners]
-    moves = state.move_scores(layer, experts) + prices[experts] - paid[experts, None]
-    moves[:, ~state.room] = np.inf
-    best = _least(moves)
-    swaps = state.swap_scores(layer, experts)
-    swaps += prices[experts][:, owners] - paid[experts, None]
-    swaps += prices[:, owners[experts]].T - paid
-    exchange = _least(swaps)
-    score = state.scores[layer] * (1 - _LEAST)
-    if min(moves[best], swaps[exchange]) >= score:
-        return False
-    if moves[best] <= swaps[exchange]:
-        state.move(layer, int(experts[best[0]]), best[1])
-        return True
-    expert, other = int(experts[exchange[0]]), exchange[1]
-    first, second = int(owners[expert]), int(owners[other])
-    state.move(layer, expert, second)
-    state.move(layer, other, first)
-    return True
-
-
-def _least(scores: Floats) -> tuple[int, int]:
-    row, column = np.unravel_index(scores.argmin(), scores.shape)
-    return int(row), int(column)
 
 
 def prices_of(
@@ -92,7 +59,6 @@ def prices_of(
         bandwidth: [N][N] bytes per second from worker to worker; infinite to itself.
         expert_bytes: Bytes that are sent with an expert.
         slowness: How much longer transfers of experts take than the bandwidths say.
-        steps: Steps to come.
     """
     sent: list[list[Ints | Floats]] = [
         [expert_bytes / bandwidth[list(workers)].max(axis=0) for workers in row] for row in placement

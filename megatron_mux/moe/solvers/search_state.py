@@ -87,6 +87,39 @@ class SearchState:
         self.counts[worker] += 1
         self._refresh(layer)
 
+    def exchange(self, layer: int, expert: int, other: int) -> None:
+        """Exchange the workers of two experts of a layer."""
+        first, second = int(self.owners[layer, expert]), int(self.owners[layer, other])
+        self.move(layer, expert, second)
+        self.move(layer, other, first)
+
+    def change(self, layer: int, experts: Ints, least: float, prices: Floats | None = None) -> bool:
+        """Make the best move of one of the experts to a worker with room, or exchange with another one of the layer.
+
+        Args:
+            least: Score that the layer must be below, with what is paid; else nothing changes.
+            prices: [E][N] what it costs to have an expert on a worker, in seconds of the layer; None: nothing.
+
+        Returns:
+            Whether something changed.
+        """
+        moves, swaps = self.move_scores(layer, experts), self.swap_scores(layer, experts)
+        owners = self.owners[layer]
+        if prices is not None:
+            paid = prices[np.arange(len(owners)), owners]
+            moves = moves + prices[experts] - paid[experts, None]
+            swaps += prices[experts][:, owners] - paid[experts, None]
+            swaps += prices[:, owners[experts]].T - paid
+        moves = np.where(self.room, moves, np.inf)
+        move, swap = (np.unravel_index(scores.argmin(), scores.shape) for scores in (moves, swaps))
+        if min(moves[move], swaps[swap]) >= least:
+            return False
+        if moves[move] <= swaps[swap]:
+            self.move(layer, int(experts[move[0]]), int(move[1]))
+        else:
+            self.exchange(layer, int(experts[swap[0]]), int(swap[1]))
+        return True
+
     def critical(self, layer: int) -> Ints:
         """Experts on workers that use a slowest link of the layer or compute longest: others gain nothing by moving."""
         times = self._matrix @ self._visits[layer]

@@ -30,8 +30,6 @@ class Comparison:
 
     Attributes:
         problem: The problem, which predicts further figures.
-        solution: What the chosen solver found.
-        baselines: Placements of all baselines by name.
     """
 
     problem: PlacementProblem
@@ -52,12 +50,6 @@ def solve(
     """Place experts.
 
     Args:
-        profile: How often tokens select each expert.
-        topology: Workers and links.
-        traffic: What a step sends.
-        objective: One of `OBJECTIVES`.
-        solver: One of `SOLVERS`.
-        seconds: Time limit of our solver.
         seed: Of the random placement, and of sets of experts that the profile does not count.
         groups: Groups that experts are routed by, for EPLB.
 

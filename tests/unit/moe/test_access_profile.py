@@ -57,14 +57,6 @@ def test_an_entry_that_is_no_probability_is_named(tmp_path: Path, value: Any) ->
     )
 
 
-def test_a_probability_above_one_is_named(tmp_path: Path) -> None:
-    assert refusal(tmp_path, with_entry(1.5)).startswith("access[1][3]: must be a probability of at most 1")
-
-
-def test_a_row_that_does_not_sum_to_top_k_is_named(tmp_path: Path) -> None:
-    assert refusal(tmp_path, with_entry(0.0)).startswith("access[1]: sums to ")
-
-
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -103,6 +95,14 @@ def test_what_does_not_fit_is_named(tmp_path: Path, more: dict[str, Any], said: 
     assert refusal(tmp_path, content(**more)).startswith(said)
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(1.5, "access[1][3]: must be a probability of at most 1"), (0.0, "access[1]: sums to ")],
+)
+def test_probabilities_that_cannot_be_are_named(tmp_path: Path, value: float, said: str) -> None:
+    assert refusal(tmp_path, with_entry(value)).startswith(said)
+
+
 def test_missing_and_unknown_entries_are_named(tmp_path: Path) -> None:
     found = content()
     del found["access"], found["model"]["experts"]
@@ -110,10 +110,6 @@ def test_missing_and_unknown_entries_are_named(tmp_path: Path) -> None:
     lines = refusal(tmp_path, found)
     for name in ("model.experts: is missing", "model.expert: is not known", "access: is missing"):
         assert name in lines
-
-
-def test_a_file_that_is_no_object_is_refused(tmp_path: Path) -> None:
-    assert "must hold a JSON object" in refusal(tmp_path, [])
 
 
 def test_models_differ_by_what_both_know() -> None:

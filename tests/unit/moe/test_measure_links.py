@@ -30,23 +30,22 @@ def test_latency_is_no_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.bandwidth == pytest.approx(SPEED) and found.latency == pytest.approx(LATENCY)
 
 
-def test_a_pause_of_the_machine_makes_no_link_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first transfers are delayed, small ones more: they would take longer than large ones."""
-    pauses = iter([0.1] * 2 + [0.0, 2.0] * 3 + [0.0] * 100)
-    assert measured(monkeypatch, pauses).bandwidth == pytest.approx(SPEED)
-
-
-def test_packets_that_are_sent_again_make_no_link_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three large transfers two have lost a packet, and wait for 200 ms."""
-    delays = iter([0.1] * 2 + [0.2, 0.0] * 2 + [0.0] * 100)
-    assert measured(monkeypatch, delays).bandwidth == pytest.approx(SPEED)
-
-
-def test_pauses_in_every_one_of_the_first_transfers_make_no_link_slow(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "delays",
+    [
+        # The first transfers are delayed, small ones more: they would take longer than large ones.
+        [0.0, 2.0] * 3,
+        # Of three large transfers two have lost a packet, and wait for 200 ms.
+        [0.2, 0.0] * 2,
+        [0.03, 0.0, 0.02, 0.0, 0.005, 0.0],
+    ],
+    ids=["pauses", "lost packets", "pauses in each of the first"],
+)
+def test_what_delays_some_transfers_makes_no_link_fast_or_slow(
+    delays: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    delays = iter([0.1] * 2 + [0.03, 0.0, 0.02, 0.0, 0.005, 0.0] + [0.0] * 100)
-    assert measured(monkeypatch, delays).bandwidth == pytest.approx(SPEED)
+    found = measured(monkeypatch, iter([0.1] * 2 + delays + [0.0] * 100))
+    assert found.bandwidth == pytest.approx(SPEED)
 
 
 def test_a_link_that_noise_hides_is_not_taken_for_faster_than_it_was_seen(

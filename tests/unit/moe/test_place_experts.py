@@ -82,21 +82,6 @@ def refusal(workplace: Workplace, capsys: pytest.CaptureFixture[str], *words: st
     return printed.err.removeprefix("place_experts.py: ").strip()
 
 
-def test_a_profile_with_nan_or_the_wrong_shape_is_refused(
-    workplace: Workplace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    content = profile_content(zipf_access(4, 6, 2, 0.8, 0), 2)
-    content["access"][3][5] = float("nan")
-    workplace.write_profile(content)
-    assert refusal(workplace, capsys).startswith(f"{workplace.profile}: access[3][5]: must be a number")
-    workplace.write_profile({**content, "access": content["access"][:3]})
-    assert refusal(workplace, capsys).startswith(f"{workplace.profile}: access: has the shape 3 x 6")
-    workplace.profile.write_text("{")
-    assert f"{workplace.profile} is not valid JSON" in refusal(workplace, capsys)
-    workplace.profile.unlink()
-    assert f"{workplace.profile} cannot be read" in refusal(workplace, capsys)
-
-
 def test_a_topology_that_does_not_fit_is_refused(
     workplace: Workplace, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,8 +89,6 @@ def test_a_topology_that_does_not_fit_is_refused(
     assert refusal(workplace, capsys, "--slots", "7").startswith(f"{workplace.topology}, --slots 7: {said}")
     workplace.write_topology(topology_content([2, 1], 7))
     assert refusal(workplace, capsys).startswith(f"{workplace.topology}: {said}")
-    workplace.write_topology(topology_content([2, 1], 8, bandwidth=[[1.0]]))
-    assert refusal(workplace, capsys).startswith(f"{workplace.topology}: bandwidth: is 1 x 1")
     workplace.write_topology(topology_content([2, 1], 8, master_node=None))
     assert refusal(workplace, capsys).startswith(f"{workplace.topology}: master_node: is missing")
     assert "paper-lp needs a master" in refusal(
