@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_bench import cpu_name
 from expert_placement import CASES, ROOT, ZIPF
 from expert_placement_cluster import Team, started
 from expert_placement_methods import (
@@ -58,7 +57,13 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, before: Mapping[str, Any]) -> None:
         self.arguments, self._began = arguments, time.monotonic()
-        nothing = {"hardware": f"{cpu_name()}, 2 cores", "minutes": 0.0, "links": {}, "cases": [], "traffic": {}}
+        nothing = {
+            "hardware": f"{cpu_name()}, 2 cores",
+            "minutes": 0.0,
+            "links": {},
+            "cases": [],
+            "traffic": {},
+        }
         self.content: dict[str, Any] = {**nothing, **before}
 
     def measure(self) -> Iterator[dict[str, Any]]:
@@ -81,7 +86,9 @@ class Bench:
                 backbone, records = self._prepare(name, work)
                 profile = self.teams["single"].ask("profile", backbone=backbone, records=records)[0]
                 for slack in self.arguments.slack:
-                    self._add(self._case(name, slack, backbone, records, AccessProfile.model_validate(profile)))
+                    self._add(
+                        self._case(name, slack, backbone, records, AccessProfile.model_validate(profile))
+                    )
                     yield self.content
 
     def _prepare(self, name: str, work: Path) -> tuple[str, str]:
@@ -133,7 +140,12 @@ class Bench:
         if self.arguments.trace:
             masters = {method: team_of(method) == "broker" for method in placed}
             placements = {method: one.placement for method, one in placed.items()}
-            more = {"steps": self.arguments.trace, "masters": masters, "placements": placements, "nodes": NODES}
+            more = {
+                "steps": self.arguments.trace,
+                "masters": masters,
+                "placements": placements,
+                "nodes": NODES,
+            }
             traced = self.teams["single"].ask("trace", **run, **more)[0]
             self.content["traffic"][f"{name}, {slack:g}x slots"] = traced
         methods = {
@@ -164,7 +176,9 @@ class Bench:
 
         def between_nodes(key: str) -> int:
             pairs = [zip(nodes, answer[key], strict=True) for answer in answers]
-            return sum(size for own, sent in zip(nodes, pairs, strict=True) for node, size in sent if node != own)
+            return sum(
+                size for own, sent in zip(nodes, pairs, strict=True) for node, size in sent if node != own
+            )
 
         return {
             "seconds": max(one["end"] for one in answers) - max(one["start"] for one in answers),

@@ -59,7 +59,9 @@ def _summary(cases: Sequence[Mapping[str, Any]]) -> list[str]:
         own = [case for case in cases if case["slack"] == slack]
         named = [f"{case['case']} ({case['entropy']:.2f})" for case in own]
         measured = [
-            (label, *(_measured(case, name) for case in own)) for name, label in METHODS.items() if name != "ep"
+            (label, *(_measured(case, name) for case in own))
+            for name, label in METHODS.items()
+            if name != "ep"
         ]
         predicted = [(label, *(_predicted(case, name) for case in own)) for name, label in PREDICTED.items()]
         heading = f"{_slots(slack)}: bytes, seconds against EP"

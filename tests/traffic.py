@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from megatron_mux.attributes import replaced
 from megatron_mux.backbone.experts.exchange import Sent
@@ -30,7 +29,7 @@ class Traffic:
     def watch(self, sent: Sent) -> Sent:
         """Count what is sent with it."""
 
-        def counting(send: Any, messages: Iterator[str], outgoing: Any, incoming: Any, rows: Tensor) -> Any:
+        def counting(send: Any, messages: Iterator[str], outgoing: Any, incoming: Any, rows: Any) -> Any:
             message, width = next(messages), rows.shape[1] * rows.element_size()
             self.sent[message] += np.multiply(outgoing, width)
             self.received[message] += np.multiply(incoming, width)

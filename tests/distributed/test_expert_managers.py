@@ -161,9 +161,7 @@ LAYOUTS = [
 ]
 
 
-def test_a_task_that_diverges_changes_no_neighbour(
-    joined: Joined, model_of: Callable[[str], Path]
-) -> None:
+def test_a_task_that_diverges_changes_no_neighbour(joined: Joined, model_of: Callable[[str], Path]) -> None:
     """Nor does it stop them: its gradients are not finite on managers and on the master."""
     path, layout_ = model_of("mixtral"), LAYOUTS[0]
     experts = next(case for case in cases_of(96) if case.name == "experts")

@@ -65,7 +65,9 @@ def others(shape: BackboneShape, layout: Layout) -> list[Placement]:
 def test_a_run_goes_on_as_if_experts_had_not_moved(
     checkpoint: Path, model_of: Callable[[str], Path], joined: Joined
 ) -> None:
-    deepseek = model_of("deepseek_v3")  # with shared experts, a first layer without experts, and latent attention
+    deepseek = model_of(
+        "deepseek_v3"
+    )  # with shared experts, a first layer without experts, and latent attention
     mixtral = [case for case in cases_of(96) if case.name in MOVED]
     without = [case for case in mixtral if "target_parameters" not in case.adapter]
     latent = [of_latent_attention(case) for case in mixtral]

@@ -17,6 +17,7 @@ from megatron_mux.backbone.experts.exchange import Choice, Exchange, PendingRows
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.expert_managers import ManagedExperts, PendingSend
 
+
 class MasterExchange(Exchange):
     """The master's side.
 
