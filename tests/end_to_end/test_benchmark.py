@@ -52,24 +52,6 @@ def test_vs_peft_on_a_tiny_backbone(tmp_path: Path, server: Server) -> None:
     assert "its short tasks (2)" in written and "megatron-mux: operators" in written
 
 
-def test_vs_peft_in_bf16_against_one_rival_with_the_memory_of_many_tasks(
-    tmp_path: Path, server: Server
-) -> None:
-    command = [server.python, "benchmarks/vs_peft.py", "--backbone-shape", "tiny", "--replicas", "6"]
-    command += ["--threads", "1", "--repeats", "1", "--steps", "1", "--warm-up", "1"]
-    command += ["--dtype", "bfloat16", "--rival", "packed", "--output", str(tmp_path / "result.json")]
-    result = result_of(command, tmp_path)
-    assert result["settings"]["dtype"] == "bfloat16"
-    for part in ("all", "short"):
-        (rival,) = result[part]["rivals"].values()
-        assert rival["largest_relative_loss_difference"] < 0.02
-    memory = result["memory"]
-    assert set(memory) == {"mux:mix", "mux:one", "mux:eight", "mux:6", "packed:0", "packed:2", "packed:3"}
-    assert memory["packed:0"]["tasks_of_this_kind"] == 2
-    assert memory["mux:one"]["persistent"] < memory["mux:6"]["persistent"] < memory["mux:eight"]["persistent"]
-    assert "6 tasks together (the mix repeated) peak at" in (tmp_path / "result.md").read_text()
-
-
 def keep_profile(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave a roofline where two processes that keep their profiles in a directory find one: they measure nothing."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -96,27 +78,3 @@ def test_a_pipeline_against_megatron_on_a_tiny_backbone(
         assert all(len(own) == 1 and own[0] > 0 for own in case["seconds"].values())
         assert all(0 <= share < 1 for shares in case["bubble"].values() for share in shares)
     assert "over Megatron-Core's 1F1B" in (tmp_path / "result.md").read_text()
-
-
-def test_messages_on_several_gpus_without_one(tmp_path: Path, server: Server) -> None:
-    command = [server.python, "benchmarks/communication_gpus.py", "--dry"]
-    result = result_of([*command, "--output", str(tmp_path / "result.json")], tmp_path)
-    assert [one["way"] for one in result["sweep"]] == ["gloo", "gloo"] and result["ranks"] == 2
-    assert all(one["message_s"] > 0 and one["bus_bytes_per_s"] > 0 for one in result["sweep"])
-    assert [one["order"] for one in result["steps"]] == ["one after another", "in turns"]
-    for step in result["steps"]:
-        assert 0 < step["compute"] <= 1 and 0 < step["links"] <= 1
-        assert step["both"] <= min(step["compute"], step["links"])
-    assert "the figures mean nothing" in (tmp_path / "result.md").read_text()
-
-
-def test_overlap_comes_out_as_one_after_another(tmp_path: Path, server: Server) -> None:
-    command = [server.python, "benchmarks/overlap.py", "--no-namespaces", "--backbone-shape", "tiny"]
-    command += ["--tasks", "2", "--turns", "1", "--tokens", "128", "--output", str(tmp_path / "result.json")]
-    (case,) = result_of(command, tmp_path)["cases"]
-    assert case["adapters_equal"] and case["messages_equal"]
-    assert case["messages"] > 0
-    assert set("abcde") == set(case["predicted_s"])
-    assert set("abcdefg") == set(case["seconds"])
-    assert all(sorted(order) == list("0000011111") for order in case["orders"]["d"])
-    assert "one batch split in two" in (tmp_path / "result.md").read_text()
