@@ -6,8 +6,7 @@ Megatron-Core costs seconds a process, so all of them are forked from one that h
 for many tests: a test that needs other sizes divides the same processes anew.
 
 All of them run even when one fails; any failure, and a run that executed no test, makes the status 1. At the end stands
-how long the tests of each area took, beside the budgets of CONTRIBUTING.md; in CI an area that takes more than twice
-its budget fails.
+the seconds of all of them, and of the slowest files.
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests import budgets, seconds, warm  # noqa: E402
+from tests import seconds, warm  # noqa: E402
 
 TIME_LIMIT = 45 * 60  # seconds for one run of pytest: 17 minutes on two quiet cores, twice that on slow ones
 MOST_WORKERS = 4  # each imports Megatron-Core: 1 GiB
+SLOWEST = 15  # files that are printed
 
 
 @dataclass(frozen=True)
@@ -164,15 +164,14 @@ def main() -> int:
             print(f"##### {label}: {verdict} after {time.monotonic() - start:.0f} s", flush=True)
             if not well:
                 failed.append(label)
-    lines, too_slow = budgets.compare(spent, budgets.read_budgets())
-    print("\n".join(lines))
-    for line in too_slow:
-        print(f"TOO SLOW: {line}")
+    print(f"\n{sum(spent.values()):.0f} s, the slowest files:")
+    for file, taken in spent.most_common(SLOWEST):
+        print(f"{taken:8.0f}  {file}")
     for label in failed:
         print(f"FAILED, or ran no test: {label}")
     broken = max(total["failed"] + total["error"], len(failed))
     print(f"total: {total['passed']} passed, {broken} failed, {total['skipped']} skipped", flush=True)
-    return 1 if failed or not total["passed"] or (too_slow and budgets.enforced()) else 0
+    return 1 if failed or not total["passed"] else 0
 
 
 if __name__ == "__main__":

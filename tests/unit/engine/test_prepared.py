@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,18 +66,6 @@ class Held(Wrapped):
         return self.records[index]
 
 
-class Counted(Wrapped):
-    """Records that note which of them are read."""
-
-    def __init__(self, records: Any) -> None:
-        super().__init__(records)
-        self.read: list[int] = []
-
-    def __getitem__(self, index: int) -> Any:
-        self.read.append(index)
-        return self.records[index]
-
-
 def cases_of() -> list[Case]:
     training = {"per_device_train_batch_size": 3, "max_steps": STEPS, "learning_rate": 1e-2}
     adapter = lora(FAMILIES["llama"].query_value, r=4, lora_dropout=0.2)
@@ -131,49 +118,6 @@ def test_the_next_burst_is_prepared_while_one_runs(
         for name in engine.tasks:
             engine.remove_task(name)
     assert found[0] == found[1] and len(found[0]) == STEPS
-
-
-def test_a_rank_reads_its_own_rows(engine: Engine) -> None:
-    """Together the ranks of two pipelines read a batch once, and weigh each label by all that the batch has."""
-    tasks = [case.task for case in cases_of()]
-    engine.register_tasks(tasks)
-    states, plan = {name: engine._tasks[name] for name in "ab"}, replace(engine.plan, data=2)
-    alone = {name: states[name].sequences(1, range(3), 0) for name in states}
-    counted = {task.spec.name: Counted(task.data) for task in tasks}
-    for task in tasks:
-        task.data = counted[task.spec.name]  # type: ignore[assignment]
-    found = []
-    for rank in range(2):
-        parallel = replace(engine.parallel, dp_rank=rank, dp_size=2)
-        step = prepare_step(plan, states, dict.fromkeys("ab", 1), parallel, sharded=False)
-        found.append({name: [*own.read] for name, own in counted.items()})
-        rows = sum(batch.rows for batches in step.batches.values() for batch in batches)
-        lengths = {name: counted[name].lengths[own].sum() for name, own in found[-1].items()}
-        assert rows == sum(lengths.values()) and step.tokens == {
-            name: sum(len(own.tokens) for own in alone[name].values()) for name in states
-        }
-        for own in counted.values():
-            own.read.clear()
-    for name, state in states.items():
-        one, other = (own[name] for own in found)
-        assert one and other and sorted(one + other) == sorted(state.sampler.batch(1))
-        again = state.sequences(1, [2], 0)[2]
-        assert again.weight == alone[name][2].weight == 1 / counted[name].label_counts[one + other].sum()
-
-
-def test_as_much_is_prepared_as_the_next_burst_will_have(engine: Engine, prepared: Prepared) -> None:
-    """Otherwise its template would be made for another number of steps, and then again while the GPU waits."""
-    engine.register_tasks([case.task for case in cases_of()])
-    templates = room._checked_template
-    results_of(engine, (1,))
-    engine.steps(1, next_steps=3)
-    engine._runner.read_ahead._thread.submit(lambda: None).result()
-    before = templates.cache_info().misses
-    engine.steps(3, next_steps=1)
-    assert templates.cache_info().misses == before
-    engine.steps(1)
-    assert [steps[0] for is_main, steps in prepared if is_main] == [0]
-    assert sorted(steps for _, steps in prepared) == [(step, step) for step in range(STEPS)]
 
 
 @pytest.mark.parametrize("bursts", [(1,) * STEPS, (2, 4), (STEPS,)])
@@ -231,14 +175,6 @@ def test_a_task_of_the_same_name_gets_its_own_steps(engine: Engine, prepared: Pr
     engine.register_tasks([other.task])
     steps = results_of(engine, (1, 1))
     assert [step["a"].step for step in steps] == [1, 2] and steps[1]["a"].loss != loss
-
-
-def test_closing_ends_the_thread(engine: Engine) -> None:
-    engine.register_tasks([case.task for case in cases_of()])
-    engine.steps(2)
-    threads = set(engine._runner.read_ahead._thread._threads)
-    engine.close()
-    assert threads and not threads & set(threading.enumerate())
 
 
 def test_a_task_that_has_done_its_last_step_may_be_finished_early(engine: Engine) -> None:
