@@ -40,6 +40,13 @@ def pytest_exception_interact(call: pytest.CallInfo[object]) -> None:
         os.write(2, f"--- rank {os.environ['RANK']} fails:\n{call.excinfo.getrepr()}\n".encode())
 
 
+def assert_no_problems(problems: list[str]) -> None:
+    """Fail on every rank if there are problems on any: the others would wait for a rank that gave up."""
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, problems)
+    assert not any(everyone), "\n".join(problem for rank in everyone for problem in rank[:20])
+
+
 def _state(parallel_state: Any) -> dict[str, Any]:
     """What Megatron-Core knows of its groups."""
     return {

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from megatron_mux.fusion.alignment import Mode, padded_lengths
 from megatron_mux.fusion.check import check_plan
@@ -31,12 +28,11 @@ from megatron_mux.pipeline.action import ChunkId
 from megatron_mux.pipeline.check import check
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import execute
-from megatron_mux.pipeline.template import Template
 from megatron_mux.runtime import Parallel
 from tests.distributed.counting import Counting
 from tests.unit.fusion.strategies import groupings, one_each
 
-COUNT = 150
+COUNT = 80
 TASKS = "abcdef"
 BACKBONE = "b" * 8
 LONGEST = 12
@@ -135,7 +131,6 @@ def automatic(draw: st.DrawFn, names: str, ranks: int, virtual: int, schedule: S
     return plan
 
 
-@lru_cache
 def drawn(stages: int, data: int) -> list[Case]:
     """Random cases, the same on every rank: rank 0 draws them."""
     found: list[Case] = []
@@ -160,38 +155,16 @@ def drawn(stages: int, data: int) -> list[Case]:
     return message[0]
 
 
-class Recording(Communicator):
-    """Counts what is sent."""
-
-    sent = 0
-
-    def send(self, tensor: Tensor, backward: bool) -> None:
-        self.sent += 1
-        super().send(tensor, backward)
-
-
-def run(case: Case, value: Any, parallel: Parallel, communicator: Communicator) -> None:
+def run(case: Case, parallel: Parallel, communicator: Communicator) -> None:
     """What a run does with a plan from a file: read it, check it, make its template, check that, compute.
 
-    Args:
-        case: Where the sequences are from.
-        value: The JSON object of its plan.
-        parallel: This rank's place.
-        communicator: Its transfers.
+    What is computed is compared with what should be.
     """
-    plan = Plan.from_json(value)
+    plan = Plan.from_json(case.plan.to_json())
     mesh = Mesh(parallel.tp_size, parallel.pp_size, parallel.dp_size, case.plan.split)
     check_plan(plan, BACKBONE, mesh, case.plan.tasks)
-    run_template(case, step_template(plan, case.sizes(parallel.dp_rank)), parallel, communicator)
-
-
-def run_template(case: Case, template: Template, parallel: Parallel, communicator: Communicator) -> None:
-    """Check a template and compute it; what is computed is compared with what should be.
-
-    Raises:
-        TemplateError: Nothing is computed then.
-    """
-    plan, all_chunked = case.plan, case.all_chunked(parallel.dp_rank)
+    template = step_template(plan, case.sizes(parallel.dp_rank))
+    all_chunked = case.all_chunked(parallel.dp_rank)
     period, stages = len(plan.buckets), parallel.pp_size * plan.virtual
     check(template, case.sizes(parallel.dp_rank), stages, period, plan.virtual)
     tokens = {
@@ -207,27 +180,19 @@ def run_template(case: Case, template: Template, parallel: Parallel, communicato
     assert compute.steps == [len(all_chunked)] * period
 
 
-Attempt = tuple[object, Callable[[], object]]
-"""What is said of it when it goes wrong, and what to do."""
-
-
-def all_well(attempts: Iterable[Attempt], parallel: Parallel) -> None:
-    """Do them one after the other, each within `LIMIT`; what goes wrong on a rank fails on all of them.
-
-    Args:
-        attempts: What to do.
-        parallel: Every rank of its world calls this.
-    """
+def run_all(parallel: Parallel) -> None:
+    """Run each random plan within `LIMIT`; what goes wrong on a rank fails on all of them."""
+    communicator = Communicator(parallel)
     problems: list[str] = []
-    about: object = "nothing yet"
+    about: Case | None = None
     since = time.monotonic()
 
     def work() -> None:
         nonlocal about, since
         try:
-            for said, attempt in attempts:
-                about, since = said, time.monotonic()
-                attempt()
+            for case in drawn(parallel.pp_size, parallel.dp_size):
+                about, since = case, time.monotonic()
+                run(case, parallel, communicator)
         except BaseException as error:
             problems.append(f"{type(error).__name__}: {error}: {about}")
 
@@ -242,12 +207,3 @@ def all_well(attempts: Iterable[Attempt], parallel: Parallel) -> None:
         everyone: list[list[str]] = [[] for _ in range(parallel.world_size)]
         dist.all_gather_object(everyone, problems)
         raise AssertionError("\n".join(f"rank {i}: {own}" for i, own in enumerate(everyone) if own))
-
-
-def run_all(parallel: Parallel) -> None:
-    """Each random plan, as it comes from a file."""
-    communicator = Communicator(parallel)
-    chosen = drawn(parallel.pp_size, parallel.dp_size)
-    all_well(
-        ((case, partial(run, case, case.plan.to_json(), parallel, communicator)) for case in chosen), parallel
-    )

@@ -74,7 +74,6 @@ def train(
     [
         (Layout(2, 1), "resident", "none", None),
         (Layout(2, 1, True), "resident", "full", None),
-        (Layout(2, 1, True), "resident", "selective", None),
         (Layout(2, 1), "sharded", "none", "int8"),
         (Layout(2, 2, True, split=(1, 1, 1, 1)), "offloaded", "none", None),
     ],

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from megatron_mux.runtime import Parallel
 from tests.distributed.sleeping import Pipeline, random_pipeline, turn
 
-SETS = 4
-SECONDS = 1.5
+SETS = 3
+SECONDS = 1.2
 LIMIT = 0.05
 
 

@@ -21,14 +21,14 @@ PROMPTS, MOST = 50, 24
 VOCABULARY = 96
 
 
-def cases_of(path: Path, family: str = "llama") -> list[Case]:
-    """Four tasks of different kinds, none of them fresh."""
-    targets = FAMILIES[family]
+def cases_of(path: Path) -> list[Case]:
+    """Four tasks of different kinds on a Llama, none of them fresh."""
+    targets = FAMILIES["llama"]
     sections: dict[str, dict[str, Any]] = {
         "lora": lora(targets.query_value, r=4),
         "prefix": prefix(3),
         "ia3": ia3(targets),
-        "vera": vera(targets.mixed if family == "gpt2" else targets.query_value, r=8),
+        "vera": vera(targets.query_value, r=8),
     }
     training = {"per_device_train_batch_size": 2, "max_steps": 4}
     return [
@@ -43,14 +43,14 @@ def cases_of(path: Path, family: str = "llama") -> list[Case]:
     ]
 
 
-def prompts_of(cases: Sequence[Case], count: int = PROMPTS, most: int = MOST) -> list[Prompt]:
+def prompts_of(cases: Sequence[Case]) -> list[Prompt]:
     """Random prompts of 1 to 20 tokens, the tasks in turn."""
     generator = torch.Generator().manual_seed(3)
     found = []
-    for number in range(count):
+    for number in range(PROMPTS):
         length = int(torch.randint(1, 21, (1,), generator=generator))
         tokens = torch.randint(3, VOCABULARY, (length,), generator=generator)
-        found.append(Prompt(cases[number % len(cases)].name, tokens.numpy(), most))
+        found.append(Prompt(cases[number % len(cases)].name, tokens.numpy(), MOST))
     return found
 
 

@@ -20,11 +20,6 @@ from tests.end_to_end.harness import assert_close
 from tests.end_to_end.workplace import TASKS, Workplace, write_tokenizer
 
 
-def spoil_config(directory: Path, **changes: Any) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, **changes}))
-
-
 def cut(path: Path, share: float) -> None:
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * share)])
@@ -38,22 +33,8 @@ def without_tokenizer(directory: Path) -> None:
 BACKBONES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "missing": (shutil.rmtree, []),
     "no config": (lambda d: (d / "config.json").unlink(), ["config.json"]),
-    "a broken config": (lambda d: (d / "config.json").write_text("{"), ["config.json"]),
-    "an unknown family": (
-        lambda d: spoil_config(d, model_type="mamba", architectures=["MambaForCausalLM"]),
-        ["mamba"],
-    ),
-    "what we do not do": (
-        lambda d: spoil_config(d, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}),
-        ["dynamic"],
-    ),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), ["safetensors"]),
     "weights cut off": (lambda d: cut(d / "model.safetensors", 0.5), ["model.safetensors"]),
-    "weights that are none": (lambda d: (d / "model.safetensors").write_text("hello"), ["model.safetensors"]),
-    "weights of another shape": (lambda d: spoil_config(d, intermediate_size=48), ["48"]),
-    "more layers than weights": (lambda d: spoil_config(d, num_hidden_layers=6), ["model.layers.4"]),
     "no tokenizer": (without_tokenizer, ["tokenizer"]),
-    "a broken tokenizer": (lambda d: (d / "tokenizer.json").write_text("{"), ["tokenizer"]),
 }
 
 
@@ -145,15 +126,8 @@ def test_continuing_with_other_data(
 
 CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "cut off": (lambda d: cut(d / "adapter_model.safetensors", 0.5), ["adapter_model.safetensors"]),
-    "not safetensors": (
-        lambda d: (d / "adapter_model.safetensors").write_text("x"),
-        ["adapter_model.safetensors"],
-    ),
-    "no weights": (lambda d: (d / "adapter_model.safetensors").unlink(), ["adapter_model.safetensors"]),
-    "no config": (lambda d: (d / "adapter_config.json").unlink(), ["adapter_config.json"]),
     "another rank": (lambda d: spoil_config_of_adapter(d, r=2), ["r"]),
     "another kind": (lambda d: become(d, d.parent / "other-kind"), ["PREFIX_TUNING"]),
-    "DoRA": (lambda d: spoil_config_of_adapter(d, use_dora=True), ["lora_magnitude_vector"]),
 }
 
 
@@ -201,23 +175,8 @@ def test_an_adapter_of_another_backbone(
     assert len(found) == 1 and "lora" in found[0]
 
 
-def test_a_checkpoint_that_cannot_be_read_on_resume(
-    workplace: Workplace, server: Server, tmp_path: Path
-) -> None:
-    directory = tmp_path / "interrupted"
-    # Three tasks have two files each: it is killed in its second save.
-    fault = Fault("megatron_mux.checkpoint:write_tensors", 7, "kill before")
-    server.run(workplace.arguments("--save", directory, "--save-interval", "3"), fault=fault)
-    cut(directory / "lora" / "checkpoint-3" / "training_state.safetensors", 0.5)
-    run = server.run(workplace.arguments("--save", directory, "--load", directory))
-    check_manners(run.status, run.errors)
-    assert len(run.errors.splitlines()) == 1 and f"--load {directory}" in run.errors
-    assert "lora/checkpoint-3/training_state.safetensors, which cannot be read" in run.errors
-
-
-@pytest.mark.parametrize("file", ["adapter_model.safetensors", "training_state.safetensors"])
 def test_a_checkpoint_that_is_cut_off_with_an_older_save(
-    file: str, workplace: Workplace, server: Server, finished: Path, tmp_path: Path
+    workplace: Workplace, server: Server, finished: Path, tmp_path: Path
 ) -> None:
     directory = tmp_path / "interrupted"
     fault = Fault("megatron_mux.checkpoint:write_tensors", 13, "kill before")  # in its third save
@@ -225,6 +184,7 @@ def test_a_checkpoint_that_is_cut_off_with_an_older_save(
     server.run(workplace.arguments(*flags), fault=fault)
     newest = max((directory / "manifests").iterdir()).name
     (damaged,) = {t["checkpoint"] for t in tasks_of(directory / "manifests" / newest) if t["name"] == "lora"}
+    file = "training_state.safetensors"
     cut(directory / damaged / file, 0.5)
     run = server.run(workplace.arguments(*flags, "--load", directory))
     assert run.status == 0, run.errors
@@ -242,22 +202,9 @@ def tasks_of(manifest: Path) -> list[dict[str, Any]]:
     return tasks
 
 
-def test_a_stranger_among_the_manifests(
-    workplace: Workplace, server: Server, finished: Path, tmp_path: Path
-) -> None:
-    directory = tmp_path / "finished"
-    shutil.copytree(finished, directory)
-    newest = max((directory / "manifests").iterdir())
-    shutil.copy(newest, newest.with_name("manifest-00000001 (copy).json"))
-    run = server.run(workplace.arguments("--save", directory, "--load", directory))
-    assert run.status == 0, run.errors
-    assert "Traceback" not in run.errors
-
-
 FULL_DISKS: dict[str, tuple[Fault | None, int | None]] = {
     "while an adapter is written": (Fault("megatron_mux.checkpoint:write_tensors", 3, "no space"), None),
     "while a manifest is written": (Fault("megatron_mux.files:os.replace", 4, "no space"), None),
-    "while a checkpoint is renamed": (Fault("os:rename", 4, "no space"), None),
     # A real refusal by the operating system, in the middle of a write.
     "while files grow": (None, 9000),
 }
@@ -280,12 +227,10 @@ def test_a_full_disk(name: str, workplace: Workplace, server: Server, finished: 
         assert (directory / last).read_bytes() == (finished / last).read_bytes()
 
 
-@pytest.mark.parametrize("function", ["EventFile._write", "EventFile.close"])
 def test_a_full_disk_below_tensorboard(
-    function: str, workplace: Workplace, server: Server, finished: Path, tmp_path: Path
+    workplace: Workplace, server: Server, finished: Path, tmp_path: Path
 ) -> None:
-    nth = 20 if function == "EventFile._write" else 1
-    fault = Fault(f"megatron_mux.report:{function}", nth, "no space")
+    fault = Fault("megatron_mux.report:EventFile._write", 20, "no space")
     directory = tmp_path / "full"
     flags: list[str | Path] = ["--save", directory, "--save-interval", "3"]
     run = server.run(workplace.arguments(*flags, "--tensorboard-dir", tmp_path / "board"), fault=fault)
@@ -299,16 +244,6 @@ def test_a_full_disk_below_tensorboard(
     for task, steps in (("lora", 14), ("diff", 12), ("prefix", 7)):
         last = f"{task}/checkpoint-{steps}/adapter_model.safetensors"
         assert (directory / last).read_bytes() == (finished / last).read_bytes()
-
-
-def test_a_file_of_tensorboard_that_may_not_grow(
-    workplace: Workplace, server: Server, tmp_path: Path
-) -> None:
-    flags = workplace.arguments("--tensorboard-dir", tmp_path / "board")
-    run = server.run(flags, largest_file=1500)
-    check_manners(run.status, run.errors)
-    (line,) = run.errors.splitlines()
-    assert f"--tensorboard-dir {tmp_path / 'board'}" in line and "--load" not in line, "nothing was saved"
 
 
 def test_a_place_that_cannot_be_written(workplace: Workplace, tmp_path: Path, server: Server) -> None:

@@ -11,36 +11,10 @@ from transformers import AutoTokenizer
 
 from tests.end_to_end.complaints import complaints
 from tests.end_to_end.forked import Server
-from tests.end_to_end.test_loop import python
+from tests.end_to_end.test_loop import DRIVER, python
 from tests.end_to_end.workplace import TASKS, Workplace, furnish
 
 SAID = "line 2: becomes token 96 ('<tool_a>'), which the backbone's embedding of 96 rows lacks"
-
-# Between two steps the bad tasks' files appear; they are waited for.
-DRIVER = """
-import pathlib, shutil, sys
-from megatron_mux.data.background import BackgroundTokenising
-from megatron_mux.engine import Engine
-import pretrain_mux
-
-watched, staged, real, poll, steps = pathlib.Path(sys.argv[1]), sys.argv[2], Engine.steps, BackgroundTokenising.poll, 0
-
-def wait(self):
-    self._process.wait()
-    return poll(self)
-
-def step(self, *arguments, **more):
-    global steps
-    steps += 1
-    if steps == 2:
-        for file in pathlib.Path(staged).glob("*.yaml"):
-            shutil.copy(file, watched)
-        (watched / "STOP").touch()
-    return real(self, *arguments, **more)
-
-Engine.steps, BackgroundTokenising.poll = step, wait
-sys.exit(pretrain_mux.main(sys.argv[3:]))
-"""
 
 
 @pytest.fixture(scope="module")

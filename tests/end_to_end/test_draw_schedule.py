@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -168,23 +166,16 @@ def test_a_run_is_drawn_with_the_plan_of_its_timed_steps(
     ("words", "said"),
     [
         ([], "--plan FILE or --run DIR: one of them is needed"),
-        (["--measured", "plan.json"], "--plan FILE or --run DIR"),
         (["--plan", "plan.json", "--run", "."], "--run: replaces --plan and --measured"),
         (["--plan", "nowhere.json"], "nowhere.json: cannot be read: No such file"),
-        (["--run", "nowhere"], "nowhere/plan.json: cannot be read"),
         (["--run", "."], "schedule.json: cannot be read"),
         (["--plan", "text.json"], "text.json: is no JSON"),
-        (["--plan", "list.json"], "list.json: is no plan"),
         (
             ["--plan", "spatial.json"],
             "has no predicted costs for bucket 0: make a plan with megatron-mux plan",
         ),
         (["--plan", "empty.json"], "has no buckets"),
         (["--plan", "uneven.json"], "uneven.json: buckets[1].forward: has 1 entries, 2 are needed"),
-        (["--plan", "plan.json", "--measured", "nowhere.json"], "nowhere.json: cannot be read"),
-        (["--plan", "plan.json", "--measured", "text.json"], "text.json: is no JSON"),
-        (["--plan", "plan.json", "--measured", "binary.json"], "binary.json: 'utf-8'"),
-        (["--plan", "plan.json", "--measured", "deep.json"], "deep.json: "),
         (["--plan", "plan.json", "--measured", "spatial.json"], "spatial.json: is no trace"),
         (
             ["--plan", "plan.json", "--measured", "odd.json"],
@@ -192,16 +183,11 @@ def test_a_run_is_drawn_with_the_plan_of_its_timed_steps(
         ),
         (["--plan", "plan.json", "--measured", "none.json"], "has no measured actions"),
         (["--plan", "plan.json", "--measured", "one.json"], "one.json: has 1 stage(s), but the plan has 2"),
-        (["--plan", "plan.json", "--measured", "far.json"], "stage(s), but the plan has 2"),
         (["--plan", "plan.json", "--output", "plan.json"], "--output plan.json: is an input"),
         (["--plan", "plan.json", "--trace", "./schedule.svg"], "is the same file as --output"),
         (
             ["--plan", "plan.json", "--output", "/proc/nowhere/a.svg"],
             "/proc/nowhere/a.svg: cannot be written",
-        ),
-        (
-            ["--plan", "plan.json", "--trace", "/proc/nowhere/a.json"],
-            "/proc/nowhere/a.json: cannot be written",
         ),
         (["--plan", ""], "--plan: must be a path"),
     ],
@@ -215,38 +201,19 @@ def test_what_is_wrong_is_said_in_one_line(
     uneven = (PLAN.buckets[0], replace(PLAN.buckets[1], forward=(0.01,)))
     for name, text in {
         "text": "{",
-        "list": "[]",
-        "deep": "[" * 100_000,
         "spatial": dumps(plan_for("spatial", {"a": 1, "b": 2}, 2)),
         "empty": dumps(replace(PLAN, buckets=())),
         "uneven": dumps(replace(PLAN, buckets=uneven)),
         "odd": json.dumps({"traceEvents": [event("0Q0.0")]}),
         "none": json.dumps({"traceEvents": []}),
         "one": json.dumps({"traceEvents": [event("0F0.0")]}),
-        "far": json.dumps({"traceEvents": [event("99999999999F0.0")]}),
     }.items():
         (tmp_path / f"{name}.json").write_text(text)
-    (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
     status, output, errors = draw(*words)
     assert status == 2 and not output
     (line,) = errors.splitlines()
     assert line.startswith("draw_schedule.py: ") and said in line
     assert plan_file.read_text() == dumps(PLAN), "the plan is left as it is"
-
-
-def test_help_imports_nothing_heavy() -> None:
-    program = (
-        "import runpy, sys\n"
-        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "except SystemExit as leaving:\n    assert not leaving.code\n"
-        "heavy = {'torch', 'numpy', 'pydantic', 'rich', 'megatron'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    script = str(ROOT / "tools" / "draw_schedule.py")
-    code = f"import sys; sys.argv = [{script!r}, '--help']\n{program}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--measured FILE" in done.stdout
 
 
 def test_subgraphs(draw: Call, tmp_path: Path) -> None:

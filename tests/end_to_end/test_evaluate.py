@@ -20,8 +20,7 @@ from tests.end_to_end.held_out import COUNT, classified, evaluated, make_case, p
 pytestmark = pytest.mark.versions
 
 
-@pytest.mark.parametrize("kind", ["lora", "prefix"])
-@pytest.mark.parametrize("choices", [0, 3])
+@pytest.mark.parametrize(("kind", "choices"), [("prefix", 0), ("lora", 3)])
 def test_a_few_records_at_a_time_give_the_same(
     kind: str,
     choices: int,
@@ -114,15 +113,13 @@ def test_where_one_sequence_finds_no_memory_that_is_said_and_training_goes_on(
     engine.remove_task("task")
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_batch_size_bounds_a_pass_and_a_group(
-    batch_size: int,
     backbone_of: BackboneOf,
     path_of: PathOf,
     parallel: Parallel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    backbone, case = backbone_of("llama", torch.float64), make_case("lora", path_of("llama"))
+    backbone, case, batch_size = backbone_of("llama", torch.float64), make_case("lora", path_of("llama")), 3
     records = plain()
     wanted = evaluated(backbone, parallel, case, records)
     records.most = 0

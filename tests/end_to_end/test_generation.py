@@ -18,23 +18,17 @@ from tests.end_to_end.workplace import TASKS, furnish
 from tests.reference.greedy import differences
 
 
-@pytest.mark.parametrize("family", ["llama"])
 def test_tokens_are_those_of_transformers_and_peft(
-    family: str,
-    backbone_of: BackboneOf,
-    path_of: PathOf,
-    parallel: Parallel,
-    monkeypatch: pytest.MonkeyPatch,
+    backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
 ) -> None:
-    cases = cases_of(path_of(family), family)
+    path = path_of("llama")
+    cases = cases_of(path)
     prompts = prompts_of(cases)
-    free = reference(path_of(family), cases, prompts, [])
-    stop = [int(frequent(free).argmax())]
-    wanted = reference(path_of(family), cases, prompts, stop)
-    found = generated(backbone_of(family), parallel, cases, prompts, stop)
+    stop = [int(frequent(reference(path, cases, prompts[::4], [])).argmax())]
+    wanted = reference(path, cases, prompts, stop)
+    found = generated(backbone_of("llama"), parallel, cases, prompts, stop)
     problems, ties = differences([one.tokens for one in found], wanted)
     assert not problems, problems
-    print(f"{len(prompts)} prompts, {ties} with logits that tie")
     assert {one.finish for one in found} == {"stop", "length"} and ties < 5
 
 

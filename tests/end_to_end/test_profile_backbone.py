@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,18 +10,13 @@ import torch
 
 from megatron_mux.backbone.registry import read_shape
 from megatron_mux.fusion.profiler.profile_store import about_run, find_profile
-from tests import tiny_models, warm
+from tests import tiny_models
+from tests.end_to_end.forked import Server
 from tests.end_to_end.ranks import run_tool
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[warm.Server]:
-    with warm.Server() as running:
-        yield running
-
-
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v2"])
-def test_a_profile_of_expert_ranks_is_found(name: str, server: warm.Server, tmp_path: Path) -> None:
+def test_a_profile_of_expert_ranks_is_found(name: str, server: Server, tmp_path: Path) -> None:
     path, cache = tiny_models.make(tmp_path, name), tmp_path / "profiles"
     words = ["--backbone", path, "--fp32", "--most-tokens", "32", "--rounds", "1", "--directory", cache]
     statuses, errors = run_tool(server, "profile_backbone", [*words, "--expert-model-parallel-size", "2"], 2)
@@ -41,7 +35,7 @@ def test_a_profile_of_expert_ranks_is_found(name: str, server: warm.Server, tmp_
     assert found(1) == "roofline", "that of undivided experts is another one"
 
 
-def test_divisions_that_cannot_be_are_refused(server: warm.Server, tmp_path: Path) -> None:
+def test_divisions_that_cannot_be_are_refused(server: Server, tmp_path: Path) -> None:
     words = ["--backbone", tiny_models.make(tmp_path, "mixtral"), "--fp32", "--directory", tmp_path]
     for more, said in (
         (["--tensor-model-parallel-size", "2"], "a backbone with experts needs --sequence-parallel"),

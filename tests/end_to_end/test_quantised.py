@@ -21,7 +21,7 @@ from tests.reference import peft_solo
 from tests.reference.loop import Recipe, SoloResult
 from tests.reference.loop import train as train_model
 
-STEPS = 20
+STEPS = 8
 LOSS = 1e-4  # relative, every step
 ADAPTER = 2e-3  # relative Frobenius norm of every tensor after the last step
 
@@ -156,24 +156,3 @@ def test_quantised_experts_train_as_dequantised_ones(parallel: Parallel, tmp_pat
     found, wanted = (train(each, parallel, [case], 2, planning=Planning("spatial", 1)) for each in backbones)
     assert found.losses("task") == pytest.approx(wanted.losses("task"), rel=1e-6)
     assert_close(found.tensors["task"], wanted.tensors["task"], 1e-5, "task")
-
-
-def test_experts_without_rows_are_not_dequantised(parallel: Parallel, tmp_path: Path) -> None:
-    """And those with rows again for the backward pass, whose buffer is another one."""
-    path, plain = quantised_models.make_experts(tiny_models.make(tmp_path, "qwen3_moe"))
-    backbone, wanted = (
-        Backbone.load(path, parallel),
-        Backbone.load(plain, parallel).model.decoder.layers[0].mlp,
-    )
-    mlp = backbone.model.decoder.layers[0].mlp
-    counts = torch.zeros(len(mlp.held), dtype=torch.int64)
-    counts[1] = 3
-    for _ in range(2):
-        with backbone.offload.using(0):
-            operators = (mlp.experts_fc1, wanted.experts_fc1), (mlp.experts_fc2, wanted.experts_fc2)
-            for operator, _ in operators:
-                operator.weight.data.fill_(torch.nan)
-            mlp.dequantise(counts)
-            for operator, plain_one in operators:
-                assert torch.equal(operator.matrices[1], plain_one.matrices[1])
-                assert operator.matrices[0].isnan().all() and operator.matrices[2:].isnan().all()

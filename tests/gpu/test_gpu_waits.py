@@ -7,9 +7,6 @@ may turn out not to wait: that is reported, and harms nobody.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -145,54 +142,3 @@ def test_device_waits_wait_for_a_receive(receive: Receive) -> None:
     block = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     del block  # it stays in the cache
     assert waits(receive, torch.cuda.empty_cache)
-
-
-@pytest.mark.parametrize("what", ["pinned allocation", "first launch of a kernel"])
-def test_what_may_wait_is_reported(
-    what: str, receive: Receive, record_property: Callable[[str, object], None]
-) -> None:
-    x = _matrix().double()
-    torch.cuda.synchronize()
-    work: dict[str, Callable[[], object]] = {
-        "pinned allocation": lambda: torch.empty(48 << 20, dtype=torch.uint8, pin_memory=True),
-        "first launch of a kernel": lambda: torch.special.bessel_j1(x),
-    }
-    found = waits(receive, work[what])
-    record_property(what, "waits" if found else "does not wait")
-    print(f"{what} {'waits' if found else 'does not wait'} for an outstanding receive")
-
-
-_ONE_QUEUE = """
-import torch
-from tests.gpu.test_gpu_waits import Receive, is_done_soon
-receive = Receive()
-x, side = torch.ones(256, 256, device="cuda"), torch.cuda.Stream()
-with torch.cuda.stream(side):
-    x.add_(0)  # loads the kernel: a first launch would wait for the receive
-(x @ x).sum().item()
-torch.cuda.synchronize()
-side.wait_event(receive.post())
-later = torch.cuda.Event()
-with torch.cuda.stream(side):
-    x.add_(0)
-x @ x
-later.record()
-print("is held up" if not is_done_soon(later) else "is not held up")
-receive.answer()
-"""
-
-
-def test_one_hardware_queue_is_reported(record_property: Callable[[str, object], None]) -> None:
-    """Whether an operation that awaits a receive holds up later ones of another stream."""
-    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", _ONE_QUEUE],
-        check=False,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert done.returncode == 0, done.stderr
-    record_property("with one hardware queue, a later operation", done.stdout.strip())
-    print(f"with one hardware queue, a later operation {done.stdout.strip()}")

@@ -14,7 +14,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from .loop import Example, Recipe, SoloResult, accumulate, pad, train
+from .loop import Example, Recipe, SoloResult, pad, train
 
 
 def load_model(path: Path | str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -97,25 +97,6 @@ def train_solo(
     """Train one task alone, from `initial`, on `steps` (see `reference.loop.train`)."""
     peft_model = wrap(load_model(path, dtype), adapter, initial)
     return train(peft_model, trainable(peft_model), steps, Recipe.of(training), lambda: export(peft_model))
-
-
-def gradients(
-    path: Path | str,
-    adapter: Mapping[str, Any],
-    examples: Sequence[Example],
-    initial: Mapping[str, Tensor],
-    dtype: torch.dtype = torch.float64,
-) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradient, by saved key, of one whole batch.
-
-    peft's own export is asked for the names: gradients are put where the values were.
-    """
-    peft_model = wrap(load_model(path, dtype), adapter, initial)
-    loss = accumulate(peft_model, examples, len(examples))
-    for value in trainable(peft_model).values():
-        gradient = torch.zeros_like(value) if value.grad is None else value.grad
-        value.data.copy_(gradient)
-    return loss, export(peft_model)
 
 
 @torch.no_grad()

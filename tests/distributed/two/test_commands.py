@@ -57,13 +57,10 @@ def finished(
     return ran, tensors, reporter.said
 
 
-@pytest.mark.parametrize("pipeline", [1, 2])
 def test_both_ranks_pause_a_task_before_the_same_step(
-    pipeline: int,
-    once: Callable[[str, Callable[[Path], Any]], Path],
-    joined: Callable[..., Parallel],
+    once: Callable[[str, Callable[[Path], Any]], Path], joined: Callable[..., Parallel]
 ) -> None:
-    workplace, parallel = Workplace(once("commands", furnish)), joined(1, pipeline)
+    workplace, parallel = Workplace(once("commands", furnish)), joined(1, 2)
     ran, tensors, said = finished(
         workplace, parallel, {2: Pause("lora"), 3: Cancel("prefix"), 6: Resume("lora")}
     )

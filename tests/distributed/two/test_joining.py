@@ -44,9 +44,7 @@ def prepare(directory: Path) -> None:
     (directory / "watched").mkdir()
 
 
-@pytest.mark.parametrize("pipeline", [1, 2])
 def test_one_rank_tokenises_and_both_admit_at_the_same_step(
-    pipeline: int,
     once: Callable[[str, Callable[[Path], Any]], Path],
     joined: Callable[..., Parallel],
     monkeypatch: pytest.MonkeyPatch,
@@ -60,10 +58,10 @@ def test_one_rank_tokenises_and_both_admit_at_the_same_step(
             super().__init__(*given)
 
     monkeypatch.setattr(joining, "BackgroundTokenising", Noted)
-    workplace = Workplace(once(f"joining-{pipeline}", prepare))
-    parallel = joined(1, pipeline)
+    workplace = Workplace(once("joining", prepare))
+    parallel = joined(1, 1)
     stages = load_stages(workplace.backbone, parallel, torch.float64)
-    engine, info = Engine(stages, parallel, Planning("spatial", pipeline)), stages[0].info
+    engine, info = Engine(stages, parallel, Planning("spatial", 1)), stages[0].info
     reporter: Any = Reporter()
     files = DataFiles(load_tokenizer(workplace.backbone), reporter.say)
     registry = TaskRegistry(engine, parallel, reporter, info, files, callbacks=[])

@@ -28,7 +28,6 @@ def run_of(plan: Plan, dtype: str) -> RunSpec:
 
 PLANS: dict[str, tuple[Plan, int]] = {
     "one stage": (plan_for("spatial", dict.fromkeys(ADAPTERS, 1), 1, 2), 0),
-    "first of two stages": (plan_for("temporal", dict.fromkeys(ADAPTERS, 1), 2, 2), 0),
     "last of two stages": (plan_for("temporal", dict.fromkeys(ADAPTERS, 1), 2, 2), 1),
     "chunks": (plan_for("spatial", {"lora": 1, "prefix": 1}, 1, 1, 16), 0),
     "data parallel": (replace(plan_for("spatial", {"lora": 1, "sparse": 1}, 1), data=2), 0),

@@ -62,11 +62,6 @@ def step(planning: Planning, names: str) -> Plan:
     return plan
 
 
-def test_the_first_plan_is_there_at_once() -> None:
-    planning = Planning("auto", 1, Slow())
-    assert step(planning, "ab").tasks == ("a", "b")
-
-
 @pytest.mark.parametrize("now", ["a", "abc", "ac"])
 def test_steps_go_on_while_the_planner_works(now: str) -> None:
     slow = Slow()
@@ -194,11 +189,6 @@ def test_newcomers_that_fit_in_no_way_are_refused() -> None:
     step(planning, "ab")
     with pytest.raises(UserError, match="too large"):
         step(planning, "abc")
-
-
-def test_auto_needs_a_planner() -> None:
-    with pytest.raises(ValueError, match="needs a planner"):
-        Planning("auto", 1)
 
 
 def test_the_real_planner_refuses_what_does_not_fit_before_anyone_runs() -> None:

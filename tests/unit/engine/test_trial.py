@@ -17,7 +17,7 @@ from megatron_mux import runtime
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.engine import Engine, Planning, trial
-from megatron_mux.engine.trial import Trials, actions_of_trial, fullest_moments
+from megatron_mux.engine.trial import Trials, fullest_moments
 from megatron_mux.pipeline.action import Action, ChunkId
 from megatron_mux.pipeline.template import gpipe, one_f_one_b, plain
 from megatron_mux.runtime import initialize
@@ -97,10 +97,8 @@ def trials() -> Iterator[list[Trials]]:
 @pytest.mark.parametrize(
     ("policy", "chunk", "residence"),
     [
-        ("spatial", None, "resident"),
         ("spatial", 5, "offloaded"),
-        ("temporal", None, "offloaded"),
-        ("temporal", 5, "resident"),
+        ("temporal", None, "resident"),
     ],
 )
 def test_nothing_changes_by_a_trial(
@@ -149,19 +147,6 @@ def test_steady_steps_are_not_tried_again(engine_of: EngineOf) -> None:
         assert len(found) == 2, "the plan is another one"
 
 
-def test_longer_records_are_tried_again(engine_of: EngineOf) -> None:
-    engine = engine_of(Planning("spatial", 1))
-    case = cases_of()[0]
-    case.records.pairs = sorted(case.records.pairs, key=lambda pair: len(pair[0]))
-    counts = []
-    with trials() as found:
-        engine.register_tasks([case.task])
-        while engine.active:
-            engine.step()
-            counts.append(len(found))
-    assert counts == [1, 2, 2, 2], "short records, long ones, and the same again"
-
-
 @pytest.mark.parametrize(
     ("held", "meets", "tried"),
     [(100, False, [1, 1, 1, 1]), (899, False, [1, 2, 2, 2]), (100, True, [1, 2, 2, 2])],
@@ -203,19 +188,7 @@ def test_the_fullest_moments_are_the_template_s(schedule: Any) -> None:
             assert size == (10 * (count + 1), 10 * (count - 1) + 2 * 7)
 
 
-def test_a_bucket_ends_while_others_are_kept() -> None:
-    passes = [Action(0, "F", 0), Action(0, "F", 1), Action(0, "F", 1, 1)]
-    actions = actions_of_trial(passes, 0)
-    assert list(map(str, actions[3:])) == ["0B1.1", "0B1.0", "0N1", "0U1", "0B0.0"]
-
-
-def test_the_chunks_of_a_micro_batch_are_kept_together() -> None:
-    actions = one_f_one_b(1, [[3, 2]])[0]
-    (passes,), _ = fullest_moments(actions, lambda chunk_id: 5, lambda chunk_id: 5, 1)
-    assert [action.chunk_id for action in passes] == [ChunkId(0, 0, chunk) for chunk in range(3)]
-
-
-@pytest.mark.parametrize(("policy", "share"), [("temporal", 0.85), ("spatial", 0.8), ("spatial", 0.6)])
+@pytest.mark.parametrize(("policy", "share"), [("temporal", 0.85), ("spatial", 0.6)])
 def test_within_a_budget_no_step_runs_out_of_memory(policy: Any, share: float, engine_of: EngineOf) -> None:
     """What the trial passes, the step does, too: all failures are the trials'."""
 

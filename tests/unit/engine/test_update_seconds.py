@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -72,25 +71,6 @@ def test_what_is_measured_is_what_the_engine_runs(kind: type[Optimizer], tmp_pat
         assert theirs.found == ours.found
     around = {"mul_.Tensor", "zero_.default", "_foreach_norm.Scalar"}
     assert around <= set(theirs.found) and around <= set(ours.found)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_take_the_pieces_of_a_task(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    kernels = SimpleNamespace(
-        squared_norms=lambda table: torch.zeros(table.rows),
-        update_=lambda table, options, norms, skip: seen.append((table, options, skip)),
-    )
-    monkeypatch.setitem(sys.modules, "megatron_mux.kernels.update.triton", kernels)
-    monkeypatch.setattr("megatron_mux.kernels.update.triton", kernels, raising=False)
-    monkeypatch.setattr(updates, "_is_together", lambda kind, device: True)
-    for name, moments in (("adamw_torch", 2), ("sgd", 0)):
-        sample_step(OPTIMIZERS[name], 16, 16, 4096, CPU, dtype)()
-        table, options, skip = seen[-1]
-        assert len(table.pieces) == 16 and table.rows == len(options) == len(skip) == 1
-        for piece in table.pieces:
-            assert sum(t is not None for t in (piece.exp_avg, piece.exp_avg_sq)) == moments
-            assert (piece.copy is None) == (dtype == torch.float32)
 
 
 def test_every_optimizer_has_a_price(monkeypatch: pytest.MonkeyPatch) -> None:

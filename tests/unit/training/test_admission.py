@@ -60,14 +60,6 @@ def test_nobody_overtakes(engine: Engine, admission: Admission) -> None:
     assert not admission.waiting
 
 
-def test_nothing_is_asked_again_until_somebody_has_left(engine: Engine, admission: Admission) -> None:
-    engine.take(admission.offer([task("a", 6), task("b", 6)]))
-    asked = engine.asked
-    for _ in range(5):
-        assert admission.next() == []
-    assert engine.asked == asked
-
-
 def test_who_withdraws_holds_nobody_up(engine: Engine, admission: Admission) -> None:
     engine.take(admission.offer([task("a", 6), task("b", 6), task("c", 2)]))
     assert admission.withdraw("b") and not admission.withdraw("b")

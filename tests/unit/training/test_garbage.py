@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 
-import pytest
-
-from megatron_mux.training.garbage import FrozenObjects, freeze_objects, unfreeze_objects
+from megatron_mux.training.garbage import freeze_objects, unfreeze_objects
 
 
 class Node:
@@ -33,15 +31,3 @@ def test_frozen_objects_are_not_visited_until_the_run_ends() -> None:
         unfreeze_objects()
     gc.collect()
     assert freed == ["after", "before"] and gc.get_freeze_count() == 0
-
-
-def test_a_run_freezes_once_and_undoes_it_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    frozen: list[None] = []
-    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(None))
-    monkeypatch.setattr(gc, "unfreeze", frozen.clear)
-    callback = FrozenObjects()
-    for is_last in (False, True):
-        callback.after_first_steps(is_last)
-        assert len(frozen) == 1
-    callback.close()
-    assert not frozen

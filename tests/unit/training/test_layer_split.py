@@ -46,10 +46,6 @@ def test_flags_say_it(split: Any) -> None:
     assert split("--num-layers-per-virtual-pipeline-stage 1") == (1, 1, 1, 1)
 
 
-def test_one_rank_has_all_layers(split: Any) -> None:
-    assert split(ranks=1) == ()
-
-
 def test_without_flags_costs_say_it_unless_a_plan_is_known(split: Any) -> None:
     by_cost = split()
     assert sum(by_cost) == LAYERS and len(by_cost) == 2

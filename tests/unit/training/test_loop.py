@@ -171,13 +171,6 @@ def test_a_save_comes_after_what_is_due_and_before_tasks_leave() -> None:
     assert found[3] == [*QUIET, "note 4", "report 4", "after_steps", *saved, *ended, *closed]
 
 
-def test_a_task_that_a_callback_has_finished_leaves() -> None:
-    loop, recorder = made(9)
-    recorder.stops_early = True
-    loop.run()
-    assert recorder.noted.count("steps") == 3 and "remove a" in recorder.noted
-
-
 def test_a_callback_ends_the_run() -> None:
     loop, recorder = made(9)
     recorder.exits_after = 2

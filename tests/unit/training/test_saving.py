@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +14,12 @@ import pytest
 import torch
 
 from megatron_mux import checkpoint
-from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.checkpoint import SavedTask, TaskToSave
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.engine.snapshot import LocalState, Snapshot
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel, initialize
-from megatron_mux.tensor_file import write_tensors
 from megatron_mux.training.saving import Saver
 from tests import tiny_models
 from tests.end_to_end.families import FAMILIES, diff_pruning, lora
@@ -125,30 +122,6 @@ def test_the_next_save_waits_for_the_one_before(
         assert_saved(saver, after, engine.snapshot(after.name))
 
 
-def test_one_task_at_a_time_is_in_memory(
-    engine: Engine, saver: Saver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gathered: list[weakref.ref[Snapshot]] = []
-    alive: list[int] = []
-    gather, write = LocalState.gather, write_tensors
-
-    def gathering(state: LocalState, *arguments: Any) -> Snapshot | None:
-        snapshot = gather(state, *arguments)
-        assert snapshot is not None
-        gathered.append(weakref.ref(snapshot))
-        return snapshot
-
-    def writing(*arguments: Any) -> None:
-        alive.append(sum(snapshot() is not None for snapshot in gathered))
-        write(*arguments)
-
-    monkeypatch.setattr(LocalState, "gather", gathering)
-    monkeypatch.setattr(checkpoint, "write_tensors", writing)
-    save(engine, saver)
-    saver.wait()
-    assert len(gathered) == 2 and alive == [1] * 4, "an adapter and its training state for each task"
-
-
 def test_a_task_that_cannot_be_written_leaves_no_rank_waiting(
     engine: Engine, saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,15 +181,6 @@ def test_whoever_waits_lifts_the_limit(engine: Engine, tmp_path: Path) -> None:
     saver.wait()
     saver.close()
     assert checkpoint.load(saver.directory, "backbone") is not None
-
-
-def test_what_is_copied_belongs_to_nobody_else(engine: Engine) -> None:
-    engine.step()
-    one = engine.snapshot("lora")
-    assert one is not None
-    adapter: TaskAdapter = engine.adapters.tasks["lora"]
-    storages = {parameter.value.untyped_storage().data_ptr() for parameter in adapter.parameters}
-    assert not storages & {tensor.untyped_storage().data_ptr() for tensor in one.adapter.values()}
 
 
 def test_ranks_agree_that_a_checkpoint_cannot_be_read(

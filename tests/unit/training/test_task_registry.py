@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +12,10 @@ import pytest
 from megatron_mux import checkpoint
 from megatron_mux.checkpoint import SavedTask
 from megatron_mux.data.dataset import DataFiles
-from megatron_mux.engine import StepResult
 from megatron_mux.errors import UserError
 from megatron_mux.training import task_registry as module
-from megatron_mux.training.admission import Admission
 from megatron_mux.training.callback import Callback
-from megatron_mux.training.commands import Cancel, Command, Drain, OnlyDrain, Pause, Resume, Submit
+from megatron_mux.training.commands import Cancel, Command, Pause, Resume
 from megatron_mux.training.joining import JoiningFile
 from megatron_mux.training.task_registry import TaskRegistry
 
@@ -88,15 +85,13 @@ class Reporter:
 
 
 class Watcher(Callback):
-    """Keeps which tasks were asked about, and which began."""
+    """Keeps which tasks began, and who left at each save."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
         self.began: list[str] = []
         self.saved: list[Sequence[str]] = []
 
     def intervals(self, name: str) -> Iterable[int]:
-        self.asked.append(name)
         return 2, 5
 
     def before_first_step(self, names: Sequence[str]) -> None:
@@ -187,53 +182,6 @@ def test_who_joins_while_others_train_is_not_evaluated_at_once(
     assert evaluated.began == ["a", "c"]
 
 
-def test_intervals_are_asked_for_once_when_a_task_joins(registry: TaskRegistry) -> None:
-    watcher: Any = registry.callbacks[0]
-    registry.callbacks.append(Watcher())
-    registry.register([task(name) for name in ("a", "b", "waits")])
-    assert registry.intervals == dict.fromkeys("ab", (2, 5, 2, 5)) and watcher.asked == ["a", "b"]
-    registry.admit()
-    assert watcher.asked == ["a", "b"]
-    registry.engine.tasks.remove("a")  # type: ignore[attr-defined]
-    registry.admit()
-    assert watcher.asked == ["a", "b", "waits"]
-
-
-def test_nobody_asks_for_room_while_nobody_waits(
-    registry: TaskRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    registry.register([task("a")])
-    monkeypatch.delattr(Admission, "next")
-    registry.admit()
-
-
-def test_a_run_ends_at_a_command_once_nothing_is_prepared(
-    registry: TaskRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared: list[Path] = []
-    monkeypatch.setattr(registry, "_prepare", prepared.append)
-    assert registry.follow(OnlyDrain().poll(), preparing=False)
-    assert not registry.follow([], preparing=False), "the command holds no longer"
-    assert not registry.follow([Submit(Path("a.yaml"))], preparing=False) and prepared == [Path("a.yaml")]
-    registry._joining.queue.append(JoiningFile(Path("a.yaml"), []))
-    assert not registry.follow([Drain()], preparing=True)
-
-
-def test_the_run_is_saved_before_tasks_that_are_cancelled_leave(
-    registry: TaskRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, watcher, file = registry.engine, registry.callbacks[0], Path("watched/a.yaml")
-    removed: list[Any] = []
-    engine.remove_task = lambda name: removed.append((name, watcher.saved[:]))  # type: ignore
-    monkeypatch.setattr(module, "open_tasks", lambda *arguments: [task("a")])
-    registry._join(JoiningFile(file, []), registry.files)
-    registry.follow([Cancel(file)], preparing=False)
-    assert removed == [("a", [["a"]])] and registry.lives["a"].state == "removed"
-    registry.update_entries()
-    assert registry.entries["a"].status == "removed"
-    assert registry.reporter.said[-1] == "a left: a.yaml was taken out of watched"  # type: ignore[attr-defined]
-
-
 def test_a_file_is_refused_though_one_of_its_tasks_is_done_already(
     registry: TaskRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,18 +194,6 @@ def test_a_file_is_refused_though_one_of_its_tasks_is_done_already(
     registry._join(JoiningFile(Path("bad.yaml"), [one.spec for one in coming]), registry.files)
     assert registry.reporter.said[-1].startswith("bad.yaml refused: task 'bad'")  # type: ignore[attr-defined]
     assert [registry.lives[name].state for name in ("done", "bad")] == ["finished", "refused"]
-
-
-def test_an_entry_says_what_the_life_of_its_task_says(registry: TaskRegistry) -> None:
-    registry.register([task("a"), task("b")])
-    registry.entries["before"] = SavedTask("before", 10, "failed", "its loss was inf", "", {}, "")
-    registry.lives["a"].to("finished")
-    registry.note("b", StepResult(10, 10, math.nan, 1.0, 1e-3, 10, "failed", "its loss was nan", True))
-    registry.lives["b"].to("failed", "its loss was nan")
-    registry.update_entries()
-    found = {name: (entry.status, entry.reason) for name, entry in registry.entries.items()}
-    assert found["a"] == ("finished", "") and found["b"] == ("failed", "its loss was nan")
-    assert found["before"] == ("failed", "its loss was inf") and not registry.entries["b"].health.good
 
 
 def told(registry: TaskRegistry, *commands: Command) -> list[str]:

@@ -74,11 +74,6 @@ def test_a_task_that_failed_is_not_evaluated() -> None:
     assert noted == []
 
 
-def test_intervals_are_those_of_the_eval_section() -> None:
-    evaluations, _ = made()
-    assert list(evaluations.intervals("one")) == [5] and not list(evaluations.intervals("plain"))
-
-
 def test_a_task_whose_patience_is_over_is_finished_everywhere() -> None:
     evaluations, noted = made()
     last = {"one": result(5), "two": result(6)}
