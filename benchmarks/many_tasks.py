@@ -36,8 +36,8 @@ from megatron_mux.adapters import base_op
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.adapters.host import Host
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.batch.micro_batch import activate
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.batch.packed_batch import activate
 from megatron_mux.dry_run.stand_ins import LengthsOnlyDataset
 from megatron_mux.kernels.low_rank.choice import DryKernels
 from megatron_mux.runtime import Parallel, initialize

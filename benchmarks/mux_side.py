@@ -9,8 +9,8 @@ from torch import Tensor
 from workload import LEARNING_RATE, Pair, TaskShape
 
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.batch.packed_batch import PackedBatch, activate
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.sampler import Sampler
 from megatron_mux.engine import Engine, Planning, Task
@@ -95,7 +95,7 @@ class Ceiling:
     def __init__(self, backbone: Backbone) -> None:
         self.backbone = backbone
 
-    def batch(self, pairs_of_tasks: Sequence[Sequence[Pair]]) -> MicroBatch:
+    def batch(self, pairs_of_tasks: Sequence[Sequence[Pair]]) -> PackedBatch:
         """Pack the sequences of all tasks as the engine packs them."""
         sequences = [
             PackedSequence("backbone", i, tokens, labelled, 1.0)
@@ -103,7 +103,7 @@ class Ceiling:
         ]
         return pack(sequences, ("backbone",), {"backbone": 0}).to(self.backbone.device)
 
-    def step(self, batch: MicroBatch) -> Tensor:
+    def step(self, batch: PackedBatch) -> Tensor:
         """Run one pass; returns the mean loss, on the device."""
         with activate(batch):
             # It requires a gradient, so that gradients flow through the lowest layer, as with an adapter on it.

@@ -144,8 +144,8 @@ def count_right(engine: Engine, name: str, seed: int, examples: Sequence[_EXAMPL
     """How many reviews a task's adapter tells the sentiment of."""
     import torch
 
-    from megatron_mux.batch.micro_batch import activate
     from megatron_mux.batch.pack import PackedSequence, pack
+    from megatron_mux.batch.packed_batch import activate
     from megatron_mux.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(QUICKSTART / "backbone")

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 
 
 class Budget(TorchDispatchMode):
@@ -99,11 +99,11 @@ def on_the_host() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def failing(stages: Sequence[Backbone], when: Callable[[MicroBatch], bool]) -> Iterator[None]:
+def failing(stages: Sequence[Backbone], when: Callable[[PackedBatch], bool]) -> Iterator[None]:
     """Forward passes of these stages find no memory for batches for which `when` says so."""
 
     def wrapped(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(batch: MicroBatch, *args: Any, **more: Any) -> Tensor:
+        def call(batch: PackedBatch, *args: Any, **more: Any) -> Tensor:
             if when(batch):
                 raise torch.OutOfMemoryError("made to fail. Nothing is short")
             return forward(batch, *args, **more)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 
 
-def all_logits(backbone: Backbone, batch: MicroBatch, hidden: Tensor | None = None) -> Tensor:
+def all_logits(backbone: Backbone, batch: PackedBatch, hidden: Tensor | None = None) -> Tensor:
     """`[T, V]` logits of every row, gathered over tensor ranks, without gradients.
 
     Args:

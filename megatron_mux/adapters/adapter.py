@@ -22,7 +22,7 @@ from megatron_mux.adapters.host import Host, Site
 from megatron_mux.adapters.own_rows import TaskRows
 from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.adapters.tensors import AdapterTensor, tensor_key
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.kernels.dropout import key_of
 from megatron_mux.kernels.low_rank.terms import Term
 
@@ -50,7 +50,7 @@ class Adapter:
     stages: frozenset[str] = frozenset()
     grouped: frozenset[Grouped] = frozenset()
 
-    def extend(self, batch: MicroBatch) -> None:
+    def extend(self, batch: PackedBatch) -> None:
         """Change the micro-batch, in place."""
         raise NotImplementedError
 
@@ -66,7 +66,7 @@ class Adapter:
         """Return what a stage in `grouped` does, as terms of `low_rank.grouped_rows`; the task has this slot."""
         raise NotImplementedError
 
-    def product(self, x: Tensor, y: Tensor, batch: MicroBatch) -> Tensor:
+    def product(self, x: Tensor, y: Tensor, batch: PackedBatch) -> Tensor:
         """Map input `[n, K]` and product `[n, N]` to `[n, N]`.
 
         The product has the bias of a column-parallel BaseOp, unless the module skips it.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_mux.adapters.adapter import Adapter, Grouped
 from megatron_mux.base_ops import BaseOpInfo
-from megatron_mux.batch.micro_batch import MicroBatch, active
+from megatron_mux.batch.packed_batch import PackedBatch, active
 from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.kernels.low_rank.choice import KernelName, kernels_for
 from megatron_mux.kernels.low_rank.grouped_rows import GroupedKernels, RowTables, adapt_rows
@@ -142,7 +142,7 @@ class AttachedBaseOp:
             return self._column(input_, present, batch, grouped)
         return self._row(input_, present, batch, grouped)
 
-    def _present(self, batch: MicroBatch, grouped: frozenset[Grouped]) -> Present:
+    def _present(self, batch: PackedBatch, grouped: frozenset[Grouped]) -> Present:
         """Adapters with stages that are computed task by task; those that extend the batch have done so."""
         others = self.others(grouped)
         if not others:
@@ -156,7 +156,7 @@ class AttachedBaseOp:
         return present
 
     def _column(
-        self, input_: Tensor, present: Present, batch: MicroBatch, grouped: frozenset[Grouped]
+        self, input_: Tensor, present: Present, batch: PackedBatch, grouped: frozenset[Grouped]
     ) -> tuple[Tensor, Tensor | None]:
         module: Any = self.info.module
         x3 = self._gather_input(input_)
@@ -168,7 +168,7 @@ class AttachedBaseOp:
         return y.view(*x3.shape[:-1], y.shape[-1]), bias
 
     def _row(
-        self, input_: Tensor, present: Present, batch: MicroBatch, grouped: frozenset[Grouped]
+        self, input_: Tensor, present: Present, batch: PackedBatch, grouped: frozenset[Grouped]
     ) -> tuple[Tensor, Tensor | None]:
         module: Any = self.info.module
         x = input_.reshape(-1, input_.shape[-1])
@@ -194,7 +194,7 @@ class AttachedBaseOp:
         return self._behind(summed, self._present(batch, grouped), batch, grouped)
 
     def _behind(
-        self, summed: Tensor, present: Present, batch: MicroBatch, grouped: frozenset[Grouped]
+        self, summed: Tensor, present: Present, batch: PackedBatch, grouped: frozenset[Grouped]
     ) -> tuple[Tensor, Tensor | None]:
         module: Any = self.info.module
         y, bias = summed.view(-1, summed.shape[-1]), module.bias
@@ -209,7 +209,7 @@ class AttachedBaseOp:
             y = y.detach().requires_grad_()
         return y.view(*summed.shape), bias
 
-    def _product(self, x: Tensor, bias: Tensor | None, present: Present, batch: MicroBatch) -> Tensor:
+    def _product(self, x: Tensor, bias: Tensor | None, present: Present, batch: PackedBatch) -> Tensor:
         """Compute the frozen product with the terms of all adapters: fused low-rank ones, then the others."""
         weight: Tensor = self.info.module.weight  # type: ignore[assignment]
         tables = self.tables
@@ -232,7 +232,7 @@ class AttachedBaseOp:
         y: Tensor,
         bias: Tensor | None,
         present: Present,
-        batch: MicroBatch,
+        batch: PackedBatch,
         grouped: frozenset[Grouped],
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the stage `after`. The bias is added first, even where Megatron would add it later."""
@@ -249,7 +249,7 @@ class AttachedBaseOp:
             y = self._adapted(y, self.tables.after, batch)
         return _map_rows(y, after), bias
 
-    def _adapted(self, values: Tensor, tables: RowTables, batch: MicroBatch) -> Tensor:
+    def _adapted(self, values: Tensor, tables: RowTables, batch: PackedBatch) -> Tensor:
         """The rows with the terms of all tasks."""
         kernels = self.tables.row_kernels
         if kernels is None or not tables.any_of(batch.groups):

@@ -33,7 +33,7 @@ from megatron_mux.adapters.peft_fields import OUR_FIELDS
 from megatron_mux.adapters.targets import short_names
 from megatron_mux.adapters.tensors import AdapterTensor, constant
 from megatron_mux.base_ops import BaseOpName
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.errors import UserError
 from megatron_mux.kernels.dropout import key_of, uniform
 from megatron_mux.section import Number, Targets
@@ -104,7 +104,7 @@ class _Differences(Adapter):
         self.owner = owner
         self.differences = differences
 
-    def product(self, x: Tensor, y: Tensor, batch: MicroBatch) -> Tensor:
+    def product(self, x: Tensor, y: Tensor, batch: PackedBatch) -> Tensor:
         """See `Adapter.product`."""
         for difference in self.differences:
             key = None

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from megatron_mux.adapters.adapter import TaskAdapter
 from megatron_mux.adapters.low_rank_kind import LowRankTerms, Product
 from megatron_mux.adapters.parameter import AdapterParameter
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.kernels.dropout import keep_mask, key_of
 
 _CHUNK = 1 << 22
@@ -51,7 +51,7 @@ class DoraTerms(LowRankTerms):
         self.info: Any = products[0].site.info
         self._norms: tuple[tuple[int, int], Tensor] | None = None
 
-    def product(self, x: Tensor, y: Tensor, batch: MicroBatch) -> Tensor:
+    def product(self, x: Tensor, y: Tensor, batch: PackedBatch) -> Tensor:
         """See `Adapter.product`."""
         module, spec = self.info.module, self.owner.spec
         norms = self.norms(batch).split([len(magnitude.columns) for magnitude in self.magnitudes])
@@ -70,7 +70,7 @@ class DoraTerms(LowRankTerms):
         return rescaled
 
     @torch.no_grad()
-    def norms(self, batch: MicroBatch) -> Tensor:
+    def norms(self, batch: PackedBatch) -> Tensor:
         """Norms of the rows of all modules, one module after the other; computed anew after an optimizer step."""
         at = batch.task_steps[self.owner.name], self.owner.flat_params.version
         if self._norms is not None and self._norms[0] == at:
@@ -114,7 +114,7 @@ class _Magnitude:
             return weight[place.start : place.start + place.run]
         return weight.index_select(0, self.columns)
 
-    def keep(self, batch: MicroBatch, width: int) -> Tensor:
+    def keep(self, batch: PackedBatch, width: int) -> Tensor:
         """`[n, K]` bool, the mask that the fused product drops entries of the module's input by."""
         owner, site = self.owner, self.product.site
         start, stop = batch.task_rows[owner.name]
@@ -211,7 +211,7 @@ class _DroppedChange(torch.autograd.Function):
         change: Tensor,
         weight: Tensor,
         magnitude: _Magnitude,
-        batch: MicroBatch,
+        batch: PackedBatch,
     ) -> Tensor:
         ctx.save_for_backward(x, down, up, change, weight)
         ctx.magnitude, ctx.batch = magnitude, batch

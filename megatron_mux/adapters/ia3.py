@@ -25,7 +25,7 @@ from megatron_mux.adapters.peft_fields import TUNER_FIELDS, PeftField, initial_v
 from megatron_mux.adapters.tensors import AdapterTensor, constant
 from megatron_mux.adapters.vocabulary_fields import SavesModules
 from megatron_mux.base_ops import BaseOpName
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.kernels.low_rank.columns import Columns
 from megatron_mux.kernels.low_rank.terms import Term
 from megatron_mux.section import Modules, Targets, problem
@@ -68,7 +68,7 @@ class _OutputScale(Adapter):
             {"after"} if self.outputs else set()
         )
 
-    def product(self, x: Tensor, y: Tensor, batch: MicroBatch) -> Tensor:
+    def product(self, x: Tensor, y: Tensor, batch: PackedBatch) -> Tensor:
         """See `Adapter.product`: columns whose input is scaled are replaced."""
         bias = None if self.module.skip_bias_add else self.module.bias
         for columns, factor in self.inputs:

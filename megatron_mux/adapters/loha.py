@@ -29,7 +29,7 @@ from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.adapters.peft_fields import SAVER_FIELDS, PeftField, bookkeeping, initial_values, not_yet
 from megatron_mux.adapters.selection import Alphas, Ranks, value_of
 from megatron_mux.adapters.tensors import AdapterTensor, constant, uniform
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.errors import UserError
 from megatron_mux.section import LARGEST_SIZE, Modules, Targets, TidyNumber
 from megatron_mux.shape import BackboneShape, Module
@@ -57,7 +57,7 @@ class _Changes(Adapter):
     def __init__(self, changes: Sequence[_Change]) -> None:
         self.changes = changes
 
-    def product(self, x: Tensor, y: Tensor, batch: MicroBatch) -> Tensor:
+    def product(self, x: Tensor, y: Tensor, batch: PackedBatch) -> Tensor:
         """See `Adapter.product`."""
         for change_of_op in self.changes:
             factors = (factor.value for factor in change_of_op.factors)

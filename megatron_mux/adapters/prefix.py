@@ -21,7 +21,7 @@ from megatron_mux.adapters.kind import AdapterSpec, Sample
 from megatron_mux.adapters.parameter import AdapterParameter
 from megatron_mux.adapters.peft_fields import COMMON_FIELDS, NOT_YET, PeftField, not_yet
 from megatron_mux.adapters.tensors import AdapterTensor
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.section import LARGEST_SIZE
 from megatron_mux.shape import BackboneShape
 
@@ -53,7 +53,7 @@ class _Prefix(Adapter):
         self.layer = layer
         self.place = owner.places[layer]
 
-    def extend(self, batch: MicroBatch) -> None:
+    def extend(self, batch: PackedBatch) -> None:
         """Add key and value, `[P, key-value heads on this rank, D]` each, to the micro-batch for core attention."""
         owner, prefix = self.owner, self.owner.prefix
         pair, gradient = self._own(owner.flat_params.copy_of(prefix)), self._own(prefix.value.grad)

@@ -22,7 +22,7 @@ from megatron_mux.backbone.experts.exchange import Received, Rows, Sent
 from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.pieces import CollectiveGenerator, IssuedMessage, Piece, Yields, received
-from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.packed_batch import PackedBatch, activate
 
 
 class CutMlp(Protocol):
@@ -56,7 +56,7 @@ class CutExperts:
     """
 
     def __init__(
-        self, layer: MoELayer, batch: MicroBatch, anchor: Tensor, exchanged: bool, recomputed: bool
+        self, layer: MoELayer, batch: PackedBatch, anchor: Tensor, exchanged: bool, recomputed: bool
     ) -> None:
         self._layer, self._batch, self._exchanged, self._recomputed = layer, batch, exchanged, recomputed
         self._router, self._shared, self._experts = (Piece(anchor) for _ in range(3))

@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from megatron_mux.backbone.pieces import CollectiveGenerator, IssuedMessage, Message, PendingTensor
-from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.packed_batch import PackedBatch, activate
 
 Made = TypeVar("Made")
 
@@ -56,7 +56,7 @@ class Course(Generic[Made]):
     """
 
     steps: CollectiveGenerator[Made]
-    batch: MicroBatch
+    batch: PackedBatch
 
 
 class Observer(Protocol):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_mux.backbone.rotary import Angles
 from megatron_mux.backbone.sublayers import FrozenNorm, OutputNorm
-from megatron_mux.batch.micro_batch import activate, active
+from megatron_mux.batch.packed_batch import activate, active
 from megatron_mux.kernels.pointwise.functions import fork, join
 
 

@@ -36,7 +36,7 @@ from megatron_mux.backbone.pieces import (
     without_collectives,
 )
 from megatron_mux.backbone.rotary import Angles
-from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.packed_batch import PackedBatch, activate
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class LayerPieces:
     """
 
     layer: Any
-    batch: MicroBatch
+    batch: PackedBatch
     angles: Angles | None
     messages: TensorMessages
     labelled_only: bool
@@ -208,7 +208,7 @@ class LayerPieces:
         return piece.output(x if self.last_norm is None else self.last_norm(x))
 
     @property
-    def _rows(self) -> MicroBatch:
+    def _rows(self) -> PackedBatch:
         """The rows of the MLP."""
         return self.batch.labelled if self.labelled_only else self.batch
 
@@ -216,7 +216,7 @@ class LayerPieces:
 class _DividedMlp:
     """An MLP that tensor ranks divide; see `CutMlp`."""
 
-    def __init__(self, mlp: Any, batch: MicroBatch, anchor: Tensor, messages: TensorMessages) -> None:
+    def __init__(self, mlp: Any, batch: PackedBatch, anchor: Tensor, messages: TensorMessages) -> None:
         self._mlp, self._batch, self._messages = mlp, batch, messages
         self._piece = Piece(anchor)
 

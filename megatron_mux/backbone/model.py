@@ -32,7 +32,7 @@ from megatron_mux.backbone.stage_pass import Pieces, StagePass
 from megatron_mux.backbone.vocabulary import Vocabulary
 from megatron_mux.backbone.weight_offload import Kind, WeightOffload
 from megatron_mux.base_ops import BaseOpInfo
-from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.packed_batch import PackedBatch, activate
 from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import Placement
 from megatron_mux.kernels.loss.preference import RowScale
@@ -153,7 +153,7 @@ class Backbone:
 
     def forward(
         self,
-        batch: MicroBatch,
+        batch: PackedBatch,
         hidden: Tensor | None = None,
         labelled_only: bool = False,
         part: range | None = None,
@@ -190,7 +190,7 @@ class Backbone:
         """Begin a pass through this stage's layers: see `WeightOffload.layers`."""
         return self.offload.layers(hidden, trained_from) if self.offload.groups else LayersPass(hidden)
 
-    def begin(self, batch: MicroBatch, input_needs_grad: bool, labelled_only: bool = False) -> StagePass:
+    def begin(self, batch: PackedBatch, input_needs_grad: bool, labelled_only: bool = False) -> StagePass:
         """Begin to compute this stage on a micro-batch with its messages left to the caller.
 
         Args:
@@ -233,29 +233,29 @@ class Backbone:
         found = [yields_of(layer, self._tensor_messages) for layer in self.model.decoder.layers]
         return [own.recomputed for own in found] if self.recompute == "full" else found
 
-    def embed(self, batch: MicroBatch) -> Tensor:
+    def embed(self, batch: PackedBatch) -> Tensor:
         """Embed the tokens: see `Vocabulary.embed`."""
         return self.vocabulary.embed(batch, self.hidden_shape(batch))
 
-    def angles(self, batch: MicroBatch) -> list[Angles | None]:
+    def angles(self, batch: PackedBatch) -> list[Angles | None]:
         """The rotary angles of a micro-batch for each layer of this stage: see `StageRotary.angles`."""
         return self._rotary.angles(batch)
 
     def loss(
         self,
         hidden: Tensor,
-        batch: MicroBatch,
+        batch: PackedBatch,
         scale: RowScale | None = None,
         smoothing: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The loss of what `forward` returned; last stage only: see `Vocabulary.loss`."""
         return self.vocabulary.loss(hidden, batch, scale, smoothing)
 
-    def predict(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def predict(self, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """The likeliest tokens after what `forward` returned; last stage only: see `Vocabulary.predict`."""
         return self.vocabulary.predict(hidden, batch)
 
-    def hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
+    def hidden_shape(self, batch: PackedBatch) -> tuple[int, int, int]:
         """Shape of the hidden states that stages send each other."""
         divided = self.parallel.tp_size if self.parallel.sequence_parallel else 1
         return batch.rows // divided, 1, self.shape.hidden
@@ -325,18 +325,18 @@ class Backbone:
             return 0
         return max(0, self.lowest_adapter(self) - self.layers.start)
 
-    def _selects_labelled(self, batch: MicroBatch) -> bool:
+    def _selects_labelled(self, batch: PackedBatch) -> bool:
         """Whether the last layer of this stage may compute its MLP on labelled rows only."""
         return self.last and not self.parallel.sequence_parallel and not batch.balanced.count
 
-    def _computes(self, i: int, batch: MicroBatch) -> bool:
+    def _computes(self, i: int, batch: PackedBatch) -> bool:
         """Whether this rank computes the stage's layer `i`: without rows its experts may have those of others."""
         return bool(batch.rows) or (
             self.shape.has_experts(self.layers[i]) and self.parallel.experts.over_data
         )
 
     def _layer(
-        self, i: int, batch: MicroBatch, angles: Angles | None, labelled: bool, lowest: int, hidden: Tensor
+        self, i: int, batch: PackedBatch, angles: Angles | None, labelled: bool, lowest: int, hidden: Tensor
     ) -> Tensor:
         """Compute the stage's layer `i`, on the last stage with the final norm after its last layer."""
         if not self._computes(i, batch):
@@ -353,7 +353,7 @@ class Backbone:
                 hidden = decoder.final_layernorm(hidden)
         return hidden
 
-    def _final_norm(self, batch: MicroBatch, hidden: Tensor, labelled_only: bool) -> Tensor:
+    def _final_norm(self, batch: PackedBatch, hidden: Tensor, labelled_only: bool) -> Tensor:
         """The last stage without layers: the final norm, of labelled rows alone if these were asked for."""
         if labelled_only:
             hidden, batch = hidden.index_select(0, batch.label_rows), batch.labelled

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux.backbone.config import layer_types, refuse
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.kernels.attention.segments import Segment
 from megatron_mux.shape import BackboneShape, Rope
 
@@ -181,7 +181,7 @@ class StageRotary:
             rope: Rotary(rope, shape.rotary_width, device) for rope in dict.fromkeys(self._ropes) if rope
         }
 
-    def angles(self, batch: MicroBatch) -> list[Angles | None]:
+    def angles(self, batch: PackedBatch) -> list[Angles | None]:
         """The angles of a micro-batch's tokens for each layer; None for learned positions."""
         found = {
             rope: rotary.angles(batch.positions, batch.segments, self._dtype)

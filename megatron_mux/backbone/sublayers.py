@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_mux.backbone.rotary import Angles
-from megatron_mux.batch.micro_batch import active
+from megatron_mux.batch.packed_batch import active
 from megatron_mux.kernels.attention.segments import segment_attention
 from megatron_mux.kernels.pointwise.arguments import Heads, Norm
 from megatron_mux.kernels.pointwise.functions import activation, normalise, turn

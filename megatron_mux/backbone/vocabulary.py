@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux.backbone.weight_offload import Key, WeightOffload
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.kernels.embedding_noise import EmbeddingNoise
 from megatron_mux.kernels.loss.head import OutputLayer, predict, weighted_loss
 from megatron_mux.kernels.loss.preference import RowScale, scale_gradient
@@ -78,7 +78,7 @@ class Vocabulary:
         """Whether some task trains rows of the embedding."""
         return "embedding" in self.parts and bool(self.parts["embedding"].own)
 
-    def embed(self, batch: MicroBatch, shape: tuple[int, int, int]) -> Tensor:
+    def embed(self, batch: PackedBatch, shape: tuple[int, int, int]) -> Tensor:
         """Embed the tokens: `[T, 1, H]`, this rank's rows of it with sequence parallelism.
 
         Returns:
@@ -108,7 +108,7 @@ class Vocabulary:
                 hidden = mappings.scatter_to_sequence_parallel_region(hidden, group=self._parallel.tp_group)
             return hidden.contiguous()
 
-    def _with_own_rows(self, words: Tensor, batch: MicroBatch, divided: bool) -> Tensor:
+    def _with_own_rows(self, words: Tensor, batch: PackedBatch, divided: bool) -> Tensor:
         if not self.embeds_own or not (own := self.parts["embedding"].of(batch.task_rows)):
             return words
         flat = words.view(-1, words.shape[-1])
@@ -116,7 +116,7 @@ class Vocabulary:
         lookup = Lookup(self.parts["embedding"], batch.tokens, own, first, divided, self._group)
         return lookup.replace(flat, self._anchor).view_as(words)
 
-    def _with_noise(self, words: Tensor, batch: MicroBatch, divided: bool) -> Tensor:
+    def _with_noise(self, words: Tensor, batch: PackedBatch, divided: bool) -> Tensor:
         flat = words.reshape(-1, words.shape[-1]).clone()
         first = self._parallel.tp_rank * flat.shape[0] if divided else 0
         for name, rows in batch.task_rows.items():
@@ -129,7 +129,7 @@ class Vocabulary:
         return flat.view_as(words)
 
     def loss(
-        self, hidden: Tensor, batch: MicroBatch, scale: RowScale | None, smoothing: Tensor | None
+        self, hidden: Tensor, batch: PackedBatch, scale: RowScale | None, smoothing: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The micro-batch's share of its tasks' losses.
 
@@ -152,7 +152,7 @@ class Vocabulary:
             total, nll = weighted_loss(rows, batch.labels, batch.label_weights, layer, smoothing)
         return total, nll.float()
 
-    def predict(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def predict(self, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """The labels' negative log-likelihoods and the likeliest tokens, without gradients.
 
         Args:
@@ -178,7 +178,7 @@ class Vocabulary:
             )
         return hidden.squeeze(1)
 
-    def _rows(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
+    def _rows(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
         """Labelled rows `[N, H]`. N is less than T, so the number of rows tells whether they were selected already."""
         rows = self.all_rows(hidden)
         return rows if rows.shape[0] == batch.label_rows.shape[0] else rows.index_select(0, batch.label_rows)

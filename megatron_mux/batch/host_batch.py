@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_mux import runtime
 from megatron_mux.batch.balancing import RouterLoadAccumulator, balanced_rows
-from megatron_mux.batch.micro_batch import MicroBatch, Ranges
+from megatron_mux.batch.packed_batch import PackedBatch, Ranges
 from megatron_mux.kernels.attention.carry import Carry
 from megatron_mux.kernels.attention.key_value_cache import KeyValueCache
 from megatron_mux.kernels.attention.segments import Bounds, Segment
@@ -97,7 +97,7 @@ class HostBatch:
 
     Attributes:
         buffer: The arrays that `to` names.
-        segments, task_rows, task_steps, training: See `MicroBatch`.
+        segments, task_rows, task_steps, training: See `PackedBatch`.
         label_task_rows: Task name to its `(start, stop)` among the N labelled rows; only tasks present.
         present, present_labelled: Of all rows, and of the labelled ones.
         longest: Queries and keys of the longest segment.
@@ -130,15 +130,15 @@ class HostBatch:
         staging: Tensor | None = None,
         loads: RouterLoadAccumulator | None = None,
         cache: KeyValueCache | None = None,
-    ) -> MicroBatch:
+    ) -> PackedBatch:
         """Take the batch to a device. The host does not wait.
 
         Args:
             device: Of the tensors. On a CPU they are views of `buffer`.
-            carry: See `MicroBatch.carry`; needed if spans leave tokens out.
+            carry: See `PackedBatch.carry`; needed if spans leave tokens out.
             staging: Pinned memory of the buffer's size, to be left alone until the device has copied it; None takes
                 some from torch, which may wait for the device to get it.
-            cache: See `MicroBatch.cache`; then spans may leave tokens out without a `carry`.
+            cache: See `PackedBatch.cache`; then spans may leave tokens out without a `carry`.
             loads: Those of the micro-batch, if an earlier chunk has made it; None: this one makes it, if it needs one.
         """
         whole = torch.from_numpy(self.buffer.data)
@@ -153,7 +153,7 @@ class HostBatch:
             "task_steps": self.task_steps,
             "training": self.training,
         }
-        labelled = MicroBatch(
+        labelled = PackedBatch(
             segments=(),
             bounds=None,
             task_rows=self.label_task_rows,
@@ -163,7 +163,7 @@ class HostBatch:
             label_rows=arrays["labelled_label_rows"],
             **common,
         )
-        return MicroBatch(
+        return PackedBatch(
             segments=self.segments,
             bounds=Bounds(arrays["queries"], arrays["keys"], *self.longest, gather if len(gather) else None),
             task_rows=self.task_rows,

@@ -98,7 +98,7 @@ def pack(
         task_steps: Optimizer steps done by each task.
         position_offset: Task name to P for prefix tuning.
         multiple: Pad T to a multiple of this (sequence parallelism).
-        training: See `MicroBatch.training`.
+        training: See `PackedBatch.training`.
         spans: First token and one past the last token to take of each sequence; None takes all of them.
         slots: Task name to its slot (see `RowGroups`), by default its index; rows of names without one have no adapter.
         balanced: Sequences of the micro-batch that count for a balancing loss.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_mux.batch.balancing import RouterLoadAccumulator
 from megatron_mux.batch.host_batch import HostBatch
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.engine.prepared import PreparedStep
 from megatron_mux.engine.task_state import TaskState
 from megatron_mux.fusion.plan import Bucket
@@ -79,7 +79,7 @@ class StepBatches:
 
     burst: Burst
     staging: Staging
-    _laid_out: dict[ChunkId, tuple[MicroBatch, ...]] = field(default_factory=dict, init=False)
+    _laid_out: dict[ChunkId, tuple[PackedBatch, ...]] = field(default_factory=dict, init=False)
     _carries: dict[tuple[int, int], Carry] = field(default_factory=dict, init=False)
     _loads: dict[tuple[int, int], RouterLoadAccumulator | None] = field(default_factory=dict, init=False)
 
@@ -89,7 +89,7 @@ class StepBatches:
         ]
         self._places = self.staging.places(together)
 
-    def __getitem__(self, chunk_id: ChunkId) -> tuple[MicroBatch, ...]:
+    def __getitem__(self, chunk_id: ChunkId) -> tuple[PackedBatch, ...]:
         """A batch for each hybrid task with sequences in the chunk; without rows if only other pipelines have any."""
         if chunk_id not in self._laid_out:
             step, local = self._own(chunk_id)
@@ -102,7 +102,7 @@ class StepBatches:
             )
         return self._laid_out[chunk_id]
 
-    def _lay_out(self, batch: HostBatch, micro_batch: tuple[int, int], carry: Carry | None) -> MicroBatch:
+    def _lay_out(self, batch: HostBatch, micro_batch: tuple[int, int], carry: Carry | None) -> PackedBatch:
         loads, place = self._loads.get(micro_batch), self._places.get(id(batch))
         made = batch.to(self.burst.parallel.device, carry, place, loads)
         self._loads[micro_batch] = made.balanced.loads

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.packed_batch import PackedBatch, activate
 from megatron_mux.engine.out_of_memory import FailedBuckets, Stages, zeros_for_next_stage
 from megatron_mux.engine.trial import Trials
 from megatron_mux.pipeline.action import Action
@@ -31,7 +31,7 @@ class ForwardCompute(ABC):
         failed: Notes passes that run out of memory.
     """
 
-    def __init__(self, stages: Stages, batches: Sequence[MicroBatch], failed: FailedBuckets) -> None:
+    def __init__(self, stages: Stages, batches: Sequence[PackedBatch], failed: FailedBuckets) -> None:
         self.stages = stages
         self.failed = failed
         self.batches = batches
@@ -40,7 +40,7 @@ class ForwardCompute(ABC):
         self._zeros = zeros_for_next_stage(stages, rows, failed)
 
     @abstractmethod
-    def keep(self, number: int, batch: MicroBatch, nll: Tensor, tokens: Tensor) -> None:
+    def keep(self, number: int, batch: PackedBatch, nll: Tensor, tokens: Tensor) -> None:
         """Keep what the last stage found.
 
         Args:
@@ -150,13 +150,13 @@ class EvaluationCompute(ForwardCompute):
     """
 
     def __init__(
-        self, stages: Stages, batches: Sequence[MicroBatch], ends: Tensor, failed: FailedBuckets
+        self, stages: Stages, batches: Sequence[PackedBatch], ends: Tensor, failed: FailedBuckets
     ) -> None:
         super().__init__(stages, batches, failed)
         self.ends = ends
         self.sums: Tensor = torch.zeros(len(ends), 4, dtype=torch.float64, device=ends.device)
 
-    def keep(self, number: int, batch: MicroBatch, nll: Tensor, tokens: Tensor) -> None:
+    def keep(self, number: int, batch: PackedBatch, nll: Tensor, tokens: Tensor) -> None:
         """See `ForwardCompute.keep`."""
         sequences = batch.labelled.groups.sequence_ids
         counted = batch.labels != self.ends.index_select(0, sequences)
@@ -172,13 +172,13 @@ class GenerationCompute(ForwardCompute):
         tokens: Of each micro-batch, `[sequences]` int64 in row order; on the last stage only.
     """
 
-    def __init__(self, stages: Stages, batches: Sequence[MicroBatch], failed: FailedBuckets) -> None:
+    def __init__(self, stages: Stages, batches: Sequence[PackedBatch], failed: FailedBuckets) -> None:
         super().__init__(stages, batches, failed)
         stage = next(iter(stages.values()))
         self.tokens = [
             torch.zeros(len(batch.segments), dtype=torch.int64, device=stage.device) for batch in batches
         ]
 
-    def keep(self, number: int, batch: MicroBatch, nll: Tensor, tokens: Tensor) -> None:
+    def keep(self, number: int, batch: PackedBatch, nll: Tensor, tokens: Tensor) -> None:
         """See `ForwardCompute.keep`."""
         self.tokens[number] = tokens

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.engine.agreement import everyones
 from megatron_mux.engine.forward_compute import GenerationCompute, PassRunner
 from megatron_mux.engine.out_of_memory import FailedBuckets
@@ -304,7 +304,7 @@ class Generator(PassRunner):
     def _cache(self, group: Sequence[_Sequence]) -> KeyValueCache:
         return KeyValueCache([sequence.name for sequence in group], self._positions(group))
 
-    def _prompt_passes(self, group: Sequence[_Sequence], cache: KeyValueCache) -> list[MicroBatch]:
+    def _prompt_passes(self, group: Sequence[_Sequence], cache: KeyValueCache) -> list[PackedBatch]:
         """Micro-batches of whole prompts, of about `TOKENS_PER_PASS`; at least one, as many on all ranks in step."""
         passes = self.as_many_everywhere(list(filled(group, lambda s: s.length, TOKENS_PER_PASS)) or [[]])
         return [self._pack(members, cache, lambda s: (0, s.length)) for members in passes]
@@ -314,7 +314,7 @@ class Generator(PassRunner):
         sequences: Sequence[_Sequence],
         cache: KeyValueCache,
         span: Callable[[_Sequence], tuple[int, int]],
-    ) -> MicroBatch:
+    ) -> PackedBatch:
         """The micro-batch of some tokens of sequences.
 
         Args:
@@ -336,7 +336,7 @@ class Generator(PassRunner):
         segments = tuple(replace(segment, positions=segment.positions - 1) for segment in host.segments)
         return replace(host, segments=segments).to(self.parallel.device, cache=cache)
 
-    def _next(self, batches: Sequence[MicroBatch], failed: FailedBuckets) -> list[int]:
+    def _next(self, batches: Sequence[PackedBatch], failed: FailedBuckets) -> list[int]:
         """Run passes; returns the likeliest next token of each of their sequences, on every rank of the pipeline."""
         compute = GenerationCompute(self.stages, batches, failed)
         self.run(compute)

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_mux.backbone.exchange import Course, Exchange, Observer, interleave
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import CollectiveGenerator
-from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.packed_batch import PackedBatch, activate
 from megatron_mux.fusion.graphs.launch_order import LaunchOrder, decode
 from megatron_mux.fusion.plan import Plan
 
@@ -55,7 +55,7 @@ class InterleavedPasses:
     """
 
     def __init__(
-        self, backbone: Backbone, batches: Sequence[MicroBatch], order: LaunchOrder, exchange: Exchange
+        self, backbone: Backbone, batches: Sequence[PackedBatch], order: LaunchOrder, exchange: Exchange
     ) -> None:
         self._backbone = backbone
         self._batches = batches
@@ -126,14 +126,14 @@ class InterleavedPasses:
         self._hidden.grad = torch.cat([torch.zeros_like(h) if own is None else own for h, own in whole])
 
     @staticmethod
-    def _of_loss(loss: Tensor, hidden: Tensor, batch: MicroBatch) -> Tensor | None:
+    def _of_loss(loss: Tensor, hidden: Tensor, batch: PackedBatch) -> Tensor | None:
         """The gradient of the hidden states that a loss was computed from."""
         if loss.requires_grad:
             with activate(batch):
                 torch.autograd.backward((loss,))
         return hidden.grad
 
-    def _embed(self, batch: MicroBatch) -> Tensor:
+    def _embed(self, batch: PackedBatch) -> Tensor:
         with activate(batch):
             return self._backbone.embed(batch)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux.batch.balancing import RouterLoadAccumulator
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.engine.batches import Burst
 from megatron_mux.engine.out_of_memory import Stages
 from megatron_mux.engine.task_state import TaskState
@@ -50,10 +50,10 @@ class StepExtension(ABC):
     def before_steps(self, stages: Stages, communicator: Communicator) -> None:
         """Called on every rank before the first pass; not in a trial."""
 
-    def before_loss(self, bucket: int, batch: MicroBatch) -> None:
+    def before_loss(self, bucket: int, batch: PackedBatch) -> None:
         """On the last stage, before the losses of a batch: may give it a `row_scale`."""
 
-    def after_loss(self, bucket: int, batch: MicroBatch, nll: Tensor) -> None:
+    def after_loss(self, bucket: int, batch: PackedBatch, nll: Tensor) -> None:
         """On the last stage, after a batch's forward pass.
 
         Args:
@@ -61,7 +61,7 @@ class StepExtension(ABC):
             nll: `[N]` fp32 negative log-likelihoods of its labelled rows.
         """
 
-    def before_backward(self, bucket: int, batch: MicroBatch) -> None:
+    def before_backward(self, bucket: int, batch: PackedBatch) -> None:
         """Called before the backward pass of a batch on the last stage."""
 
     def after_chunk(self, bucket: int, accumulator: RouterLoadAccumulator | None) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux.backbone.exchange import Exchange
-from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.packed_batch import PackedBatch, activate
 from megatron_mux.engine.batches import StepBatches
 from megatron_mux.engine.bucket_finalizer import BucketFinalizer
 from megatron_mux.engine.interleaved import InterleavedPasses
@@ -140,14 +140,14 @@ class TrainStep:
         with torch.no_grad():
             return torch.stack(outputs).sum() if backbone.last else torch.cat(outputs)
 
-    def _forward_batch(self, action: Action, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+    def _forward_batch(self, action: Action, batch: PackedBatch, hidden: Tensor | None) -> Tensor:
         backbone = self.stages[action.stage]
         # Rows of references are computed forward only.
         with activate(batch), torch.set_grad_enabled(batch.training):
             output = backbone.forward(batch, hidden, labelled_only=True)
             return self._loss_or_output(action, batch, output)
 
-    def _loss_or_output(self, action: Action, batch: MicroBatch, output: Tensor) -> Tensor:
+    def _loss_or_output(self, action: Action, batch: PackedBatch, output: Tensor) -> Tensor:
         """What a stage's pass makes: its hidden states, or the loss on the last stage."""
         backbone, extensions = self.stages[action.stage], self.finalizer.extensions
         if not backbone.last:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.batch.micro_batch import active
+from megatron_mux.batch.packed_batch import active
 from megatron_mux.moe.access_profile import AccessProfile, ModelIdentity
 from megatron_mux.moe.entries import Floats, Ints
 

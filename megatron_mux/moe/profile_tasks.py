@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megatron_mux.batch.micro_batch import activate
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.batch.packed_batch import activate
 from megatron_mux.moe.access_profile import AccessProfile, ModelIdentity, RoutedSet
 from megatron_mux.moe.observe import Counts, LayerCounts, observing
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.batch.packed_batch import PackedBatch, activate
 from megatron_mux.engine import Engine, Task
 from megatron_mux.errors import UserError
 from megatron_mux.moe.drift import larger_reach, layer_drift, observing_logits
@@ -39,7 +39,7 @@ class _Probe:
         self.access = [self._access()]
         self.steps: list[dict[str, Any]] = []
 
-    def _pack(self, task: Task) -> MicroBatch:
+    def _pack(self, task: Task) -> PackedBatch:
         sequences: list[PackedSequence] = []
         tokens = 0
         while tokens < PROBE_TOKENS and len(sequences) < len(task.data):

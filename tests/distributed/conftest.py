@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux import runtime
-from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.packed_batch import PackedBatch, activate
 from megatron_mux.runtime import Parallel
 from tests import gloo, tiny_models
 
@@ -142,7 +142,7 @@ def model_of(once: Callable[[str, Callable[[Path], Any]], Path]) -> Callable[[st
 class Stages:
     """A pipeline without a schedule: one micro-batch forward, then backward, by blocking send and receive."""
 
-    def __init__(self, backbone: Any, batch: MicroBatch) -> None:
+    def __init__(self, backbone: Any, batch: PackedBatch) -> None:
         self.backbone, self.batch, self.parallel = backbone, batch, backbone.parallel
         self.received: Tensor | None = None
         self.output: Tensor | None = None

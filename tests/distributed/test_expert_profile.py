@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_mux.backbone.experts.exchange import dispatch
 from megatron_mux.backbone.experts.permutation import ExpertPermutation
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.batch.micro_batch import activate
+from megatron_mux.batch.packed_batch import activate
 from megatron_mux.fusion.even_experts import ExpertShares
 from megatron_mux.fusion.profiler import measure as module
 from megatron_mux.fusion.profiler.expert_probes import ExpertProbes

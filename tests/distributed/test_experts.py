@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_shape
-from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.batch.packed_batch import PackedBatch, activate
 from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape
@@ -57,7 +57,7 @@ def scattered(shape: BackboneShape, size: int) -> Placement:
     return Placement(size, layers)
 
 
-def batch_of(shape: BackboneShape, parallel: Parallel, dp_rank: int | None = None) -> MicroBatch:
+def batch_of(shape: BackboneShape, parallel: Parallel, dp_rank: int | None = None) -> PackedBatch:
     """Sequences of a data-parallel rank; the last of several has none."""
     rank = parallel.dp_rank if dp_rank is None else dp_rank
     generator = torch.Generator().manual_seed(rank)
@@ -77,7 +77,7 @@ def batch_of(shape: BackboneShape, parallel: Parallel, dp_rank: int | None = Non
     return pack(sequences, ("first", "second"), steps, multiple=multiple).to()
 
 
-def reference(path: Path, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+def reference(path: Path, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """Logits `[T, V]` and the gradient of the loss for the embeddings `[T, H]`, both fp64."""
     model = exact_model(path)
     logits, gradients = [], []

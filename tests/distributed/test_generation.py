@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_mux.backbone.model import load_stages
 from megatron_mux.backbone.weight_offload import Kind
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.engine import generate as generate_module
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
@@ -88,7 +88,7 @@ def test_one_rank_that_lacks_memory_makes_its_pipeline_take_smaller_groups(
     cases, (stop, expected) = cases_of(path), wanted
     lacking = 0
 
-    def lacks(batch: MicroBatch) -> bool:
+    def lacks(batch: PackedBatch) -> bool:
         nonlocal lacking
         hit = dist.get_rank() == 2 and len(batch.segments) > 8
         lacking += hit

@@ -21,8 +21,8 @@ from megatron_mux.backbone.exchange import Course, interleave
 from megatron_mux.backbone.layer_pieces import LayerPieces, TensorMessages
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.pieces import received
-from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.fusion.graphs.layer_graph import LayerGraph, trace_layer
 from megatron_mux.fusion.graphs.operators import layer_subgraphs
 from megatron_mux.fusion.profiler.roofline import roofline
@@ -42,7 +42,7 @@ def path(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     return once("interleaved", lambda directory: tiny_models.make(directory, "llama")) / "llama"
 
 
-def _batch() -> MicroBatch:
+def _batch() -> PackedBatch:
     r = np.random.default_rng(0)
     sequences = [
         PackedSequence(task, i, r.integers(3, 96, length), np.ones(length, np.bool_), 1.0)
@@ -71,7 +71,7 @@ def _terms(adapters: AdapterSet) -> Iterator[tuple[str, Term]]:
 
 
 def _cut(
-    backbone: Backbone, batch: MicroBatch, x: Tensor, dy: Tensor
+    backbone: Backbone, batch: PackedBatch, x: Tensor, dy: Tensor
 ) -> tuple[Tensor, Tensor, list[list[tuple[str, int]]]]:
     """Output, gradient of the input, and the messages of both passes of the layer cut by hand."""
     parallel = backbone.parallel

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import FAMILIES
-from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.runtime import Parallel
 from tests import memory_probe, tiny_models
 from tests.logits import all_logits
@@ -63,7 +63,7 @@ def sequences(vocab: int) -> list[Tensor]:
     return [torch.randint(3, vocab, (length,), generator=generator) for length in LENGTHS]
 
 
-def batch_of(backbone: Backbone, parallel: Parallel) -> MicroBatch:
+def batch_of(backbone: Backbone, parallel: Parallel) -> PackedBatch:
     found = sequences(backbone.shape.vocab)
     count = sum(LENGTHS) - len(LENGTHS)
     return pack(

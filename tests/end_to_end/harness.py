@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.batch.micro_batch import activate
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.batch.packed_batch import activate
 from megatron_mux.engine import Engine, StepResult, Task
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks import TaskSpec

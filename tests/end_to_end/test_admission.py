@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.engine import Engine, Planning, Task
 from megatron_mux.estimate.run_tables import RunTables
 from megatron_mux.fusion.mesh import Mesh
@@ -86,7 +86,7 @@ def test_a_hundred_tasks_come_and_go_within_the_budget(parallel: Parallel, tmp_p
     left: set[str] = set()
     waited = injected = 0
 
-    def fails(batch: MicroBatch) -> bool:
+    def fails(batch: PackedBatch) -> bool:
         nonlocal injected
         hit = len(engine.active) > 1 and r.random() < 0.1
         injected += hit

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.engine import Engine
 from megatron_mux.engine.evaluation import evaluator
 from megatron_mux.engine.evaluation.held_out import HeldOut
@@ -88,7 +88,7 @@ def test_passes_that_find_no_memory_are_cut_until_they_do(
     longest = max(len(tokens) for pairs in records.candidates_of or [records.pairs] for tokens, _ in pairs)
     rows: list[int] = []
 
-    def lacks(batch: MicroBatch) -> bool:
+    def lacks(batch: PackedBatch) -> bool:
         rows.append(batch.rows)
         return batch.rows > longest
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.engine import Engine, EvalResult
 from megatron_mux.engine.evaluation.held_out import HeldOut
 from megatron_mux.runtime import Parallel
@@ -41,7 +41,7 @@ def test_tasks_are_evaluated_together_as_alone(
     alone = {name: engine.evaluate(name) for name in engine.tasks}
     passes: list[set[str]] = []
 
-    def note(batch: MicroBatch) -> bool:
+    def note(batch: PackedBatch) -> bool:
         passes.append(set(batch.task_rows))
         return False
 
@@ -77,7 +77,7 @@ def test_a_sequence_that_never_fits_ends_the_evaluation_of_its_task_alone(
     monkeypatch.setattr(HeldOut, "batch_size", 4)  # of a pass, whoever is in it
     sequences: list[int] = []
 
-    def too_long(batch: MicroBatch) -> bool:
+    def too_long(batch: PackedBatch) -> bool:
         sequences.append(len(batch.segments))
         return max(segment.length for segment in batch.segments) > 12
 

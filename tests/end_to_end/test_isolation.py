@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.batch.micro_batch import active
+from megatron_mux.batch.packed_batch import active
 from megatron_mux.engine import Engine, Planning
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.conftest import BackboneOf, PathOf

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.engine import Engine, Planning, StepResult
 from megatron_mux.runtime import Parallel
 from tests.budget import Budget, failing, on_the_host
@@ -18,7 +18,7 @@ from tests.end_to_end.harness import Case, assert_close, assert_same, random_rec
 
 Results = dict[str, list[StepResult]]
 Tensors = dict[str, dict[str, torch.Tensor]]
-When = Callable[[MicroBatch, Engine], bool]
+When = Callable[[PackedBatch, Engine], bool]
 STEPS = 5
 
 
@@ -111,7 +111,7 @@ def test_a_batch_of_all_tasks_is_cut_until_it_fits(run: Callable[..., Run]) -> N
 def test_a_task_that_fits_alone_only_waits_for_the_others(
     run: Callable[..., Run], policy: str, tries_plans: bool
 ) -> None:
-    def others_are_there(batch: MicroBatch, engine: Engine) -> bool:
+    def others_are_there(batch: PackedBatch, engine: Engine) -> bool:
         return "big" in batch.task_rows and policy != "serial" and len(engine.tasks) == len(cases_of())
 
     found = run(policy, others_are_there, 1, tries_plans)
@@ -151,7 +151,7 @@ def test_a_task_that_diverged_before_memory_ran_out_is_no_hindrance(
     engine.register_tasks([case.task for case in cases])
     passes = 0
 
-    def fails(batch: MicroBatch) -> bool:
+    def fails(batch: PackedBatch) -> bool:
         nonlocal passes
         passes += 1
         return passes == 5

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.batch.micro_batch import activate
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.batch.packed_batch import activate
 from megatron_mux.runtime import initialize
 from tests import tiny_models, warm
 from tests.end_to_end.workplace import write_tokenizer

@@ -22,7 +22,7 @@ from megatron_mux.backbone.experts.master_exchange import ManagerExchange, Maste
 from megatron_mux.backbone.experts.permutation import ExpertPermutation
 from megatron_mux.backbone.experts.router import Router, Routes, no_routes
 from megatron_mux.backbone.weight_group import SelectExperts, before_backward
-from megatron_mux.batch.micro_batch import active
+from megatron_mux.batch.packed_batch import active
 from megatron_mux.expert_shape import Placement
 from megatron_mux.runtime import Parallel
 from megatron_mux.shape import BackboneShape

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.engine.evaluation.held_out import HeldOut, HeldOutRecord, RecordGroups
 from megatron_mux.engine.forward_compute import EvaluationCompute, PassRunner
 from megatron_mux.engine.out_of_memory import FailedBuckets
@@ -148,12 +148,12 @@ class Evaluator(PassRunner):
             tokens = max(1, min(tokens, int(self.parallel.most([rows])[0])) // 2)
 
     def _compute(
-        self, batches: Sequence[MicroBatch], ends: Sequence[int], failed: FailedBuckets
+        self, batches: Sequence[PackedBatch], ends: Sequence[int], failed: FailedBuckets
     ) -> EvaluationCompute:
         on_device = torch.tensor(ends, dtype=torch.int64, device=self.parallel.device)
         return EvaluationCompute(self.stages, batches, on_device, failed)
 
-    def _tried(self, batches: Sequence[MicroBatch], ends: Sequence[int]) -> FailedBuckets:
+    def _tried(self, batches: Sequence[PackedBatch], ends: Sequence[int]) -> FailedBuckets:
         """Whether a group's passes run out of memory on this rank, unless passes as large have fitted."""
         failed = FailedBuckets(1, self.stages.values(), self.parallel, recovers=False)
         if self.trials is None or not batches:
@@ -203,7 +203,7 @@ class Evaluator(PassRunner):
 
     def _passes(
         self, members: Mapping[str, HeldOut], group: list[HeldOutRecord], max_tokens: int
-    ) -> list[MicroBatch]:
+    ) -> list[PackedBatch]:
         """A group's micro-batches of at most `max_tokens` (a longer sequence has its own) and of as many sequences as
         each of their tasks allows; as many on every rank where ranks keep in step.
         """
@@ -220,7 +220,7 @@ class Evaluator(PassRunner):
         )
         return [self._pack(members, group) for group in self.as_many_everywhere(list(groups))]
 
-    def _pack(self, members: Mapping[str, HeldOut], sequences: list[PackedSequence]) -> MicroBatch:
+    def _pack(self, members: Mapping[str, HeldOut], sequences: list[PackedSequence]) -> PackedBatch:
         host = pack(
             sequences,
             tuple(members),

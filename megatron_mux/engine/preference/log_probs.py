@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mux.batch.micro_batch import MicroBatch
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.data.tokenise import Example
 from megatron_mux.engine.forward_compute import ForwardCompute, PassRunner
 from megatron_mux.engine.out_of_memory import FailedBuckets, Stages
@@ -28,13 +28,13 @@ class _Sums(ForwardCompute):
     """Keeps the summed negative log-likelihood of each sequence, `[n]` fp64."""
 
     def __init__(
-        self, stages: Stages, batches: Sequence[MicroBatch], sequences: int, failed: FailedBuckets
+        self, stages: Stages, batches: Sequence[PackedBatch], sequences: int, failed: FailedBuckets
     ) -> None:
         super().__init__(stages, batches, failed)
         device = next(iter(stages.values())).device
         self.sums: Tensor = torch.zeros(sequences, dtype=torch.float64, device=device)
 
-    def keep(self, number: int, batch: MicroBatch, nll: Tensor, tokens: Tensor) -> None:
+    def keep(self, number: int, batch: PackedBatch, nll: Tensor, tokens: Tensor) -> None:
         """See `ForwardCompute.keep`."""
         self.sums.index_add_(0, batch.labelled.groups.sequence_ids, nll.double())
 
@@ -141,7 +141,7 @@ class LogProbs(PassRunner):
         self.run(compute)
         return -compute.sums.view(2, -1), failed
 
-    def _passes(self, sequences: Sequence[_Sequence]) -> list[MicroBatch]:
+    def _passes(self, sequences: Sequence[_Sequence]) -> list[PackedBatch]:
         """This pipeline's micro-batches; as many on every rank where ranks keep in step."""
         size = self.parallel.dp_size
 
@@ -162,7 +162,7 @@ class LogProbs(PassRunner):
 
     def _pack(
         self, sequences: Sequence[_Sequence], group: Sequence[int], tasks: Sequence[PreferenceTask]
-    ) -> MicroBatch:
+    ) -> PackedBatch:
         packed = list[PackedSequence]()
         for row in (0, 1):
             for i in group:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mux import runtime
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.data.preference_file import PreferenceDataset
 from megatron_mux.data.tokenise import Example
 from megatron_mux.engine.batches import Burst
@@ -173,7 +173,7 @@ class PreferenceLosses(StepExtension):
         """Figures of each task of a bucket, if one of them learns a preference."""
         return FIGURES if any(name in self._step_tasks[0] for name in names) else 0
 
-    def before_loss(self, bucket: int, batch: MicroBatch) -> None:
+    def before_loss(self, bucket: int, batch: PackedBatch) -> None:
         """Have rows scaled later whose losses are coupled; those of references have no gradient."""
         if not batch.training or any(name in batch.task_rows for name in self._of(bucket)):
             batch.row_scale = RowScale()
@@ -181,7 +181,7 @@ class PreferenceLosses(StepExtension):
     def _of(self, bucket: int) -> dict[str, _StepTask]:
         return self._step_tasks[self.burst.step(bucket)]
 
-    def _places(self, step: int, batch: MicroBatch) -> Tensor:
+    def _places(self, step: int, batch: PackedBatch) -> Tensor:
         """`[N]` int64, the place of each labelled row's log-probability."""
         groups = batch.labelled.groups
         wide = self._wide[batch.label_tasks]
@@ -190,14 +190,14 @@ class PreferenceLosses(StepExtension):
         places += (groups.token_index + 1 < starts) * (wide // 2)
         return places
 
-    def after_loss(self, bucket: int, batch: MicroBatch, nll: Tensor) -> None:
+    def after_loss(self, bucket: int, batch: PackedBatch, nll: Tensor) -> None:
         """Add up the log-likelihoods of each sequence, with the tasks' adapters or with their references."""
         if batch.row_scale is None:
             return
         nll_sums = self._policy if batch.training else self._live
         nll_sums.index_add_(0, self._places(self.burst.step(bucket), batch), nll.double())
 
-    def before_backward(self, bucket: int, batch: MicroBatch) -> None:
+    def before_backward(self, bucket: int, batch: PackedBatch) -> None:
         """Set the factors of a batch's rows."""
         if batch.row_scale is None or not batch.training:
             return

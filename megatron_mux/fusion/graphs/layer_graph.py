@@ -30,7 +30,7 @@ from megatron_mux.attributes import replaced
 from megatron_mux.backbone import sublayers
 from megatron_mux.backbone.layer import compute_layer
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.packed_batch import PackedBatch, activate
 from megatron_mux.kernels.attention.segments import Segment
 from megatron_mux.kernels.groups import RowGroups
 from megatron_mux.kernels.low_rank.terms import TermTable
@@ -55,7 +55,7 @@ class LayerGraph:
 
 
 def trace_layer(
-    backbone: Backbone, index: int, adapters: AdapterSet, batch: MicroBatch, hidden: Tensor
+    backbone: Backbone, index: int, adapters: AdapterSet, batch: PackedBatch, hidden: Tensor
 ) -> LayerGraph:
     """Trace a layer, and compute it.
 
@@ -103,7 +103,7 @@ def _show_torch_to_dynamo(device: torch.device) -> None:
     megatron_core.adapt_to(device)
 
 
-def _make_ready(adapters: AdapterSet, batch: MicroBatch) -> None:
+def _make_ready(adapters: AdapterSet, batch: PackedBatch) -> None:
     """Compute what is computed when first asked for: Dynamo cannot."""
     _ = batch.groups.slot_set
     for op in adapters.ops:

@@ -14,7 +14,7 @@ from megatron_mux.adapters.host import Host, no_weights
 from megatron_mux.adapters.kind import AdapterSpec, Sample, accepted
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.base_ops import EXPERT_OPS, BaseOpName
-from megatron_mux.batch.micro_batch import activate
+from megatron_mux.batch.packed_batch import activate
 from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
 from megatron_mux.fusion.profiler.probed_stage import Probe, ProbedStage, Run
 from megatron_mux.kernels.low_rank.choice import KernelChoice, KernelName, alternatives

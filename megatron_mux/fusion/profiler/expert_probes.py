@@ -22,7 +22,7 @@ from megatron_mux.backbone.experts.layer import MoELayer
 from megatron_mux.backbone.experts.permutation import ExpertPermutation
 from megatron_mux.backbone.experts.router import Routes
 from megatron_mux.backbone.layer import mlp_half
-from megatron_mux.batch.micro_batch import MicroBatch, activate
+from megatron_mux.batch.packed_batch import PackedBatch, activate
 from megatron_mux.expert_ranks import ExpertRanks
 from megatron_mux.fusion.even_experts import even_selection
 from megatron_mux.fusion.profiler.probed_stage import Probe, ProbedStage, Run
@@ -50,7 +50,7 @@ class ExpertProbes:
         selected = self._selected[: self.stage.own(rows)]
         return Routes(selected, torch.ones(selected.shape, dtype=self.stage.dtype, device=selected.device))
 
-    def given(self, batch: MicroBatch) -> Received:
+    def given(self, batch: PackedBatch) -> Received:
         """What this rank's experts would compute of a micro-batch."""
         routes, stage = self.routes(batch.rows), self.stage
         with activate(batch):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.base_ops import BaseOpInfo, BaseOpName
-from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.batch.packed_batch import PackedBatch, activate
 from megatron_mux.fusion.profiler.profile import probe_sizes
 
 SEGMENT = 64
@@ -105,7 +105,7 @@ class ProbedStage:
                 p.detach().sum()
                 read += p.nbytes
 
-    def batch(self, rows: int, tasks: int = 1) -> MicroBatch:
+    def batch(self, rows: int, tasks: int = 1) -> PackedBatch:
         """Rows of several tasks, each made of short sequences."""
         sequences: list[PackedSequence] = []
         for task in range(tasks):

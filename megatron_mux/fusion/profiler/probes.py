@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_mux.backbone.layer import attention_half, mlp_half
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.batch.micro_batch import activate
+from megatron_mux.batch.packed_batch import activate
 from megatron_mux.fusion.profiler.adapter_probes import AdapterProbes
 from megatron_mux.fusion.profiler.core_attention import widest_window
 from megatron_mux.fusion.profiler.expert_probes import ExpertProbes

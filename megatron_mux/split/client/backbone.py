@@ -9,7 +9,7 @@ from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.model_directory import open_checkpoint
 from megatron_mux.backbone.registry import BackboneInfo
 from megatron_mux.base_ops import BaseOpInfo
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.kernels.loss.preference import RowScale
 from megatron_mux.runtime import Parallel
 from megatron_mux.split.client.remote import RemoteBody
@@ -68,7 +68,7 @@ class SplitBackbone(Backbone):
 
     def forward(
         self,
-        batch: MicroBatch,
+        batch: PackedBatch,
         hidden: Tensor | None = None,
         labelled_only: bool = False,
         part: range | None = None,
@@ -80,14 +80,14 @@ class SplitBackbone(Backbone):
     def loss(
         self,
         hidden: Tensor,
-        batch: MicroBatch,
+        batch: PackedBatch,
         scale: RowScale | None = None,
         smoothing: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Backbone.loss`."""
         return self.back.loss(hidden, batch, scale, smoothing)
 
-    def predict(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def predict(self, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """See `Backbone.predict`."""
         return self.back.predict(hidden, batch)
 

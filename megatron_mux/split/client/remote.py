@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.errors import UserError
 from megatron_mux.split.client.link import ServerConnection
 from megatron_mux.split.protocol.messages import Backward, Forward, Gradient
@@ -75,7 +75,7 @@ class RemoteBody:
         self._left: deque[int] = deque()
         self._passes = {True: 0, False: 0}
 
-    def __call__(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
+    def __call__(self, batch: PackedBatch, hidden: Tensor) -> Tensor:
         """Compute the body on a micro-batch.
 
         Args:

@@ -24,8 +24,8 @@ from megatron_mux.adapters.host import Host
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.tensors import blank
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.batch.packed_batch import PackedBatch, activate
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size, reduce_gradients
 from megatron_mux.engine.snapshot import stored_parameters
 from megatron_mux.engine.updates import BucketUpdate, update_of
@@ -74,7 +74,7 @@ class Kept:
         number: Names it to other ranks.
     """
 
-    batch: MicroBatch
+    batch: PackedBatch
     inputs: list[Tensor]
     output: Tensor
     received: Tensor | None = None
@@ -174,7 +174,7 @@ class Body:
     # -- passes
 
     @torch.no_grad()
-    def _pack(self, rows: Sequence[Rows]) -> MicroBatch:
+    def _pack(self, rows: Sequence[Rows]) -> PackedBatch:
         sequences, names = [], tuple(r.session for r in rows)
         for request in rows:
             for length, number in zip(request.lengths, request.ids, strict=True):
@@ -211,7 +211,7 @@ class Body:
         outputs = list(output.detach().squeeze(1).split([r.count for r in rows]))
         return outputs, Kept(batch, inputs, output) if graph else None
 
-    def _compute(self, batch: MicroBatch, hidden: Tensor, layers: range) -> Tensor:
+    def _compute(self, batch: PackedBatch, hidden: Tensor, layers: range) -> Tensor:
         """`[T, 1, H]` to the same, by this rank's part of the layers."""
         held = self.backbone.layers
         part = range(max(layers.start, held.start), min(layers.stop, held.stop))

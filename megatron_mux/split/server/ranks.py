@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.errors import UserError
 from megatron_mux.liveness import Liveness
@@ -73,7 +73,7 @@ class StagedBody(Body):
         self._first, self._last = ring[0], ring[-1]
         self._leaf: Tensor | None = None
 
-    def _compute(self, batch: MicroBatch, hidden: Tensor, layers: range) -> Tensor:
+    def _compute(self, batch: PackedBatch, hidden: Tensor, layers: range) -> Tensor:
         """See `Body._compute`: hidden states come from the stage before, and go on to the next one."""
         self._leaf = None
         if self._before is not None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_mux.backbone.model import Backbone, load_stages
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.engine.evaluation import evaluator
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
@@ -68,7 +68,7 @@ def test_one_rank_that_lacks_memory_makes_all_take_smaller_passes(
     wanted = evaluated(stages, parallel, case, records)
     lacking = 0
 
-    def lacks(batch: MicroBatch) -> bool:
+    def lacks(batch: PackedBatch) -> bool:
         nonlocal lacking
         hit = dist.get_rank() == short and batch.rows > longest
         lacking += hit

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_mux import runtime
 from megatron_mux.adapters import base_op
 from megatron_mux.adapters.attach import AdapterSet
-from megatron_mux.batch.micro_batch import MicroBatch
+from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.kernels.low_rank import terms
 from megatron_mux.kernels.low_rank.columns import Columns
 from megatron_mux.runtime import Parallel
@@ -43,7 +43,7 @@ def parallel() -> Iterator[Parallel]:
     runtime.shutdown()
 
 
-def inputs(batch: MicroBatch, hidden: int) -> tuple[Tensor, Tensor]:
+def inputs(batch: PackedBatch, hidden: int) -> tuple[Tensor, Tensor]:
     """Hidden states of each task's rows, the same whatever the packing, and row weights (0 in padding)."""
     rows = torch.zeros(batch.rows, hidden, dtype=torch.float64)
     weights = torch.zeros(batch.rows, dtype=torch.float64)
@@ -53,7 +53,7 @@ def inputs(batch: MicroBatch, hidden: int) -> tuple[Tensor, Tensor]:
     return rows, weights
 
 
-def run(toy: Toy, adapters: AdapterSet, batch: MicroBatch, rows: Tensor, weights: Tensor) -> Tensor:
+def run(toy: Toy, adapters: AdapterSet, batch: PackedBatch, rows: Tensor, weights: Tensor) -> Tensor:
     """Forward and backward; the hidden states at the end."""
     for adapter in adapters.tasks.values():
         adapter.flat_params.zero()

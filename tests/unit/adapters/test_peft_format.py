@@ -21,8 +21,8 @@ from megatron_mux.adapters.host import Host
 from megatron_mux.adapters.peft_format import read_adapter, read_files
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import read_backbone_info
-from megatron_mux.batch.micro_batch import activate
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.batch.packed_batch import activate
 from megatron_mux.errors import UserError
 from megatron_mux.runtime import Parallel
 from tests.logits import all_logits

@@ -22,8 +22,8 @@ from megatron_mux.adapters.registry import KINDS
 from megatron_mux.backbone.columns import inputs, parts
 from megatron_mux.backbone.registry import family
 from megatron_mux.base_ops import BASE_OPS, BaseOpInfo
-from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.batch.packed_batch import PackedBatch, activate
 from megatron_mux.kernels.dropout import keep_mask, key_of, uniform
 from megatron_mux.runtime import Parallel
 
@@ -162,7 +162,7 @@ class Toy:
         mixer.weight.data.copy_(full.chunk(self.parallel.tp_size)[self.parallel.tp_rank])
         return mixer
 
-    def forward(self, batch: MicroBatch, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: PackedBatch, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states after the last layer and this rank's share of the loss.
 
         Args:
@@ -186,7 +186,7 @@ class Toy:
             # The reduced hidden states are the same on every rank: each counts them once for its own gradient.
             return hidden.squeeze(1), loss + (final[own != 0] * own[own != 0]).sum()
 
-    def _probe(self, batch: MicroBatch, info: BaseOpInfo, hidden: Tensor, weights: Tensor) -> Tensor:
+    def _probe(self, batch: PackedBatch, info: BaseOpInfo, hidden: Tensor, weights: Tensor) -> Tensor:
         y = _added(info.module(hidden)).squeeze(1)
         used = weights != 0
         loss = y.new_zeros(())
@@ -223,7 +223,7 @@ class Reference:
         weights: Weights,
         spec: Any,
         tensors: Mapping[str, Tensor],
-        batch: MicroBatch,
+        batch: PackedBatch,
         masks: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.weights, self.spec, self.tensors, self.batch, self.masks = (
@@ -438,7 +438,7 @@ def make_batch(
     multiple: int = 4,
     training: bool = True,
     first: int = 0,
-) -> MicroBatch:
+) -> PackedBatch:
     """Two sequences per task, padding at the end, every task some steps into its training.
 
     The i-th task has sequences and steps of its own, counted from `first`.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.backbone.registry import FAMILIES
-from megatron_mux.batch.micro_batch import MicroBatch, activate
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.batch.packed_batch import PackedBatch, activate
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.exact_model import exact_model
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.versions
 Made = Callable[..., Path]
 
 
-def batch_of(vocab: int, offset: dict[str, int] | None = None, multiple: int = 1) -> MicroBatch:
+def batch_of(vocab: int, offset: dict[str, int] | None = None, multiple: int = 1) -> PackedBatch:
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(3, vocab, (n,), generator=generator) for n in (7, 12, 12, 20)]
     sequences = [
@@ -44,7 +44,7 @@ def reference(path: Path, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
-def references(model: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+def references(model: Any, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """Logits of all segments and the gradient of the mean loss for their embeddings."""
     logits, gradients = [], []
     for segment in batch.segments:

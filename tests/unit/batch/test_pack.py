@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mux.batch.micro_batch import MicroBatch, activate, active
 from megatron_mux.batch.pack import PackedSequence, pack
+from megatron_mux.batch.packed_batch import PackedBatch, activate, active
 from megatron_mux.kernels.attention.carry import Carry
 from megatron_mux.kernels.attention.segments import Segment
 
@@ -51,7 +51,7 @@ def test_pack_round_trips(items: list[tuple[int, int]], multiple: int, random: o
         assert _task_of(few, row) == _task_of(batch, before)
 
 
-def _task_of(batch: MicroBatch, row: int) -> str:
+def _task_of(batch: PackedBatch, row: int) -> str:
     return next(name for name, (start, stop) in batch.task_rows.items() if start <= row < stop)
 
 
@@ -106,7 +106,7 @@ def test_chunks_hold_together_what_the_uncut_batch_holds(
     assert sorted(found) == sorted(wanted)
 
 
-def _labels(batch: MicroBatch) -> list[tuple[object, ...]]:
+def _labels(batch: PackedBatch) -> list[tuple[object, ...]]:
     """Of each labelled row: sequence, index of the token, its task, what to predict, with which weight."""
     rows = batch.label_rows
     return list(
@@ -187,7 +187,7 @@ def test_the_device_gets_one_buffer_of_aligned_tensors() -> None:
     assert bounds.gather.tolist() == [0, 1, *range(5, 10), 0, 1, 2, 3, 10, 11, 0, 1, 4, *range(12, 16)]
 
 
-def _tensors(batch: MicroBatch) -> list[torch.Tensor]:
+def _tensors(batch: PackedBatch) -> list[torch.Tensor]:
     own = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
     return own + [value for value in vars(batch.groups).values() if isinstance(value, torch.Tensor)]
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron_mux import runtime
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.batch.micro_batch import activate
+from megatron_mux.batch.packed_batch import activate
 from megatron_mux.fusion.profiler import measure as module
 from megatron_mux.fusion.profiler.expert_probes import ExpertProbes
 from megatron_mux.fusion.profiler.layer_operators import layer_operators

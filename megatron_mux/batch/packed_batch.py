@@ -24,7 +24,7 @@ Ranges = Mapping[str, tuple[int, int]]
 
 
 @dataclass
-class MicroBatch:
+class PackedBatch:
     """What one stage computes in one clock: sequences of several tasks, packed end to end, ordered by task.
 
     All its tensors are views of one buffer on the device.
@@ -64,7 +64,7 @@ class MicroBatch:
     training: bool = True
     prefix: PrefixKV = field(default_factory=dict)
     carry: Carry | None = None
-    label_batch: MicroBatch | None = None
+    label_batch: PackedBatch | None = None
     balanced: BalancedRows | NoBalancedRows = NO_ROWS
     cache: KeyValueCache | None = None
     row_scale: RowScale | None = None
@@ -75,7 +75,7 @@ class MicroBatch:
         return int(self.tokens.shape[0])
 
     @property
-    def labelled(self) -> MicroBatch:
+    def labelled(self) -> PackedBatch:
         """The labelled rows alone, for operations on single rows: N rows, without segments.
 
         Fewer than T: the first token of a sequence is never a label.
@@ -83,11 +83,11 @@ class MicroBatch:
         return self if self.label_batch is None else self.label_batch
 
 
-_active: MicroBatch | None = None
+_active: PackedBatch | None = None
 
 
 @contextmanager
-def activate(batch: MicroBatch) -> Iterator[MicroBatch]:
+def activate(batch: PackedBatch) -> Iterator[PackedBatch]:
     """Make `batch` the active one: use it around its forward and around its backward, which may recompute.
 
     The active batch is a module global because autograd runs backward functions on threads of its own.
@@ -100,7 +100,7 @@ def activate(batch: MicroBatch) -> Iterator[MicroBatch]:
         _active = before
 
 
-def active() -> MicroBatch:
+def active() -> PackedBatch:
     """The active micro-batch.
 
     Raises:
