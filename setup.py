@@ -58,7 +58,7 @@ setup(
         "huggingface-hub>=1",
         "tokenizers>=0.22",
         "numpy>=1.26",
-        "pydantic>=2.7,<3",
+        "pydantic>=2.8,<3",
         "pyyaml>=6",
         "jinja2>=3.1",  # chat templates
         "rich>=13",
