@@ -57,13 +57,8 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, before: Mapping[str, Any]) -> None:
         self.arguments, self._began = arguments, time.monotonic()
-        nothing = {
-            "hardware": f"{cpu_name()}, 2 cores",
-            "minutes": 0.0,
-            "links": {},
-            "cases": [],
-            "traffic": {},
-        }
+        hardware = f"{cpu_name()}, 2 cores"
+        nothing = {"hardware": hardware, "minutes": 0.0, "links": {}, "cases": [], "traffic": {}}
         self.content: dict[str, Any] = {**nothing, **before}
 
     def measure(self) -> Iterator[dict[str, Any]]:
@@ -84,11 +79,10 @@ class Bench:
             }
             for name in self.arguments.cases:
                 backbone, records = self._prepare(name, work)
-                profile = self.teams["single"].ask("profile", backbone=backbone, records=records)[0]
+                found = self.teams["single"].ask("profile", backbone=backbone, records=records)[0]
+                profile = AccessProfile.model_validate(found)
                 for slack in self.arguments.slack:
-                    self._add(
-                        self._case(name, slack, backbone, records, AccessProfile.model_validate(profile))
-                    )
+                    self._add(self._case(name, slack, backbone, records, profile))
                     yield self.content
 
     def _prepare(self, name: str, work: Path) -> tuple[str, str]:
@@ -140,13 +134,8 @@ class Bench:
         if self.arguments.trace:
             masters = {method: team_of(method) == "broker" for method in placed}
             placements = {method: one.placement for method, one in placed.items()}
-            more = {
-                "steps": self.arguments.trace,
-                "masters": masters,
-                "placements": placements,
-                "nodes": NODES,
-            }
-            traced = self.teams["single"].ask("trace", **run, **more)[0]
+            more = {"masters": masters, "placements": placements, "nodes": NODES}
+            traced = self.teams["single"].ask("trace", steps=self.arguments.trace, **run, **more)[0]
             self.content["traffic"][f"{name}, {slack:g}x slots"] = traced
         methods = {
             method: _figures(turns[method], one, rest[method], self.topologies[team_of(method)])
@@ -175,9 +164,11 @@ class Bench:
         crossed = self.network.crossed().since(before)
 
         def between_nodes(key: str) -> int:
-            pairs = [zip(nodes, answer[key], strict=True) for answer in answers]
             return sum(
-                size for own, sent in zip(nodes, pairs, strict=True) for node, size in sent if node != own
+                size
+                for own, answer in zip(nodes, answers, strict=True)
+                for node, size in zip(nodes, answer[key], strict=True)
+                if node != own
             )
 
         return {

@@ -58,11 +58,8 @@ def _summary(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     for slack in sorted({case["slack"] for case in cases}):
         own = [case for case in cases if case["slack"] == slack]
         named = [f"{case['case']} ({case['entropy']:.2f})" for case in own]
-        measured = [
-            (label, *(_measured(case, name) for case in own))
-            for name, label in METHODS.items()
-            if name != "ep"
-        ]
+        others = [name for name in METHODS if name != "ep"]
+        measured = [(METHODS[name], *(_measured(case, name) for case in own)) for name in others]
         predicted = [(label, *(_predicted(case, name) for case in own)) for name, label in PREDICTED.items()]
         heading = f"{_slots(slack)}: bytes, seconds against EP"
         lines += [*table(" | ".join([heading, *named]), measured), ""]

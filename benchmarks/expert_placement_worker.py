@@ -122,13 +122,8 @@ class Worker:
             engine.step()
         end = time.monotonic()
         sent = np.sum([sizes for own in traffic.values() for sizes in own.sent.values()], axis=0)
-        return {
-            "start": start,
-            "end": end,
-            "sent": sent.tolist(),
-            "routed": routed.tolist(),
-            "summed": summed,
-        }
+        found = {"start": start, "end": end, "summed": summed}
+        return {**found, "sent": sent.tolist(), "routed": routed.tolist()}
 
     def _routed(self, routed: np.ndarray, serving: np.ndarray) -> Any:
         def hook(router: Any, inputs: tuple[Any, ...], routes: Any) -> None:
@@ -211,9 +206,8 @@ def _read(records: str) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
 
 def _routers(backbone: Backbone) -> list[tuple[int, Any]]:
     """Each layer with its router; a manager has none."""
-    return [
-        (layer, experts.router) for layer, experts in backbone.expert_layers() if experts.router is not None
-    ]
+    routers = [(layer, experts.router) for layer, experts in backbone.expert_layers()]
+    return [(layer, router) for layer, router in routers if router is not None]
 
 
 def _bytes_of_row(x: Tensor, routes: Any) -> int:
