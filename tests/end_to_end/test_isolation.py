@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ from tests.end_to_end.harness import (
 from tests.reference import solo
 
 EXACT = 1e-10  # fp64
+SMOLLM2 = Path(os.environ.get("SMOLLM2", ".quickstart/backbone"))
 VOCABULARY = 96
 PLAIN_SGD = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
 ADAMW = {"learning_rate": 1e-3, "lr_scheduler_type": "constant"}
@@ -342,6 +344,22 @@ def check_victims(
         assert_same(sick.after_first[name], healthy.tensors[name], name)
         tolerance = 1e-9 if backbone.dtype == torch.float64 else 1e-4
         assert_close(sick.tensors[name], without.tensors[name], tolerance, name)
+
+
+@pytest.mark.quickstart
+@pytest.mark.skipif(not (SMOLLM2 / "config.json").exists(), reason="make prepare has not been run")
+def test_gradients_together_are_those_alone_on_a_real_backbone(parallel: Parallel) -> None:
+    """Thirty layers in fp32: sums over more rows round differently, and nothing else may differ.
+
+    The tiny backbones have every kind compared; here, one that adapts all modules, one in sequence, one in attention.
+    """
+    backbone = Backbone.load(SMOLLM2, parallel, torch.float32)
+    # At this rate the step, not the value it is taken from, decides what the sum is rounded to.
+    training = {**PLAIN_SGD, "learning_rate": 1e6}
+    cases = make_cases(SMOLLM2, kinds(FAMILIES["llama"]), training, torch.float32, lengths=(8, 40))
+    together = moved(backbone, parallel, list(cases.values()))
+    for name in ("lora-everywhere", "bottleneck", "prefix"):
+        assert_close(together[name], moved(backbone, parallel, [cases[name]])[name], 5e-5, name)
 
 
 def test_coming_and_going_changes_nothing_for_those_who_stay(
