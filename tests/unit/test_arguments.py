@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast, get_args
 
 import pytest
@@ -14,34 +13,11 @@ from hypothesis import strategies as st
 from megatron_mux.arguments import MuxArguments, add_mux_args, build_parser, parse_args
 from megatron_mux.arguments.megatron_flags import MEGATRON_FLAGS, Treatment, flags_by
 from megatron_mux.errors import UserError
-from megatron_mux.expert_shape import Routing
+from tests.unit.parsed import REQUIRED, parse, problems_of
 
 pytestmark = pytest.mark.versions
 
 TWO_STAGES = "--pipeline-model-parallel-size 2"
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "tasks.yaml").write_text("tasks: []")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-REQUIRED = ["--backbone", "model", "--mux-tasks", "tasks.yaml"]
-
-
-def parse(*more: str) -> MuxArguments:
-    return parse_args([*REQUIRED, *more])
-
-
-def problems_of(*argv: str) -> list[str]:
-    with pytest.raises(UserError) as caught:
-        parse_args(argv)
-    assert all("\n" not in problem for problem in caught.value.problems)
-    return caught.value.problems
 
 
 @pytest.mark.usefixtures("place")
@@ -260,150 +236,6 @@ def test_what_load_may_be_given(place: Path) -> None:
     (place / "empty").mkdir()
     for name in ("run", "empty", "missing"):
         assert parse("--load", name).load == Path(name)
-
-
-# -- shape flags
-
-ROPE = SimpleNamespace(rope_theta=500.0, rope_type="default", factor=1.0, partial_rotary_factor=1.0)
-SHAPE = SimpleNamespace(
-    layers=4, hidden=32, ffn=56, heads=4, kv_heads=2, head_dim=8, max_positions=128, vocab=97, norm="RMSNorm",
-    norm_eps=1e-5, ropes=(ROPE,), gated=True, activation="silu", qk_norm=False, tied=True, norm_offset=0.0,
-    experts=None, latent=None,
-    biases={"linear_qkv": True, "linear_proj": False, "linear_fc1": False, "linear_fc2": False},
-)  # fmt: skip
-
-
-@pytest.mark.usefixtures("place")
-def test_shape_flags_that_agree() -> None:
-    flags = (
-        "--num-layers 4 --hidden-size 32 --ffn-hidden-size 56 --num-attention-heads 4 --group-query-attention "
-        "--num-query-groups 2 --kv-channels 8 --max-position-embeddings 128 --vocab-size 97 --normalization RMSNorm "
-        "--norm-epsilon 1e-5 --position-embedding-type rope --rotary-base 500 --swiglu "
-        "--disable-bias-linear --add-qkv-bias"
-    )
-    arguments = parse(*flags.split())
-    arguments.check_shape(cast(Any, SHAPE))
-    more = "--rotary-percent 1.0 --use-rotary-position-embeddings --no-position-embedding"
-    parse(*more.split()).check_shape(cast(Any, SHAPE))
-    routing = Routing(top_k=2, score="sigmoid", scale=2.5, groups=4, top_groups=2, bias=True)
-    experts = SimpleNamespace(count=8, ffn=16, shared_ffn=24, routing=routing)
-    latent = SimpleNamespace(query_rank=5, rank=6, plain=7, rotated=8, value=9)
-    rope = SimpleNamespace(rope_theta=5e5, rope_type="llama3", factor=8.0, partial_rotary_factor=1.0)
-    of_experts = SimpleNamespace(**{**vars(SHAPE), "experts": experts, "latent": latent, "ropes": (rope,)})
-    flags = (
-        "--num-experts 8 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 24 --moe-router-topk 2 "
-        "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 4 "
-        "--moe-router-group-topk 2 --moe-router-enable-expert-bias --multi-latent-attention --q-lora-rank 5 "
-        "--kv-lora-rank 6 --qk-head-dim 7 --qk-pos-emb-head-dim 8 --v-head-dim 9 --use-rope-scaling "
-        "--rope-scaling-factor 8"
-    )
-    arguments = parse(*flags.split())
-    arguments.check_shape(cast(Any, of_experts))
-    with pytest.raises(UserError) as caught:
-        arguments.check_shape(cast(Any, SHAPE))
-    assert len(caught.value.problems) == len(arguments.shape) == 17
-    assert caught.value.problems[0] == "--use-rope-scaling: contradicts --backbone model: remove it"
-
-
-@pytest.mark.usefixtures("place")
-def test_expert_managers(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse().expert_managers == 0
-    assert parse("--mux-expert-managers", "3").expert_managers == 3
-    for world, managers in (("5", 4), ("1", 1)):
-        monkeypatch.setenv("WORLD_SIZE", world)
-        assert parse("--mux-expert-managers", "auto").expert_managers == managers
-    assert parse("--mux-expert-managers", "2", "--mux-expert-capacity", "4,8").mux_expert_capacity == (4, 8)
-
-
-@pytest.mark.usefixtures("place")
-def test_shape_flags_that_contradict() -> None:
-    arguments = parse(
-        "--num-layers", "0", "--qk-layernorm", "--untie-embeddings-and-output-weights", "--swiglu"
-    )
-    with pytest.raises(UserError) as caught:
-        arguments.check_shape(cast(Any, SHAPE))
-    assert caught.value.problems == [
-        "--num-layers 0: contradicts --backbone model, which has 4: remove it",
-        "--qk-layernorm: contradicts --backbone model: remove it",
-        "--untie-embeddings-and-output-weights: contradicts --backbone model: remove it",
-    ]
-
-
-@pytest.mark.usefixtures("place")
-def test_a_backend_must_go_with_the_device() -> None:
-    parse().check_device("cpu")
-    parse("--distributed-backend", "gloo").check_device("cpu")
-    with pytest.raises(UserError, match="processes on CPUs communicate over gloo"):
-        parse("--distributed-backend", "nccl").check_device("cpu")
-    with pytest.raises(UserError, match="processes on GPUs communicate over nccl"):
-        parse("--distributed-backend", "gloo").check_device("cuda")
-
-
-@pytest.mark.usefixtures("place")
-def test_ctas_of_messages_are_for_gpus_that_exchange_some() -> None:
-    given = parse("--mux-communication-ctas", "4", "--tensor-model-parallel-size", "2")
-    given.check_device("cuda")
-    with pytest.raises(UserError, match="--mux-communication-ctas: bounds messages between GPUs"):
-        given.check_device("cpu")
-
-
-@pytest.mark.usefixtures("place")
-@pytest.mark.parametrize(
-    ("words", "kind", "stored", "has_bf16", "wanted", "said"),
-    [
-        ("", "cuda", "bfloat16", True, "bfloat16", ""),
-        ("", "cuda", "float32", True, "float32", "its config.json says float32: --bf16 or --mux-tf32"),
-        ("", "cuda", "float16", True, "float32", "says float16: --bf16"),
-        ("", "cuda", None, True, "float32", "says no dtype: --bf16"),
-        ("", "cuda", "bfloat16", False, "float32", "this GPU has no bfloat16"),
-        ("--mux-fp32", "cuda", "bfloat16", True, "float32", ""),
-        ("--mux-fp32 --mux-tf32", "cuda", "bfloat16", True, "float32", ""),
-        ("--bf16", "cuda", "float32", True, "bfloat16", ""),
-        ("", "cpu", "bfloat16", True, "float32", ""),
-        ("--bf16", "cpu", "float32", True, "bfloat16", ""),
-    ],
-)
-def test_the_dtype_is_the_checkpoints_on_a_gpu(
-    words: str, kind: str, stored: str | None, has_bf16: bool, wanted: str, said: str
-) -> None:
-    chosen, found = parse(*words.split()).on_device(kind, stored, has_bf16)
-    assert str(chosen.dtype) == f"torch.{wanted}"
-    assert said in found and bool(said) == bool(found)
-
-
-@pytest.mark.usefixtures("place")
-@pytest.mark.parametrize(
-    ("words", "kind", "stored", "has_bf16", "said"),
-    [
-        ("--bf16", "cuda", "float32", False, "--bf16: this GPU does not compute in bfloat16: use --mux-fp32"),
-        ("--mux-tf32", "cpu", "float32", True, "--mux-tf32: a CPU has no TF32"),
-        ("--mux-tf32", "cuda", "bfloat16", True, "--mux-tf32: the backbone computes in bfloat16"),
-    ],
-)
-def test_a_dtype_must_go_with_the_device(
-    words: str, kind: str, stored: str, has_bf16: bool, said: str
-) -> None:
-    with pytest.raises(UserError, match=said):
-        parse(*words.split()).on_device(kind, stored, has_bf16)
-
-
-@pytest.mark.usefixtures("place")
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [("--bf16", "bfloat16"), ("--mux-fp32", "float32"), ("--mux-fp32 --mux-tf32", "float32 with TF32")],
-)
-def test_the_precision_of_a_run(words: str, wanted: str) -> None:
-    assert parse(*words.split()).precision == wanted
-
-
-def test_tf32_on_a_cpu_is_refused_before_a_file_is_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_mux.training.run import run
-
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    arguments = parse("--mux-tf32")
-    (place / "tasks.yaml").unlink()
-    with pytest.raises(UserError, match="--mux-tf32: a CPU has no TF32"):
-        run(arguments)
 
 
 # -- the parser itself

@@ -10,8 +10,9 @@ import torch
 from megatron_mux import runtime
 from megatron_mux.adapters.diff_pruning import gate
 from megatron_mux.runtime import Parallel
+from tests.unit.adapters.plain import Reference
 from tests.unit.adapters.test_adapter_kinds import gradients, inputs, run
-from tests.unit.adapters.toy import Reference, adapter_tensors, attached, diff, make_batch
+from tests.unit.adapters.toy import adapter_tensors, attached, diff, make_batch
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.kernels.low_rank import terms
 from megatron_mux.kernels.low_rank.columns import Columns
 from megatron_mux.runtime import Parallel
+from tests.unit.adapters.plain import Reference
 from tests.unit.adapters.toy import (
-    Reference,
     Toy,
     adapter_tensors,
     assemble,
