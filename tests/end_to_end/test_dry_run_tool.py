@@ -20,8 +20,9 @@ from megatron_mux.fusion.plan import dumps, keep_tasks, plan_for
 from megatron_mux.memory.caching.settings import Settings
 from megatron_mux.memory.estimate import Prediction
 from megatron_mux.memory.stream.events import StreamBuilder
+from tests.end_to_end.estimating import OURS, TASKS
 from tests.end_to_end.forked import ROOT
-from tests.end_to_end.test_estimate_memory import OURS, TASKS, processor_seconds
+from tests.end_to_end.test_estimate_memory import processor_seconds
 from tests.end_to_end.test_plans import tool
 
 Call = Callable[..., tuple[int, str, str]]

@@ -6,7 +6,7 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,66 +19,27 @@ from megatron_mux.arguments import parse_args
 from megatron_mux.engine.planning import Planning
 from megatron_mux.fusion.plan import Plan
 from megatron_mux.fusion.step import Lengths, step_chunks
-from megatron_mux.memory.trace import tracer as tracer_module
-from megatron_mux.memory.trace.tracer import Tracer
-from megatron_mux.memory.worker import WorkerError
 from megatron_mux.tasks import load_task_file
+from tests.end_to_end.estimating import (
+    LLAMA_70B,
+    ONE_TASK,
+    OPT,
+    OURS,
+    SHALLOW,
+    TASKS,
+    TWO,
+    Call,
+    cache,
+    estimate,
+    tasks,
+    tracer,
+)
 from tests.end_to_end.forked import ROOT, Server
 from tests.end_to_end.test_plans import tool
 from tests.end_to_end.workplace import Workplace
-from tests.unit.memory.configs import CONFIGS, write
+from tests.unit.memory.configs import write
 
-Call = Callable[..., tuple[int, str, str]]
-
-OPT = CONFIGS["facebook/opt-1.3b"]
-LLAMA_70B = {
-    **CONFIGS["llama-7b"],
-    "hidden_size": 8192,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "intermediate_size": 28672,
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is kept between calls is not the user's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEGATRON_MUX_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-class _Shared(Tracer):
-    """Lives on when a tool is done with it: torch is imported once for all tests."""
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tracer() -> Iterator[None]:
-    """One process with torch for all calls within this one."""
-    shared = _Shared()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracer_module, "Tracer", lambda: shared)
-        yield
-    Tracer.__exit__(shared, None, None, None)
-
-
-@pytest.fixture
-def estimate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
-    """Runs the tool on a config with flags, the last of which win: status, output, errors."""
-    usual = ["--gpus", "4", "--gpu-memory", "16,384 MB", "--sequence-length", "512"]
-
-    def call(config: object, *more: str) -> tuple[int, str, str]:
-        write(tmp_path, config)
-        capsys.readouterr()
-        status = tool("estimate_memory").main(["--model", str(tmp_path), *usual, *more])
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return call
+__all__ = ["cache", "estimate", "tasks", "tracer"]  # fixtures
 
 
 def test_what_people_read(estimate: Call) -> None:
@@ -95,42 +56,6 @@ def test_what_people_read(estimate: Call) -> None:
     assert output.count("selected: ") == 1
     alone = estimate(OPT, "--method", "trace", "--gpu-memory", "80GiB")[1]
     assert "selected: 4DP" in alone and "fits" in alone
-
-
-OURS = {
-    "model_type": "llama", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
-    "hidden_act": "silu", "tie_word_embeddings": False,
-}  # fmt: skip
-TASKS = """
-tasks:
-  - name: a
-    adapter: {peft_type: LORA, r: 8, target_modules: [q_proj, v_proj]}
-    data: {path: missing.jsonl, max_length: 64}
-    training: {max_steps: 1}
-  - {name: b, adapter: {peft_type: PREFIX_TUNING, num_virtual_tokens: 4}, data: {path: x, max_length: 64},
-     training: {max_steps: 1, optim: sgd}}
-"""
-
-
-SHALLOW = {**OURS, "num_hidden_layers": 2}
-TWO = ("--gpus", "2")
-"""Few layers, and few divisions of them: tables of each take seconds."""
-ONE_TASK = """
-tasks:
-  - name: a
-    adapter: {peft_type: LORA, r: 8, target_modules: [q_proj, v_proj]}
-    data: {path: missing.jsonl, max_length: 64}
-    training: {max_steps: 1, per_device_train_batch_size: 4}
-"""
-
-
-@pytest.fixture
-def tasks(tmp_path: Path) -> str:
-    """A task file; its data need not be there."""
-    file = tmp_path / "tasks.yaml"
-    file.write_text(TASKS)
-    return str(file)
 
 
 def test_the_choice_for_a_task_file(estimate: Call, tasks: str) -> None:
@@ -405,66 +330,10 @@ def test_the_gpu_and_the_allocators_options_count(estimate: Call, monkeypatch: p
     assert status == 2 and not output and "expandable_segments is True or False, not 'maybe'" in line
 
 
-def test_a_step_that_cannot_be_traced_is_refused(estimate: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise WorkerError("no GPU can be pretended")
-
-    monkeypatch.setattr(Tracer, "step", fail)
-    status, output, errors = estimate(OPT, "--json", "--method", "trace")
-    (line,) = errors.splitlines()
-    assert status == 2 and not output and "its step cannot be traced: no GPU can be pretended" in line
-
-
 def test_a_picture_of_each_method(estimate: Call, tmp_path: Path) -> None:
     picture = tmp_path / "memory.svg"
     status, _, errors = estimate(OURS, "--plot", str(picture))
     assert status == 0 and not errors and picture.read_text().startswith("<?xml")
-
-
-@pytest.mark.parametrize(
-    ("config", "more", "said"),
-    [
-        (OPT, ["--gpus", "0"], "--gpus: must be a whole number of at least 1"),
-        (OPT, ["--gpus", "100000000"], "--gpus 100000000: must be at most"),
-        (OPT, ["--gpu-memory", "16 gigs"], "--gpu-memory: must be a size such as 16GiB"),
-        (OPT, ["--gpu-memory", "16"], "--gpu-memory: 16 bytes is no GPU's: give a unit, such as 80GiB"),
-        (OPT, ["--sequence-length", "1"], "--sequence-length: must be a whole number of at least 2"),
-        (OPT, ["--sequence-length", "4096"], "--sequence-length 4096: is more than the 2048 positions"),
-        (CONFIGS["bigscience/bloom-560m"], ["--sequence-length", "99999999"], "must be at most"),
-        (OPT, ["--batch-size", "99999999"], "--batch-size 99999999: must be at most"),
-        (OPT, ["--method", "guess"], "--method guess: must be one of all, ours, trace, dry-run"),
-        (OPT, ["--optimizer", "adam"], "--optimizer: invalid choice: 'adam' (choose from"),
-        (
-            OURS,
-            ["--method", "trace", "--optimizer", "adamw_8bit"],
-            "--optimizer adamw_8bit: its kernels are bitsandbytes' own, and not traced: use --method ours",
-        ),
-        (OPT, ["--device", "H9000"], "--device H9000: is not known: choose from B200"),
-        (OPT, ["--tasks", "nowhere.yaml"], "nowhere.yaml"),
-        (OPT, ["--tasks", "x.yaml", "--batch-size", "4"], "--batch-size: --tasks defines it"),
-        (OPT, ["--plot", "nowhere/memory.svg", "--method", "ours"], "there is no directory nowhere"),
-        (OPT, ["--model", "nowhere"], "nowhere cannot be read: No such file"),
-        (
-            {
-                "model_type": "deepseek_v3",
-                "num_hidden_layers": 2,
-                "hidden_size": 256,
-                "vocab_size": 100,
-                "n_routed_experts": 8,
-                "moe_intermediate_size": 64,
-            },
-            ["--method", "ours"],
-            "the attention of model_type 'deepseek_v3' is not understood",
-        ),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_line(
-    estimate: Call, config: object, more: list[str], said: str
-) -> None:
-    status, output, errors = estimate(config, *more)
-    assert status == 2 and not output
-    (line,) = errors.splitlines()
-    assert line.startswith("estimate_memory.py: ") and said in line
 
 
 def test_a_config_by_itself(estimate: Call, tasks: str, tmp_path: Path) -> None:
@@ -515,18 +384,3 @@ def test_optimizers_by_their_names(estimate: Call, optimizer: str) -> None:
         assert not errors and "trace" in by
     else:
         assert "trace" not in by and "not traced: use --method ours" in errors
-
-
-def test_lengths_that_contradict(estimate: Call, tasks: str, tmp_path: Path) -> None:
-    _, output, errors = estimate(OURS, "--tasks", tasks, "--sequence-length", "32")
-    assert not output and "task 'a': data.max_length: 64 is more than --sequence-length 32" in errors
-    assert len(errors.splitlines()) == 2, "one line for each task"
-    short = {**OURS, "max_position_embeddings": 66}
-    _, output, errors = estimate(short, "--tasks", tasks)
-    (line,) = errors.splitlines()
-    assert not output and "task 'b': data.max_length: 64 plus 4 virtual tokens is more than the 66" in line
-    command = ["--model", str(tmp_path), "--gpus", "1", "--gpu-memory", "1GiB"]
-    assert tool("estimate_memory").main([*command, "--tasks", tasks]) == 2, "of the short model still"
-    write(tmp_path, OURS)
-    assert tool("estimate_memory").main([*command, "--tasks", tasks]) == 0, "the file says all"
-    assert tool("estimate_memory").main(command) == 2

@@ -349,10 +349,7 @@ def check_victims(
 @pytest.mark.quickstart
 @pytest.mark.skipif(not (SMOLLM2 / "config.json").exists(), reason="make prepare has not been run")
 def test_gradients_together_are_those_alone_on_a_real_backbone(parallel: Parallel) -> None:
-    """Thirty layers in fp32: sums over more rows round differently, and nothing else may differ.
-
-    The tiny backbones have every kind compared; here, one that adapts all modules, one in sequence, one in attention.
-    """
+    """Thirty layers in fp32: sums over more rows round differently, and nothing else may differ."""
     backbone = Backbone.load(SMOLLM2, parallel, torch.float32)
     # At this rate the step, not the value it is taken from, decides what the sum is rounded to.
     training = {**PLAIN_SGD, "learning_rate": 1e6}
