@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_mux.backbone.model import Backbone, load_stages
+from megatron_mux.backbone.model import load_stages
 from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.engine.evaluation import evaluator
 from megatron_mux.errors import UserError
@@ -87,17 +87,3 @@ def test_one_rank_that_lacks_memory_makes_all_take_smaller_passes(
             if f"ran out of memory (rank {short} at" not in str(error):
                 problem += f" {error}"
     assert_no_problems([problem] if problem else [])
-
-
-@pytest.mark.parametrize("layout", [DATA, PIPELINE])
-def test_what_one_rank_cannot_read_ends_it_on_both(
-    layout: tuple[int, int, bool], path: Path, joined: Callable[..., Parallel]
-) -> None:
-    parallel = joined(*layout)
-    backbone = Backbone.load(path, parallel, torch.float64)
-    records = plain()
-    records.unreadable = 41 if parallel.rank == 1 else -1
-    with pytest.raises(UserError, match="rank 1: was changed while in use"):
-        evaluated(backbone, parallel, make_case("lora", path), records)
-    records.unreadable = -1
-    assert evaluated(backbone, parallel, make_case("lora", path), records).records == COUNT
