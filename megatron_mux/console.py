@@ -59,7 +59,7 @@ def progress_bar(
     """Context with a progress bar on standard error, if that is a terminal.
 
     Args:
-        what: Is done.
+        what: The name of the work.
         shown: Whether this process shows it.
         in_bytes: Whether what is counted are bytes.
         stays: Whether it stays on the terminal once all is done.

@@ -134,7 +134,8 @@ def record_steps(
         if names := [one.name for one in run.tasks if one.held_out]:
             watch.within = f"the evaluation of {', '.join(names)}"
             engine.evaluate_together(names)
-        parallel.total([False])  # as ranks compare notes between steps, in a group of all of them
+        # Between steps ranks compare notes in the group of all of them, whose communicator takes memory, too.
+        parallel.total([False])
         return Recording(recorder.done(), tuple(watch.marks))
 
 

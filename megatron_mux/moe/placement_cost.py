@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_mux.errors import UserError
 from megatron_mux.expert_shape import serving_rank
 from megatron_mux.moe.access_profile import AccessProfile
 from megatron_mux.moe.entries import Floats, Ints
@@ -184,12 +185,14 @@ def make_problem(
         seconds, groups = np.diag(paper_seconds(topology, traffic)), [0]
         compute, sets = np.zeros(len(topology.workers)), None
         sharing = np.zeros(len(topology.workers))
-    else:
+    elif objective == "full":
         outward, inward = links.matrices()
         seconds, groups = 2.0 * np.concatenate([outward, inward]), [0, len(outward)]
         own_node, shared = np.diag(inward[: len(topology.workers)]), links.shared_seconds
         sharing = np.divide(shared, own_node, out=np.zeros_like(shared), where=shared > 0)
         compute, sets = traffic.tokens * topology.row_seconds, sets_of(profile, seed)
+    else:
+        raise UserError(f"objective: must be vela or full, got {objective!r}")
     return PlacementProblem(
         access,
         topology.capacities,

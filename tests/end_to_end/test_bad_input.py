@@ -56,8 +56,10 @@ WITH_THE_BACKBONE: Mistakes = {
     "empty-file": (("data", "path", "empty.jsonl"), ["empty.jsonl"]),
     "nothing-to-learn": (("data", "path", "cut.jsonl"), ["cut.jsonl", "24"]),
     "not-utf-8": (("data", "path", "latin.jsonl"), ["latin.jsonl", "1"]),
-    "trackers": (("training", "logging_dir", "tasks.yaml/logs"), ["logging_dir", "logs/trackers"]),
     "lora-plus": (("training", "loraplus_lr_ratio", 16.0), ["loraplus_lr_ratio", "lora_B"]),
+}
+WHEN_TRACKED: Mistakes = {
+    "trackers": (("training", "logging_dir", "tasks.yaml/logs"), ["logging_dir", "logs/trackers"]),
 }
 
 
@@ -74,7 +76,9 @@ def mistaken(mistakes: Mistakes) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "mistakes", [WHEN_READ, OF_PATHS, WITH_THE_BACKBONE], ids=["when read", "of paths", "with the backbone"]
+    "mistakes",
+    [WHEN_READ, OF_PATHS, WITH_THE_BACKBONE, WHEN_TRACKED],
+    ids=["when read", "of paths", "with the backbone", "when tracked"],
 )
 def test_a_mistake_in_the_tasks(
     mistakes: Mistakes, workplace: Workplace, tmp_path: Path, server: Server

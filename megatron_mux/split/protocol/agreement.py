@@ -67,6 +67,16 @@ def problem_of_training(training: TrainingSpec) -> str:
     return ""
 
 
+def other_version(protocol: object) -> str:
+    """Why a client that speaks this version of the protocol is refused; empty if it is ours."""
+    if protocol is None or protocol == PROTOCOL:
+        return ""
+    return (
+        f"the client speaks version {str(protocol)[:20]} of the protocol, the server version {PROTOCOL}: install the "
+        "same version of megatron-mux on both"
+    )
+
+
 class Proposal(Fields):
     """What a client asks for.
 
@@ -107,16 +117,6 @@ class Proposal(Fields):
     """Whether the client sends the adapter to start from (UPLOAD) before its first request."""
     incarnation: Hex
     """Names the client's process."""
-
-    @field_validator("protocol")
-    @classmethod
-    def _known(cls, value: int) -> int:
-        if value != PROTOCOL:
-            raise problem(
-                f"the client speaks version {value} of the protocol, the server version {PROTOCOL}: install the same "
-                "version of megatron-mux on both"
-            )
-        return value
 
     @field_validator("longest")
     @classmethod

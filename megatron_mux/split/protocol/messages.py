@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, NoReturn, TypeVar
 
-from pydantic import FailFast, Field, ValidationError
+from pydantic import ConfigDict, FailFast, Field, ValidationError
 from torch import Tensor
 
-from megatron_mux.split.protocol.agreement import Count, Fields, Flag, Proposal, Size, Terms
+from megatron_mux.split.protocol.agreement import Count, Fields, Flag, Proposal, Size, Terms, other_version
 from megatron_mux.split.protocol.pieces import Piece, PieceEntry
 from megatron_mux.split.protocol.wire import HEADER_BYTES, Dtype, Flags, Kind, RefusedError, WireError
 
@@ -93,7 +93,7 @@ class Gradient(Output):
     """JSON of a GRADIENT."""
 
     squared_norm: Real | None = None
-    """Of the server's gradients, after the last BACKWARD of a step; null if it is not finite."""
+    """Of the server's gradients after the last BACKWARD of a step; null before, or if it is not finite."""
 
 
 class StateReply(Upload):
@@ -104,7 +104,9 @@ class StateReply(Upload):
 
 
 class Refusal(Fields):
-    """JSON of an ERROR."""
+    """JSON of an ERROR; one of a later version may have more."""
+
+    model_config = ConfigDict(extra="ignore")
 
     code: str
     """Name of the reason, for programs."""
@@ -182,7 +184,8 @@ def parse(kind: Kind, text: bytes | bytearray) -> Fields:
     """Read the JSON of a message.
 
     Raises:
-        RefusedError: It is not what the kind of message has: code `proposal` of a HELLO, else `json`.
+        RefusedError: It is not what the kind of message has: code `json`, or `proposal` of a HELLO of another version
+            or with a wrong field.
     """
     # Not by `model_validate_json`: each of its errors has a copy of all that was sent.
     try:
@@ -191,6 +194,8 @@ def parse(kind: Kind, text: bytes | bytearray) -> Fields:
         raise WireError("json", f"The JSON cannot be read: {error}.") from None
     if not isinstance(fields, dict):
         raise WireError("json", "The JSON must be an object.")
+    if kind is Kind.HELLO and (why := other_version(fields.get("protocol"))):
+        raise RefusedError("proposal", why)  # whatever else differs
     try:
         return SCHEMAS[kind].model_validate(fields)
     except ValidationError as error:

@@ -110,6 +110,10 @@ class PieceEntry(Fields):
         if tuple(tensor.shape) != self.local_shape:
             wanted, got = list(self.local_shape), list(tensor.shape)
             raise UserError(f"pieces: {self.key} ({self.kind}) must be {wanted}, got {got}")
+        return self.with_values(tensor)
+
+    def with_values(self, tensor: Tensor) -> Piece:
+        """The piece with values that are known to have the `local_shape`."""
         return Piece(self.key, self.kind, self.shape, tensor, self.dim, self.runs)
 
     @property
@@ -136,7 +140,11 @@ _INDEX = TypeAdapter(Annotated[list[PieceEntry], FailFast()])
 
 
 def to_index(pieces: Iterable[Piece]) -> list[dict[str, Any]]:
-    """The index of pieces, for a file or other ranks."""
+    """The index of pieces, for a file or other ranks.
+
+    Raises:
+        KeyError: A dtype has no name.
+    """
     return [PieceEntry.of(piece).model_dump(mode="json") for piece in pieces]
 
 

@@ -97,7 +97,7 @@ def decode_pieces(index: Sequence[PieceEntry], content: Bytes, limits: Limits) -
         target.copy_(torch.from_numpy(content[start:end]))
         if limits.finite and dtype.is_floating_point:
             _check_finite(repr(entry.key), tensor)
-        pieces.append(entry.piece(tensor))
+        pieces.append(entry.with_values(tensor))
         start = end
     if start != len(content):
         raise WireError(

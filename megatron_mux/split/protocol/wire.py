@@ -72,7 +72,7 @@ class Flags(IntFlag):
 
     Attributes:
         TRAINING: A backward will follow, and dropout is on.
-        LAST: The last backward of an optimizer step: the reply's JSON has `squared_norm`.
+        LAST: The last backward of an optimizer step: `squared_norm` of the reply's JSON is that of the whole step.
         NEEDS_INPUT: The reply has the gradient of the hidden states.
     """
 

@@ -18,6 +18,8 @@ from megatron_mux.split.server.bytes_in_flight import BytesInFlight
 _SECONDS_OF_A_FRAME = 30
 """Longest time between two frames of a message, in each direction: a client that stalls holds memory meanwhile."""
 _SECONDS_OF_HEARTBEAT = 5
+_JSON_READ_AT_ONCE = 64 << 10
+"""Bytes of JSON that are read on the event loop; more is read in a thread."""
 _SECONDS_OF_FIRST = 30
 """Longest time until a stream's first message, PINGs aside."""
 
@@ -60,7 +62,7 @@ class ServerStream:
         self._in_flight = in_flight
         self._client = client
         self._answered = -math.inf  # when the last PING was
-        self._queue: asyncio.Queue[tuple[Message, int] | None] = asyncio.Queue(1)
+        self._queue: asyncio.Queue[tuple[Header, Assembly] | None] = asyncio.Queue(1)
         self._taken = self._shared = (
             0  # bytes in flight of this stream: of its client's, and of all clients',
         )
@@ -73,15 +75,22 @@ class ServerStream:
         return self
 
     async def __anext__(self) -> Message:
-        """The next message. The memory of the one before counts as free from now on."""
+        """The next message. The memory of the one before counts as free from now on.
+
+        Raises:
+            RefusedError: Its content is not what its kind has; raised here, where refusals are counted and logged.
+        """
         self._give(self._handled, self._handled)
         self._handled = 0
         item = await self._queue.get()
         if item is None:
             self._queue.put_nowait(None)  # for whoever asks again
             raise StopAsyncIteration
-        message, self._handled = item
-        return message
+        header, assembly = item
+        self._handled = header.memory
+        if header.json_bytes > _JSON_READ_AT_ONCE:
+            return await asyncio.to_thread(assembly.message, self.limits)
+        return assembly.message(self.limits)
 
     async def receive_all(self) -> None:
         """Receive messages until the client ends the stream.
@@ -103,12 +112,12 @@ class ServerStream:
                 continue
             header.check(self.limits)
             self._receiving = True
-            message = await self._receive(header, frame)
-            await self._queue.put((message, header.memory))
+            assembly = await self._receive(header, frame)
+            await self._queue.put((header, assembly))
             self._receiving = False
         await self._queue.put(None)
 
-    async def _receive(self, header: Header, frame: bytes) -> Message:
+    async def _receive(self, header: Header, frame: bytes) -> Assembly:
         size = header.memory
         held = self._client.in_flight
         if size > held.most:
@@ -125,7 +134,7 @@ class ServerStream:
             assembly = Assembly(header)
             while not assembly.add(frame):
                 frame = await self._next_frame()
-        return assembly.message(self.limits)
+        return assembly
 
     async def _before(self, until: float | None) -> bytes | None:
         """The next frame, if it begins a message by then."""
