@@ -77,9 +77,7 @@ def only(**switches: Any) -> Callable[[Run], Run]:
         (ends_in_any_order, {"queues": "serial"}),
     ],
 )
-def test_another_order_hangs(
-    order: Order, switches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_order_hangs(order: Order, switches: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert hangs(order, only(**switches), monkeypatch) >= 1
 
 
