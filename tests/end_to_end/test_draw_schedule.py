@@ -170,12 +170,17 @@ def test_a_run_is_drawn_with_the_plan_of_its_timed_steps(
         (["--plan", "nowhere.json"], "nowhere.json: cannot be read: No such file"),
         (["--run", "."], "schedule.json: cannot be read"),
         (["--plan", "text.json"], "text.json: is no JSON"),
+        (["--plan", "list.json"], "list.json: is no plan"),
         (
             ["--plan", "spatial.json"],
             "has no predicted costs for bucket 0: make a plan with megatron-mux plan",
         ),
         (["--plan", "empty.json"], "has no buckets"),
         (["--plan", "uneven.json"], "uneven.json: buckets[1].forward: has 1 entries, 2 are needed"),
+        (["--plan", "plan.json", "--measured", "nowhere.json"], "nowhere.json: cannot be read"),
+        (["--plan", "plan.json", "--measured", "text.json"], "text.json: is no JSON"),
+        (["--plan", "plan.json", "--measured", "binary.json"], "binary.json: 'utf-8'"),
+        (["--plan", "plan.json", "--measured", "deep.json"], "deep.json: "),
         (["--plan", "plan.json", "--measured", "spatial.json"], "spatial.json: is no trace"),
         (
             ["--plan", "plan.json", "--measured", "odd.json"],
@@ -183,11 +188,16 @@ def test_a_run_is_drawn_with_the_plan_of_its_timed_steps(
         ),
         (["--plan", "plan.json", "--measured", "none.json"], "has no measured actions"),
         (["--plan", "plan.json", "--measured", "one.json"], "one.json: has 1 stage(s), but the plan has 2"),
+        (["--plan", "plan.json", "--measured", "far.json"], "stage(s), but the plan has 2"),
         (["--plan", "plan.json", "--output", "plan.json"], "--output plan.json: is an input"),
         (["--plan", "plan.json", "--trace", "./schedule.svg"], "is the same file as --output"),
         (
             ["--plan", "plan.json", "--output", "/proc/nowhere/a.svg"],
             "/proc/nowhere/a.svg: cannot be written",
+        ),
+        (
+            ["--plan", "plan.json", "--trace", "/proc/nowhere/a.json"],
+            "/proc/nowhere/a.json: cannot be written",
         ),
         (["--plan", ""], "--plan: must be a path"),
     ],
@@ -201,14 +211,18 @@ def test_what_is_wrong_is_said_in_one_line(
     uneven = (PLAN.buckets[0], replace(PLAN.buckets[1], forward=(0.01,)))
     for name, text in {
         "text": "{",
+        "list": "[]",
+        "deep": "[" * 100_000,
         "spatial": dumps(plan_for("spatial", {"a": 1, "b": 2}, 2)),
         "empty": dumps(replace(PLAN, buckets=())),
         "uneven": dumps(replace(PLAN, buckets=uneven)),
         "odd": json.dumps({"traceEvents": [event("0Q0.0")]}),
         "none": json.dumps({"traceEvents": []}),
         "one": json.dumps({"traceEvents": [event("0F0.0")]}),
+        "far": json.dumps({"traceEvents": [event("99999999999F0.0")]}),
     }.items():
         (tmp_path / f"{name}.json").write_text(text)
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
     status, output, errors = draw(*words)
     assert status == 2 and not output
     (line,) = errors.splitlines()

@@ -113,6 +113,9 @@ def test_everything_given() -> None:
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize(("words", "said"), [
     ("--lr 3", "--lr: this is per task: see tasks.yaml (training.learning_rate)"),
+    ("--train-iters=9", "--train-iters: this is per task: see tasks.yaml (training.max_steps or "),
+    ("--micro-batch-size 1", "this is per task: see tasks.yaml (training.per_device_train_batch_size)"),
+    ("--global-batch-size 1", "this is per task: see tasks.yaml (training.per_device_train_batch_size and "),
     ("--data-path a b c", "this is per task: see tasks.yaml (data.path)"),
     ("--fp16", "--fp16: fp16 is not supported: use --bf16"),
     ("--bf16 --mux-fp32", "--mux-fp32: contradicts --bf16: remove one of them"),
@@ -125,6 +128,10 @@ def test_everything_given() -> None:
         "--mux-expert-managers auto --mux-backbone-weights offloaded",
         "--mux-backbone-weights offloaded: not with --mux-expert-managers yet",
     ),
+    ("--use-torch-fsdp2", "--use-torch-fsdp2: adapters are small, only frozen weights are sharded: use --mux-"),
+    ("--cpu-offloading-num-layers 3", "use --recompute-granularity, or --mux-backbone-weights offloaded"),
+    ("--fp8-format hybrid", "--fp8-format: products are not computed in fp8 or fp4; --mux-backbone-dtype"),
+    ("--muon-nesterov", "--muon-nesterov: is not one of the optimizers here: choose training.optim in"),
     ("--exit-signal SIGKILL", "--exit-signal: must be a signal such as SIGUSR1, got 'SIGKILL'"),
     ("--exit-duration-in-mins 0", "--exit-duration-in-mins: must be a number of minutes"),
     ("--exp-avg-dtype bf16", "--exp-avg-dtype: only fp32 is supported, got 'bf16': adapters and their"),

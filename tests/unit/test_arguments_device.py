@@ -33,7 +33,14 @@ def test_ctas_of_messages_are_for_gpus_that_exchange_some() -> None:
     ("words", "kind", "stored", "has_bf16", "wanted", "said"),
     [
         ("", "cuda", "bfloat16", True, "bfloat16", ""),
-        ("", "cuda", "float32", True, "float32", "its config.json says float32: --bf16 or --mux-tf32"),
+        (
+            "",
+            "cuda",
+            "float32",
+            True,
+            "float32",
+            "in fp32, since its config.json says float32: --bf16 or --mux-tf32",
+        ),
         ("", "cuda", "float16", True, "float32", "says float16: --bf16"),
         ("", "cuda", None, True, "float32", "says no dtype: --bf16"),
         ("", "cuda", "bfloat16", False, "float32", "this GPU has no bfloat16"),

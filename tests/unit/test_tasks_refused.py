@@ -232,3 +232,26 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=said):
             load_task_file(path)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "package"), [("wandb", "wandb"), ("mlflow", "mlflow"), ("tensorboard", "tensorboard")]
+)
+def test_a_missing_package_of_a_tracker_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, package: str
+) -> None:
+    monkeypatch.setattr(
+        "megatron_mux.trackers.registry.find_spec", lambda name: None if name == package else name
+    )
+    assert problems_of(folder, task(training__report_to=["csv", tracker])) == [
+        f"training.report_to: {tracker} needs the package {package}: pip install {package}, or leave {tracker} out"
+    ]
+
+
+def test_a_missing_package_of_an_optimizer_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_mux.tasks.training.find_spec", lambda name: None)
+    (problem,) = problems_of(folder, task(training__optim="adamw_8bit"))
+    assert problem.startswith(
+        "training.optim: adamw_8bit needs the package bitsandbytes: pip install bitsandbytes, or"
+    )
+    assert load(folder, task(training__optim="lion_32bit"))

@@ -20,7 +20,7 @@ from megatron_mux.data import token_cache, tokenised_file
 from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.records import PromptCompletion, Record, record_of
 from megatron_mux.data.tokenise import Example, Tokeniser
-from megatron_mux.data.tokenised_file import tokenise_file
+from megatron_mux.data.tokenised_file import progress_lines, tokenise_file
 from megatron_mux.data.tokenizer import tokenizer_fingerprint
 from megatron_mux.errors import UserError
 from tests.unit.data.tiny_tokenizers import build
@@ -216,3 +216,16 @@ def test_where_tokens_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEGATRON_MUX_CACHE", str(tmp_path / "file"))
     assert directory().name == "tokens" and directory() != tmp_path / "file" / "tokens"
+
+
+def test_progress_is_told_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    said: list[str] = []
+    monkeypatch.setattr("megatron_mux.data.tokenised_file.time.monotonic", lambda: now)
+    tell = progress_lines(Path("data.jsonl"), said.append)
+    for now in (1.0, 9.0, 11.0, 12.0, 22.0):
+        tell(int(now), 44, int(100 * now))
+    assert said == [
+        "tokenising data.jsonl: 25%, 100 records/s",
+        "tokenising data.jsonl: 50%, 100 records/s",
+    ]

@@ -16,7 +16,7 @@ from megatron_mux.pipeline.action import Action
 from megatron_mux.pipeline.template import Template, gpipe, interleaved, one_f_one_b, plain
 from megatron_mux.pipeline.transfers import AHEAD, Transfer, issue_order, received_ahead, sends_kept
 from tests.unit.pipeline.nccl import Hang, World
-from tests.unit.pipeline.orders import receives_two_ahead
+from tests.unit.pipeline.orders import Order, ends_in_any_order, receives_two_ahead, sends_at_once
 from tests.unit.pipeline.pipelines import Run, checked, in_turns, play, random_run
 
 COUNT = 1000
@@ -46,9 +46,9 @@ def test_no_random_run_in_turns_hangs() -> None:
     )
 
 
-def hangs(change: Callable[[Run], Run], patch: pytest.MonkeyPatch) -> int:
-    """How many of the first random runs hang if ranks receive two ahead."""
-    patch.setattr(execution, "issue_order", receives_two_ahead)
+def hangs(order: Order, change: Callable[[Run], Run], patch: pytest.MonkeyPatch) -> int:
+    """How many of the first random runs hang if ranks follow another order."""
+    patch.setattr(execution, "issue_order", order)
     found = 0
     for seed in range(40):
         try:
@@ -65,15 +65,25 @@ def only(**switches: Any) -> Callable[[Run], Run]:
 
 
 @pytest.mark.parametrize(
-    "switches", [{"failures": 0.1}, {"waits": 0.3}, {"queues": "one"}, {"queues": "serial"}], ids=str
+    ("order", "switches"),
+    [
+        (receives_two_ahead, {"failures": 0.1}),
+        (receives_two_ahead, {"waits": 0.3}),
+        (receives_two_ahead, {"queues": "one"}),
+        (receives_two_ahead, {"queues": "serial"}),
+        (sends_at_once, {"waits": 0.3}),
+        (sends_at_once, {"queues": "serial"}),
+        (ends_in_any_order, {"waits": 0.3}),
+        (ends_in_any_order, {"queues": "serial"}),
+    ],
 )
-def test_another_order_hangs(switches: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hangs(only(**switches), monkeypatch) >= 1
+def test_another_order_hangs(order: Order, switches: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hangs(order, only(**switches), monkeypatch) >= 1
 
 
 def test_timing_waits_for_nothing_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even with receives two ahead: times are taken by events."""
-    assert hangs(only(), monkeypatch) == 0, "without any waits nothing hangs"
+    assert hangs(receives_two_ahead, only(), monkeypatch) == 0, "without any waits nothing hangs"
     waits = [play(only(timed=True)(random_run(seed)))[-1] for seed in range(20)]
     for text, run in zip(waits, map(random_run, range(20)), strict=True):
         assert "synchronize" not in text.replace("event.synchronize", "")

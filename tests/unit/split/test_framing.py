@@ -159,9 +159,13 @@ def test_json_that_tells_of_tensors_where_there_are_none() -> None:
     assert code_of(framing._cut(silent, [memoryview(bytes(8))])) == "index"
 
 
-def test_a_client_of_another_protocol_is_refused_by_name() -> None:
-    with pytest.raises(RefusedError, match="client speaks version 2 of the protocol, the server version 3"):
-        assembled(frames(hello(protocol=2, dropped_since=True)))
+@pytest.mark.parametrize(("protocol", "unknown"), [(2, 1), (4, 80)])
+def test_a_client_of_another_protocol_is_refused_by_name(protocol: int, unknown: int) -> None:
+    """Whatever else differs, and however much of it."""
+    said = f"client speaks version {protocol} of the protocol, the server version 3: install the same version"
+    with pytest.raises(RefusedError, match=said) as refused:
+        assembled(frames(hello(protocol=protocol, **{f"field_{i}": True for i in range(unknown)})))
+    assert refused.value.code == "proposal"
 
 
 def test_what_cannot_be_sent() -> None:

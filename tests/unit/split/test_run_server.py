@@ -9,7 +9,8 @@ import pytest
 
 from megatron_mux.errors import UserError
 from megatron_mux.split.server.__main__ import _check_files, build_parser
-from megatron_mux.split.server.run import _scheduler_options
+from megatron_mux.split.server.run import _run, _scheduler_options
+from tests import tiny_models
 
 
 def test_requests_are_in_the_order_of_arrival_unless_clients_have_shares(tmp_path: Path) -> None:
@@ -44,3 +45,17 @@ def test_a_directory_of_certificates_stands_for_their_files(tmp_path: Path) -> N
     _check_files(arguments)
     files = arguments.tls_cert, arguments.tls_key, arguments.client_ca
     assert [file.name for file in files] == ["mine.pem", "server.key", "ca.pem"]
+
+
+def test_clients_leave_the_server_a_layer(tmp_path: Path) -> None:
+    words = [
+        "--backbone",
+        str(tiny_models.make(tmp_path, "llama", num_hidden_layers=4)),
+        "--listen",
+        "localhost:1",
+    ]
+    words += ["--tensor-model-parallel-size", "3", "--least-cut-back", "1", "--least-cut-front"]
+    with pytest.raises(UserError, match="--least-cut-front 3 and --least-cut-back 1 leave no layer of 4"):
+        _run(build_parser().parse_args([*words, "3"]), "split_server.py")
+    with pytest.raises(UserError, match="3"):  # the next mistake
+        _run(build_parser().parse_args([*words, "2"]), "split_server.py")

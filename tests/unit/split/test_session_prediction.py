@@ -139,19 +139,21 @@ def test_what_cannot_be_predicted_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("changes", "first", "code", "why"),
+    ("changes", "layers", "code", "why"),
     [
-        ({"cut_back": 3}, 1, "proposal", "leave no layer of 4"),
-        ({}, 2, "proposal", "holds layers 2 to 3: it needs at least --cut-front 2"),
-        ({"rows": 1 << 20}, 1, "too_large", "a request of 1048576 tokens"),
+        ({"cut_back": 3}, range(1, 4), "proposal", "leave no layer of 4"),
+        ({}, range(2, 4), "proposal", "holds layers 2 to 3: it needs at least --cut-front 2"),
+        ({"cut_back": 0}, range(1, 3), "proposal", "--cut-back 1"),
+        ({"rows": 1 << 20}, range(1, 4), "too_large", "a request of 1048576 tokens"),
     ],
 )
 def test_what_does_not_fit_the_server_is_not_predicted(
-    answered: list[Future[Memory]], changes: dict[str, Any], first: int, code: str, why: str
+    answered: list[Future[Memory]], changes: dict[str, Any], layers: range, code: str, why: str
 ) -> None:
-    asked, layers = proposal(**{**ASKED, **changes}), range(first, 4)
+    asked = proposal(**{**ASKED, **changes})
     with pytest.raises(RefusedError, match=why) as refused:
-        asyncio.run(examine(asked, info(4).shape, layers, 1 << 20, SessionPredictor(PLACE)))
+        examined = examine(asked, info(4).shape, layers, 1 << 20, SessionPredictor(PLACE))
+        asyncio.run(asyncio.wait_for(examined, 10))
     assert refused.value.code == code and not answered
 
 

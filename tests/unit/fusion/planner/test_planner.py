@@ -63,6 +63,25 @@ def test_a_plan_is_whole_deterministic_and_runnable(seed: int, mesh: Mesh) -> No
     assert padding["plan"] <= padding["within_tasks"] <= padding["zero_padded"]
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([1, 2, 4]), st.floats(0.02, 1.5))
+def test_a_plan_keeps_to_memory_or_says_who_does_not_fit(seed: int, stages: int, share: float) -> None:
+    loads, mesh = backbone.random_loads(seed), Mesh(pipeline=stages)
+    free = planner(mesh).plan(loads)
+    limit = share * max(free.memory_bytes)
+    try:
+        plan = planner(mesh, memory_limit=limit).plan(loads)
+    except UserError as error:
+        for problem in error.problems:
+            assert "give more memory" in problem
+            assert "the memory limit of" in problem or any(repr(name) in problem for name in loads)
+        with pytest.raises(UserError):
+            planner(mesh, memory_limit=limit).check(loads)
+        return
+    assert max(plan.memory_bytes) <= limit * (1 + 1e-9)
+    planner(mesh, memory_limit=limit).check(loads)
+
+
 def test_what_would_make_a_task_fit_makes_it_fit() -> None:
     loads = {"long": backbone.load("long", [512]), "short": backbone.load("short", [16])}
     mesh = Mesh()

@@ -207,3 +207,9 @@ def test_a_free_that_belongs_to_no_layer_in_particular() -> None:
 
     with pytest.raises(StreamError, match="allocated elsewhere"):
         extended(step(2, 1), step(3, 0), 4)
+
+
+def test_fewer_than_two_layers() -> None:
+    program = forward_and_backward()
+    with pytest.raises(StreamError, match="1 layers are not 1 and then groups of 1"):
+        extended(run(program, 2), run(program, 3), 1)

@@ -155,3 +155,24 @@ def test_a_save_writes_the_tasks_that_it_is_due_for_and_names_the_last_checkpoin
     assert said["due"].checkpoint == "due/checkpoint-8" and said["due"] is not due
     assert said["other"] == before
     assert (said["paused"].checkpoint, said["paused"].status) == ("paused/checkpoint-6", "paused")
+
+
+@pytest.mark.parametrize(
+    ("step", "good", "said"),
+    [
+        (6, True, "its last adapter is kept"),  # it ran out of memory
+        (6, False, "its adapter before the failing step is kept (no earlier save is known to be good)"),
+        (4, False, "its last good adapter is kept"),
+    ],
+)
+def test_which_adapter_of_a_failed_task_is_kept_is_said(step: int, good: bool, said: str) -> None:
+    told: list[str] = []
+    registry: Any = SimpleNamespace(
+        entries={"a": entry_of("a", step, good)}, reporter=SimpleNamespace(say=told.append)
+    )
+    saver: Any = SimpleNamespace(directory=Path("out"), wait=lambda: told.append("complete"))
+    saves = Saves(registry, saver, Path("backbone"), StepLoop(False, False), 0)
+    saves.task_done("a", StepResult(step, 30, 1.0, 1.0, 1e-3, 10, "running"))
+    assert told == []
+    saves.task_done("a", StepResult(step, 30, 1.0, 1.0, 1e-3, 10, "failed"))
+    assert told == ["complete", f"a: {said}: out/a/checkpoint-{step}"]
