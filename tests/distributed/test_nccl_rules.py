@@ -60,6 +60,7 @@ class Scenario:
 # What happens between calls happens to plans that are not tested without it as well: each call is one by itself.
 SCENARIOS = {
     "rolling": Scenario("spatial"),
+    "flushed": Scenario("temporal", steps=(1, 1)),
     "gpipe": Scenario("gpipe"),
     "side by side": Scenario("side by side"),
     "planned": Scenario("auto", pipeline=2),

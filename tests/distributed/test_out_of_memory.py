@@ -84,15 +84,23 @@ def undisturbed(path: Path, joined: Callable[..., Parallel]) -> Found:
     return trained(joined, path, 1, (), "spatial")
 
 
+# Each division with both policies and both ways to run out; each policy with each way on two divisions.
+DIVISIONS: dict[str, tuple[int, Split]] = {
+    "DP4": (1, ()),
+    "PP2": (2, ()),
+    "virtual": (2, (1, 1, 1, 1)),
+    "PP4": (4, ()),
+}
+ALIKE = (("temporal", "passes"), ("spatial", "ends"))
+CROSSED = (("temporal", "ends"), ("spatial", "passes"))
+
+
 @pytest.mark.parametrize(
     ("pipeline", "split", "policy", "short"),
     [
-        (1, (), "temporal", "ends"),
-        (1, (), "spatial", "passes"),
-        (2, (), "temporal", "passes"),
-        (2, (), "spatial", "ends"),
-        (2, (1, 1, 1, 1), "temporal", "ends"),
-        (4, (), "spatial", "passes"),
+        (*DIVISIONS[name], *pair)
+        for name, pairs in (("DP4", CROSSED), ("PP2", ALIKE), ("virtual", CROSSED), ("PP4", ALIKE))
+        for pair in pairs
     ],
 )
 def test_one_rank_out_of_memory_costs_nobody_a_step(

@@ -41,7 +41,7 @@ def wanted(path: Path, once: Callable[[str, Callable[[Path], object]], Path]) ->
 
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "residence"),
-    [(2, 2, "resident"), (1, 2, "sharded-offloaded")],
+    [(2, 2, "resident"), (1, 2, "sharded-offloaded"), (2, 1, "sharded")],
 )
 def test_tasks_come_out_as_from_qlora(
     tensor: int,

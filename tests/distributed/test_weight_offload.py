@@ -1,8 +1,9 @@
-"""Wherever frozen weights live between uses, tasks come out as where every rank holds all of them; fp64."""
+"""Wherever frozen weights live between uses, tasks come out as from one process that holds all of them; fp64."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,16 @@ def path(once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     return once("tied", lambda directory: tiny_models.make(directory, "llama-tied")) / "llama-tied"
 
 
+def alone(joined: Callable[..., Parallel]) -> Parallel:
+    """This process as the whole world."""
+    here = joined(1, 1)
+    return replace(here, rank=0, world_size=1, dp_rank=0, dp_size=1, dp_group=here.tp_group)
+
+
 @pytest.fixture(scope="module")
 def wanted(path: Path, joined: Callable[..., Parallel]) -> tuple[Results, Tensors]:
-    """What data-parallel ranks make of the tasks, with all weights in the memory of each."""
-    return train_on(joined, path, cases_of("llama", 96), LAYOUTS[0], "spatial")
+    """What one process makes of the tasks."""
+    return train_on(lambda *_: alone(joined), path, cases_of("llama", 96), LAYOUTS[0], "spatial")
 
 
 @pytest.mark.parametrize(
@@ -75,14 +82,13 @@ def test_an_evaluation_finds_the_same(
     monkeypatch.setattr(evaluator, "TOKENS_PER_PASS", 40)
     monkeypatch.setattr(evaluator, "PASSES_PER_STAGE", 2)
 
-    def result(layout: tuple[int, int], kind: Kind) -> EvalResult:
-        parallel = joined(*layout)
+    def result(parallel: Parallel, kind: Kind) -> EvalResult:
         backbone = Backbone.load(path, parallel, torch.float64, residence=kind)
         records = classified(choices) if choices else uneven(plain(), 4)
         return evaluated(backbone, parallel, make_case("lora", path), records)
 
-    wanted = result((1, 1), "resident")
-    found = result(layout, "sharded")
+    wanted = result(alone(joined), "resident")
+    found = result(joined(*layout), "sharded")
     same = found.loss == pytest.approx(wanted.loss, rel=1e-9) and found.accuracy == wanted.accuracy
     assert_no_problems([] if same and found.records == COUNT else [f"{found} != {wanted}"])
 

@@ -114,7 +114,7 @@ def test_a_hundred_tasks_come_and_go_within_the_budget(parallel: Parallel, tmp_p
     assert waited > 5 and injected > 20 and len(left) > 5
     assert finished.keys() == cases.keys() - left, "every task that was taken in and stayed"
     single = Engine(backbone, parallel)
-    for name, tensors in sorted(finished.items())[::10]:
+    for name, tensors in sorted(finished.items())[::5]:
         wanted, expected = alone(cases[name], single)
         assert_close(tensors, wanted, 1e-8, name)
         assert max(abs(a - b) for a, b in zip(losses[name], expected, strict=True)) < 1e-8

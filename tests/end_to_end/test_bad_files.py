@@ -205,6 +205,7 @@ def tasks_of(manifest: Path) -> list[dict[str, Any]]:
 FULL_DISKS: dict[str, tuple[Fault | None, int | None]] = {
     "while an adapter is written": (Fault("megatron_mux.checkpoint:write_tensors", 3, "no space"), None),
     "while a manifest is written": (Fault("megatron_mux.files:os.replace", 4, "no space"), None),
+    "while a checkpoint is renamed": (Fault("os:rename", 4, "no space"), None),
     # A real refusal by the operating system, in the middle of a write.
     "while files grow": (None, 9000),
 }

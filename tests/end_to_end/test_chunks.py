@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 import torch
 
 from megatron_mux.backbone.model import Backbone
-from megatron_mux.engine import Planning
+from megatron_mux.engine import Planning, prepared
+from megatron_mux.fusion.plan import Plan
+from megatron_mux.fusion.step import Lengths, StepChunks, step_chunks
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.conftest import BackboneOf, PathOf
 from tests.end_to_end.families import FAMILIES, lora
@@ -27,13 +31,31 @@ def cases_of(path: Path, family: str) -> list[Case]:
     return list(make_cases(path, sections, PLAIN_SGD, lengths=LENGTHS).values())
 
 
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Within, the chunks of each micro-batch that is prepared."""
+    found: list[int] = []
+
+    def chunks(plan: Plan, lengths: Mapping[str, Lengths], data_rank: int = 0) -> StepChunks:
+        chunked = step_chunks(plan, lengths, data_rank)
+        found.extend(count for bucket in chunked.sizes for count in bucket)
+        return chunked
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepared, "step_chunks", chunks)
+        yield found
+
+
 def check(
     backbone: Backbone, cut: Backbone, parallel: Parallel, cases: list[Case], *plannings: Planning
 ) -> None:
-    """Each of the plans leads to the same gradients on `cut` as whole packs on `backbone`."""
+    """Each of the plans leads to the same gradients on `cut` as whole packs on `backbone`, and does cut packs."""
     whole = moved(backbone, parallel, cases)
     for planning in plannings:
-        for name, found in moved(cut, parallel, cases, planning=planning).items():
+        with counted() as chunks:
+            gradients = moved(cut, parallel, cases, planning=planning)
+        assert planning.chunk is not None and max(chunks) > LENGTHS[1] // planning.chunk // 2, chunks
+        for name, found in gradients.items():
             assert_close(found, whole[name], EXACT, f"{name} {planning.chunk}")
 
 
@@ -46,6 +68,22 @@ def test_exact_in_fp64(
     backbone = backbone_of(family, torch.float64)
     plannings = [Planning("spatial", 1, micro_batches=micro_batches, chunk=chunk) for chunk in (CHUNK, 16)]
     check(backbone, backbone, parallel, cases_of(path_of(family), family), *plannings)
+
+
+def test_masks_and_later_steps_are_the_same(
+    backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
+) -> None:
+    backbone, targets = backbone_of("llama", torch.float64), FAMILIES["llama"]
+    sections = {name: lora(targets.mixed, r=3, lora_dropout=0.2) for name in ("one", "other")}
+    training = {**PLAIN_SGD, "learning_rate": 0.3}
+    cases = list(make_cases(path_of("llama"), sections, training, lengths=LENGTHS).values())
+    whole = train(backbone, parallel, cases, 3)
+    with counted() as chunks:
+        cut = train(backbone, parallel, cases, 3, planning=Planning("spatial", 1, chunk=CHUNK))
+    assert max(chunks) > 1
+    for case in cases:
+        assert cut.losses(case.name) == pytest.approx(whole.losses(case.name), rel=1e-6)  # reported in fp32
+        assert_close(cut.tensors[case.name], whole.tensors[case.name], EXACT, case.name)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])

@@ -16,10 +16,11 @@ from megatron_mux.checkpoint import SavedTask, TaskToSave
 from megatron_mux.engine import Engine, Task
 from megatron_mux.fusion.plan import plan_for
 from megatron_mux.runtime import Parallel
+from megatron_mux.tasks import TaskSpec
 from megatron_mux.tasks.start import with_stored_config
 from tests.end_to_end.conftest import BackboneOf, PathOf
-from tests.end_to_end.families import FAMILIES, ia3, loha, lora, prefix, vera
-from tests.end_to_end.harness import Case, adapter, assert_same, engine_logits, random_records
+from tests.end_to_end.families import FAMILIES, bottleneck, diff_pruning, ia3, loha, lora, prefix, vera
+from tests.end_to_end.harness import Case, adapter, assert_close, assert_same, engine_logits, random_records
 from tests.reference import peft_solo
 
 pytestmark = pytest.mark.versions
@@ -134,3 +135,49 @@ def test_a_task_starts_from_what_peft_saved(
             assert_same_logits(engine, case, model)
         finally:
             engine.remove_task(name)
+
+
+def test_own_kinds_come_back_as_they_were(
+    backbone_of: BackboneOf, parallel: Parallel, tmp_path: Path
+) -> None:
+    backbone, targets = backbone_of("llama"), FAMILIES["llama"]
+    own = {
+        "bottleneck": bottleneck(targets.outputs, non_linearity="silu"),
+        "diff": diff_pruning(targets.query_value),
+    }
+    for name, section in own.items():
+        case = make_case(name, section)
+        engine = Engine(backbone, parallel)
+        engine.register_tasks([case.task])
+        for _ in range(3):
+            engine.step()
+        before, logits = adapter(engine, name), engine_logits(engine, case, case.records.pairs[:3])
+        directory = save(engine, case, tmp_path / name)
+        engine.remove_task(name)
+        assert (
+            json.loads((directory / "adapter_config.json").read_text())["peft_type"] == section["peft_type"]
+        )
+        spec = TaskSpec.model_validate(
+            {**case.spec.plain(), "adapter": {**section, "adapter_name_or_path": str(directory)}}
+        )
+        engine.register_tasks(
+            [
+                Task(
+                    spec,
+                    case.records.as_dataset(),
+                    initial=read_adapter(directory, spec.adapter, backbone.shape),
+                )
+            ]
+        )
+        try:
+            if name == "bottleneck":
+                assert_same(adapter(engine, name), before, name)
+            again = engine_logits(engine, case, case.records.pairs[:3])
+            assert_close(dict(enumerate_keys(again)), dict(enumerate_keys(logits)), 1e-5, name)
+        finally:
+            engine.remove_task(name)
+
+
+def enumerate_keys(tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
+    """Tensors by their place."""
+    return [(str(i), tensor) for i, tensor in enumerate(tensors)]

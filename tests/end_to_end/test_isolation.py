@@ -44,6 +44,7 @@ from tests.reference import solo
 EXACT = 1e-10  # fp64
 SMOLLM2 = Path(os.environ.get("SMOLLM2", ".quickstart/backbone"))
 VOCABULARY = 96
+ALONE = ("llama", "gpt2", "gemma3_text")  # transposed weights, a sliding window
 PLAIN_SGD = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
 ADAMW = {"learning_rate": 1e-3, "lr_scheduler_type": "constant"}
 
@@ -59,9 +60,8 @@ def kinds(targets: Targets) -> dict[str, dict[str, Any]]:
         "ia3": ia3(targets),
         "dora": lora(targets.mixed, r=4, use_dora=True, rank_pattern={targets.mixed[0]: 6}),
         **({} if targets.transposed else {"loha": loha("all-linear", r=3)}),
-        "vera": vera(
-            targets.mixed, save_projection=False
-        ),  # of fixed matrices there is no gradient to compare
+        # Of fixed matrices there is no gradient to compare.
+        "vera": vera(targets.mixed, save_projection=False),
     }
 
 
@@ -103,11 +103,11 @@ def moved(
 def test_gradients_together_are_those_alone(
     family: str, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
 ) -> None:
-    """Each task by itself with the first family, thirds of them with others, whose attention and modules differ."""
+    """Each task by itself with families whose attention and modules differ most, thirds of them with others."""
     backbone = backbone_of(family, torch.float64)
     cases = make_cases(path_of(family), kinds(FAMILIES[family]), PLAIN_SGD)
     together = moved(backbone, parallel, list(cases.values()))
-    parts = len(cases) if family == "llama" else 3
+    parts = len(cases) if family in ALONE else 3
     for part in (list(cases.values())[i::parts] for i in range(parts)):
         for name, alone in moved(backbone, parallel, part).items():
             assert_close(together[name], alone, EXACT, name)
@@ -240,6 +240,7 @@ POISONS: dict[str, Poison] = {
 }
 
 
+@pytest.mark.parametrize("lengths", [(12, 12), (4, 24)], ids=["equal", "uneven"])
 @pytest.mark.parametrize(
     ("poison", "dtype"),
     [(poison, (torch.float32, torch.float64)[i // 2 % 2]) for i, poison in enumerate(POISONS)],
@@ -247,6 +248,7 @@ POISONS: dict[str, Poison] = {
 def test_a_poisoned_neighbour_changes_nothing(
     poison: str,
     dtype: torch.dtype,
+    lengths: tuple[int, int],
     backbone_of: BackboneOf,
     path_of: PathOf,
     parallel: Parallel,
@@ -257,9 +259,8 @@ def test_a_poisoned_neighbour_changes_nothing(
     poisoned = {"poisoned": lora(FAMILIES["llama"].query_value, r=4)}
     before = {name: all_kinds[name] for name in ("lora", "prefix", "diff-pruning")}
     after = {name: all_kinds[name] for name in ("lora-everywhere", "bottleneck", "ia3")}
-    lengths = (12, 12) if dtype == torch.float32 else (4, 24)
     cases = make_cases(path_of("llama"), before | poisoned | after, ADAMW, dtype, lengths)
-    about = str(dtype)
+    about = f"{dtype} {lengths}"
     check_victims(backbone_of("llama", dtype), parallel, cases, POISONS[poison], known, (about, about))
 
 

@@ -31,7 +31,7 @@ from tests.reference.loop import SoloResult
 pytestmark = pytest.mark.versions
 
 STEPS = 20
-FEWER = 5  # where a family's modules are what is compared: one family goes on for all steps
+FEWER = 8  # where a family's modules are what is compared: one family of each kind goes on for all steps
 LOSS = 1e-4  # relative, every step
 ADAPTER = 2e-3  # relative Frobenius norm of every tensor after the last step
 VOCABULARY = 96  # of the smallest tiny model
@@ -157,7 +157,7 @@ def test_lora_of_attention_and_experts_together_is_as_with_peft_alone(
         lora(["o_proj"], r=6, target_parameters=["experts.down_proj"], lora_alpha=3),
         lora(["q_proj"], r=4, target_parameters=["gate_up_proj"], use_rslora=True),
     )
-    check(path, backbone_of(family), parallel, adapters, FEWER)
+    check(path, backbone_of(family), parallel, adapters, STEPS if family == "mixtral" else FEWER)
 
 
 def other_kinds(targets: Targets) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from tests.end_to_end.harness import Case, adapter, assert_close, assert_same, r
 from tests.end_to_end.test_export import assert_same_logits, save
 from tests.reference import peft_solo
 
-STEPS = 8
+STEPS = 20
 LOSSES = 1e-4
 BOTH = {"embed_tokens": [7, 3, 90, 41], "lm_head": [7, 3, 90, 41]}
 FIELDS: dict[str, dict[str, Any]] = {
@@ -78,10 +78,8 @@ def test_tasks_train_as_with_peft(
         assert_close(trained.tensors[case.name], alone.tensors, 2e-3, case.name)
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [("gpt2", "both"), ("gpt2", "other tokens"), ("gemma3_text", "both"), ("gemma3_text", "tokens")],
-)
+@pytest.mark.parametrize("name", ["both", "tokens", "other tokens"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma3_text"])
 def test_other_families_train_as_with_peft(
     family: str, name: str, backbone_of: BackboneOf, path_of: PathOf, parallel: Parallel
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -151,19 +152,16 @@ def test_layers_are_recomputed_on_a_gpu_where_a_run_would(plan: Call, one_kind: 
 
     gpu = ("--device", "H100", "--bf16", "--tasks", one_kind)
 
-    def needed(*more: str) -> tuple[int, int]:
-        """KiB for which there is no plan, and slightly more, for which there is one."""
-        low, high = 64, 1 << 20
-        while high > 1.03 * low:
-            middle = int((low * high) ** 0.5)
-            status = plan(*gpu, "--memory-limit", f"{middle}KiB", "--json", *more)[0]
-            low, high = (low, middle) if status == 0 else (middle, high)
-        return low, high
+    def fits(kib: int, *more: str) -> bool:
+        return plan(*gpu, "--memory-limit", f"{kib}KiB", "--json", *more)[0] == 0
 
-    too_little, least = needed()
-    full = ("--recompute-granularity", "full", "--json")
-    found = [plan(*gpu, "--memory-limit", f"{kib}KiB", *full)[0] for kib in (too_little, least)]
-    assert found == [2, 0] and least < needed("--recompute-granularity", "selective")[0]
+    low, least = 64, 1 << 20
+    while least - low > 1:
+        middle = math.isqrt(low * least) if least > 1.03 * low else (low + least) // 2
+        low, least = (low, middle) if fits(middle) else (middle, least)
+    full, selective = (("--recompute-granularity", what) for what in ("full", "selective"))
+    assert fits(least, *full) and not fits(least - 1, *full), "the least of a run that recomputes all layers"
+    assert not fits(least, *selective)
     given = ("--memory-limit", f"{least}KiB")
     status, output, errors = plan(*gpu, *given)
     assert status == 0 and "layers are recomputed (--recompute-granularity full)" in errors

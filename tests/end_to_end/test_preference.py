@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
@@ -33,12 +34,13 @@ from tests.end_to_end.preference_tasks import (
     section,
     steps_of,
 )
+from tests.end_to_end.ranks import run_ranks
 from tests.end_to_end.workplace import Workplace
 from tests.reference import solo
 from tests.reference.peft_solo import load_model, wrap
 from tests.reference.trl_solo import TrlResult, train_trl
 
-STEPS = 8
+STEPS = 20
 SKY = [{"role": "user", "content": "w1 w2"}]
 LOSS = 1e-4  # relative, every step
 NOISE = 1e-5  # absolute, of rewards near zero: differences of sums of about 30
@@ -270,6 +272,40 @@ def test_a_run_reports_rewards_and_resumes_exactly(
         assert {"rewards/chosen", "rewards/margins", "logps/rejected"} <= keys
         assert {"eval_loss", "eval_accuracy", "eval_rewards/chosen"} <= keys
         assert ("kl" in keys) == (name == "kto")
+
+
+def test_a_run_on_two_pipeline_stages_gives_what_trl_gives(
+    place: Workplace, server: Server, initial: dict[str, Tensor], alone: dict[str, TrlResult], tmp_path: Path
+) -> None:
+    start: Any = wrap(load_model(place.backbone), LORA, initial)
+    start.save_pretrained(tmp_path / "start")
+    from_start = {"adapter": {"adapter_name_or_path": str(tmp_path / "start")}}
+    tasks = {
+        name: section(place, more["loss"], STEPS, **{k: v for k, v in more.items() if k != "loss"})
+        | from_start
+        for name, more in FIELDS.items()
+    }
+    data = {"path": str(place.root / "pairs.jsonl"), "max_length": 24}
+    for case in supervised():
+        tasks[case.name] = {"adapter": case.adapter, "training": case.training, "data": data}
+    file = place.write_tasks("two-stages.yaml", tasks)
+    save, cache = tmp_path / "run", tmp_path / "cache"
+    flags = ("--pipeline-model-parallel-size", "2", "--save", save, "--mux-data-cache", cache)
+    runs = run_ranks(server, place.arguments(*flags, tasks=file), 2)
+    assert [run.status for run in runs] == [0, 0], "".join(run.errors for run in runs)
+    for name, wanted in alone.items():
+        parts = FIELDS[name].get("gradient_accumulation_steps", 1)
+        steps = [line for line in metrics(save, name) if "loss" in line]
+        assert len(steps) == STEPS
+        for step, line in enumerate(steps):
+            losses = wanted.losses[step * parts : (step + 1) * parts]
+            assert line["loss"] == pytest.approx(sum(losses) / parts, rel=LOSS), f"{name} step {step + 1}"
+            rewards = {key: line[key] for key in line if key.startswith("rewards/")}
+            assert {"rewards/chosen", "rewards/margins"} <= rewards.keys()
+            for key, value in rewards.items():
+                assert value == pytest.approx(wanted.logs[step][key], rel=LOSS, abs=NOISE), f"{name} {key}"
+        tensors = load_file(save / name / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+        assert_close(tensors, wanted.tensors, ADAPTER, name)
 
 
 def test_defaults_are_those_of_trl(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.end_to_end.workplace import TASKS, Workplace
 
 # When the run is killed: after so many of its 14 steps (none: while it still reads), and so many milliseconds more. A
 # step with its save takes about 40. `PLACES` are those that such moments may miss.
-MOMENTS = [(steps, random.Random(2024 + steps).randrange(40)) for steps in (0, 5, 12)]
+MOMENTS = [(steps, random.Random(2024 + steps).randrange(40)) for steps in (0, 2, 5, 8, 12)]
 TRIES = 5
 # And at exact places of a save: a file half written, before and after a checkpoint or a manifest gets its name.
 PLACES = {

@@ -75,3 +75,9 @@ def test_a_plan_for_virtual_stages_is_followed(workplace: Workplace, server: Ser
     run(server, workplace, tmp_path / "run", *PIPELINE, "--mux-plan", file)
     planned, taken = (json.loads(path.read_text()) for path in (file, tmp_path / "run" / "plan.json"))
     assert (taken["virtual"], taken["split"]) == (planned["virtual"], planned["split"]) == (2, [1, 1, 1, 1])
+
+
+def test_weights_in_host_memory_change_nothing(virtual: Path, workplace: Workplace, server: Server) -> None:
+    save = workplace.root / "offloaded"
+    run(server, workplace, save, *VIRTUAL, "--mux-backbone-weights", "offloaded")
+    assert_same_outcome(save, virtual)

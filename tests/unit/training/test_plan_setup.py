@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
@@ -30,7 +30,6 @@ from tests.unit.fusion import backbone
 from tests.unit.memory.traced import LLAMA
 
 GIB = 1 << 30
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 def rank(device: str, *others: float) -> Any:
@@ -98,13 +97,13 @@ def fits(context: PlanningContext, recompute: Recompute, limit: float) -> bool:
     return True
 
 
-def needed(context: PlanningContext, recompute: Recompute) -> tuple[float, float]:
-    """Bytes into which the tasks do not fit, and slightly more, into which they do."""
-    low, high = 2.0**20, 2.0**40
-    while high > 1.01 * low:
-        middle = (low * high) ** 0.5
+def needed(context: PlanningContext, recompute: Recompute) -> float:
+    """The least bytes into which the tasks fit."""
+    low, high = 0, 1 << 40
+    while high - low > 1:
+        middle = (low + high) // 2
         low, high = (low, middle) if fits(context, recompute, middle) else (middle, high)
-    return low, high
+    return high
 
 
 def test_a_gpu_recomputes_layers_where_a_task_does_not_fit_otherwise(tmp_path: Path) -> None:
@@ -115,9 +114,8 @@ def test_a_gpu_recomputes_layers_where_a_task_does_not_fit_otherwise(tmp_path: P
     profile = roofline(info.shape, {"device": "H100", "kind": "cuda", "threads": 1}, 2, 1)
     context = PlanningContext(profile, info, itemsize=2, tasks=loads)
     context = replace(context, tables=RunTables(context, None, lambda text: None))
-    below, least = zip(*(needed(context, recompute) for recompute in RECOMPUTE), strict=True)
-    none, selective, full = least
-    assert full < below[1] < selective < below[0], "attention's output alone is not kept"
+    least = {recompute: needed(context, recompute) for recompute in get_args(Recompute)}
+    assert least["full"] < least["selective"] < least["none"], "attention's output alone is not kept"
 
     def chosen(limit: float | None, device: str = "cuda", asked: str | None = None) -> str:
         said: list[str] = []
@@ -126,10 +124,10 @@ def test_a_gpu_recomputes_layers_where_a_task_does_not_fit_otherwise(tmp_path: P
         assert found.memory_limit == limit and bool(said) == (found.recompute == "full")
         return found.recompute
 
-    assert chosen(None) == chosen(none) == "none"
-    assert chosen(below[0]) == chosen(full) == "full"
-    assert chosen(below[2]) == "full", "the planner then says what does not fit"
-    assert chosen(full, device="cpu") == chosen(full, asked="selective") == "none"
+    assert chosen(None) == chosen(least["none"]) == "none"
+    assert chosen(least["none"] - 1) == chosen(least["full"]) == "full"
+    assert chosen(least["full"] - 1) == "full", "the planner then says what does not fit"
+    assert chosen(least["full"], device="cpu") == chosen(least["full"], asked="selective") == "none"
 
 
 class Unpredicted:
