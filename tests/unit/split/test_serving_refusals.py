@@ -17,7 +17,7 @@ from megatron_mux.split.protocol.messages import Decision, State, Upload
 from megatron_mux.split.protocol.pieces import Piece
 from megatron_mux.split.protocol.wire import Dtype, Flags, Kind, RefusedError
 from tests.unit.split.caller import Caller, backbone, equal, parallel, path, server
-from tests.unit.split.hostile_stream import AnyFields
+from tests.unit.split.hostile_stream import AnyFields, hello
 from tests.unit.split.running_server import RunningServer, running_server
 
 __all__ = ["backbone", "parallel", "path", "server"]  # fixtures
@@ -102,6 +102,29 @@ def test_requests_that_are_refused_change_nothing(server: RunningServer, change:
     fresh = Caller(server, task="fresh")
     fresh.join()
     assert equal(fresh.train_step(), wanted)
+
+
+@pytest.mark.parametrize("kind", [Kind.HELLO, Kind.STATE])
+def test_refusals_of_json_are_counted_and_logged(
+    server: RunningServer, caplog: pytest.LogCaptureFixture, kind: Kind
+) -> None:
+    """As those of what the JSON asks for, though it is the stream that finds them."""
+    caller = Caller(server)
+    if kind is Kind.HELLO:
+        message, code, why = hello(protocol=4), "proposal", "client speaks version 4 of the protocol"
+    else:
+        caller.join()
+        message = caller.message(Kind.STATE, AnyFields(content={"first": -1}))
+        code, why = "json", "STATE: first: Input should be greater than or equal to 0"
+    counted = server.server.metrics.refused.labels(code)
+    assert counted._value.get() == 0
+    with pytest.raises(RefusedError, match=why) as refused:
+        caller.call(message)
+    assert refused.value.code == code and counted._value.get() == 1
+    (logged,) = [record for record in caplog.records if record.message == "refused"]
+    fields = vars(logged)["fields"]
+    assert logged.levelname == "WARNING" and (fields["client"], fields["code"]) == ("local", code)
+    assert why in fields["why"]
 
 
 @pytest.mark.parametrize(
