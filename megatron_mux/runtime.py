@@ -188,14 +188,15 @@ def initialize(
         distributed_timeout_minutes=timeout_minutes,
     )
     placed = _place(mpu, chosen, sequence_parallel)
-    if expert_managers:  # but for the experts', groups of the master and of managers have one process
-        own = placed.tp_group
-        managed = managed_experts(own, chosen, timeout_minutes)
-        placed = replace(
-            placed, dp_rank=0, dp_size=1, dp_group=own, model_group=managed.group, experts=managed
-        )
-    _current = placed
-    return placed
+    _current = _with_managers(placed, timeout_minutes) if expert_managers else placed
+    return _current
+
+
+def _with_managers(alone: Parallel, timeout_minutes: float) -> Parallel:
+    """The place of the master or of an expert manager, whose other groups have this process only."""
+    own = alone.tp_group
+    experts = managed_experts(own, alone.device, timeout_minutes)
+    return replace(alone, dp_rank=0, dp_size=1, dp_group=own, model_group=experts.group, experts=experts)
 
 
 def _place(mpu: Any, device: torch.device, sequence_parallel: bool, **groups: dist.ProcessGroup) -> Parallel:

@@ -165,8 +165,6 @@ class SplitServer:
     # -- joining
 
     async def _join(self, identity: str, hello: Message) -> Session:
-        if hello.kind is not Kind.HELLO:
-            raise RefusedError("order", f"the first message must be HELLO, got {hello.kind.name}")
         proposal = hello.read(Proposal)
         if self.draining:
             raise RefusedError("draining", "the server is about to stop", retry=True)
