@@ -1,6 +1,6 @@
-"""A micro-batch on the device: sequences of several tasks, end to end on the token axis; one of them is active.
+"""A packed batch on the device: sequences of several tasks, end to end on the token axis; one batch is active.
 
-Shapes: T tokens in the micro-batch, N labelled tokens, P prefix length, D head size.
+Shapes: T tokens in the batch, N labelled tokens, P prefix length, D head size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ranges = Mapping[str, tuple[int, int]]
 
 @dataclass
 class PackedBatch:
-    """What one stage computes in one clock: sequences of several tasks, packed end to end, ordered by task.
+    """The rows of one hybrid task in a chunk: sequences of its tasks, packed end to end, ordered by task.
 
     All its tensors are views of one buffer on the device.
 
@@ -101,7 +101,7 @@ def activate(batch: PackedBatch) -> Iterator[PackedBatch]:
 
 
 def active() -> PackedBatch:
-    """The active micro-batch.
+    """The active batch.
 
     Raises:
         RuntimeError: Called outside `activate`.
