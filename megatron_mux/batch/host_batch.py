@@ -1,4 +1,4 @@
-"""A packed batch in host memory, from where all of it goes to the device in one copy that the host does not wait for."""
+"""A packed batch in host memory, from where it goes to the device in one copy that the host does not wait for."""
 
 from __future__ import annotations
 
