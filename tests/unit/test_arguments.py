@@ -158,6 +158,10 @@ def test_everything_given() -> None:
     ("--mux-chunk-size 0", "--mux-chunk-size: must be a whole number of at least 1, got '0'"),
     ("--mux-plan nowhere", "--mux-plan nowhere: no such file"),
     (
+        "--mux-policy spatial --mux-memory-limit 1G",
+        "--mux-memory-limit: --mux-policy spatial does not respect it: use --mux-policy auto",
+    ),
+    (
         "--mux-policy serial --mux-memory-limit 1G",
         "--mux-memory-limit: --mux-policy serial does not respect it: use --mux-policy auto",
     ),
