@@ -17,9 +17,10 @@ TRITON = "triton>=3.6; platform_system == 'Linux' and platform_machine in 'x86_6
 QUANTISED = ["bitsandbytes>=0.49", "compressed-tensors>=0.10", "torchao>=0.15"]
 TRACKERS = ["wandb>=0.19", "mlflow-skinny>=2.20"]
 METRICS = ["rouge-score>=0.1.2"]
+SWEEP = ["optuna>=4,<6"]
 TEST = [
-    *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6", "matplotlib>=3.8", TRITON),
-    *("trl>=1.10,<2", *QUANTISED, *METRICS, *TRACKERS),  # what results are compared with
+    *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6", TRITON),
+    *("trl>=1.10,<2", *QUANTISED, *METRICS, *TRACKERS, *SWEEP),  # what results are compared with
 ]
 LINT = ["ruff>=0.14", "mypy>=1.15", "import-linter>=2.6", "types-PyYAML"]
 DOCS = ["sphinx>=8", "myst-parser>=4", "furo", "sphinx-argparse>=0.5"]
@@ -59,6 +60,7 @@ setup(
         "tokenizers>=0.22",
         "numpy>=1.26",
         "pydantic>=2.8,<3",
+        "matplotlib>=3.8",  # curves of sweeps
         "pyyaml>=6",
         "jinja2>=3.1",  # chat templates
         "rich>=13",
@@ -74,9 +76,9 @@ setup(
         "te": ["transformer-engine[pytorch]>=2"],  # for models of users' own in the pipeline plug-in
         "test": TEST,
         "trackers": TRACKERS,  # of training.report_to; tensorboard and csv need nothing more
+        "sweep": SWEEP,  # of samplers in sweeps; grids, random samples and schedulers need nothing more
         "quickstart": QUICKSTART,
         "privacy": PRIVACY,  # epsilon of noise on what leaves a client of split fine-tuning
-        "bench": ["matplotlib>=3.8"],
         "docs": DOCS,
         "dev": [*TEST, *LINT, *DOCS, *QUICKSTART, *PRIVACY],
     },

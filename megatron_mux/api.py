@@ -26,7 +26,8 @@ class TaskResult:
     Attributes:
         name: The task.
         directory: Its directory, with `metrics.jsonl`.
-        status: `finished`, `failed`, `removed`, `paused`, or `running` if the run was stopped before its end.
+        status: `finished`, `failed`, `removed`, `paused`, `pruned` (by a scheduler), or `running` if the run was
+            stopped before its end.
         reason: Why it failed; else empty.
         step: Optimizer steps that the adapter has seen.
         adapter: The newest checkpoint (of a failed task the last good one), for `peft`; None if nothing was saved.

@@ -52,8 +52,8 @@ class SavedTask:
     Attributes:
         name: The task.
         step: Optimizer steps its checkpoint holds.
-        status: `running`, `paused`, `finished`, `failed` or `removed` at that time.
-        reason: Why it failed, else empty.
+        status: `running`, `paused`, `pruned`, `finished`, `failed` or `removed` at that time.
+        reason: Why it failed or was pruned, else empty.
         checkpoint: Directory of its checkpoint, relative to the run's; empty if it has none yet.
         spec: The task as it was given, as plain data.
         data: Fingerprint of its training records.
@@ -62,6 +62,8 @@ class SavedTask:
         best: Its best evaluation so far, if it compares them.
         reference: Fingerprint of the adapter that a preference loss compares with; empty if it is the backbone.
         lengths: See `engine.Task`.
+        sweep, settings: Which sweep it is a configuration of, and with which values by field.
+        evaluations: Of a configuration the deciding figure, by the steps before it.
     """
 
     name: str
@@ -76,6 +78,9 @@ class SavedTask:
     best: BestEvaluation = field(default_factory=BestEvaluation)
     reference: str = ""
     lengths: tuple[tuple[int, int], ...] = ()
+    sweep: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    evaluations: dict[int, float | None] = field(default_factory=dict)
 
     def follow(self, life: TaskLife) -> None:
         """Take over what the task's life says of its status."""
@@ -352,6 +357,7 @@ def _read_manifest(path: Path) -> Manifest:
                     "health": LossHealth(**task["health"]),
                     "best": BestEvaluation(**task.get("best", {})),
                     "lengths": tuple((done, planned) for done, planned in task.get("lengths", ())),
+                    "evaluations": {int(k): v for k, v in task.get("evaluations", {}).items()},
                 }
             )
             for task in value["tasks"]

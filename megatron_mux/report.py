@@ -23,6 +23,7 @@ from megatron_mux.library_log import set_display
 from megatron_mux.pipeline.action import TimedAction
 from megatron_mux.pipeline.draw import to_svg
 from megatron_mux.pipeline.trace import to_trace
+from megatron_mux.saved_files import DECISIONS
 from megatron_mux.task_table import TaskTable
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.tasks.life import TaskLife
@@ -53,6 +54,9 @@ class Reporter:
         live: Draw a live table where the output is a terminal; else a line per task and interval.
         silent: Print and write nothing (ranks other than 0).
         owner: The one task of the run, if other runs share the directory: pictures go to the task's directory.
+
+    Attributes:
+        at_end: What `close` prints below the closing table.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Reporter:
         self.console = make_console(quiet=silent, soft_wrap=True, highlight=False)
         self._table = TaskTable()
         self.history = self._table.tasks
+        self.at_end: list[Any] = []
         self.problem = ""
         self._files: dict[str, IO[str]] = {}
         self._earlier: dict[str, tuple[list[float], list[EvalResult]]] = {}
@@ -191,7 +196,7 @@ class Reporter:
             for line in eval_lines(name, step, result):
                 self.say(line)
         for sample in result.samples:
-            self._append(f"{name}/{SAMPLES}", {"step": step, **asdict(sample)})
+            self.append(f"{name}/{SAMPLES}", {"step": step, **asdict(sample)})
 
     def say(self, text: str, style: str | None = None) -> None:
         """Print a line as it is: names that users chose may look like markup."""
@@ -231,6 +236,8 @@ class Reporter:
         self._stop_display()
         if self.history and not is_drawn:
             self.console.print(self._table)
+        for own in self.at_end:
+            self.console.print(own, markup=False)
         if self.directory is not None and self.history:
             self.say(f"adapters: {self.directory / (self.owner or 'TASK') / 'checkpoint-STEP'}")
         self.release()
@@ -253,7 +260,7 @@ class Reporter:
 
     def experts(self, line: Mapping[str, Any]) -> None:
         """Add a line to `expert_access.jsonl`."""
-        self._append(EXPERT_ACCESS, line)
+        self.append(EXPERT_ACCESS, line)
 
     def _metrics(self, name: str, line: dict[str, float | int]) -> None:
         if self._events is not None:
@@ -266,9 +273,9 @@ class Reporter:
         if name in self._trackers:
             figures = {key: float(value) for key, value in line.items() if key not in ("step", "wall_s")}
             self._trackers[name].log(int(line["step"]), figures)
-        self._append(f"{name}/metrics.jsonl", {key: _or_null(value) for key, value in line.items()})
+        self.append(f"{name}/metrics.jsonl", {key: _or_null(value) for key, value in line.items()})
 
-    def _append(self, file: str, line: Mapping[str, Any]) -> None:
+    def append(self, file: str, line: Mapping[str, Any]) -> None:
         """Add a line to a file of the run's directory."""
         if self.directory is None:
             return
@@ -337,10 +344,10 @@ def cut_metrics(directory: Path, manifest: Manifest | None, owner: str = "") -> 
     saved = {entry.name: float("inf") if entry.status == "failed" else entry.step for entry in entries}
     files = ("metrics.jsonl", SAMPLES)
     own = [path for name in files for path in directory.glob(f"{owner or '*'}/{name}")]
-    for path in (*own, *directory.glob(EXPERT_ACCESS)):
+    for path in (*own, *directory.glob(EXPERT_ACCESS), *directory.glob(DECISIONS)):
         try:
             lines = path.read_text().splitlines()
-            if path.name == EXPERT_ACCESS:
+            if path.name in (EXPERT_ACCESS, DECISIONS):
                 kept = [line for line in lines if _all_saved(line, saved)]
             else:
                 kept = [line for line in lines if _number(line, "step") <= saved.get(path.parent.name, -1)]

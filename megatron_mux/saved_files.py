@@ -19,6 +19,10 @@ TRAINING_STATE = "training_state.safetensors"
 BEST = "best"
 """The directory of a task's best adapter, beside its checkpoints."""
 MANIFESTS = "manifests"
+RESULTS, CURVES = "results.csv", "curves.svg"
+"""Of sweeps: a line for each configuration, best first; their training and evaluation, by steps."""
+DECISIONS = "sweep.jsonl"
+"""Which configurations stopped, went on or began, when and why."""
 
 
 def manifests(directory: Path) -> list[tuple[int, Path]]:

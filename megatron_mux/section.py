@@ -106,7 +106,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
 
-def _number(value: Any) -> Any:
+def number(value: Any) -> Any:
+    """The value, or the number that it is although YAML reads it as text."""
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
@@ -155,10 +156,10 @@ def _targets(value: Any) -> list[str] | str | None:
     return _modules(value)
 
 
-Number = Annotated[float, BeforeValidator(_number)]
+Number = Annotated[float, BeforeValidator(number)]
 """A finite number; `1e-3` counts although YAML reads it as text."""
 
-TidyNumber = Annotated[float, BeforeValidator(_number), AfterValidator(_whole_if_whole)]
+TidyNumber = Annotated[float, BeforeValidator(number), AfterValidator(_whole_if_whole)]
 """A number that stays an `int` when it is whole, as other libraries expect to read it."""
 
 FilePath = Annotated[Path, BeforeValidator(_path)]

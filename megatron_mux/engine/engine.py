@@ -40,7 +40,7 @@ from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.pipeline.execute import Timer
 from megatron_mux.process_groups import connect
 from megatron_mux.runtime import Parallel
-from megatron_mux.tasks.life import Status
+from megatron_mux.tasks.life import State, Status
 
 
 class Engine:
@@ -150,13 +150,15 @@ class Engine:
         self.reserve_gradient_buffer()
         self._end_parking()
 
-    def pause(self, name: str) -> None:
+    def pause(self, name: str, state: State = "paused", reason: str = "") -> None:
         """Let a task take no part in steps; it keeps all that it has. Every rank calls it, between steps.
+
+        It becomes `paused`, or `pruned` for a reason.
 
         Raises:
             ValueError: The task is over.
         """
-        self._tasks[name].life.to("paused")
+        self._tasks[name].life.to(state, reason)
         self._end_parking()
 
     def resume(self, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from glob import has_magic, iglob
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,38 @@ from pydantic import ValidationError
 
 from megatron_mux.errors import UserError
 from megatron_mux.section import BASE_DIRECTORY, plain, shown
+from megatron_mux.tasks.sampler import first_trials
+from megatron_mux.tasks.scheduler import SchedulerSpec
 from megatron_mux.tasks.spec import LONGEST_NAME, TaskSpec
 from megatron_mux.tasks.start import with_stored_config
+from megatron_mux.tasks.sweep import SECTIONS, Settings, Sweep, read_sweep
 from megatron_mux.tasks.wording import did_you_mean, sentences
 
+_TOP_LEVEL = ("tasks", "defaults", "scheduler")
 _OUTLINE = "`tasks:` and below it a list of tasks, each with name, adapter, data and training"
 
 
+@dataclass(frozen=True)
+class TaskFile:
+    """The content of a task file.
+
+    Attributes:
+        tasks: In the file's order; of a sweep, its configurations.
+        sweeps: By the name of the task that has them.
+        scheduler: Compares configurations; None: nobody does.
+    """
+
+    tasks: list[TaskSpec]
+    sweeps: Mapping[str, Sweep] = field(default_factory=dict)
+    scheduler: SchedulerSpec | None = None
+
+
 def load_task_file(path: str | os.PathLike[str], *, data_later: bool = False) -> list[TaskSpec]:
+    """The tasks of a task file; see `read_task_file`."""
+    return read_task_file(path, data_later=data_later).tasks
+
+
+def read_task_file(path: str | os.PathLike[str], *, data_later: bool = False) -> TaskFile:
     """Read and check a task file.
 
     The top level is `tasks:` with a list, or one task by itself (as for `--mux-watch`). Relative paths in it start
@@ -32,9 +57,6 @@ def load_task_file(path: str | os.PathLike[str], *, data_later: bool = False) ->
         data_later: Let missing data files pass when nothing else is wrong: whoever opens them then names them together
             with what only shows against the backbone.
 
-    Returns:
-        The tasks, in the file's order.
-
     Raises:
         UserError: With one problem per mistake in the file, such as
             `tasks.yaml: task 'movie' (#2): training.learning_rate: must be a number greater than 0, got 'fast'`.
@@ -43,26 +65,86 @@ def load_task_file(path: str | os.PathLike[str], *, data_later: bool = False) ->
     value, problems = _read_yaml(path)
     if problems and value is None:
         raise UserError(*problems)
-    tasks: list[TaskSpec] = []
-    first: dict[str, int] = {}
-    missing: list[str] = []
     items, alone = _items(value, path, problems)
-    base = Path(os.path.abspath(path)).parent
+    reading = _Reading(Path(os.path.abspath(path)).parent, {} if alone else _defaults(value, path, problems))
     for number, item in enumerate(items, 1):
         where = _where(path, item, None if alone else number)
-        task, wrong, gone = _task(item, base)
-        name = item.get("name") if isinstance(item, dict) else None
+        reading.add(item, number)
+        problems += [f"{where}: {text}" for text in reading.wrong]
+        reading.missing += [f"{where}: {text}" for text in reading.gone]
+    problems += [f"{path}: defaults: {text}" for text in reading.of_defaults]
+    scheduler = None if alone else _scheduler(value, path, reading, problems)
+    if problems or (reading.missing and not data_later):
+        raise UserError(*dict.fromkeys(problems), *dict.fromkeys(reading.missing))
+    return TaskFile(reading.tasks, reading.sweeps, scheduler)
+
+
+@dataclass
+class _Reading:
+    """Reads the entries of a task file, one after the other.
+
+    Attributes:
+        base: Where relative paths start.
+        defaults: Sections that are merged into every entry.
+        wrong, gone: Problems of the last entry, and its data files that are missing.
+        of_defaults: Problems of the defaults, each once.
+        missing: Data files that are missing.
+    """
+
+    base: Path
+    defaults: Mapping[str, Any]
+    tasks: list[TaskSpec] = field(default_factory=list)
+    sweeps: dict[str, Sweep] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+    of_defaults: dict[str, None] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    _first: dict[str, int] = field(default_factory=dict)
+
+    def add(self, item: Any, number: int) -> None:
+        """Read an entry: a task, or the configurations of its sweep."""
+        self.wrong, self.gone = [], []
+        if isinstance(item, dict) and "sweep" in item:
+            for configuration in self._configurations(dict(item)):
+                self._add(configuration, item, number)
+        else:
+            self._add(with_defaults(item, self.defaults), item, number)
+
+    def _configurations(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+        """The entries of a sweep's configurations; where a sampler chooses them, of the first ones."""
+        swept, name = item.pop("sweep"), item.get("name")
+        task = with_defaults(item, self.defaults)
+        sweep, wrong = read_sweep(swept, name if isinstance(name, str) else "task", task, self.base)
+        self.wrong += [f"sweep{text}" for text in wrong]
+        if sweep is None:
+            return []
+        if sweep.sampler is not None:
+            sweep = first_trials(sweep)
+        self.sweeps[sweep.name] = sweep
+        return [sweep.entry(name, own) for name, own in sweep.configurations.items()]
+
+    def _add(self, entry: Any, item: Any, number: int) -> None:
+        task, wrong, gone = _task(entry, self.base)
+        name = entry.get("name") if isinstance(entry, dict) else None
         if isinstance(name, str):
-            if name in first:
-                wrong.append(f"name: is taken by task #{first[name]} already: every task needs its own")
-            first.setdefault(name, number)
-        problems += [f"{where}: {text}" for text in wrong]
-        missing += [f"{where}: {text}" for text in gone]
+            if name in self._first:
+                wrong.append(f"name: is taken by task #{self._first[name]} already: every task needs its own")
+            self._first.setdefault(name, number)
+        for text in wrong:
+            if _is_of(text, self.defaults) and not _is_of(text, item):
+                self.of_defaults[text] = None
+            elif text not in self.wrong:
+                self.wrong.append(text)
+        self.gone += [text for text in gone if text not in self.gone]
         if task is not None:
-            tasks.append(task)
-    if problems or (missing and not data_later):
-        raise UserError(*problems, *missing)
-    return tasks
+            self.tasks.append(task)
+
+
+def _is_of(text: str, item: Any) -> bool:
+    """Whether a problem, which begins with a field, is of one that an entry gives."""
+    section, _, name = text.partition(":")[0].partition(".")
+    own = item.get(section) if isinstance(item, dict) else None
+    return isinstance(own, dict) and name.partition("[")[0] in own
 
 
 def read_task(value: Mapping[str, Any], base: Path) -> TaskSpec:
@@ -81,6 +163,15 @@ def read_task(value: Mapping[str, Any], base: Path) -> TaskSpec:
     return task
 
 
+def configuration(sweep: Sweep, name: str, settings: Settings) -> TaskSpec:
+    """The task of a configuration that a sampler has chosen.
+
+    Raises:
+        UserError: It is wrong.
+    """
+    return read_task(sweep.entry(name, settings), sweep.directory)
+
+
 def _items(value: Any, path: Path, problems: list[str]) -> tuple[list[Any], bool]:
     """Return the tasks in a file's value, and whether it is one task by itself."""
     if isinstance(value, dict) and "tasks" not in value and value.keys() & TaskSpec.model_fields.keys():
@@ -90,17 +181,70 @@ def _items(value: Any, path: Path, problems: list[str]) -> tuple[list[Any], bool
         problems.append(f"{path}: {what}: it must hold {_OUTLINE}")
         return [], False
     for key in value:
-        if key != "tasks":
-            near = did_you_mean(str(key), ["tasks"])
-            problems.append(
-                f"{path}: unknown key {str(key)!r} at the top level{near or ': only tasks belongs there'}"
-            )
+        if key not in _TOP_LEVEL and not str(key).startswith("x-"):
+            near = did_you_mean(str(key), _TOP_LEVEL)
+            known = f": {', '.join(_TOP_LEVEL)} belong there, and what begins with x-"
+            problems.append(f"{path}: unknown key {str(key)!r} at the top level{near or known}")
     items = value.get("tasks")
     if not isinstance(items, list) or not items:
         if "tasks" in value or not problems:
             problems.append(f"{path}: tasks: must be a list with at least one task, got {shown(items)}")
         return [], False
     return items, False
+
+
+def _defaults(value: Any, path: Path, problems: list[str]) -> Mapping[str, Any]:
+    """The sections that a file has for all of its tasks."""
+    defaults = value.get("defaults", {}) if isinstance(value, dict) else {}
+    if not isinstance(defaults, dict):
+        problems.append(
+            f"{path}: defaults: must be a mapping of {', '.join(SECTIONS)}, got {shown(defaults)}"
+        )
+        return {}
+    for key, own in defaults.items():
+        if key not in SECTIONS:
+            near, known = did_you_mean(str(key), SECTIONS), f": the keys here are {', '.join(SECTIONS)}"
+            problems.append(f"{path}: defaults: unknown key {str(key)!r}{near or known}")
+        elif not isinstance(own, dict):
+            problems.append(f"{path}: defaults: {key}: must be a mapping, got {shown(own)}")
+    return {key: own for key, own in defaults.items() if key in SECTIONS and isinstance(own, dict)}
+
+
+def with_defaults(item: Any, defaults: Mapping[str, Any]) -> Any:
+    """An entry with the fields of the defaults that it does not give.
+
+    Of another kind of adapter than the defaults' nothing is merged into `adapter`; a section that is given as nothing
+    stays so.
+    """
+    if not isinstance(item, dict):
+        return item
+    merged = dict(item)
+    for section, fields in defaults.items():
+        own = item.get(section, {})
+        kinds = [given.get("peft_type") for given in (own, fields) if isinstance(given, dict)]
+        if not isinstance(own, dict) or (section == "adapter" and None not in kinds and len(set(kinds)) > 1):
+            continue
+        merged[section] = {**fields, **own}
+    return merged
+
+
+def _scheduler(value: Any, path: Path, reading: _Reading, problems: list[str]) -> SchedulerSpec | None:
+    """The scheduler of a file."""
+    given = value.get("scheduler") if isinstance(value, dict) else None
+    if given is None:
+        return None
+    try:
+        scheduler = SchedulerSpec.model_validate(given)
+    except ValidationError as error:
+        problems += [f"{path}: scheduler: {text}" for text in sentences(error, {}, SchedulerSpec)]
+        return None
+    if not reading.sweeps:
+        problems.append(f"{path}: scheduler: compares the configurations of a sweep: add sweep to a task")
+    for name, sweep in reading.sweeps.items():
+        specs = [spec for spec in reading.tasks if spec.name in sweep.configurations]
+        texts = dict.fromkeys(filter(None, map(scheduler.problem_with, specs)))
+        problems += [f"{path}: task {name!r}: {text}" for text in texts]
+    return scheduler
 
 
 def _where(path: Path, item: Any, number: int | None) -> str:

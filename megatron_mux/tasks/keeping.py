@@ -20,6 +20,24 @@ _SAVE_STEPS = 500
 _ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
+def is_lower_better(figure: str) -> bool:
+    """Whether a better model has a figure of an evaluation lower, by its name."""
+    return figure in LOWER_IS_BETTER or figure.endswith("loss")
+
+
+def measured(evaluation: EvalSpec, figures: Sequence[str] = ()) -> Sequence[str]:
+    """The figures of an evaluation, by their names.
+
+    Args:
+        evaluation: The task's `eval` section.
+        figures: Measured besides the loss, whatever `eval.metrics` says; none of them: it says.
+    """
+    names = ["loss", *(figures or evaluation.metrics)]
+    if "rouge" in names:
+        names[names.index("rouge") :] = [*_ROUGE, *names[names.index("rouge") + 1 :]]
+    return names
+
+
 class KeepingFields(Section):
     """Best adapter, early stopping and saves of a task."""
 
@@ -75,7 +93,7 @@ class KeepingFields(Section):
         """Whether a better adapter has the figure higher."""
         if self.greater_is_better is not None:
             return self.greater_is_better
-        return self.metric not in LOWER_IS_BETTER and not self.metric.endswith("loss")
+        return not is_lower_better(self.metric)
 
     def problem_of_metric(self, evaluation: EvalSpec | None, figures: Sequence[str]) -> str:
         """Why evaluations cannot be compared; empty if they can, or need not.
@@ -90,9 +108,7 @@ class KeepingFields(Section):
             name = "load_best_model_at_end" if self.load_best_model_at_end else "early_stopping_patience"
             name = name if self.save_strategy != "best" else "save_strategy: best"
             return f"training.{name}: compares evaluations: add an eval section"
-        known = ["loss", *(figures or evaluation.metrics)]
-        if "rouge" in known:
-            known[known.index("rouge") :] = [*_ROUGE, *known[known.index("rouge") + 1 :]]
+        known = measured(evaluation, figures)
         if self.metric not in known:
             return (
                 f"training.metric_for_best_model: {self.metric_for_best_model!r} is not measured: use one of "

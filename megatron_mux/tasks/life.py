@@ -4,7 +4,9 @@ One `TaskLife` for each task of a run knows the task's state. The engine, admiss
 display and whoever else wants to know ask it. (A manifest keeps what the state was when the run was saved.)
 
     loading or joining           -> waiting -> running <-> parked       (waiting may be left out)
+    loading                      -> paused or pruned                    (as when the continued run was saved)
     waiting, running or parked   -> paused  -> waiting or running
+    running or parked            -> pruned  -> waiting or running
     any of these                 -> finished | failed | refused | removed | stopped
 """
 
@@ -20,6 +22,7 @@ State = Literal[
     "running",
     "parked",
     "paused",
+    "pruned",
     "finished",
     "failed",
     "refused",
@@ -28,7 +31,8 @@ State = Literal[
 ]
 """`loading`: its data, before the run begins; `joining`: the same while others train; `waiting`: for room in memory;
 `parked`: it ran out of memory beside others, and goes on once one of them has left; `paused`: by
-command, until another one resumes it; `failed`: its loss or gradient was not finite, or it had no memory even alone;
+command, until another one resumes it; `pruned`: its scheduler stopped it, and may let it go on if it turns out to be
+among the better ones; `failed`: its loss or gradient was not finite, or it had no memory even alone;
 `refused`: it cannot train here; `removed`: it left by command; `stopped`: the run ended before it was done."""
 
 Status = Literal["running", "finished", "failed"]
@@ -36,15 +40,16 @@ Status = Literal["running", "finished", "failed"]
 
 _ENDS: tuple[State, ...] = ("finished", "failed", "refused", "removed", "stopped")
 _NEXT: Mapping[State, tuple[State, ...]] = {
-    "loading": ("waiting", "running", *_ENDS),
+    "loading": ("waiting", "running", "paused", "pruned", *_ENDS),
     "joining": ("waiting", "running", *_ENDS),
     "waiting": ("running", "paused", *_ENDS),
-    "running": ("parked", "paused", *_ENDS),
-    "parked": ("running", "paused", *_ENDS),
+    "running": ("parked", "paused", "pruned", *_ENDS),
+    "parked": ("running", "paused", "pruned", *_ENDS),
     "paused": ("waiting", "running", *_ENDS),
+    "pruned": ("waiting", "running", *_ENDS),
 }
-_BEGUN: tuple[State, ...] = ("running", "parked", "paused", "finished", "failed")
-_SAVED: tuple[State, ...] = ("paused", "finished", "failed", "removed")
+_BEGUN: tuple[State, ...] = ("running", "parked", "paused", "pruned", "finished", "failed")
+_SAVED: tuple[State, ...] = ("paused", "pruned", "finished", "failed", "removed")
 """States that a save knows by their names; the others are `running` there."""
 
 
@@ -55,7 +60,7 @@ class StateChange(NamedTuple):
         name: The task.
         old: Its state before; None: its life begins.
         new: Its state.
-        reason: Why, if it failed or was refused; else empty.
+        reason: Why, if it failed, was refused or pruned; else empty.
     """
 
     name: str
@@ -73,7 +78,7 @@ class TaskLife:
 
     Attributes:
         state: In which it is; only `to` changes it.
-        reason: Why it is there, if it failed or was refused.
+        reason: Why it is there, if it failed, was refused or pruned.
         has_begun: Whether the run has begun to train it, or has paused it before it did.
     """
 

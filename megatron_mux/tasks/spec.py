@@ -21,6 +21,7 @@ _RESERVED = frozenset(
     {
         *("manifests", "plan.json", "run.json", "run.lock", "warnings.log"),
         *("schedule.json", "schedule.svg", "schedule.trace.json", "subgraphs.svg"),
+        *("results.csv", "curves.svg", "sweep.jsonl"),
     }
 )
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")

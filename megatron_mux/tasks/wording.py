@@ -55,21 +55,22 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
-def sentences(error: ValidationError, task: Mapping[str, Any]) -> list[str]:
+def sentences(error: ValidationError, task: Mapping[str, Any], root: type[Section] = TaskSpec) -> list[str]:
     """Describe the problems of a task, one sentence each, in the order of its keys.
 
     Args:
         error: What pydantic found.
         task: The mapping that was validated.
+        root: The section that it was validated as.
 
     Returns:
         Sentences such as `training.learning_rate: must be a number greater than 0, got 'fast'`.
     """
-    return list(dict.fromkeys(_sentence(e, task) for e in error.errors(include_url=False)))
+    return list(dict.fromkeys(_sentence(e, task, root) for e in error.errors(include_url=False)))
 
 
-def _sentence(error: Any, task: Mapping[str, Any]) -> str:
-    path, model, field = _walk(error["loc"])
+def _sentence(error: Any, task: Mapping[str, Any], root: type[Section]) -> str:
+    path, model, field = _walk(error["loc"], root)
     where = f"{path}: " if path else ""
     kind, value = error["type"], error["input"]
     if kind == "mux":
@@ -86,9 +87,9 @@ def _sentence(error: Any, task: Mapping[str, Any]) -> str:
     return f"{where}must be {_expected(field)}, got {shown(value)}{_hint(field, value)}"
 
 
-def _walk(loc: tuple[Any, ...]) -> tuple[str, type[BaseModel], FieldInfo | None]:
+def _walk(loc: tuple[Any, ...], root: type[Section]) -> tuple[str, type[BaseModel], FieldInfo | None]:
     """Return the dotted path of a location, its model, and its field (None: a section or no field)."""
-    model: type[BaseModel] = TaskSpec
+    model: type[BaseModel] = root
     field: FieldInfo | None = None
     path: list[str] = []
     for part in loc:

@@ -33,14 +33,14 @@ class Admission:
         self.waiting: list[Task] = []
         self._full_with: tuple[str, ...] | None = None
 
-    def offer(self, tasks: Sequence[Task]) -> list[Task]:
+    def offer(self, tasks: Sequence[Task], first: bool = False) -> list[Task]:
         """Tasks come; returns those to train from now on, earlier ones that waited among them.
 
-        Every rank calls it with the same tasks.
+        Every rank calls it with the same tasks; those that come `first` go before all that wait.
         """
-        if not self.waiting:
-            self._full_with = None  # nobody has asked for room yet
-        self.waiting += tasks
+        if first or not self.waiting:
+            self._full_with = None  # nobody of these has asked for room yet
+        self.waiting = [*tasks, *self.waiting] if first else [*self.waiting, *tasks]
         return self.next()
 
     def next(self) -> list[Task]:

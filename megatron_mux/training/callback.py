@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Concatenate, ParamSpec, TypeVar
 
-from megatron_mux.engine import StepResult
+from megatron_mux.engine import EvalResult, StepResult
 from megatron_mux.tasks.life import StateChange
 from megatron_mux.training.step_loop import Due
 
@@ -44,6 +44,15 @@ class Callback:
 
         `tasks.life` has the states. By then other changes may have followed.
         """
+
+    # -- evaluations
+
+    def evaluation_steps(self, name: str) -> Collection[int]:
+        """After how many steps a task is evaluated besides its `eval_steps`; multiples of one of its `intervals`."""
+        return ()
+
+    def evaluated(self, name: str, step: int, result: EvalResult) -> None:
+        """Called when a task has been evaluated after `step` of its steps, before `when_due`."""
 
     # -- steps
 

@@ -7,13 +7,14 @@ goes on. Callbacks are told each change of a task's state (`Callback.state_chang
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from megatron_mux.engine.agreement import computed_by_first
 from megatron_mux.runtime import Parallel
+from megatron_mux.tasks import TaskSpec
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,28 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class Prune:
+    """Tasks are to stop, as the scheduler of their sweep decided; by name, with the reason.
+
+    They are saved together and leave memory; `Resume` lets one go on from there.
+    """
+
+    tasks: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Add:
+    """Tasks are to join the run whose data are known already, such as the next configurations of a sweep."""
+
+    specs: Sequence[TaskSpec]
+
+
+@dataclass(frozen=True)
 class Drain:
     """The run is to end once its tasks are done or paused. It holds until commands are polled again."""
 
 
-Command = Submit | Cancel | Pause | Resume | Drain
+Command = Submit | Cancel | Pause | Resume | Prune | Add | Drain
 
 
 class CommandSource(Protocol):
@@ -79,6 +97,22 @@ class OnlyDrain:
     def poll(self) -> Sequence[Command]:
         """See `CommandSource`."""
         return (Drain(),)
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """Several sources, each of which says the same on every rank, as one."""
+
+    sources: Sequence[CommandSource]
+
+    @property
+    def awaited(self) -> str:
+        """See `CommandSource`."""
+        return " or ".join(filter(None, (source.awaited for source in self.sources)))
+
+    def poll(self) -> Sequence[Command]:
+        """See `CommandSource`."""
+        return [command for source in self.sources for command in source.poll()]
 
 
 class CommandQueue:

@@ -15,9 +15,10 @@ from megatron_mux.data.background import BackgroundTokenising
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.data.tokenised_file import Reading
 from megatron_mux.engine.agreement import everyones
+from megatron_mux.errors import UserError
 from megatron_mux.launcher import is_local_leader
 from megatron_mux.runtime import Parallel
-from megatron_mux.tasks import TaskSpec
+from megatron_mux.tasks import TaskSpec, read_task_file
 from megatron_mux.training.commands import Cancel, Command, Drain, Submit
 
 STOP = "STOP"
@@ -142,6 +143,18 @@ class JoiningFiles:
         if is_local_leader():
             directory = Path(self.files.tokenizer.name_or_path)
             first.process = BackgroundTokenising(directory, first.data, self.files.cache)
+
+
+def read_joining(path: Path) -> list[TaskSpec]:
+    """Read a task file whose tasks are to join a run.
+
+    Raises:
+        UserError: It is wrong, or asks for what only the file that a run begins with can ask for.
+    """
+    file = read_task_file(path, data_later=True)
+    if file.scheduler is not None or any(sweep.sampler is not None for sweep in file.sweeps.values()):
+        raise UserError("a scheduler or sampler belongs to the file that a run begins with (--mux-tasks)")
+    return file.tasks
 
 
 @dataclass

@@ -162,7 +162,7 @@ class Loop:
             callback.when_due(last)
         names = dict.fromkeys(name for callback in self.callbacks for name in callback.tasks_to_save(last))
         if names:
-            save_run(self.callbacks, [*names])  # in the same order on every rank
+            self.registry.save([*names])  # in the same order on every rank
         for name, result in last.items():
             if result.status != "running":
                 for callback in self.callbacks:

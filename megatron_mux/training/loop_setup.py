@@ -12,14 +12,17 @@ from megatron_mux.checkpoint import Manifest
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.directory_lock import DirectoryLock
 from megatron_mux.engine import Engine, Planning
+from megatron_mux.hub_cache import model_id
 from megatron_mux.report import Reporter
+from megatron_mux.tasks import TaskFile
 from megatron_mux.tasks.life import TaskLives
 from megatron_mux.training.best import BestCheckpointTracker
 from megatron_mux.training.callback import Callback
 from megatron_mux.training.callbacks.evaluations import Evaluations
 from megatron_mux.training.callbacks.pictures import Pictures
 from megatron_mux.training.callbacks.saves import Saves, SaveSchedule
-from megatron_mux.training.commands import CommandSource, OnlyDrain, SharedCommands
+from megatron_mux.training.callbacks.sweeps import Sweeps
+from megatron_mux.training.commands import CommandSource, InTurn, OnlyDrain, SharedCommands
 from megatron_mux.training.exits import Exits
 from megatron_mux.training.garbage import FrozenObjects
 from megatron_mux.training.joining import WatchedDirectory
@@ -42,6 +45,7 @@ def make_loop(
     lives: TaskLives | None = None,
     commands: CommandSource | None = None,
     callbacks: Sequence[Callback] = (),
+    file: TaskFile | None = None,
 ) -> Loop:
     """Make the loop of a run. Every rank calls it.
 
@@ -59,12 +63,13 @@ def make_loop(
         commands: What else tells the run what to do, beside the watched directory. Every rank gives a source, and that
             of the first rank is asked.
         callbacks: Others than those that `arguments` ask for; they are called after these.
+        file: The task file, with the sweeps that it asks for.
     """
     parallel, save, watched = engine.parallel, arguments.save, arguments.mux_watch
     sources: list[CommandSource] = [] if watched is None else [WatchedDirectory(watched)]
     sources += [] if commands is None else [commands]
     continued = arguments.load if manifest is not None else None
-    registry = TaskRegistry(engine, parallel, reporter, info, files, [], continued, saves=save is not None)
+    registry = TaskRegistry(engine, parallel, reporter, info, files, [], continued, save_directory=save)
     registry.keeps_pauses = commands is not None  # nothing in a watched directory resumes a task
     registry.lives = registry.lives if lives is None else lives
     if save is not None and parallel.rank == 0 and (arguments.load == save or manifest is None):
@@ -75,13 +80,14 @@ def make_loop(
     steps_before = manifest.steps if manifest is not None else 0
     registry.callbacks += [] if watch is None else [watch]
     registry.callbacks += _callbacks(arguments, registry, step_loop, steps_before, lock)
-    registry.callbacks += callbacks
+    sweeps = _sweeps(arguments, registry, file, lock)
+    registry.callbacks += [*sweeps, *callbacks]
     if manifest is not None and continued is not None:
         registry.continue_from(manifest, continued, save)
         reporter.say(f"continuing from {continued} (save {manifest.number})")
         for change in changes_since(manifest, engine.planning, arguments.precision):
             reporter.say(change)
-    source = SharedCommands(sources, parallel) if sources else OnlyDrain()
+    source = InTurn([*sweeps, SharedCommands(sources, parallel) if sources else OnlyDrain()])
     began = time.monotonic() if began is None else began
     return Loop(arguments, registry, step_loop, source, _check_of(lock), manifest, began)
 
@@ -115,6 +121,15 @@ def _callbacks(
         yield Saves(registry, saver, arguments.backbone, step_loop, steps_before)
     yield Pictures(registry, step_loop, check)
     yield FrozenObjects()
+
+
+def _sweeps(
+    arguments: MuxArguments, registry: TaskRegistry, file: TaskFile | None, lock: DirectoryLock | None
+) -> list[Sweeps]:
+    """What runs the sweeps of a task file, if it has any."""
+    if file is None or not file.sweeps:
+        return []
+    return [Sweeps(registry, file, model_id(arguments.backbone), arguments.save, _check_of(lock))]
 
 
 def _check_of(lock: DirectoryLock | None) -> Callable[[], None]:

@@ -194,12 +194,13 @@ def memory_limit(arguments: MuxArguments, mesh: Mesh, parallel: Parallel, say: P
 
 
 def _loads(tasks: Sequence[Task], manifest: Manifest | None, info: BackboneInfo) -> dict[str, TaskLoad]:
-    """The tasks as the planner sees them, without those that the continued run has finished."""
+    """The tasks as the planner sees them, without those that the continued run has finished or pruned."""
     entries = {entry.name: entry for entry in manifest.tasks} if manifest is not None else {}
+    pruned = {name for name, entry in entries.items() if entry.status == "pruned"}
     return {
         task.spec.name: TaskLoad.of(task.spec, task.data.lengths, task.data.label_counts, info.shape)
         for task in tasks
-        if not is_over(task, entries.get(task.spec.name))
+        if task.spec.name not in pruned and not is_over(task, entries.get(task.spec.name))
     }
 
 

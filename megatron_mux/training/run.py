@@ -39,10 +39,11 @@ from megatron_mux.report import Reporter
 from megatron_mux.runtime import Parallel, has_bf16, initialize, use_tf32
 from megatron_mux.saved_files import refuse_used
 from megatron_mux.shape import BackboneShape
-from megatron_mux.tasks import TaskSpec, load_task_file
+from megatron_mux.tasks import TaskFile, TaskSpec, read_task_file
 from megatron_mux.tasks.life import TaskLives
 from megatron_mux.training.best import check_best_is_saved
 from megatron_mux.training.callback import Callback
+from megatron_mux.training.callbacks.sweeps import check_sweeps, with_saved_trials
 from megatron_mux.training.commands import CommandSource
 from megatron_mux.training.expert_placement import expert_placement, kept_placement, placement_on_managers
 from megatron_mux.training.expert_topology import check_topology
@@ -92,7 +93,10 @@ def _run(
     save = arguments.save
     if save is not None and save != arguments.load:
         refuse_used(save)
-    specs = load_task_file(arguments.mux_tasks, data_later=True) if arguments.mux_tasks is not None else []
+    file = TaskFile([])
+    if arguments.mux_tasks is not None:
+        file = read_task_file(arguments.mux_tasks, data_later=True)
+    check_sweeps(file, save is not None)
     info = read_backbone_info(arguments.backbone, arguments.mux_backbone_dtype)
     arguments.check_shape(info.shape)
     info.check_parallel(
@@ -113,8 +117,9 @@ def _run(
         if arguments.without_effect:
             reporter.say(f"accepted without effect here: {', '.join(arguments.without_effect)}")
         experts = _place_experts(arguments, info, manifest is not None, reporter)
-        lives = _begin_lives(specs, reporter)
-        specs = merge_saved(specs, manifest)
+        file = with_saved_trials(file, manifest)
+        lives = _begin_lives(file.tasks, reporter)
+        specs = merge_saved(file.tasks, manifest)
         check_best_is_saved(specs, save is not None)
         entries = {entry.name: entry for entry in manifest.tasks} if manifest is not None else {}
         files = DataFiles(tokenizer, reporter.say, arguments.mux_data_cache)
@@ -150,6 +155,7 @@ def _run(
                 lives,
                 commands,
                 callbacks,
+                file,
             )
             with closing(loop):
                 loop.registry.register(tasks)

@@ -1,211 +1,42 @@
-"""The tasks of a run: which train, which are paused, which wait for memory, which are to join, which have left."""
+"""Follows commands: which tasks join a run, pause, go on, stop and leave."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from megatron_mux import checkpoint
-from megatron_mux.backbone.registry import BackboneInfo
-from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.dry_run.process import end_worker
-from megatron_mux.engine import Engine, StepResult, Task
+from megatron_mux.engine import Task
 from megatron_mux.engine.agreement import first_problem
 from megatron_mux.errors import UserError
-from megatron_mux.report import Reporter
-from megatron_mux.runtime import Parallel
-from megatron_mux.tasks import load_task_file
-from megatron_mux.tasks.life import TaskLife, TaskLives
-from megatron_mux.training.admission import Admission
+from megatron_mux.tasks import TaskSpec
+from megatron_mux.tasks.life import TaskLife
+from megatron_mux.training.admitted_tasks import AdmittedTasks
 from megatron_mux.training.best import check_best_is_saved
-from megatron_mux.training.callback import Callback, save_run
-from megatron_mux.training.commands import Cancel, Command, Drain, Pause, Resume, Submit
-from megatron_mux.training.joining import JoiningFile, JoiningFiles
-from megatron_mux.training.resumed import is_over
+from megatron_mux.training.commands import Add, Cancel, Command, Drain, Pause, Prune, Resume, Submit
+from megatron_mux.training.joining import JoiningFile, JoiningFiles, read_joining
 from megatron_mux.training.task_setup import check_joining, open_tasks
 
 
 @dataclass
-class TaskRegistry:
-    """Admits tasks to the engine, queues those that do not fit, pauses some, and removes those that leave.
+class TaskRegistry(AdmittedTasks):
+    """The tasks of a run; lets them join, pause, stop and leave as commanded."""
 
-    Attributes:
-        engine: Trains the tasks that are admitted.
-        parallel: Where this rank stands.
-        reporter: Told who joins, waits and leaves.
-        info: The backbone, for tasks that join.
-        files: Opens the data of tasks that join.
-        callbacks: Told who joins and leaves; they save the run before tasks leave.
-        continued: Directory of the run that this one continues, if any.
-        entries: Every task the run has had, as it is now.
-        saved: The same tasks, each as it was when its state was last saved. Values are replaced, not changed.
-        accepted: Called once, when the first tasks are known to be those that the continued run had.
-        saves: Whether the run saves anything.
-        intervals: The `Callback.intervals` of each task that was registered with the engine.
-        lives: The state of every task of this run.
-        keeps_pauses: Whether tasks that were paused when the continued run was saved still are; else they train.
-    """
-
-    engine: Engine
-    parallel: Parallel
-    reporter: Reporter
-    info: BackboneInfo
-    files: DataFiles
-    callbacks: list[Callback]
-    continued: Path | None = None
-    entries: dict[str, SavedTask] = field(default_factory=dict)
-    saved: dict[str, SavedTask] = field(default_factory=dict)
-    accepted: Callable[[], None] | None = None
-    saves: bool = True
-    intervals: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    lives: TaskLives = field(default_factory=TaskLives)
-    keeps_pauses: bool = False
-    _admission: Admission = field(init=False)
     _joining: JoiningFiles = field(init=False)
     _names: dict[Path, list[str]] = field(default_factory=dict)
-    _paused: dict[str, Task] = field(default_factory=dict)  # those that the engine does not have
 
     def __post_init__(self) -> None:
-        self._admission = Admission(self.engine, self.parallel)
+        super().__post_init__()
         self._joining = JoiningFiles(self.files, self.parallel, self._admission.prepare)
-
-    def continue_from(self, manifest: Manifest, directory: Path, save: Path | None) -> None:
-        """Take over the entries of the run that this one continues.
-
-        Args:
-            manifest: The save to continue from.
-            directory: Where that run was saved.
-            save: Where this run saves.
-        """
-        for entry in manifest.tasks:
-            if directory != save:
-                # Until this run saves to its own directory, its entries name the old run's checkpoints.
-                theirs = [
-                    path and str((directory / path).resolve())
-                    for path in (entry.checkpoint, entry.good, entry.best.checkpoint)
-                ]
-                best = replace(entry.best, checkpoint=theirs[2])
-                entry = replace(entry, checkpoint=theirs[0], good=theirs[1], best=best)
-            self.entries[entry.name], self.saved[entry.name] = entry, copy.deepcopy(entry)
-
-    def register(self, tasks: Sequence[Task]) -> None:
-        """Admit tasks as memory allows, each from its checkpoint if the continued run saved one; others wait.
-
-        Raises:
-            UserError: A checkpoint is unreadable, or a task does not fit.
-        """
-        self.parallel.heartbeat.at("registering tasks", long=True)
-        joining: list[Task] = []
-        for task in tasks:
-            name = task.spec.name
-            entry = self.entries.get(name)
-            task.life = self.lives.get(name) or self.lives.begin(name, "loading")
-            if entry is not None and is_over(task, entry):
-                task.life.to("failed" if entry.status == "failed" else "finished", entry.reason)
-                self.reporter.add(task.spec, task.life, entry.step, entry.step)
-                self.reporter.say(f"{name} is {entry.status} already in the run that is continued")
-                continue
-            if entry is not None and entry.checkpoint:
-                task.resume = partial(checkpoint.load_task, self.continued or Path(), replace(entry))
-            if entry is not None and entry.status == "paused":
-                if self.keeps_pauses:
-                    self._keep_paused(task, entry)
-                    continue
-                self.reporter.say(f"{name} trains again: it was paused when the run was saved")
-            joining.append(task)
-        accepted, self.accepted = self.accepted, None
-        if accepted is not None:
-            accepted()
-        waited = [task.spec.name for task in self._admission.waiting]
-        # Those that trained when the run was saved come before those that waited.
-        admitted = self._admission.offer(sorted(joining, key=lambda task: task.resume is None))
-        for task in admitted:
-            if task.spec.name in waited:  # a mistake in the new tasks must not stop it
-                self._admit_waiting(task)
-        self._admit([task for task in admitted if task.spec.name not in waited])
-        for task in self._admission.waiting:
-            name = task.spec.name
-            life = self.lives[name]
-            if life.state != "waiting":
-                life.to("waiting")
-                self.reporter.add(task.spec, life, 0, task.spec.total_steps(len(task.data)))
-                self.reporter.say(f"{name} waits until there is room for it in memory")
-
-    def _keep_paused(self, task: Task, entry: SavedTask) -> None:
-        """Hold a task that was paused when the continued run was saved."""
-        life = self.lives[entry.name]
-        life.to("waiting")
-        life.to("paused")
-        self._paused[entry.name] = task
-        self.reporter.add(task.spec, life, entry.step, task.spec.total_steps(len(task.data)))
-        self.reporter.say(f"{entry.name} is paused, as it was when the run was saved")
-
-    def _admit(self, tasks: Sequence[Task]) -> None:
-        """Register tasks with the engine.
-
-        New ones are evaluated before their first step unless others train, whom that would hold up.
-        """
-        alone = not self.engine.active
-        waited = {name for name, life in self.lives.items() if life.state == "waiting"}
-        self.engine.register_tasks(tasks)
-        fresh_tasks: list[str] = []
-        for task in tasks:
-            name = task.spec.name
-            step, total, status = self.engine.progress(name)
-            fresh = SavedTask(name, step, status, "", "", task.spec.plain(), task.data.fingerprint)
-            fresh.reference = task.reference_fingerprint()
-            entry = self.entries.setdefault(name, fresh)
-            entry.spec, entry.lengths = fresh.spec, task.lengths
-            saved = self.saved.get(name) or copy.deepcopy(entry)
-            self.saved[name] = replace(saved, spec=entry.spec, lengths=entry.lengths)
-            if name in waited:
-                self.reporter.say(f"{name} trains from here on")
-            self.reporter.add(task.spec, self.lives[name], step, total)
-            if status == "running":
-                self.reporter.track(task.spec, step)
-            self.intervals[name] = tuple(n for callback in self.callbacks for n in callback.intervals(name))
-            if alone and step == 0 and task.resume is None:
-                fresh_tasks.append(name)
-        for callback in self.callbacks if fresh_tasks else ():
-            callback.before_first_step(fresh_tasks)
-
-    def _admit_waiting(self, task: Task) -> None:
-        """Have a task train that has waited; a mistake in it stops only that task."""
-        name = task.spec.name
-        if name in self.engine.tasks:  # it was paused meanwhile
-            self.engine.resume(name)
-            self.reporter.add(task.spec, self.lives[name], *self.engine.progress(name)[:2])
-            self.reporter.say(f"{name} trains from here on")
-            return
-        try:
-            self._admit([task])
-        except UserError as error:  # the same on every rank
-            self.lives[name].end("refused", str(error))
-            self.reporter.say(f"{name} refused: {error}")
-
-    @property
-    def waiting(self) -> bool:
-        """Whether some task waits for memory."""
-        return bool(self._admission.waiting)
-
-    @property
-    def paused(self) -> list[str]:
-        """Tasks that are paused."""
-        return [name for name, life in self.lives.items() if life.state == "paused"]
 
     @property
     def preparing(self) -> bool:
         """Whether this process prepares tasks that join: their data, or a prediction of their memory."""
         return bool(self._joining.queue) and self._joining.preparing
-
-    def admit(self) -> None:
-        """Admit waiting tasks that fit by now."""
-        for task in self._admission.next() if self.waiting else ():
-            self._admit_waiting(task)
 
     def follow(self, commands: Iterable[Command], preparing: bool) -> bool:
         """Let tasks join and leave as commanded. Every rank calls it with the same commands.
@@ -235,28 +66,13 @@ class TaskRegistry:
                     self._pause(name)
                 case Resume(name):
                     self._resume(name)
+                case Prune(tasks):
+                    self._prune(tasks)
+                case Add(specs):
+                    self._add(specs)
                 case Drain():
                     drains = True
         return drains and not self._joining.queue
-
-    def note(self, name: str, result: StepResult) -> None:
-        """Keep what a step of a task says of its adapter."""
-        entry = self.entries[name]
-        if result.diverged:
-            entry.health.good = False
-        elif result.status != "failed":
-            entry.note(result.step, result.loss)
-
-    def update_entries(self) -> None:
-        """Have entries say what the lives of their tasks say."""
-        for name, entry in self.entries.items():
-            if name in self.lives:
-                entry.follow(self.lives[name])
-
-    def stop(self) -> None:
-        """End the lives of tasks that are not done: the run stops."""
-        for life in self.lives.values():
-            life.end("stopped")
 
     def close(self) -> None:
         """Cancel what is being prepared."""
@@ -270,22 +86,37 @@ class TaskRegistry:
         waiting = self._admission.withdraw(name)
         if name in self.engine.tasks:
             self.engine.pause(name)
-            save_run(self.callbacks, [name])
+            self.save([name])
         elif waiting is not None:
             self._paused[name] = waiting
             self.lives[name].to("paused")
         self.reporter.say(f"{name} is paused")
 
     def _resume(self, name: str) -> None:
-        """Let a paused task train again, once there is room for it."""
-        if self._refuses(name, "resumed", lambda life: life.state == "paused"):
+        """Let a paused or pruned task train again, once there is room for it: a pruned one before those that wait."""
+        if self._refuses(name, "resumed", lambda life: life.state in ("paused", "pruned")):
             return
+        is_pruned = self.lives[name].state == "pruned"
+        for callback in self.callbacks if is_pruned else ():
+            callback.finish()  # its checkpoint may be being written
         self.lives[name].to("waiting")
         task = self._paused.pop(name, None) or self.engine.task(name)
-        for admitted in self._admission.offer([task]):
+        for admitted in self._admission.offer([task], first=is_pruned):
             self._admit_waiting(admitted)
         if self.lives[name].state == "waiting":
             self.reporter.say(f"{name} waits until there is room for it in memory")
+
+    def _prune(self, reasons: Mapping[str, str]) -> None:
+        """Let tasks stop and leave memory; they can go on from what is saved now."""
+        for name, reason in reasons.items():
+            self.engine.pause(name, "pruned", reason)
+        self.save(list(reasons))
+        for name in reasons:
+            task = self._paused[name] = self.engine.task(name)
+            saved = replace(self.entries[name])
+            task.resume = partial(checkpoint.load_task, self.save_directory or Path(), saved)
+            self.engine.remove_task(name)
+            self.reporter.untrack(name)
 
     def _cancel(self, name: str) -> None:
         """Let a task leave."""
@@ -326,7 +157,7 @@ class TaskRegistry:
                 self.lives[name].end("removed")
                 self.reporter.say(f"{name} left before there was room for it")
         if leaving:
-            save_run(self.callbacks, leaving, leaving)
+            self.save(leaving, leaving)
         for name in leaving:
             if self._paused.pop(name, None) is None:
                 self.engine.remove_task(name)
@@ -347,8 +178,8 @@ class TaskRegistry:
         try:
             if path in self._names:
                 raise UserError("changed while its tasks run: give a changed task a new name and file")
-            specs = load_task_file(path, data_later=True)
-            check_best_is_saved(specs, self.saves)
+            specs = read_joining(path)
+            check_best_is_saved(specs, self.save_directory is not None)
             self.update_entries()
             waiting = [*self._paused, *(task.spec.name for task in self._admission.waiting)]
             check_joining(
@@ -368,14 +199,33 @@ class TaskRegistry:
         for spec in specs:
             self.reporter.add(spec, self.lives.begin(spec.name, "joining"))
 
+    def _add(self, specs: Sequence[TaskSpec]) -> None:
+        """Admit tasks whose data are known."""
+        for spec in specs:
+            self.reporter.add(spec, self.lives.begin(spec.name, "joining"))
+            self._open_and_register([spec], self.files, spec.name)
+
     def _join(self, file: JoiningFile, files: DataFiles) -> None:
-        """Admit the tasks of a file that is prepared; a mistake in it is reported and stops nobody."""
-        self.parallel.heartbeat.at(f"registering the tasks of {file.path.name}", long=True)
+        """Admit the tasks of a file that is prepared."""
+        names = self._names[file.path] = self._open_and_register(file.specs, files, file.path.name)
+        if not names:
+            del self._names[file.path]
+        for name in names:
+            if name in self.engine.tasks:
+                self.reporter.say(f"{name} joined from {file.path.name}")
+
+    def _open_and_register(self, specs: Sequence[TaskSpec], files: DataFiles, where: str) -> list[str]:
+        """Open and admit tasks; a mistake in one is reported, refuses all of them, and stops nobody.
+
+        Returns:
+            The names of tasks that are admitted or wait.
+        """
+        self.parallel.heartbeat.at(f"registering the tasks of {where}", long=True)
         tasks: list[Task] = []
         problem = ""
         try:
-            tasks = open_tasks(file.specs, self.info, files, self.reporter.say, self.entries)
-            problem = self.reporter.prepare_tracking(file.specs)
+            tasks = open_tasks(specs, self.info, files, self.reporter.say, self.entries)
+            problem = self.reporter.prepare_tracking(specs)
         except UserError as error:
             problem = str(error)
         problem = first_problem(problem, self.parallel)
@@ -390,11 +240,8 @@ class TaskRegistry:
                     self._admission.withdraw(task.spec.name)
                     self._paused.pop(task.spec.name, None)
         if problem:
-            self.reporter.say(f"{file.path.name} refused: {problem}")
-            for spec in file.specs:
+            self.reporter.say(f"{where} refused: {problem}")
+            for spec in specs:
                 self.lives[spec.name].end("refused", problem)
-            return
-        self._names[file.path] = [task.spec.name for task in tasks]
-        for task in tasks:
-            if task.spec.name in self.engine.tasks:
-                self.reporter.say(f"{task.spec.name} joined from {file.path.name}")
+            return []
+        return [task.spec.name for task in tasks]

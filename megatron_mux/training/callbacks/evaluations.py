@@ -48,7 +48,9 @@ class Evaluations(Callback):
         """Whether a task is to be evaluated."""
         if result.status == "failed":
             return False
-        return any(result.status == "finished" or result.step % own == 0 for own in self.intervals(name))
+        if any(result.status == "finished" or result.step % own == 0 for own in self.intervals(name)):
+            return True
+        return any(result.step in callback.evaluation_steps(name) for callback in self.registry.callbacks)
 
     def _evaluate(self, names: Sequence[str]) -> None:
         """Evaluate tasks together, those that have evaluation data."""
@@ -68,3 +70,5 @@ class Evaluations(Callback):
                     reporter.say(line)
             reporter.evaluation(name, step, result)
             self.tracker.note(name, task.spec.training, step, result)
+            for callback in self.registry.callbacks:
+                callback.evaluated(name, step, result)

@@ -156,7 +156,7 @@ def test_a_task_that_waited_is_not_lost_with_one_that_is_refused(
 def test_a_task_that_keeps_its_best_adapter_joins_no_run_that_saves_nothing(
     registry: TaskRegistry, tmp_path: Path
 ) -> None:
-    registry.saves = False
+    registry.save_directory = None
     sections = "adapter: {peft_type: LORA}\ndata: {path: x}\neval: {path: y}\n"
     path = tmp_path / "best.yaml"
     path.write_text(f"name: a\n{sections}training: {{load_best_model_at_end: true}}\n")
