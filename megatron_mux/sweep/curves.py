@@ -27,6 +27,7 @@ def draw(directory: Path, sweeps: Mapping[str, Sequence[Row]], metric: str) -> s
     from matplotlib import colormaps, rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(11, 3.8 * len(sweeps)), layout="constrained")
     FigureCanvasSVG(figure)
@@ -45,6 +46,7 @@ def draw(directory: Path, sweeps: Mapping[str, Sequence[Row]], metric: str) -> s
                 )
                 if points and row.status == "pruned":
                     axes.plot(*points[-1], marker="x", color=colour, ms=6)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.set(title=sweep if column == 0 else None, xlabel="step", ylabel=key)
             if column == 1:
                 handles, labels = axes.get_legend_handles_labels()

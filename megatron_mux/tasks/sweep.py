@@ -188,8 +188,8 @@ def read_sweep(
         problems += _problems_of_count(space, samples, seed if "seed" in value else None)
     if problems:
         return None, problems
-    settings = _grid(space) if samples is None else _samples(space, samples, f"{seed}:{name}")
-    return _with_names(found, list(settings)), []
+    combinations = _grid(space) if samples is None else _samples(space, samples, f"{seed}:{name}")
+    return _with_names(found, list(combinations)), []
 
 
 def _sampled(sweep: Sweep, sampler: Any, value: Mapping[str, Any]) -> tuple[Sweep, list[str]]:

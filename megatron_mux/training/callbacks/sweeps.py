@@ -96,7 +96,7 @@ class Sweeps(Callback):
     _spec: SchedulerSpec = field(init=False)
     _sweep_of: dict[str, str] = field(init=False)
     _arrived: set[str] = field(default_factory=set)
-    _commands: list[Command] = field(default_factory=list)
+    _is_due: bool = True
     _is_first_poll: bool = True
     _drawn: float = -math.inf
 
@@ -131,10 +131,8 @@ class Sweeps(Callback):
             self._arrived.add(name)
 
     def when_due(self, last: dict[str, StepResult]) -> None:
-        """Decide about those that have been evaluated, or whose end lets others go on."""
-        if self._arrived or any(result.status != "running" for result in last.values()):
-            self._decide()
-            self._write_results()
+        """Have it decided, before the next steps, about those that were evaluated, or whose end lets others go on."""
+        self._is_due = self._is_due or any(result.status != "running" for result in last.values())
 
     def before_save(self) -> None:
         """Have entries say which sweep they are of."""
@@ -160,17 +158,21 @@ class Sweeps(Callback):
     # -- as a source of commands
 
     def poll(self) -> Sequence[Command]:
-        """What has been decided since the last call. Every rank calls it."""
+        """Decide about those that have been evaluated since the last call. Every rank calls it.
+
+        Here and not when they are evaluated: a run that stops in between decides once it is continued.
+        """
         if self._is_first_poll:
             self._is_first_poll = False
-            # Those that had reached a rung when the run was saved, before that was decided about.
             entries = self.registry.entries.values()
             self._arrived |= {
                 own.name for own in entries if own.evaluations and max(own.evaluations) == own.step
             }
-            self._decide()
-        commands, self._commands = self._commands, []
-        return [*commands, *self._chosen()]
+        if not (self._arrived or self._is_due):
+            return []
+        commands = [*self._decisions(), *self._chosen()]
+        self._write_results()
+        return commands
 
     def _chosen(self) -> Iterator[Command]:
         """Yield the configurations that samplers choose now."""
@@ -205,8 +207,9 @@ class Sweeps(Callback):
 
     # -- decisions
 
-    def _decide(self) -> None:
-        arrived, self._arrived = self._arrived, set()
+    def _decisions(self) -> Iterator[Command]:
+        """Yield what the scheduler decides."""
+        arrived, self._arrived, self._is_due = self._arrived, set(), False
         if self.scheduler is None:
             return
         reasons: dict[str, str] = {}
@@ -220,7 +223,9 @@ class Sweeps(Callback):
                     reasons[decision.name] = decision.reason
                 else:
                     resumed.append(decision.name)
-        self._commands += [Prune(reasons)] * bool(reasons) + [Resume(name) for name in resumed]
+        if reasons:
+            yield Prune(reasons)
+        yield from map(Resume, resumed)
 
     def _configuration(self, name: str) -> Configuration:
         """A configuration as the scheduler sees it."""

@@ -43,6 +43,14 @@ def test_epochs_and_seeds_differ_and_the_order_is_what_it_always_was() -> None:
     assert permutation(10, 42, 3).tolist() == [9, 0, 2, 4, 6, 8, 1, 7, 5, 3]
 
 
+def test_each_epoch_has_an_order_of_its_own() -> None:
+    sampler = Sampler(100, 100, 0)
+    assert [sampler.batch(epoch) for epoch in range(3)] == [
+        permutation(100, 0, epoch).tolist() for epoch in range(3)
+    ]
+    assert sampler.batch(0) != sampler.batch(1)
+
+
 def test_places_are_evenly_drawn() -> None:
     where = np.stack([np.argsort(permutation(8, seed, epoch)) for seed in range(100) for epoch in range(10)])
     for record in range(8):

@@ -106,6 +106,13 @@ def test_a_step_that_was_not_taken_does_not_count() -> None:
     assert len(step(planning, "abc").buckets) == 1
 
 
+@pytest.mark.parametrize("policy", ["spatial", "temporal"])
+def test_who_joined_first_decides_nothing(policy: str) -> None:
+    """A run that is continued registers its tasks in another order."""
+    first, second = (Planning(policy, 1).begin(loads(names)) for names in ("abc", "cba"))
+    assert first == second and first.tasks == ("a", "b", "c")
+
+
 def test_a_second_change_begins_anew() -> None:
     slow = Slow()
     planning = Planning("auto", 1, slow)

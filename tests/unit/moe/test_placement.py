@@ -43,7 +43,7 @@ def test_a_placement_is_written_and_read(tmp_path: Path) -> None:
         ([[[0], [1], [2]], [[0], [1, 1], [2]]], "placement[1][1]: names a worker twice: [1, 1]"),
         ([[[0], [1], [3]], [[0], [1], [2]]], "placement[0][2]: worker 3 does not exist: workers are 0 to 2"),
         ([[[0], [1], [-1]], [[0], [1], [2]]], "placement[0][2]: worker -1 does not exist"),
-        ([[[0], [0], [0]], [[0], [1], [2]]], "placement: worker 0 holds 4 experts, but its capacity is 2"),
+        ([[[0], [0], [2]], [[0], [1], [2]]], "placement: worker 0 holds 3 experts, but its capacity is 2"),
         ([[[0], [1], [2]]], "placement: has 1 layers, but the model has 2"),
         ([[[0], [1], [2]], [[0], [1]]], "placement[1]: has 2 experts, but the model has 3"),
         ([[[0], [1], [2]], [[0], [1.0], [2]]], "placement[1][1][0]: "),

@@ -58,6 +58,27 @@ def test_an_operation_that_comes_again_is_computed_once(server: RunningServer) -
     assert server.server.metrics.refused.labels("replayed")._value.get() == 1
 
 
+def test_a_decision_that_comes_again_takes_no_second_step(server: RunningServer) -> None:
+    """A client that lost its connection repeats what it decided with another request."""
+    caller = Caller(server)
+    caller.join()
+    caller.train_step()
+    decision = caller.previous
+    first = caller.state()
+    caller.previous = decision
+    assert equal(caller.state(), first)
+
+
+def test_a_gradient_is_of_the_forward_pass_that_it_names(server: RunningServer) -> None:
+    caller = Caller(server)
+    caller.join()
+    first, second = caller.forward(), caller.forward(seed=1)
+    for forward in (first, second):
+        caller.call(forward)
+    with pytest.raises(RefusedError, match="waits for its backward"):
+        caller.call(caller.backward(first.operation))
+
+
 def test_a_client_that_was_killed_goes_on_from_its_save(server: RunningServer) -> None:
     caller = Caller(server)
     caller.join()

@@ -20,7 +20,7 @@ from megatron_mux.saved_files import limit_checkpoints, prune, write_best
 from megatron_mux.tasks import TaskSpec, TrainingSpec
 from megatron_mux.training.best import BestCheckpointTracker, is_best
 
-VALUES = [random.Random(7).choice((1.0, 0.9, 0.85, 0.8, 0.795)) for _ in range(40)]
+VALUES = random.Random(7).choices((1.0, 0.9, 0.85, 0.8, 0.795), k=40)
 
 
 @pytest.mark.parametrize(("greater", "threshold"), [(False, 0.0), (False, 0.06), (True, 0.06)])
@@ -36,6 +36,7 @@ def test_patience_is_counted_as_by_the_callback(greater: bool, threshold: float)
         found.note(step, value, greater, threshold)
         assert found.stale == callback.early_stopping_patience_counter
         assert (found.value, found.step) == (state.best_metric, best_step)
+    assert found.stale, "some evaluation improved nothing"
 
 
 def test_what_is_not_finite_is_never_the_best() -> None:
