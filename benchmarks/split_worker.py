@@ -25,7 +25,7 @@ from split_network import enter  # noqa: E402
 def serve(file: Path, flags: Sequence[str]) -> None:
     """Be a server. SIGUSR1: what is measured begins. SIGUSR2: write figures."""
     from megatron_mux.split.server import run as run_server
-    from megatron_mux.split.server.__main__ import PROGRAM, build_parser
+    from megatron_mux.split.server.__main__ import PROGRAM, build_parser, check_files
     from megatron_mux.split.server.scheduler import Demand, Scheduler
 
     most, schedulers = 0, []
@@ -56,7 +56,9 @@ def serve(file: Path, flags: Sequence[str]) -> None:
     run_server.Scheduler = RecordingScheduler  # type: ignore[misc]
     signal.signal(signal.SIGUSR1, begin)
     signal.signal(signal.SIGUSR2, write)
-    run_server.run(build_parser().parse_args(known_flags(flags)), PROGRAM)
+    arguments = build_parser().parse_args(known_flags(flags))
+    check_files(arguments)
+    run_server.run(arguments, PROGRAM)
 
 
 def known_flags(flags: Sequence[str]) -> list[str]:

@@ -101,7 +101,10 @@ class OnlyDrain:
 
 @dataclass(frozen=True)
 class InTurn:
-    """Several sources, each of which says the same on every rank, as one."""
+    """Several sources, each of which says the same on every rank, as one.
+
+    A `Drain` beside other commands is not passed on: what follows them may bring further ones.
+    """
 
     sources: Sequence[CommandSource]
 
@@ -112,7 +115,8 @@ class InTurn:
 
     def poll(self) -> Sequence[Command]:
         """See `CommandSource`."""
-        return [command for source in self.sources for command in source.poll()]
+        commands = [command for source in self.sources for command in source.poll()]
+        return [command for command in commands if command != Drain()] or commands
 
 
 class CommandQueue:

@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     quiet_imports()
     with ExitStack() as cleanup:
         try:
-            _check_files(arguments)
+            check_files(arguments)
             from megatron_mux.runtime import shutdown  # imports torch: seconds
             from megatron_mux.split.server.run import run
 
@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     return 0
 
 
-def _check_files(arguments: argparse.Namespace) -> None:
+def check_files(arguments: argparse.Namespace) -> None:
     """Fill in files of `--tls-dir`; raise a `UserError` if one is not there."""
     home = arguments.tls_dir
     for name, file in (("tls_cert", "server.pem"), ("tls_key", "server.key"), ("client_ca", "ca.pem")):

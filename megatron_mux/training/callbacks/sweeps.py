@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_mux.checkpoint import Manifest, SavedTask
-from megatron_mux.engine import EvalResult, StepResult
+from megatron_mux.engine import EvalResult
 from megatron_mux.engine.agreement import computed_by_first
 from megatron_mux.errors import UserError
 from megatron_mux.files import write_atomically
@@ -21,6 +21,7 @@ from megatron_mux.sweep.median import MedianStopping
 from megatron_mux.sweep.scheduler import Configuration, Decision, Scheduler, State, comparable
 from megatron_mux.tasks import TaskFile, TaskSpec
 from megatron_mux.tasks.files import configuration
+from megatron_mux.tasks.life import StateChange
 from megatron_mux.tasks.sampler import Trial, ask
 from megatron_mux.tasks.scheduler import SchedulerSpec
 from megatron_mux.tasks.sweep import Settings, Sweep
@@ -96,6 +97,7 @@ class Sweeps(Callback):
     _spec: SchedulerSpec = field(init=False)
     _sweep_of: dict[str, str] = field(init=False)
     _arrived: set[str] = field(default_factory=set)
+    _decided: dict[str, State] = field(default_factory=dict)  # in this poll, before it is followed
     _is_due: bool = True
     _is_first_poll: bool = True
     _drawn: float = -math.inf
@@ -130,9 +132,10 @@ class Sweeps(Callback):
             self.registry.entries[name].evaluations[step] = value if math.isfinite(value) else None
             self._arrived.add(name)
 
-    def when_due(self, last: dict[str, StepResult]) -> None:
-        """Have it decided, before the next steps, about those that were evaluated, or whose end lets others go on."""
-        self._is_due = self._is_due or any(result.status != "running" for result in last.values())
+    def state_changed(self, change: StateChange) -> None:
+        """Have it decided about the others when a configuration ends, also if it never began."""
+        if change.name in self._sweep_of and self.registry.lives[change.name].is_over:
+            self._is_due = True
 
     def before_save(self) -> None:
         """Have entries say which sweep they are of."""
@@ -170,6 +173,7 @@ class Sweeps(Callback):
             }
         if not (self._arrived or self._is_due):
             return []
+        self._decided.clear()
         commands = [*self._decisions(), *self._chosen()]
         self._write_results()
         return commands
@@ -219,6 +223,7 @@ class Sweeps(Callback):
             more = sweep.sampler is not None and len(known) < sweep.sampler.trials
             for decision in self.scheduler.decide(known, arrived, more):
                 self._note(decision)
+                self._decided[decision.name] = "pruned" if decision.action == "prune" else "open"
                 if decision.action == "prune":
                     reasons[decision.name] = decision.reason
                 else:
@@ -244,7 +249,8 @@ class Sweeps(Callback):
         life = self.registry.lives.get(name)
         if life is not None and life.is_over:
             return "over"
-        return "pruned" if life is not None and life.state == "pruned" else "open"
+        now: State = "pruned" if life is not None and life.state == "pruned" else "open"
+        return self._decided.get(name, now)
 
     def _note(self, decision: Decision) -> None:
         """Say a decision, and add it to the run's log."""

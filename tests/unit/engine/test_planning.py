@@ -11,7 +11,7 @@ import pytest
 
 from megatron_mux.engine.planning import Planning
 from megatron_mux.errors import UserError
-from megatron_mux.fusion.plan import Bucket, HybridTask, Plan
+from megatron_mux.fusion.plan import Bucket, HybridTask, Plan, Policy
 from megatron_mux.fusion.planner.load import TaskLoad
 from megatron_mux.fusion.planner.planner import Planner
 from megatron_mux.fusion.planner.planning_context import PlanningContext
@@ -107,7 +107,7 @@ def test_a_step_that_was_not_taken_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("policy", ["spatial", "temporal"])
-def test_who_joined_first_decides_nothing(policy: str) -> None:
+def test_who_joined_first_decides_nothing(policy: Policy) -> None:
     """A run that is continued registers its tasks in another order."""
     first, second = (Planning(policy, 1).begin(loads(names)) for names in ("abc", "cba"))
     assert first == second and first.tasks == ("a", "b", "c")
