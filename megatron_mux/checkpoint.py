@@ -39,6 +39,7 @@ from megatron_mux.saved_files import (
     what_is_wrong,
     write_best,
 )
+from megatron_mux.sweep.saved import SavedConfiguration
 from megatron_mux.tasks.life import TaskLife
 from megatron_mux.tensor_file import write_tensors
 
@@ -50,7 +51,6 @@ class SavedTask:
     """One task in a manifest.
 
     Attributes:
-        name: The task.
         step: Optimizer steps its checkpoint holds.
         status: `running`, `paused`, `pruned`, `finished`, `failed` or `removed` at that time.
         reason: Why it failed or was pruned, else empty.
@@ -62,8 +62,7 @@ class SavedTask:
         best: Its best evaluation so far, if it compares them.
         reference: Fingerprint of the adapter that a preference loss compares with; empty if it is the backbone.
         lengths: See `engine.Task`.
-        sweep, settings: Which sweep it is a configuration of, and with which values by field.
-        evaluations: Of a configuration the deciding figure, by the steps before it.
+        configuration: What makes it one of a sweep.
     """
 
     name: str
@@ -78,9 +77,7 @@ class SavedTask:
     best: BestEvaluation = field(default_factory=BestEvaluation)
     reference: str = ""
     lengths: tuple[tuple[int, int], ...] = ()
-    sweep: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)
-    evaluations: dict[int, float | None] = field(default_factory=dict)
+    configuration: SavedConfiguration = field(default_factory=SavedConfiguration)
 
     def follow(self, life: TaskLife) -> None:
         """Take over what the task's life says of its status."""
@@ -112,7 +109,6 @@ class Manifest:
         number: Saves of a run count from 1.
         backbone: Fingerprint of the backbone.
         tasks: In the order they were registered.
-        plan: The plan in force.
         format: Version of this file's layout.
         precision: In what the run computed, by `MuxArguments.precision`; empty if the manifest does not say.
         steps: Steps that the run has done.
@@ -169,7 +165,7 @@ def save(
     steps: int = 0,
     check: Callable[[], None] = lambda: None,
 ) -> Manifest:
-    """Write checkpoints and then the manifest that names them. Called on rank 0 only.
+    """Write checkpoints and then the manifest that names them, and return it. Called on rank 0 only.
 
     Args:
         directory: The run's directory.
@@ -182,9 +178,6 @@ def save(
         owner: The one task of the run, if other runs share the directory.
         steps: Steps that the run has done.
         check: Raises a `UserError` once another process writes there; called before anything is replaced.
-
-    Returns:
-        The manifest.
 
     Raises:
         UserError: The disk is full or not writable; everything saved before stays as it was. Or `check` says so.
@@ -220,6 +213,8 @@ def save(
 def _write_manifest(directory: Path, manifest: Manifest, check: Callable[[], None]) -> set[str]:
     """Write a manifest and its plan; returns the checkpoints that it names."""
     value = asdict(manifest)
+    for task in [task for task in value["tasks"] if not task["configuration"]["sweep"]]:
+        del task["configuration"]
     text = json.dumps(value, indent=1)
     write_atomically(directory / MANIFESTS / manifest_name(manifest.number), text, check=check)
     write_atomically(directory / "plan.json", json.dumps(manifest.plan, indent=2) + "\n", check=check)
@@ -309,8 +304,7 @@ class _IncompleteError(Exception):
 def _newest(directory: Path, owner: str, before: int | None) -> tuple[Manifest | None, list[str]]:
     """What the newest saves say, each task by its newest one whose checkpoint is whole.
 
-    Returns:
-        A manifest and what is not as in the newest save; or None and what is wrong with each save.
+    With a manifest comes what is not as in the newest save; with None, what is wrong with each save.
     """
     problems, notes = list[str](), list[str]()
     base: Manifest | None = None
@@ -357,7 +351,7 @@ def _read_manifest(path: Path) -> Manifest:
                     "health": LossHealth(**task["health"]),
                     "best": BestEvaluation(**task.get("best", {})),
                     "lengths": tuple((done, planned) for done, planned in task.get("lengths", ())),
-                    "evaluations": {int(k): v for k, v in task.get("evaluations", {}).items()},
+                    "configuration": SavedConfiguration.read(task.get("configuration", {})),
                 }
             )
             for task in value["tasks"]

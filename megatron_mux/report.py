@@ -57,6 +57,7 @@ class Reporter:
 
     Attributes:
         at_end: What `close` prints below the closing table.
+        sweep_of: The sweeps of tasks that are configurations of one.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Reporter:
         self._table = TaskTable()
         self.history = self._table.tasks
         self.at_end: list[Any] = []
+        self.sweep_of: Mapping[str, str] = {}
         self.problem = ""
         self._files: dict[str, IO[str]] = {}
         self._earlier: dict[str, tuple[list[float], list[EvalResult]]] = {}
@@ -130,6 +132,7 @@ class Reporter:
             directory,
             step=step,
             config=spec.plain(),
+            group=self.sweep_of.get(spec.name, ""),
         )
         self._trackers[spec.name] = Trackers(training.report_to, run, self.say)
 
@@ -342,12 +345,15 @@ def cut_metrics(directory: Path, manifest: Manifest | None, owner: str = "") -> 
     entries = manifest.tasks if manifest is not None else []
     # A failed task is not run again: what it wrote after its last good checkpoint stays.
     saved = {entry.name: float("inf") if entry.status == "failed" else entry.step for entry in entries}
+    decisions = {entry.name: entry.configuration.decisions for entry in entries}
     files = ("metrics.jsonl", SAMPLES)
     own = [path for name in files for path in directory.glob(f"{owner or '*'}/{name}")]
     for path in (*own, *directory.glob(EXPERT_ACCESS), *directory.glob(DECISIONS)):
         try:
             lines = path.read_text().splitlines()
-            if path.name in (EXPERT_ACCESS, DECISIONS):
+            if path.name == DECISIONS:
+                kept = [line for line in lines if _is_decided(line, decisions)]
+            elif path.name == EXPERT_ACCESS:
                 kept = [line for line in lines if _all_saved(line, saved)]
             else:
                 kept = [line for line in lines if _number(line, "step") <= saved.get(path.parent.name, -1)]
@@ -370,6 +376,14 @@ def _all_saved(line: str, saved: Mapping[str, float]) -> bool:
     try:
         return all(step <= saved.get(name, -1) for name, step in json.loads(line)["steps"].items())
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _is_decided(line: str, decisions: Mapping[str, int]) -> bool:
+    """Whether a save has the decision of a line of `sweep.jsonl`."""
+    try:
+        return bool(json.loads(line)["number"] <= decisions[json.loads(line)["task"]])
+    except (json.JSONDecodeError, KeyError, TypeError):
         return False
 
 

@@ -56,11 +56,14 @@ class Halving(Scheduler):
         if not there:
             return
         coming = more_to_come or any(
-            own.state == "open" and rung < own.total_steps and rung not in own.values
+            own.state == "open" and rung < own.total_steps and rung > max(own.values, default=0)
             for own in configurations
         )
         quota = max(len(there) // self.factor, 0 if coming else 1)
-        ranked = sorted(there, key=lambda own: own.values[rung])  # of equal ones the first in the file
+        able = [
+            own for own in there if own.state != "failed" and (own.state != "over" or max(own.values) > rung)
+        ]
+        ranked = sorted(able, key=lambda own: own.values[rung])  # of equal ones the first in the file
         for place, own in enumerate(ranked, 1):
             if max(own.values) != rung:
                 continue  # it has gone on

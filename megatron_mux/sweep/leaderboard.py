@@ -14,6 +14,9 @@ from rich.table import Column, Table
 
 from megatron_mux.tasks.sweep import value_text
 
+FAILED = ("failed", "refused", "removed")
+"""Statuses of configurations that cannot win."""
+
 _SHOWN = 20
 """Rows of the table; the file has all."""
 
@@ -42,10 +45,10 @@ class Row:
 
 
 def ranked(rows: Sequence[Row], is_greater_better: bool) -> list[Row]:
-    """The rows, best first; those without a finite figure come last, in the order of the file."""
+    """The rows, best first; those that failed or have no finite figure come last, in the order of the file."""
 
     def key(row: Row) -> float:
-        if row.value is None or not math.isfinite(row.value):
+        if row.value is None or not math.isfinite(row.value) or row.status in FAILED:
             return math.inf
         return -row.value if is_greater_better else row.value
 
@@ -96,7 +99,7 @@ def to_csv(sweeps: Mapping[str, Sequence[Row]], metric: str) -> str:
 
 def best_lines(row: Row, metric: str, directory: Path, backbone: str) -> Iterator[str]:
     """Yield lines that name the best configuration, and load its adapter."""
-    if row.value is None:
+    if row.value is None or row.status in FAILED:
         return
     yield f"best: {row.name} ({metric} {row.value:.4g} after {row.step} steps)"
     if row.checkpoint:

@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-State = Literal["open", "pruned", "over"]
-"""`open`: it trains or is going to; `pruned`: a scheduler stopped it; `over`: it has ended otherwise."""
+State = Literal["open", "pruned", "over", "failed"]
+"""`open`: it trains or is going to; `pruned`: a scheduler stopped it; `over`: it has trained to its end; `failed`: it
+has ended otherwise."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megatron_mux.errors import UserError
 from megatron_mux.section import BASE_DIRECTORY, plain, shown
 from megatron_mux.tasks.sampler import first_trials
 from megatron_mux.tasks.scheduler import SchedulerSpec
-from megatron_mux.tasks.spec import LONGEST_NAME, TaskSpec
+from megatron_mux.tasks.spec import LONGEST_NAME, TaskSpec, problem_of_name
 from megatron_mux.tasks.start import with_stored_config
 from megatron_mux.tasks.sweep import SECTIONS, Settings, Sweep, read_sweep
 from megatron_mux.tasks.wording import did_you_mean, sentences
@@ -114,8 +114,14 @@ class _Reading:
         """The entries of a sweep's configurations; where a sampler chooses them, of the first ones."""
         swept, name = item.pop("sweep"), item.get("name")
         task = with_defaults(item, self.defaults)
-        sweep, wrong = read_sweep(swept, name if isinstance(name, str) else "task", task, self.base)
-        self.wrong += [f"sweep{text}" for text in wrong]
+        if wrong := problem_of_name(name):
+            self.wrong.append(f"name: {wrong}")
+        elif name in self.sweeps:
+            self.wrong.append("name: is that of another sweep: every sweep needs its own")
+        sweep, problems = read_sweep(swept, str(name), task, self.base)
+        self.wrong += [f"sweep{text}" for text in problems]
+        if self.wrong:
+            return []
         if sweep is None:
             return []
         if sweep.sampler is not None:
@@ -222,7 +228,9 @@ def with_defaults(item: Any, defaults: Mapping[str, Any]) -> Any:
     for section, fields in defaults.items():
         own = item.get(section, {})
         kinds = [given.get("peft_type") for given in (own, fields) if isinstance(given, dict)]
-        if not isinstance(own, dict) or (section == "adapter" and None not in kinds and len(set(kinds)) > 1):
+        if not isinstance(own, dict) or (
+            section == "adapter" and None not in kinds and kinds[0] != kinds[-1]
+        ):
             continue
         merged[section] = {**fields, **own}
     return merged
@@ -231,20 +239,20 @@ def with_defaults(item: Any, defaults: Mapping[str, Any]) -> Any:
 def _scheduler(value: Any, path: Path, reading: _Reading, problems: list[str]) -> SchedulerSpec | None:
     """The scheduler of a file."""
     given = value.get("scheduler") if isinstance(value, dict) else None
-    if given is None:
-        return None
     try:
-        scheduler = SchedulerSpec.model_validate(given)
+        scheduler = SchedulerSpec.model_validate({"type": "none"} if given is None else given)
     except ValidationError as error:
         problems += [f"{path}: scheduler: {text}" for text in sentences(error, {}, SchedulerSpec)]
         return None
-    if not reading.sweeps:
+    if given is not None and not reading.sweeps:
         problems.append(f"{path}: scheduler: compares the configurations of a sweep: add sweep to a task")
     for name, sweep in reading.sweeps.items():
+        if given is None and sweep.sampler is None:
+            continue
         specs = [spec for spec in reading.tasks if spec.name in sweep.configurations]
         texts = dict.fromkeys(filter(None, map(scheduler.problem_with, specs)))
         problems += [f"{path}: task {name!r}: {text}" for text in texts]
-    return scheduler
+    return None if given is None else scheduler
 
 
 def _where(path: Path, item: Any, number: int | None) -> str:

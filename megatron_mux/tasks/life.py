@@ -4,7 +4,7 @@ One `TaskLife` for each task of a run knows the task's state. The engine, admiss
 display and whoever else wants to know ask it. (A manifest keeps what the state was when the run was saved.)
 
     loading or joining           -> waiting -> running <-> parked       (waiting may be left out)
-    loading                      -> paused or pruned                    (as when the continued run was saved)
+    loading, waiting or paused   -> pruned                              (what a continued run does of a save)
     waiting, running or parked   -> paused  -> waiting or running
     running or parked            -> pruned  -> waiting or running
     any of these                 -> finished | failed | refused | removed | stopped
@@ -40,12 +40,12 @@ Status = Literal["running", "finished", "failed"]
 
 _ENDS: tuple[State, ...] = ("finished", "failed", "refused", "removed", "stopped")
 _NEXT: Mapping[State, tuple[State, ...]] = {
-    "loading": ("waiting", "running", "paused", "pruned", *_ENDS),
+    "loading": ("waiting", "running", "pruned", *_ENDS),
     "joining": ("waiting", "running", *_ENDS),
-    "waiting": ("running", "paused", *_ENDS),
+    "waiting": ("running", "paused", "pruned", *_ENDS),
     "running": ("parked", "paused", "pruned", *_ENDS),
     "parked": ("running", "paused", "pruned", *_ENDS),
-    "paused": ("waiting", "running", *_ENDS),
+    "paused": ("waiting", "running", "pruned", *_ENDS),
     "pruned": ("waiting", "running", *_ENDS),
 }
 _BEGUN: tuple[State, ...] = ("running", "parked", "paused", "pruned", "finished", "failed")

@@ -49,6 +49,14 @@ class SchedulerSpec(Section):
         """Why a task's evaluations cannot be compared; empty if they can."""
         if spec.eval is None:
             return f"scheduler.metric: {self.metric} is of an evaluation: add an eval section"
+        steps = spec.training.max_steps
+        if (
+            self.type == "halving"
+            and steps is not None
+            and self.min_steps is not None
+            and steps <= self.min_steps
+        ):
+            return f"scheduler.min_steps: {self.min_steps} is not less than its {steps} steps: nothing is compared"
         known = measured(spec.eval, spec.training.figures if spec.training.is_preference else ())
         if self.figure in known:
             return ""

@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
@@ -40,6 +41,15 @@ def _name(value: Any) -> Any:
     if value in _RESERVED:
         raise problem(f"{value!r} is what the run calls a file of its own: choose another name")
     return value
+
+
+def problem_of_name(value: Any) -> str:
+    """Why no task can be called that; empty if one can."""
+    try:
+        _name(value)
+    except PydanticCustomError as error:
+        return str(error)
+    return ""
 
 
 if TYPE_CHECKING:

@@ -73,6 +73,11 @@ class Range:
     low: float
     high: float
 
+    @property
+    def count(self) -> float:
+        """How many values there are, about."""
+        return self.high - self.low + 1 if self.kind == "int_uniform" else math.inf
+
     def draw(self, generator: random.Random) -> float | int:
         """Draw a value; what is no whole number is rounded to three significant digits, so that names can tell it."""
         if self.kind == "int_uniform":
@@ -89,6 +94,13 @@ class Range:
 
 Dimension = Range | tuple[Any, ...]
 """The values of a field: a range, or a few."""
+
+
+def contains(dimension: Dimension, value: Any) -> bool:
+    """Whether a field may have a value."""
+    if not isinstance(dimension, Range):
+        return value in dimension
+    return isinstance(value, int | float) and dimension.low <= value <= dimension.high
 
 
 def rounded(value: float) -> float:
@@ -161,6 +173,11 @@ def read_sweep(
         problems = [text for i, own in enumerate(value) for text in _problems_of_keys(own, f"[{i}]")]
         found = Sweep(name, task, directory)
         settings = [{key: number(own) for key, own in one.items()} for one in value if isinstance(one, dict)]
+        problems += [f"[{i}]: is there twice" for i, own in enumerate(settings) if own in settings[:i]]
+        if len(settings) > MOST_CONFIGURATIONS:
+            problems.append(
+                f": has {len(settings)} configurations, more than {MOST_CONFIGURATIONS}: give fewer"
+            )
         return (None, problems) if problems else (_with_names(found, settings), [])
     if not isinstance(value, dict) or not value.keys() - set(_OPTIONS):
         return None, [
@@ -247,15 +264,16 @@ def _dimension(value: Any) -> Dimension | str:
 def _problems_of_count(space: Mapping[str, Dimension], samples: int | None, seed: int | None) -> list[str]:
     """Why a grid, or so many samples, cannot be made."""
     ranges = [key for key, own in space.items() if isinstance(own, Range)]
-    count = math.prod(len(own) for own in space.values() if not isinstance(own, Range))
+    count = math.prod(own.count if isinstance(own, Range) else len(own) for own in space.values())
     if samples is None:
         if ranges:
             return [f".{ranges[0]}: a range has no end of values: add samples: N, or give a list"]
         if seed is not None:
             return [".seed: is of samples: leave it out"]
-    elif not ranges and samples > count:
-        return [f".samples: there are only {count} combinations: leave samples out"]
-    most = count if samples is None else samples
+    elif samples > count:
+        advice = f"give at most {int(count)}" if ranges else "leave samples out"
+        return [f".samples: there are only {int(count)} combinations: {advice}"]
+    most = int(count) if samples is None else samples
     if most > MOST_CONFIGURATIONS:
         advice = "give fewer values, or samples: N" if samples is None else "give fewer"
         return [f": has {most} configurations, more than {MOST_CONFIGURATIONS}: {advice}"]

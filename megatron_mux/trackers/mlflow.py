@@ -37,7 +37,8 @@ class MlflowTracker(Tracker):
         number = (
             self._client.create_experiment(run.project) if experiment is None else experiment.experiment_id
         )
-        self.known = str(self._client.create_run(number, run_name=run.name).info.run_id)
+        tags = {"sweep": run.group} if run.group else {}
+        self.known = str(self._client.create_run(number, tags=tags, run_name=run.name).info.run_id)
         for section, fields in run.config.items():
             for key, value in fields.items() if isinstance(fields, dict) else ():
                 self._client.log_param(self.known, f"{section}.{key}", str(value)[:_LONGEST_PARAMETER])

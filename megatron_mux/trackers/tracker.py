@@ -21,6 +21,7 @@ class TrackedRun:
         known: The tracker's own name of the run that is continued; None: it is a new one.
         step: Optimizer steps done before; later figures in files are dropped, as they will come again.
         config: The task as plain data.
+        group: The sweep that it belongs to; empty: none.
     """
 
     task: str
@@ -30,6 +31,7 @@ class TrackedRun:
     known: str | None = None
     step: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
+    group: str = ""
 
 
 class Tracker(ABC):

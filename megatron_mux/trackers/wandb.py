@@ -18,6 +18,7 @@ class WandbTracker(Tracker):
         self._run = wandb.init(
             project=run.project,
             name=run.name,
+            group=run.group or None,
             id=run.known,
             resume="allow" if run.known else None,
             dir=str(run.directory),

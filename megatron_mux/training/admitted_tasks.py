@@ -132,7 +132,11 @@ class AdmittedTasks:
     def _keep_paused(self, task: Task, entry: SavedTask) -> None:
         """Hold a task that was paused or pruned when the continued run was saved."""
         life = self.lives[entry.name]
-        life.to("pruned" if entry.status == "pruned" else "paused", entry.reason)
+        if entry.status == "pruned":
+            life.to("pruned", entry.reason)
+        else:
+            life.to("waiting")
+            life.to("paused")
         self._paused[entry.name] = task
         self.reporter.add(task.spec, life, entry.step, task.spec.total_steps(len(task.data)))
         self.reporter.say(f"{entry.name} is {life.state}, as it was when the run was saved")
@@ -152,7 +156,7 @@ class AdmittedTasks:
             fresh = SavedTask(name, step, status, "", "", task.spec.plain(), task.data.fingerprint)
             fresh.reference = task.reference_fingerprint()
             entry = self.entries.setdefault(name, fresh)
-            entry.spec, entry.lengths = fresh.spec, task.lengths
+            entry.spec, entry.data, entry.lengths = fresh.spec, fresh.data, task.lengths
             saved = self.saved.get(name) or copy.deepcopy(entry)
             self.saved[name] = replace(saved, spec=entry.spec, lengths=entry.lengths)
             if name in waited:

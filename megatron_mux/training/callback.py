@@ -23,9 +23,11 @@ class Callback:
     Attributes:
         problem: What went wrong in the background, on this rank alone; the loop raises it on every rank before the next
             steps. Empty: nothing.
+        undecided: Whether it may have commands at the next poll, the same on every rank: the run does not end before.
     """
 
     problem: str = ""
+    undecided: bool = False
 
     # -- tasks come and go
 

@@ -101,10 +101,7 @@ class OnlyDrain:
 
 @dataclass(frozen=True)
 class InTurn:
-    """Several sources, each of which says the same on every rank, as one.
-
-    A `Drain` beside other commands is not passed on: what follows them may bring further ones.
-    """
+    """Several sources, each of which says the same on every rank, as one."""
 
     sources: Sequence[CommandSource]
 
@@ -115,8 +112,7 @@ class InTurn:
 
     def poll(self) -> Sequence[Command]:
         """See `CommandSource`."""
-        commands = [command for source in self.sources for command in source.poll()]
-        return [command for command in commands if command != Drain()] or commands
+        return [command for source in self.sources for command in source.poll()]
 
 
 class CommandQueue:

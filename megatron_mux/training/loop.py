@@ -13,7 +13,7 @@ from megatron_mux.checkpoint import Manifest
 from megatron_mux.engine import StepResult
 from megatron_mux.engine.agreement import raise_on_every_rank
 from megatron_mux.training.callback import Callback, overrides, save_run
-from megatron_mux.training.commands import CommandSource, Drain
+from megatron_mux.training.commands import CommandSource
 from megatron_mux.training.step_loop import Due, StepLoop
 from megatron_mux.training.task_registry import TaskRegistry
 
@@ -61,13 +61,13 @@ class Loop:
         idle = False
         while not (stopped := self._agreed_to_stop()):
             self.parallel.heartbeat.at("beginning the next steps")
-            commands = self.commands.poll()
-            stop_when_done = self.registry.follow(commands, self._preparing)
+            self._tell_changes()
+            stop_when_done = self.registry.follow(self.commands.poll(), self._preparing)
             self.registry.admit()
             self._tell_changes()
             if not self.engine.active:
-                if self.registry.waiting or any(command != Drain() for command in commands):
-                    continue  # whoever had its turn was refused, and others may have theirs
+                if self.registry.waiting or any(callback.undecided for callback in self.callbacks):
+                    continue  # whoever had its turn was refused
                 if stop_when_done:
                     paused = self.registry.paused
                     stopped = f"with {', '.join(paused)} paused" if paused else ""

@@ -50,7 +50,7 @@ def continue_task(task: Task, entry: SavedTask) -> Iterator[str]:
         if (steps := task.spec.total_steps(len(task.data))) < entry.step:
             yield f"{task.spec.name}: {entry.step} steps are done, more than the {steps} it is to have now"
         return
-    if entry.data != task.data.fingerprint:
+    if entry.data not in ("", task.data.fingerprint):
         raise UserError(
             f"{task.data.path} is not what it was when the run was saved: restore it, or give the task a new name"
         )

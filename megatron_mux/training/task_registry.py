@@ -108,10 +108,15 @@ class TaskRegistry(AdmittedTasks):
 
     def _prune(self, reasons: Mapping[str, str]) -> None:
         """Let tasks stop and leave memory; they can go on from what is saved now."""
+        training = [name for name in reasons if name in self.engine.tasks]
         for name, reason in reasons.items():
-            self.engine.pause(name, "pruned", reason)
+            if name in training:
+                self.engine.pause(name, "pruned", reason)
+            else:  # it was saved before it was decided about, and has not trained since
+                self._paused[name] = self._admission.withdraw(name) or self._paused[name]
+                self.lives[name].to("pruned", reason)
         self.save(list(reasons))
-        for name in reasons:
+        for name in training:
             task = self._paused[name] = self.engine.task(name)
             saved = replace(self.entries[name])
             task.resume = partial(checkpoint.load_task, self.save_directory or Path(), saved)

@@ -14,7 +14,9 @@ def track(name: str, tracker: str, root: Path, steps: range, step: int = 0) -> t
     """Report some steps of a task."""
     said: list[str] = []
     config = {"training": {"learning_rate": 1e-3}, "name": name}
-    run = TrackedRun(name, f"run of {name}", "tests", root / name, step=step, config=config)
+    run = TrackedRun(
+        name, f"run of {name}", "tests", root / name, step=step, config=config, group="the sweep"
+    )
     trackers = Trackers([tracker], run, said.append)
     for at in steps:
         trackers.log(at, {"loss": 1.0 / at, "rewards/margins": float(at)})
@@ -42,6 +44,7 @@ def test_mlflow_has_each_tasks_run_once(tmp_path: Path, monkeypatch: pytest.Monk
         (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
         assert run.info.run_name == f"run of {name}"
         assert run.info.status == ("FINISHED" if name == "b" else "KILLED")
+        assert run.data.tags["sweep"] == "the sweep"
         assert run.data.params == {"training.learning_rate": "0.001"}
         history = client.get_metric_history(run.info.run_id, "eval_loss")
         assert [(one.step, one.value) for one in history] == [(at, 2.0 / at) for at in range(1, last + 1)]
@@ -59,4 +62,5 @@ def test_wandb_keeps_runs_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     numbers = {path.name.split("-")[3] for path in runs["b"]}
     assert len(numbers) == 1, "what is continued has the number of the run that it continues"
     assert all(list(path.glob("*.wandb")) for own in runs.values() for path in own)
-    assert b"rewards/margins" in next(runs["a"][0].glob("*.wandb")).read_bytes()
+    written = next(runs["a"][0].glob("*.wandb")).read_bytes()
+    assert b"rewards/margins" in written and b"the sweep" in written

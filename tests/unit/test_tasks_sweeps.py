@@ -122,6 +122,8 @@ def test_equal_names_and_long_ones_are_numbered(tmp_path: Path) -> None:
         ({"adapter.r": [2], "sampler": {"type": "tpee", "trials": 2}}, "sweep.sampler.type: must be one of tpe"),
         ({"adapter.r": [2], "sampler": {"type": "tpe"}}, "sweep.sampler.trials: is missing"),
         ({"adapter.r": [2], "sampler": {"type": "tpe", "trials": 2}, "seed": 1}, "sweep.seed: is not for a sampler"),
+        ({"adapter.r": {"int_uniform": [1, 4]}, "samples": 5}, "there are only 4 combinations: give at most 4"),
+        ([{"adapter.r": 4}, {"adapter.r": 4}], "sweep[1]: is there twice"),
         ([4], "sweep[0]: must be a mapping such as"),
         ([{"name": "x"}], "sweep[0].name: must be a field of a section"),
     ],
@@ -136,6 +138,10 @@ def test_what_no_sweep_can_be_is_refused(swept: Any, said: str, tmp_path: Path) 
     [
         ({"type": "halving"}, "scheduler: min_steps: halving needs the steps before its first rung"),
         ({"type": "halving", "min_steps": 0}, "scheduler: min_steps: must be a whole number of at least 1"),
+        (
+            {**HALVING, "min_steps": 3},
+            "scheduler.min_steps: 3 is not less than its 3 steps: nothing is compared",
+        ),
         ({**HALVING, "factor": 1}, "scheduler: factor: must be a whole number of at least 2"),
         ({**HALVING, "factr": 2}, "scheduler: factr: unknown key; did you mean 'factor'?"),
         ({"type": "median", "factor": 3}, "scheduler: factor: is of type: halving"),
@@ -158,6 +164,24 @@ def test_a_scheduler_needs_a_sweep_and_its_evaluation(tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     (found,) = problems(tmp_path / "more", task(sweep={"adapter.r": [2, 4]}), scheduler=HALVING)
     assert found == "task 'movie': scheduler.metric: eval_loss is of an evaluation: add an eval section"
+
+
+def test_a_sampler_needs_an_evaluation_and_every_sweep_a_name_of_its_own(tmp_path: Path) -> None:
+    sampler = {"adapter.r": [2, 4], "sampler": {"type": "tpe", "trials": 2}}
+    twice = {"adapter.r": [2, 4]}, {"adapter.r": [8]}
+    unnamed = {key: value for key, value in task(sweep=twice[0]).items() if key != "name"}
+    found = problems(tmp_path, task(sweep=sampler), *(task(name="b", sweep=own) for own in twice), unnamed)
+    assert found == [
+        "task 'b' (#3): name: is that of another sweep: every sweep needs its own",
+        "task (#4): name: must be text, got nothing: put quotes around it",
+        "task 'movie': scheduler.metric: eval_loss is of an evaluation: add an eval section",
+    ]
+
+
+def test_a_kind_that_is_a_list_is_answered(tmp_path: Path) -> None:
+    kinds = {"peft_type": ["LORA", "IA3"], "target_modules": ["q_proj"]}
+    found = problems(tmp_path, task(adapter=kinds), defaults={"adapter": task()["adapter"]})
+    assert any("adapter.peft_type: must be one of" in text for text in found)
 
 
 def test_every_mistake_at_once_each_of_defaults_once(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from megatron_mux.checkpoint import Manifest, SavedTask
 from megatron_mux.engine import EvalResult
@@ -16,21 +18,29 @@ from megatron_mux.errors import UserError
 from megatron_mux.files import write_atomically
 from megatron_mux.saved_files import CURVES, DECISIONS, RESULTS
 from megatron_mux.sweep.halving import Halving
-from megatron_mux.sweep.leaderboard import Row, best_lines, ranked, table, to_csv
+from megatron_mux.sweep.leaderboard import FAILED, Row, best_lines, ranked, table, to_csv
 from megatron_mux.sweep.median import MedianStopping
-from megatron_mux.sweep.scheduler import Configuration, Decision, Scheduler, State, comparable
+from megatron_mux.sweep.scheduler import Configuration, Scheduler, State, comparable
 from megatron_mux.tasks import TaskFile, TaskSpec
 from megatron_mux.tasks.files import configuration
 from megatron_mux.tasks.life import StateChange
 from megatron_mux.tasks.sampler import Trial, ask
 from megatron_mux.tasks.scheduler import SchedulerSpec
-from megatron_mux.tasks.sweep import Settings, Sweep
+from megatron_mux.tasks.sweep import Settings, Sweep, contains
 from megatron_mux.training.callback import Callback
 from megatron_mux.training.commands import Add, Command, Prune, Resume
 from megatron_mux.training.task_registry import TaskRegistry
 
 _SECONDS_BETWEEN_CURVES = 60.0
-_FAILED = ("failed", "refused", "removed")
+_LEAST_SHARE = 50
+"""Curves take at most one in so many seconds of a run."""
+_OF_TRIALS: Mapping[State, Literal["running", "complete", "pruned", "failed"]] = {
+    "open": "running",
+    "pruned": "pruned",
+    "over": "complete",
+    "failed": "failed",
+}
+_WORDS = {"prune": "stops", "resume": "goes on", "begin": "begins"}
 
 
 def make_scheduler(spec: SchedulerSpec | None) -> Scheduler | None:
@@ -59,15 +69,32 @@ def check_sweeps(file: TaskFile, saves: bool) -> None:
 
 
 def with_saved_trials(file: TaskFile, manifest: Manifest | None) -> TaskFile:
-    """A task file with the configurations that samplers have chosen in the run that is continued."""
+    """A task file with the configurations that samplers have chosen in the run that is continued, and no others.
+
+    Raises:
+        UserError: What is chosen from has changed, so that some of them could not be chosen now.
+    """
     sweeps, tasks = dict(file.sweeps), list(file.tasks)
-    for entry in manifest.tasks if manifest is not None else ():
-        sweep = sweeps.get(entry.sweep)
-        if sweep is None or sweep.sampler is None or entry.name in sweep.configurations:
+    for sweep in file.sweeps.values():
+        entries = manifest.tasks if manifest is not None and sweep.sampler is not None else ()
+        saved = {
+            entry.name: entry.configuration.settings
+            for entry in entries
+            if entry.configuration.sweep == sweep.name
+        }
+        if not saved:
             continue
-        configurations = {**sweep.configurations, entry.name: entry.settings}
-        sweeps[entry.sweep] = replace(sweep, configurations=configurations)
-        tasks.append(TaskSpec.model_validate(entry.spec))
+        for name, settings in saved.items():
+            if settings.keys() != sweep.space.keys() or not all(
+                contains(sweep.space[key], value) for key, value in settings.items()
+            ):
+                raise UserError(
+                    f"sweep of {sweep.name}: {name} of the run that is continued is not of its values: set them back, "
+                    "or give the task a new name"
+                )
+        sweeps[sweep.name] = replace(sweep, configurations=saved)
+        tasks = [task for task in tasks if task.name not in sweep.configurations]
+        tasks += [configuration(sweep, *own) for own in saved.items()]
     return replace(file, sweeps=sweeps, tasks=tasks)
 
 
@@ -100,7 +127,7 @@ class Sweeps(Callback):
     _decided: dict[str, State] = field(default_factory=dict)  # in this poll, before it is followed
     _is_due: bool = True
     _is_first_poll: bool = True
-    _drawn: float = -math.inf
+    _draws_at: float = -math.inf
 
     def __post_init__(self) -> None:
         self.scheduler = make_scheduler(self.file.scheduler)
@@ -108,6 +135,7 @@ class Sweeps(Callback):
         self._spec = self.file.scheduler or SchedulerSpec(type="none")
         self._sweep_of = {name: own.name for own in self.sweeps.values() for name in own.configurations}
         sampled = any(own.sampler is not None for own in self.sweeps.values())
+        self.registry.reporter.sweep_of = self._sweep_of
         # Decisions depend on who is where: a resume has to have all tasks at one moment.
         self.registry.saves_together = self.scheduler is not None or sampled
         self.registry.held = self._sweep_of if self.scheduler is not None else ()
@@ -128,8 +156,10 @@ class Sweeps(Callback):
     def evaluated(self, name: str, step: int, result: EvalResult) -> None:
         """Keep the deciding figure of a configuration."""
         value = result.values.get(self._spec.figure)
-        if step and name in self._sweep_of and value is not None:
-            self.registry.entries[name].evaluations[step] = value if math.isfinite(value) else None
+        if step and name in self._sweep_of:
+            own = self.registry.entries[name].configuration
+            own.evaluations[step] = value if value is not None and math.isfinite(value) else None
+            own.figure = self._spec.figure
             self._arrived.add(name)
 
     def state_changed(self, change: StateChange) -> None:
@@ -141,14 +171,15 @@ class Sweeps(Callback):
         """Have entries say which sweep they are of."""
         for name, sweep in self._sweep_of.items():
             if name in self.registry.entries:
-                entry = self.registry.entries[name]
-                entry.sweep, entry.settings = sweep, dict(self.sweeps[sweep].configurations[name])
+                own = self.registry.entries[name].configuration
+                own.sweep, own.settings = sweep, dict(self.sweeps[sweep].configurations[name])
 
     def close(self) -> None:
-        """Print the leaderboard."""
-        if not any(row.steps for rows in self._rows().values() for row in rows):
+        """Print the leaderboard of a run that has begun."""
+        if self._is_first_poll:
             return
-        self._write_results(is_last=True)
+        with suppress(UserError):  # another run has taken the directory over
+            self._write_results(is_last=True)
         reporter, metric = self.registry.reporter, self._metric
         for sweep, rows in self._rows().items():
             title = f"{sweep}: {len(rows)} configurations, best first"
@@ -167,16 +198,37 @@ class Sweeps(Callback):
         """
         if self._is_first_poll:
             self._is_first_poll = False
-            entries = self.registry.entries.values()
-            self._arrived |= {
-                own.name for own in entries if own.evaluations and max(own.evaluations) == own.step
-            }
-        if not (self._arrived or self._is_due):
+            self._begin()
+        if not self.undecided:
             return []
         self._decided.clear()
         commands = [*self._decisions(), *self._chosen()]
         self._write_results()
         return commands
+
+    @property
+    def undecided(self) -> bool:  # type: ignore[override]
+        """Whether something has happened since the last poll."""
+        return bool(self._arrived) or self._is_due
+
+    def _begin(self) -> None:
+        """Take up what the run that is continued had not decided yet; give trials that wait their entries."""
+        for name, entry in self.registry.entries.items():
+            own = entry.configuration
+            if name in self._sweep_of and own.figure != self._spec.figure:
+                own.figure, own.evaluations, own.decided = self._spec.figure, {}, 0
+            if own.evaluations and own.decided < max(own.evaluations) == entry.step:
+                self._arrived.add(name)
+        for sweep in self.sweeps.values():
+            for spec in self.file.tasks if sweep.sampler is not None else ():
+                if spec.name in sweep.configurations:
+                    self._enter(spec)
+
+    def _enter(self, spec: TaskSpec) -> None:
+        """Have saves know a trial before it trains: what a sampler chooses depends on all that it has chosen."""
+        entry = SavedTask(spec.name, 0, "running", "", "", spec.plain(), "")
+        self.registry.entries.setdefault(spec.name, entry)
+        self.registry.saved.setdefault(spec.name, entry)
 
     def _chosen(self) -> Iterator[Command]:
         """Yield the configurations that samplers choose now."""
@@ -188,25 +240,33 @@ class Sweeps(Callback):
                     break
                 choose = partial(ask, sweep, trials, self._spec.is_greater_better)
                 settings = computed_by_first(choose, self.registry.parallel)
-                task = sweep.name_of(settings, self._sweep_of)
+                taken = {*self._sweep_of, *self.registry.lives, *self.registry.entries}
+                task = sweep.name_of(settings, taken)
                 sweep = self.sweeps[name] = replace(
                     sweep, configurations={**sweep.configurations, task: settings}
                 )
                 self._sweep_of[task] = name
-                self._say({"task": task, "decision": "begin", "reason": "the sampler chose it"})
-                yield Add([configuration(sweep, task, settings)])
+                try:
+                    spec = configuration(sweep, task, settings)
+                except UserError as error:
+                    self.registry.lives.begin(task, "joining").end("refused", str(error))
+                    self.registry.reporter.say(f"{task} refused: {error}")
+                    continue
+                self._enter(spec)
+                self._say(task, "begin", "the sampler chose it")
+                yield Add([spec])
 
     def _trials(self, sweep: Sweep) -> list[Trial]:
         """The configurations of a sweep as its sampler knows them."""
         trials: list[Trial] = []
         for name, settings in sweep.configurations.items():
             entry, state = self.registry.entries.get(name), self._state(name)
-            values = {} if entry is None else {k: v for k, v in entry.evaluations.items() if v is not None}
-            if state == "over":
-                failed = self.registry.lives[name].state in _FAILED
-                trials.append(Trial(settings, values, "failed" if failed else "complete"))
-            else:
-                trials.append(Trial(settings, values, "pruned" if state == "pruned" else "running"))
+            values = (
+                {}
+                if entry is None
+                else {k: v for k, v in entry.configuration.evaluations.items() if v is not None}
+            )
+            trials.append(Trial(settings, values, _OF_TRIALS[state]))
         return trials
 
     # -- decisions
@@ -221,8 +281,12 @@ class Sweeps(Callback):
         for sweep in self.sweeps.values():
             known = [self._configuration(name) for name in sweep.configurations]
             more = sweep.sampler is not None and len(known) < sweep.sampler.trials
+            for name in arrived & sweep.configurations.keys():
+                self.registry.entries[name].configuration.decided = max(
+                    self.registry.entries[name].configuration.evaluations
+                )
             for decision in self.scheduler.decide(known, arrived, more):
-                self._note(decision)
+                self._say(decision.name, decision.action, decision.reason)
                 self._decided[decision.name] = "pruned" if decision.action == "prune" else "open"
                 if decision.action == "prune":
                     reasons[decision.name] = decision.reason
@@ -238,7 +302,7 @@ class Sweeps(Callback):
         sign = -1.0 if self._spec.is_greater_better else 1.0
         values = {
             step: comparable(None if value is None else sign * value)
-            for step, value in entry.evaluations.items()
+            for step, value in entry.configuration.evaluations.items()
         }
         total = (
             self.registry.reporter.history[name].total_steps if name in self.registry.reporter.history else 0
@@ -248,28 +312,24 @@ class Sweeps(Callback):
     def _state(self, name: str) -> State:
         life = self.registry.lives.get(name)
         if life is not None and life.is_over:
-            return "over"
+            return "failed" if life.state in FAILED else "over"
         now: State = "pruned" if life is not None and life.state == "pruned" else "open"
         return self._decided.get(name, now)
 
-    def _note(self, decision: Decision) -> None:
+    def _say(self, name: str, decision: str, reason: str) -> None:
         """Say a decision, and add it to the run's log."""
-        what = "stops" if decision.action == "prune" else "goes on"
-        self._say({"task": decision.name, "decision": decision.action, "reason": decision.reason}, what)
-
-    def _say(self, line: Mapping[str, str], what: str = "begins") -> None:
-        name, reporter = line["task"], self.registry.reporter
-        entry = self.registry.entries.get(name)
-        step = max(entry.evaluations, default=0) if entry is not None else 0
-        reporter.say(f"{name} {what}: {line['reason']}")
-        reporter.append(DECISIONS, {"steps": {name: step}, **line})
+        reporter, entry = self.registry.reporter, self.registry.entries[name]
+        entry.configuration.decisions += 1
+        reporter.say(f"{name} {_WORDS[decision]}: {reason}")
+        line = {"task": name, "number": entry.configuration.decisions, "decision": decision, "reason": reason}
+        reporter.append(DECISIONS, line)
 
     # -- results
 
     @property
     def _metric(self) -> str:
         """The deciding figure as files name it; the training loss where nothing is evaluated."""
-        evaluated = any(entry.evaluations for entry in self.registry.entries.values())
+        evaluated = any(entry.configuration.evaluations for entry in self.registry.entries.values())
         return f"eval_{self._spec.figure}" if evaluated else "loss"
 
     def _rows(self) -> dict[str, list[Row]]:
@@ -284,10 +344,11 @@ class Sweeps(Callback):
         entry, history = self.registry.entries.get(name), self.registry.reporter.history.get(name)
         if entry is None or history is None:
             return Row(name, settings, None, 0, 0, history.status if history is not None else "waiting")
-        step = max(entry.evaluations, default=0)
-        value = entry.evaluations.get(step) if self._metric != "loss" else history.loss
+        step = max(entry.configuration.evaluations, default=0)
+        value = entry.configuration.evaluations.get(step) if self._metric != "loss" else history.loss
+        at = history.step if self._metric == "loss" else step
         return Row(
-            name, settings, value, step or history.step, history.step, history.status, history.reason, entry.checkpoint
+            name, settings, value, at, history.step, history.status, history.reason, entry.checkpoint
         )  # fmt: skip
 
     def _write_results(self, is_last: bool = False) -> None:
@@ -299,10 +360,22 @@ class Sweeps(Callback):
         rows = self._rows()
         try:
             write_atomically(directory / RESULTS, to_csv(rows, self._metric))
-            if is_last or time.monotonic() - self._drawn >= _SECONDS_BETWEEN_CURVES:
-                from megatron_mux.sweep.curves import draw
-
-                write_atomically(directory / CURVES, draw(directory, rows, self._metric))
-                self._drawn = time.monotonic()
         except OSError as error:
             self.registry.reporter.note(f"--save {directory}: could not write the results of sweeps", error)
+            return
+        began = time.monotonic()
+        if is_last or began >= self._draws_at:
+            self._draw(directory, rows)
+            taken = time.monotonic() - began
+            self._draws_at = began + max(_SECONDS_BETWEEN_CURVES, _LEAST_SHARE * taken)
+
+    def _draw(self, directory: Path, rows: Mapping[str, Sequence[Row]]) -> None:
+        """Write `curves.svg`; a picture is not worth a run."""
+        try:
+            from megatron_mux.sweep.curves import draw
+
+            write_atomically(directory / CURVES, draw(directory, rows, self._metric))
+        except Exception as error:
+            self.registry.reporter.say(
+                f"could not draw {directory / CURVES}: {type(error).__name__}: {error}"
+            )

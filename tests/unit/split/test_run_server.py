@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_mux.errors import UserError
-from megatron_mux.split.server.__main__ import _check_files, build_parser
+from megatron_mux.split.server.__main__ import build_parser, check_files
 from megatron_mux.split.server.run import _run, _scheduler_options
 from tests import tiny_models
 
@@ -35,14 +35,14 @@ def test_requests_are_in_the_order_of_arrival_unless_clients_have_shares(tmp_pat
 def test_a_directory_of_certificates_stands_for_their_files(tmp_path: Path) -> None:
     words = ["--backbone", "b", "--listen", "localhost:1"]
     with pytest.raises(UserError, match="--tls-cert: is missing: give --tls-dir DIR"):
-        _check_files(build_parser().parse_args(words))
+        check_files(build_parser().parse_args(words))
     words += ["--tls-dir", str(tmp_path)]
     with pytest.raises(UserError, match=r"server.pem: no such file: .*split-certificates` makes them"):
-        _check_files(build_parser().parse_args(words))
+        check_files(build_parser().parse_args(words))
     for name in ("server.pem", "server.key", "ca.pem", "mine.pem"):
         (tmp_path / name).touch()
     arguments = build_parser().parse_args([*words, "--tls-cert", str(tmp_path / "mine.pem")])
-    _check_files(arguments)
+    check_files(arguments)
     files = arguments.tls_cert, arguments.tls_key, arguments.client_ca
     assert [file.name for file in files] == ["mine.pem", "server.key", "ca.pem"]
 

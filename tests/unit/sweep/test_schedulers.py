@@ -128,6 +128,15 @@ def test_those_that_a_sampler_is_going_to_choose_are_waited_for() -> None:
     assert [own.action for own in halving.decide(held, [])] == ["resume"]
 
 
+def test_one_that_failed_or_ended_there_takes_nobodys_place() -> None:
+    """The best one at the rung diverges afterwards; another has its end where the others have a rung."""
+    failed = Configuration("failed", 9, {2: 1.0}, "failed")
+    ended = Configuration("ended", 2, {2: 1.5}, "over")
+    held = [Configuration(name, 9, {2: value}, "pruned") for name, value in (("a", 2.0), ("b", 3.0))]
+    decided = Halving(2, 3).decide([failed, ended, *held], [])
+    assert [(own.name, own.action) for own in decided] == [("a", "resume")]
+
+
 def test_who_was_not_evaluated_now_is_left_alone() -> None:
     configurations = [
         Configuration(name, 9, {2: value}) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0))

@@ -13,7 +13,7 @@ from megatron_mux.arguments import MuxArguments
 from megatron_mux.engine import StepResult
 from megatron_mux.errors import UserError
 from megatron_mux.tasks.life import StateChange, TaskLives
-from megatron_mux.training.callback import Callback
+from megatron_mux.training.callback import Callback, save_run
 from megatron_mux.training.commands import OnlyDrain
 from megatron_mux.training.loop import Loop
 from megatron_mux.training.step_loop import StepLoop
@@ -128,6 +128,7 @@ def made(total: int) -> tuple[Loop, Recorder]:
         lives=TaskLives(),
         preparing=False,
         follow=lambda commands, preparing: bool(commands),
+        save=lambda names: save_run([recorder], names),
         admit=lambda: None,
         note=lambda name, result: noted.append(f"note {result.step}"),
         stop=lambda: None,

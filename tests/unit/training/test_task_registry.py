@@ -13,6 +13,7 @@ from megatron_mux import checkpoint
 from megatron_mux.checkpoint import SavedTask
 from megatron_mux.data.dataset import DataFiles
 from megatron_mux.errors import UserError
+from megatron_mux.training import admitted_tasks
 from megatron_mux.training import task_registry as module
 from megatron_mux.training.callback import Callback
 from megatron_mux.training.commands import Cancel, Command, Pause, Resume
@@ -186,7 +187,7 @@ def test_a_file_is_refused_though_one_of_its_tasks_is_done_already(
     registry: TaskRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry.entries["done"] = SavedTask("done", 10, "finished", "", "", {}, "")
-    monkeypatch.setattr(module, "is_over", lambda one, entry: entry is not None)
+    monkeypatch.setattr(admitted_tasks, "is_over", lambda one, entry: entry is not None)
     coming = [task("done"), task("bad")]
     monkeypatch.setattr(module, "open_tasks", lambda *arguments: coming)
     for one in coming:

@@ -53,7 +53,7 @@ def made() -> tuple[Evaluations, list[Any]]:
         history={name: SimpleNamespace(before=1, status="running") for name in names},
         evaluation=lambda name, step, result: noted.append((name, step)),
     )
-    registry: Any = SimpleNamespace(engine=Engine(noted), entries=entries, reporter=reporter)
+    registry: Any = SimpleNamespace(engine=Engine(noted), entries=entries, reporter=reporter, callbacks=[])
     tracker = BestCheckpointTracker(entries, noted.append)
     return Evaluations(registry, tracker, lambda: noted.append("check")), noted
 

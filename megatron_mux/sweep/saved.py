@@ -1,0 +1,34 @@
+"""What a save holds of a configuration, besides its task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class SavedConfiguration:
+    """All that decisions about a configuration depend on.
+
+    Attributes:
+        sweep: Which one it is of; empty: the task is of none.
+        settings: Values by field.
+        figure: Name of the deciding figure.
+        evaluations: Its values by the steps before; None: not finite, or not measured.
+        decided: After which step its scheduler has last decided about it.
+        decisions: How many decisions were about it.
+    """
+
+    sweep: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    figure: str = ""
+    evaluations: dict[int, float | None] = field(default_factory=dict)
+    decided: int = 0
+    decisions: int = 0
+
+    @classmethod
+    def read(cls, value: Mapping[str, Any]) -> SavedConfiguration:
+        """From JSON, whose keys are text."""
+        evaluations = {int(step): figure for step, figure in value.get("evaluations", {}).items()}
+        return cls(**{**value, "evaluations": evaluations})
