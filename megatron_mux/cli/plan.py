@@ -144,6 +144,7 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
 def run(arguments: argparse.Namespace) -> None:
     """Plan and print, with a parsed command line."""
     from megatron_mux.backbone.registry import read_backbone_info
+    from megatron_mux.console import make_console
     from megatron_mux.data.dataset import DataFiles
     from megatron_mux.data.tokenizer import load_tokenizer
     from megatron_mux.files import write_output
@@ -151,7 +152,8 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_mux.fusion.plan import dumps
     from megatron_mux.fusion.planner.load import TaskLoad, adapts_experts
     from megatron_mux.fusion.planner.plan_tables import print_meshes, print_plan
-    from megatron_mux.tasks import load_task_file
+    from megatron_mux.sweep.leaderboard import settings_table
+    from megatron_mux.tasks import read_task_file
     from megatron_mux.training.eval_setup import evaluation_time
     from megatron_mux.training.task_setup import open_tasks
 
@@ -163,11 +165,13 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(
             "--subgraphs: needs --tensor-parallel of at least 2: layers of one rank send no messages"
         )
-    specs = load_task_file(arguments.tasks, data_later=True)
+    file = read_task_file(arguments.tasks, data_later=True)
     info = read_backbone_info(arguments.backbone, arguments.backbone_dtype)
     if arguments.subgraphs:
         info.shape.refuse("--subgraphs", "latent", "experts")
-    tasks = open_tasks(specs, info, DataFiles(load_tokenizer(info.tokenizer), to_stderr), lambda text: None)
+    tasks = open_tasks(
+        file.tasks, info, DataFiles(load_tokenizer(info.tokenizer), to_stderr), lambda text: None
+    )
     loads = {t.spec.name: TaskLoad.of(t.spec, t.data.lengths, t.data.label_counts, info.shape) for t in tasks}
     if arguments.gpus is None:
         meshes = [_mesh(arguments, info, loads)]
@@ -194,9 +198,12 @@ def run(arguments: argparse.Namespace) -> None:
         others = [{**asdict(p.mesh), "predicted_latency_s": p.predicted_latency_s} for _, p, _ in plans]
         extra = {"planning_s": seconds, "flags": flags(planner.context), "mesh": others}
         extra["evaluation"] = evaluation and asdict(evaluation)
+        extra["sweeps"] = {name: sweep.configurations for name, sweep in file.sweeps.items()}
         print(json.dumps({**best.to_json(), **asdict(comparison), **extra}))
         return
     print_plan(best, comparison, {name: load.total for name, load in loads.items()}, seconds, evaluation)
+    for sweep in file.sweeps.values():
+        make_console().print(settings_table(sweep.name, sweep.configurations))
     if arguments.gpus is not None:
         print_meshes([(plan, flags(other.context)) for other, plan, _ in plans], refused)
     print(f"run it with: {_command(arguments, planner.context)}")

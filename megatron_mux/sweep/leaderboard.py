@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group
 from rich.table import Column, Table
 
 from megatron_mux.tasks.sweep import value_text
@@ -55,29 +56,37 @@ def ranked(rows: Sequence[Row], is_greater_better: bool) -> list[Row]:
     return sorted(rows, key=key)
 
 
-def table(title: str, rows: Sequence[Row], metric: str) -> Table:
-    """The best rows as a table that fits into 80 columns.
+def table(sweep: str, rows: Sequence[Row], metric: str) -> Group:
+    """The best rows of a sweep as a table that fits into 80 columns.
 
     Args:
-        title: Of the table.
+        sweep: Its name.
         rows: Best first.
         metric: The deciding figure.
     """
     fields = _fields(rows)
     headings = _headings(fields)
     right = [Column(headings[key], justify="right", overflow="ellipsis") for key in fields]
-    drawn = Table(
-        Column("", justify="right"), *right, Column(metric, justify="right"), Column("steps", justify="right"),
-        "status", title=title, title_justify="left", box=None, pad_edge=False,
-    )  # fmt: skip
+    ends = (Column(metric, justify="right"), Column("steps", justify="right"), "status")
+    drawn = Table(Column("", justify="right"), *right, *ends, box=None, pad_edge=False)
     for place, row in enumerate(rows[:_SHOWN], 1):
         cells = [value_text(key, row.settings.get(key, "-")) for key in fields]
         value = "-" if row.value is None else f"{row.value:.4g}"
         drawn.add_row(str(place), *cells, value, str(row.steps), row.status)
-    if len(rows) > _SHOWN:
-        drawn.caption = f"and {len(rows) - _SHOWN} more in results.csv"
-        drawn.caption_justify = "left"
-    return drawn
+    left_out = [f"and {len(rows) - _SHOWN} more in results.csv"] if len(rows) > _SHOWN else []
+    return Group(f"{sweep}: {len(rows)} configurations, best first", drawn, *left_out)
+
+
+def settings_table(sweep: str, configurations: Mapping[str, Mapping[str, Any]]) -> Group:
+    """The settings of a sweep's configurations."""
+    rows = [Row(name, settings, None, 0, 0, "") for name, settings in configurations.items()]
+    fields = _fields(rows)
+    headings = _headings(fields)
+    right = [Column(headings[key], justify="right") for key in fields]
+    drawn = Table("task", *right, box=None, pad_edge=False)
+    for row in rows:
+        drawn.add_row(row.name, *(value_text(key, row.settings.get(key, "-")) for key in fields))
+    return Group(f"{sweep}: {len(rows)} configurations", drawn)
 
 
 def to_csv(sweeps: Mapping[str, Sequence[Row]], metric: str) -> str:

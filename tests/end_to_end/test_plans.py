@@ -103,6 +103,18 @@ def test_what_people_read(plan: Call, one_kind: Path) -> None:
         assert word in output, word
 
 
+def test_settings_of_a_sweep_are_shown(plan: Call, workplace: Workplace) -> None:
+    swept = workplace.write_tasks("swept.yaml", {"lora": {**PLAIN, "sweep": {"adapter.r": [2, 4]}}})
+    status, output, _ = plan("--tasks", swept)
+    rows = [line.split() for line in output.splitlines()]
+    assert status == 0 and "lora: 2 configurations".split() in rows
+    assert ["task", "r"] in rows and ["lora-r2", "2"] in rows and ["lora-r4", "4"] in rows
+    assert json.loads(plan("--tasks", swept, "--json")[1])["sweeps"]["lora"] == {
+        "lora-r2": {"adapter.r": 2},
+        "lora-r4": {"adapter.r": 4},
+    }
+
+
 def test_a_profile_that_stands_in_is_said(
     plan: Call, workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

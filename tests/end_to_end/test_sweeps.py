@@ -13,6 +13,7 @@ import yaml
 
 from tests.end_to_end.forked import Fault, Run, Server
 from tests.end_to_end.outcome import assert_same_file, metrics
+from tests.end_to_end.ranks import run_ranks
 from tests.end_to_end.workplace import Workplace
 
 ADAPTER = {"peft_type": "LORA", "r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"]}
@@ -156,6 +157,27 @@ def test_killed_twice_it_decides_the_same(
         assert ours == theirs
         name = f"{row['checkpoint']}/adapter_model.safetensors"
         assert_same_file(directory / name, wanted / name)
+
+
+def test_two_ranks_decide_the_same_also_when_continued(
+    workplace: Workplace, server: Server, file: Path, undisturbed: tuple[Path, Run], tmp_path: Path
+) -> None:
+    usual = (
+        "--save",
+        tmp_path,
+        "--mux-fp32",
+        "--mux-policy",
+        "temporal",
+        "--pipeline-model-parallel-size",
+        "2",
+    )
+    for more in (("--exit-interval", "3"), ("--load", tmp_path)):
+        runs = run_ranks(server, workplace.arguments(*usual, *more, tasks=file), 2)
+        assert [run.status for run in runs] == [0, 0], runs[0].errors
+    ours, theirs = results(tmp_path), results(undisturbed[0])
+    for name in ("task", "status", "steps", "reason"):
+        assert [row[name] for row in ours] == [row[name] for row in theirs]
+    assert sorted(map(str, decisions(tmp_path))) == sorted(map(str, decisions(undisturbed[0])))
 
 
 def test_continued_without_its_scheduler_all_train_to_their_end(

@@ -182,8 +182,7 @@ class Sweeps(Callback):
             self._write_results(is_last=True)
         reporter, metric = self.registry.reporter, self._metric
         for sweep, rows in self._rows().items():
-            title = f"{sweep}: {len(rows)} configurations, best first"
-            reporter.at_end.append(table(title, rows, metric))
+            reporter.at_end.append(table(sweep, rows, metric))
             root = self.directory or Path()
             reporter.at_end += best_lines(rows[0], metric, root, self.backbone)
         if self.directory is not None:

@@ -51,11 +51,12 @@ def test_the_table_fits_into_eighty_columns_however_many_there_are() -> None:
 
     many = [Row(f"s-{i}", settings(i), float(i), 9, 9, "finished") for i in range(200)]
     console = Console(width=80, file=io.StringIO())
-    console.print(table("s: 200 configurations, best first", many, "eval_loss"))
+    console.print(table("s", many, "eval_loss"))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80 and len(lines) < 30
     assert "and 180 more in results.csv" in lines[-1] and "learning_rate" in lines[1]
+    assert lines[0] == "s: 200 configurations, best first"
 
 
 def test_the_best_is_named_with_the_code_that_loads_it(tmp_path: Path) -> None:
