@@ -34,16 +34,12 @@ if TYPE_CHECKING:
     from megatron_mux.fusion.planner.planner import Planner
     from megatron_mux.fusion.planner.planning_context import PlanningContext
     from megatron_mux.fusion.profiler.profile import Profile
+    from megatron_mux.tasks import TaskFile
 
 
 _DEGREES = (
-    "stages",
-    "tensor_parallel",
-    "data_parallel",
-    "expert_parallel",
-    "expert_tensor_parallel",
-    "expert_managers",
-)
+    "stages", "tensor_parallel", "data_parallel", "expert_parallel", "expert_tensor_parallel", "expert_managers",
+)  # fmt: skip
 
 PROGRAM = "megatron-mux plan"
 
@@ -195,18 +191,26 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         write_output("--output", arguments.output, dumps(best))
     if arguments.json:
-        others = [{**asdict(p.mesh), "predicted_latency_s": p.predicted_latency_s} for _, p, _ in plans]
-        extra = {"planning_s": seconds, "flags": flags(planner.context), "mesh": others}
-        extra["evaluation"] = evaluation and asdict(evaluation)
-        extra["sweeps"] = {name: sweep.configurations for name, sweep in file.sweeps.items()}
+        extra = {"planning_s": seconds, "flags": flags(planner.context), "mesh": _of_meshes(plans)}
+        extra |= {"evaluation": evaluation and asdict(evaluation), "sweeps": _settings(file)}
         print(json.dumps({**best.to_json(), **asdict(comparison), **extra}))
         return
     print_plan(best, comparison, {name: load.total for name, load in loads.items()}, seconds, evaluation)
-    for sweep in file.sweeps.values():
-        make_console().print(settings_table(sweep.name, sweep.configurations))
+    for name, settings in _settings(file).items():
+        make_console().print(settings_table(name, settings))
     if arguments.gpus is not None:
         print_meshes([(plan, flags(other.context)) for other, plan, _ in plans], refused)
     print(f"run it with: {_command(arguments, planner.context)}")
+
+
+def _of_meshes(plans: Sequence[tuple[Planner, Plan, float]]) -> list[dict[str, Any]]:
+    """The meshes that plans were made for, as plain data."""
+    return [{**asdict(plan.mesh), "predicted_latency_s": plan.predicted_latency_s} for _, plan, _ in plans]
+
+
+def _settings(file: TaskFile) -> dict[str, Any]:
+    """The settings of each sweep's configurations."""
+    return {name: sweep.configurations for name, sweep in file.sweeps.items()}
 
 
 def _mesh(arguments: argparse.Namespace, info: Any, loads: Mapping[str, TaskLoad]) -> Mesh:
