@@ -38,8 +38,9 @@ def test_nothing_follows_an_end_and_nothing_comes_before_a_beginning(before: Sta
         life = TaskLife(before)
         refused = before in ENDS or after in ("loading", "joining") or after == before
         refused = refused or (after == "parked" and before != "running")
-        refused = refused or (after == "waiting" and before not in ("loading", "joining", "paused"))
+        refused = refused or (after == "waiting" and before not in ("loading", "joining", "paused", "pruned"))
         refused = refused or (after == "paused" and before not in ("waiting", "running", "parked"))
+        refused = refused or (after == "pruned" and before == "joining")
         assert life.can_become(after) != refused
         if refused:
             with pytest.raises(ValueError, match=f"is {before} cannot become {after}"):
