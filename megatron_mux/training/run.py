@@ -93,10 +93,7 @@ def _run(
     save = arguments.save
     if save is not None and save != arguments.load:
         refuse_used(save)
-    file = TaskFile([])
-    if arguments.mux_tasks is not None:
-        file = read_task_file(arguments.mux_tasks, data_later=True)
-    check_sweeps(file, save is not None)
+    file = _task_file(arguments)
     info = read_backbone_info(arguments.backbone, arguments.mux_backbone_dtype)
     arguments.check_shape(info.shape)
     info.check_parallel(
@@ -164,6 +161,15 @@ def _run(
         reporter.close()
     finally:
         reporter.release()
+
+
+def _task_file(arguments: MuxArguments) -> TaskFile:
+    """The task file that a run begins with; without tasks if it begins with none."""
+    if arguments.mux_tasks is None:
+        return TaskFile([])
+    file = read_task_file(arguments.mux_tasks, data_later=True)
+    check_sweeps(file, arguments.save is not None)
+    return file
 
 
 def _begin_lives(specs: Sequence[TaskSpec], reporter: Reporter) -> TaskLives:
