@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,9 +27,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests import seconds, warm  # noqa: E402
+from tests import outcomes, warm  # noqa: E402
 
-TIME_LIMIT = 45 * 60  # seconds for one run of pytest: 17 minutes on two quiet cores, twice that on slow ones
+TIME_LIMIT = 50 * 60  # seconds for one run of pytest: 17 minutes on two quiet cores, up to three times that on slow ones
 MOST_WORKERS = 4  # each imports Megatron-Core: 1 GiB
 SLOWEST = 15  # files that are printed
 
@@ -72,7 +73,7 @@ RUNS = (
 
 def command_of(run: Run, arguments: list[str], python: str, logs: str) -> list[str]:
     """The command line of a run, whose processes start by `python`; `logs` gets what each of torchrun's prints."""
-    pytest = ["-m", "pytest", "-p", "tests.seconds", *run.present()]
+    pytest = ["-m", "pytest", "-p", "tests.outcomes", *run.present()]
     if run.ignored:
         pytest.append(f"--ignore={run.ignored}")
     if run.processes == 1:
@@ -99,41 +100,59 @@ def environment() -> dict[str, str]:
     return {**own, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def execute(run: Run, arguments: list[str], python: str) -> tuple[bool, dict[str, int], dict[str, float]]:
-    """Run it, showing what it prints.
+@dataclass(frozen=True)
+class Result:
+    """What came of one run.
 
-    Returns:
-        Whether all went well, the counts of pytest's closing line (`{"passed": 12, ...}`), and each file's share of the
-        run's wall-clock seconds: the seconds of its tests, divided by the tests that run at the same time.
+    Attributes:
+        well: Whether all went well.
+        counts: Those of pytest's closing line: `{"passed": 12, ...}`.
+        seconds: Each file's share of the run's wall-clock seconds: the seconds of its tests, divided by the tests that
+            run at the same time.
+        failed: The tests that failed.
     """
+
+    well: bool
+    counts: dict[str, int]
+    seconds: dict[str, float]
+    failed: list[str]
+
+
+def execute(run: Run, arguments: list[str], python: str) -> Result:
+    """Run it, showing what it prints; one that takes longer than its limit is interrupted, so that it sums up."""
     closing = ""
     with tempfile.TemporaryDirectory() as logs:
-        spent = Path(logs) / "seconds.json"
+        output = Path(logs) / "outcomes.json"
         process = subprocess.Popen(
             command_of(run, arguments, python, logs),
             cwd=ROOT,
-            env={**os.environ, seconds.VARIABLE: str(spent), warm.VARIABLE: python},
+            env={**os.environ, outcomes.VARIABLE: str(output), warm.VARIABLE: python},
             stdout=subprocess.PIPE,
             text=True,
             errors="replace",
         )
         assert process.stdout is not None
-        limit = threading.Timer(TIME_LIMIT, process.terminate)
-        limit.start()
+        limits = [
+            threading.Timer(TIME_LIMIT, process.send_signal, (signal.SIGINT,)),
+            threading.Timer(TIME_LIMIT + 30, process.kill),
+        ]
+        for limit in limits:
+            limit.start()
         for line in process.stdout:
             line = re.sub(r"^\[default\d+\]:", "", line)
             print(line, end="", flush=True)
             if re.search(r"=+ .*\b\d+ \w+.* in [\d.]+s", line):
                 closing = line
         status = process.wait()
-        limit.cancel()
+        for limit in limits:
+            limit.cancel()
         if status and run.processes > 1:
             show_other_ranks(Path(logs))
-        by_file = json.loads(spent.read_text()) if spent.exists() else {}
+        summary = json.loads(output.read_text()) if output.exists() else {"seconds": {}, "failed": []}
     words = re.findall(r"(\d+) (\w+)", closing.split(" in ")[0])
     counts = {word.rstrip("s"): int(number) for number, word in words}
-    shares = {file: value / run.workers for file, value in by_file.items()}
-    return status == 0 and counts.get("passed", 0) > 0, counts, shares
+    shares = {file: value / run.workers for file, value in summary["seconds"].items()}
+    return Result(status == 0 and counts.get("passed", 0) > 0, counts, shares, summary["failed"])
 
 
 def show_other_ranks(logs: Path) -> None:
@@ -157,13 +176,13 @@ def main() -> int:
             label = f"{' '.join(run.present())}, {run.processes} process{'es' if run.processes > 1 else ''}"
             print(f"\n##### {label}", flush=True)
             start = time.monotonic()
-            well, counts, shares = execute(run, sys.argv[1:], server.python)
-            total.update(counts)
-            spent.update(shares)
-            verdict = "passed" if well else "FAILED"
+            result = execute(run, sys.argv[1:], server.python)
+            total.update(result.counts)
+            spent.update(result.seconds)
+            verdict = "passed" if result.well else "FAILED"
             print(f"##### {label}: {verdict} after {time.monotonic() - start:.0f} s", flush=True)
-            if not well:
-                failed.append(label)
+            if not result.well:
+                failed.append("\n  ".join([label, *result.failed]))
     print(f"\n{sum(spent.values()):8.0f}  seconds of all tests; the slowest files:")
     for file, taken in spent.most_common(SLOWEST):
         print(f"{taken:8.0f}  {file}")
