@@ -67,6 +67,11 @@ class AdapterSpec(Section, ABC):
         """Learned positions in front of every sequence."""
         return 0
 
+    @property
+    def begins_as_backbone(self) -> bool:
+        """Whether a new adapter adds exact zeros to what the backbone computes."""
+        return False
+
     # -- which modules
 
     def targets(self, shape: BackboneShape) -> Targets:

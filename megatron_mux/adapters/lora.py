@@ -165,6 +165,12 @@ class LoraSpec(SavesTokens, LowRankSpec):
         return value  # type: ignore[no-any-return]
 
     @property
+    def begins_as_backbone(self) -> bool:
+        """See `AdapterSpec.begins_as_backbone`: B is zero, and nothing is rescaled."""
+        drawn = self.init_lora_weights is True or self.init_lora_weights == "gaussian"
+        return drawn and self.adapter_name_or_path is None and not self.use_dora
+
+    @property
     def takes_away(self) -> bool:
         """Whether the initial product is subtracted."""
         return initial.takes_away(self.init_lora_weights)

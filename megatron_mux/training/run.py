@@ -43,7 +43,6 @@ from megatron_mux.tasks import TaskFile, TaskSpec, read_task_file
 from megatron_mux.tasks.life import TaskLives
 from megatron_mux.training.best import check_best_is_saved
 from megatron_mux.training.callback import Callback
-from megatron_mux.training.callbacks.sweeps import check_sweeps, with_saved_trials
 from megatron_mux.training.commands import CommandSource
 from megatron_mux.training.expert_placement import expert_placement, kept_placement, placement_on_managers
 from megatron_mux.training.expert_topology import check_topology
@@ -51,6 +50,7 @@ from megatron_mux.training.expert_watch import watch_experts
 from megatron_mux.training.loop_setup import make_loop
 from megatron_mux.training.plan_setup import make_planning
 from megatron_mux.training.signals import stop_on_signals
+from megatron_mux.training.sweep_setup import check_sweeps, with_saved_trials
 from megatron_mux.training.task_setup import merge_saved, open_tasks
 
 

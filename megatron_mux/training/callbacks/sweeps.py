@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from megatron_mux.checkpoint import Manifest, SavedTask
+from megatron_mux.checkpoint import SavedTask
 from megatron_mux.engine import EvalResult
 from megatron_mux.engine.agreement import computed_by_first
 from megatron_mux.errors import UserError
-from megatron_mux.files import write_atomically
-from megatron_mux.saved_files import CURVES, DECISIONS, RESULTS
-from megatron_mux.sweep.halving import Halving
-from megatron_mux.sweep.leaderboard import FAILED, Row, best_lines, ranked, table, to_csv
-from megatron_mux.sweep.median import MedianStopping
+from megatron_mux.saved_files import DECISIONS
+from megatron_mux.sweep.leaderboard import FAILED
 from megatron_mux.sweep.scheduler import Configuration, Scheduler, State, comparable
 from megatron_mux.tasks import TaskFile, TaskSpec
 from megatron_mux.tasks.files import configuration
 from megatron_mux.tasks.life import StateChange
 from megatron_mux.tasks.sampler import Trial, ask
 from megatron_mux.tasks.scheduler import SchedulerSpec
-from megatron_mux.tasks.sweep import Settings, Sweep, contains
+from megatron_mux.tasks.sweep import Sweep
 from megatron_mux.training.callback import Callback
+from megatron_mux.training.callbacks.sweep_results import SweepResults
 from megatron_mux.training.commands import Add, Command, Prune, Resume
+from megatron_mux.training.sweep_setup import make_scheduler
 from megatron_mux.training.task_registry import TaskRegistry
 
-_SECONDS_BETWEEN_CURVES = 60.0
-_LEAST_SHARE = 50
-"""Curves take at most one in so many seconds of a run."""
 _OF_TRIALS: Mapping[State, Literal["running", "complete", "pruned", "failed"]] = {
     "open": "running",
     "pruned": "pruned",
@@ -41,61 +35,6 @@ _OF_TRIALS: Mapping[State, Literal["running", "complete", "pruned", "failed"]] =
     "failed": "failed",
 }
 _WORDS = {"prune": "stops", "resume": "goes on", "begin": "begins"}
-
-
-def make_scheduler(spec: SchedulerSpec | None) -> Scheduler | None:
-    """What a task file asks for; None: every configuration trains in full."""
-    if spec is None or spec.type == "none":
-        return None
-    if spec.type == "median":
-        return MedianStopping(spec.min_steps or 1)
-    assert spec.min_steps is not None
-    return Halving(spec.min_steps, spec.factor)
-
-
-def check_sweeps(file: TaskFile, saves: bool) -> None:
-    """Refuse to stop configurations, or to sample them, in a run that saves nothing.
-
-    Raises:
-        UserError: Says what needs a directory.
-    """
-    if saves:
-        return
-    if make_scheduler(file.scheduler) is not None:
-        raise UserError("scheduler: what it stops is kept on disk: use --save DIR")
-    sampled = [sweep.name for sweep in file.sweeps.values() if sweep.sampler is not None]
-    if sampled:
-        raise UserError(f"sweep.sampler of {', '.join(sampled)}: trials are kept on disk: use --save DIR")
-
-
-def with_saved_trials(file: TaskFile, manifest: Manifest | None) -> TaskFile:
-    """A task file with the configurations that samplers have chosen in the run that is continued, and no others.
-
-    Raises:
-        UserError: What is chosen from has changed, so that some of them could not be chosen now.
-    """
-    sweeps, tasks = dict(file.sweeps), list(file.tasks)
-    for sweep in file.sweeps.values():
-        entries = manifest.tasks if manifest is not None and sweep.sampler is not None else ()
-        saved = {
-            entry.name: entry.configuration.settings
-            for entry in entries
-            if entry.configuration.sweep == sweep.name
-        }
-        if not saved:
-            continue
-        for name, settings in saved.items():
-            if settings.keys() != sweep.space.keys() or not all(
-                contains(sweep.space[key], value) for key, value in settings.items()
-            ):
-                raise UserError(
-                    f"sweep of {sweep.name}: {name} of the run that is continued is not of its values: set them back, "
-                    "or give the task a new name"
-                )
-        sweeps[sweep.name] = replace(sweep, configurations=saved)
-        tasks = [task for task in tasks if task.name not in sweep.configurations]
-        tasks += [configuration(sweep, *own) for own in saved.items()]
-    return replace(file, sweeps=sweeps, tasks=tasks)
 
 
 @dataclass(eq=False)
@@ -115,9 +54,9 @@ class Sweeps(Callback):
 
     registry: TaskRegistry
     file: TaskFile
-    backbone: str
-    directory: Path | None
-    check: Callable[[], None]
+    backbone: InitVar[str]
+    directory: InitVar[Path | None]
+    check: InitVar[Callable[[], None]]
     awaited: str = ""
     scheduler: Scheduler | None = field(init=False)
     sweeps: dict[str, Sweep] = field(init=False)
@@ -127,12 +66,13 @@ class Sweeps(Callback):
     _decided: dict[str, State] = field(default_factory=dict)  # in this poll, before it is followed
     _is_due: bool = True
     _is_first_poll: bool = True
-    _draws_at: float = -math.inf
+    _results: SweepResults = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, backbone: str, directory: Path | None, check: Callable[[], None]) -> None:
         self.scheduler = make_scheduler(self.file.scheduler)
         self.sweeps = dict(self.file.sweeps)
         self._spec = self.file.scheduler or SchedulerSpec(type="none")
+        self._results = SweepResults(self.registry, self.sweeps, self._spec, backbone, directory, check)
         self._sweep_of = {name: own.name for own in self.sweeps.values() for name in own.configurations}
         sampled = any(own.sampler is not None for own in self.sweeps.values())
         self.registry.reporter.sweep_of = self._sweep_of
@@ -176,17 +116,8 @@ class Sweeps(Callback):
 
     def close(self) -> None:
         """Print the leaderboard of a run that has begun."""
-        if self._is_first_poll:
-            return
-        with suppress(UserError):  # another run has taken the directory over
-            self._write_results(is_last=True)
-        reporter, metric = self.registry.reporter, self._metric
-        for sweep, rows in self._rows().items():
-            reporter.at_end.append(table(sweep, rows, metric))
-            root = self.directory or Path()
-            reporter.at_end += best_lines(rows[0], metric, root, self.backbone)
-        if self.directory is not None:
-            reporter.at_end.append(f"all of them: {self.directory / RESULTS}, {self.directory / CURVES}")
+        if not self._is_first_poll:
+            self._results.finish()
 
     # -- as a source of commands
 
@@ -202,7 +133,7 @@ class Sweeps(Callback):
             return []
         self._decided.clear()
         commands = [*self._decisions(), *self._chosen()]
-        self._write_results()
+        self._results.write()
         return commands
 
     @property
@@ -322,59 +253,3 @@ class Sweeps(Callback):
         reporter.say(f"{name} {_WORDS[decision]}: {reason}")
         line = {"task": name, "number": entry.configuration.decisions, "decision": decision, "reason": reason}
         reporter.append(DECISIONS, line)
-
-    # -- results
-
-    @property
-    def _metric(self) -> str:
-        """The deciding figure as files name it; the training loss where nothing is evaluated."""
-        evaluated = any(entry.configuration.evaluations for entry in self.registry.entries.values())
-        return f"eval_{self._spec.figure}" if evaluated else "loss"
-
-    def _rows(self) -> dict[str, list[Row]]:
-        """The rows of each sweep, best first; of the training loss where nothing is evaluated."""
-        greater = self._spec.is_greater_better and self._metric != "loss"
-        return {
-            name: ranked([self._row(*own) for own in sweep.configurations.items()], greater)
-            for name, sweep in self.sweeps.items()
-        }
-
-    def _row(self, name: str, settings: Settings) -> Row:
-        entry, history = self.registry.entries.get(name), self.registry.reporter.history.get(name)
-        if entry is None or history is None:
-            return Row(name, settings, None, 0, 0, history.status if history is not None else "waiting")
-        step = max(entry.configuration.evaluations, default=0)
-        value = entry.configuration.evaluations.get(step) if self._metric != "loss" else history.loss
-        at = history.step if self._metric == "loss" else step
-        return Row(
-            name, settings, value, at, history.step, history.status, history.reason, entry.checkpoint
-        )  # fmt: skip
-
-    def _write_results(self, is_last: bool = False) -> None:
-        """Write `results.csv`, and now and then `curves.svg`."""
-        directory = self.registry.reporter.directory
-        if directory is None:
-            return
-        self.check()
-        rows = self._rows()
-        try:
-            write_atomically(directory / RESULTS, to_csv(rows, self._metric))
-        except OSError as error:
-            self.registry.reporter.note(f"--save {directory}: could not write the results of sweeps", error)
-            return
-        began = time.monotonic()
-        if is_last or began >= self._draws_at:
-            self._draw(directory, rows)
-            taken = time.monotonic() - began
-            self._draws_at = began + max(_SECONDS_BETWEEN_CURVES, _LEAST_SHARE * taken)
-
-    def _draw(self, directory: Path, rows: Mapping[str, Sequence[Row]]) -> None:
-        """Write `curves.svg`; a picture is not worth a run."""
-        try:
-            from megatron_mux.sweep.curves import draw
-
-            write_atomically(directory / CURVES, draw(directory, rows, self._metric))
-        except Exception as error:
-            self.registry.reporter.say(
-                f"could not draw {directory / CURVES}: {type(error).__name__}: {error}"
-            )

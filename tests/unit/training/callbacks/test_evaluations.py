@@ -8,7 +8,7 @@ from typing import Any
 from megatron_mux.checkpoint import SavedTask
 from megatron_mux.engine import EvalResult, StepResult
 from megatron_mux.errors import UserError
-from megatron_mux.tasks import TrainingSpec
+from megatron_mux.tasks import TaskSpec, TrainingSpec
 from megatron_mux.training.best import BestCheckpointTracker
 from megatron_mux.training.callbacks.evaluations import Evaluations
 
@@ -27,7 +27,8 @@ class Engine:
     def task(self, name: str) -> Any:
         section = None if name == "plain" else SimpleNamespace(eval_steps=5, metrics=())
         training = TrainingSpec(early_stopping_patience=1)
-        spec = SimpleNamespace(name=name, eval=section, training=training)
+        adapter = SimpleNamespace(begins_as_backbone=False)
+        spec = SimpleNamespace(name=name, eval=section, training=training, adapter=adapter)
         return SimpleNamespace(spec=spec, evaluation=None)
 
     def progress(self, name: str) -> tuple[int, int, str]:
@@ -66,6 +67,35 @@ def test_whose_turn_it_is_together_and_the_directory_is_checked_first() -> None:
     noted.clear()
     evaluations.when_due({"one": result(7, "finished"), "two": result(10), "plain": result(7, "finished")})
     assert noted[0] == ["one", "two"], "after the last step, whichever it is"
+
+
+def test_tasks_that_begin_as_the_bare_backbone_are_evaluated_once_before_their_first_step() -> None:
+    evaluations, noted = made()
+
+    def spec(name: str, evaluated_on: str = "held-out.jsonl", **adapter: Any) -> TaskSpec:
+        return TaskSpec.model_validate(
+            {
+                "name": name,
+                "adapter": {"peft_type": "LORA", **adapter},
+                "data": {"path": "pairs.jsonl"},
+                "training": {"max_steps": 4, "seed": len(name)},
+                "eval": {"path": evaluated_on},
+            }
+        )
+
+    specs = [
+        spec("plain"), spec("wide", r=32), spec("drawn", init_lora_weights="gaussian"), spec("dora", use_dora=True),
+        spec("random", init_lora_weights=False), spec("elsewhere", "other.jsonl"),
+        spec("ia3", peft_type="IA3"), spec("factors", init_lora_weights="olora"),
+    ]  # fmt: skip
+    tasks = {own.name: SimpleNamespace(spec=own, evaluation=None) for own in specs}
+    registry: Any = evaluations.registry
+    registry.engine.task = tasks.__getitem__
+    registry.entries.update({name: SavedTask(name, 0, "running", "", "", {}, "") for name in tasks})
+    registry.reporter.history = {name: SimpleNamespace(before=1, status="running") for name in tasks}
+    evaluations.before_first_step(list(tasks))
+    assert noted[0] == ["plain", "dora", "random", "elsewhere", "ia3", "factors"]
+    assert [own[0] for own in noted[2:]] == list(tasks), "every task gets the figures"
 
 
 def test_a_task_that_failed_is_not_evaluated() -> None:
