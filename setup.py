@@ -18,8 +18,13 @@ QUANTISED = ["bitsandbytes>=0.49", "compressed-tensors>=0.10", "torchao>=0.15"]
 TRACKERS = ["wandb>=0.19", "mlflow-skinny>=2.20"]
 METRICS = ["rouge-score>=0.1.2"]
 SWEEP = ["optuna>=4,<6"]
+SERVE = [
+    *("fastapi>=0.115,<1", "uvicorn>=0.30,<1", "python-multipart>=0.0.18"),
+    *("sqlalchemy>=2.0,<3", "alembic>=1.13,<2"),
+]
 TEST = [
     *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6", TRITON),
+    *(*SERVE, "httpx>=0.27", "openai>=2,<4"),
     *("trl>=1.10,<2", *QUANTISED, *METRICS, *TRACKERS, *SWEEP),  # what results are compared with
 ]
 LINT = ["ruff>=0.14", "mypy>=1.15", "import-linter>=2.6", "types-PyYAML"]
@@ -48,7 +53,13 @@ setup(
     python_requires=">=3.11",
     # `pipeline` and `fusion` at the root are links into the package: only the package itself is installed.
     packages=find_packages(include=["megatron_mux*"]),
-    package_data={"megatron_mux": ["py.typed", "arguments/megatron_flags.txt"]},
+    package_data={
+        "megatron_mux": [
+            "py.typed",
+            "arguments/megatron_flags.txt",
+            "serve/database/migrations/versions/*.py",
+        ]
+    },
     install_requires=[
         "megatron-core>=0.16.1,<0.20",
         "torch>=2.11",
@@ -77,6 +88,7 @@ setup(
         "test": TEST,
         "trackers": TRACKERS,  # of training.report_to; tensorboard and csv need nothing more
         "sweep": SWEEP,  # of samplers in sweeps; grids, random samples and schedulers need nothing more
+        "serve": SERVE,  # of `megatron-mux serve`
         "quickstart": QUICKSTART,
         "privacy": PRIVACY,  # epsilon of noise on what leaves a client of split fine-tuning
         "docs": DOCS,

@@ -44,7 +44,8 @@ def contradictions(arguments: MuxArguments, parsed: Mapping[str, Any]) -> list[s
         problems.append(
             f"--backbone {arguments.backbone}: no such directory (nothing is downloaded from a hub)"
         )
-    if arguments.mux_tasks is None and arguments.mux_watch is None:
+    comes_later = arguments.mux_watch is not None or parsed.get("server") is not None
+    if arguments.mux_tasks is None and not comes_later:
         problems.append("--mux-tasks: is missing: give a task file, or a directory to watch with --mux-watch")
     if arguments.mux_tasks is not None and not os.path.isfile(arguments.mux_tasks):
         flag = "" if parsed.get("tasks") else "--mux-tasks "  # as it was given

@@ -32,6 +32,8 @@ COMMANDS: Mapping[str, Command] = {
     "profile-experts": Command("megatron_mux.cli.profile_experts", "count which experts tasks select"),
     "measure-topology": Command("megatron_mux.cli.measure_topology", "measure links between processes"),
     "place-experts": Command("megatron_mux.cli.place_experts", "place experts on workers by their use"),
+    "serve": Command("megatron_mux.cli.serve", "serve fine-tuning jobs over OpenAI's API"),
+    "serve-instance": Command("megatron_mux.cli.serve_instance", "an engine of such a service, which starts it"),
     "split-server": Command("megatron_mux.split.server.__main__", "serve a backbone's body to split clients"),
     "split-client": Command("megatron_mux.split.client.__main__", "train a task through a split server"),
     "split-certificates": Command("megatron_mux.split.certificates", "make certificates for both"),

@@ -40,6 +40,8 @@ _SUFFIXES = {"sft": "", "dpo": "-pairs", "orpo": "-orpo", "kto": "-kto"}
 _SHOWN, _NAMED = 20, 3
 """Rows that an error names, and those that are named of rows that are left out."""
 _SECONDS_BETWEEN_LINES = 10.0
+_HASHED_AT_ONCE = 32 * 2**20
+"""Bytes."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def tokenise_file(
     directory = token_cache_directory(cache)
     with closing(Selection(as_source(source))) as selection:
         fingerprint = selection.fingerprint(partial(file_digest, directory))
-        name = f"{fingerprint[:32]}-{tokenizer_fingerprint(tokenizer)[:16]}{_SUFFIXES[loss]}"
+        name = _entry_name(fingerprint, tokenizer, loss)
         entry = directory / name
         if open_entry(entry) is None:
             with locked(directory / f".{name}.lock"):
@@ -108,6 +110,26 @@ def tokenise_file(
                     reader = reader_of(tokenizer, loss)
                     _tokenise(selection, reader, directory, name, fingerprint, progress)
         return TokenisedFile(str(entry))
+
+
+def cached_tokens(
+    source: DataSource, tokenizer: PreTrainedTokenizerBase, cache: str | Path | None = None, loss: str = "sft"
+) -> TokenisedFile | None:
+    """The tokens of a source if they are in the cache and its files are small: that takes no time."""
+    directory = token_cache_directory(cache)
+    try:
+        with closing(Selection(as_source(source))) as selection:
+            if selection.size > _HASHED_AT_ONCE:
+                return None
+            fingerprint = selection.fingerprint(partial(file_digest, directory))
+    except UserError:  # said by whoever reads them
+        return None
+    entry = directory / _entry_name(fingerprint, tokenizer, loss)
+    return None if open_entry(entry) is None else TokenisedFile(str(entry))
+
+
+def _entry_name(fingerprint: str, tokenizer: PreTrainedTokenizerBase, loss: str) -> str:
+    return f"{fingerprint[:32]}-{tokenizer_fingerprint(tokenizer)[:16]}{_SUFFIXES[loss]}"
 
 
 def opened_entry(tokenised: TokenisedFile, label: str) -> TokenCacheEntry:

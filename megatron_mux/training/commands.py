@@ -19,9 +19,16 @@ from megatron_mux.tasks import TaskSpec
 
 @dataclass(frozen=True)
 class Submit:
-    """The tasks of a file are to join the run."""
+    """The tasks of a file are to join the run.
+
+    Attributes:
+        file: The file.
+        continues: The directory of a task in another run, or this one: the one task of the file goes on from what was
+            last saved of that. None: all begin anew.
+    """
 
     file: Path
+    continues: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_mux.data.background import BackgroundTokenising
+from megatron_mux.data.background import BackgroundTokenising, Results
 from megatron_mux.data.dataset import DataFiles
-from megatron_mux.data.tokenised_file import Reading
+from megatron_mux.data.tokenised_file import Reading, cached_tokens
 from megatron_mux.engine.agreement import everyones
 from megatron_mux.errors import UserError
 from megatron_mux.launcher import is_local_leader
@@ -32,16 +32,25 @@ class JoiningFile:
     Attributes:
         path: The task file.
         specs: Its tasks.
+        continues: See `Submit`.
         process: Tokenises their data; None while it has not begun, and on ranks that leave it to their host's leader.
         predicting: Predicts their memory; None as well where another rank does, or nobody need.
+        cached: What is read for them, if all of it was in the cache; None like `process`.
         begun: Whether its turn has come.
     """
 
     path: Path
     specs: list[TaskSpec]
+    continues: Path | None = None
     process: BackgroundTokenising | None = None
     predicting: Future[None] | None = None
+    cached: Results | None = None
     begun: bool = False
+
+    @property
+    def results(self) -> Results | None:
+        """The tokens of its data, on the rank that found them."""
+        return self.cached if self.process is None else self.process.results
 
     @property
     def data(self) -> list[Reading]:
@@ -91,9 +100,9 @@ class JoiningFiles:
         found, process.log_lines = process.log_lines, []
         return found
 
-    def add(self, path: Path, specs: list[TaskSpec]) -> None:
+    def add(self, path: Path, specs: list[TaskSpec], continues: Path | None = None) -> None:
         """Have a task file prepared."""
-        self.queue.append(JoiningFile(path, specs))
+        self.queue.append(JoiningFile(path, specs, continues))
         self._begin()
 
     def take(self) -> tuple[JoiningFile, DataFiles]:
@@ -104,7 +113,7 @@ class JoiningFiles:
         """
         file = self.queue.popleft()
         self._begin()
-        results = everyones(None if file.process is None else file.process.results, self.parallel)
+        results = everyones(file.results, self.parallel)
         # A host's ranks are neighbours, its leader the first of them.
         before = [found for found in results[: self.parallel.rank + 1] if found is not None]
         return file, replace(self.files, tokenised=before[-1])
@@ -141,8 +150,11 @@ class JoiningFiles:
         first = self.queue[0]
         first.begun, first.predicting = True, self.predict(first.specs)
         if is_local_leader():
-            directory = Path(self.files.tokenizer.name_or_path)
-            first.process = BackgroundTokenising(directory, first.data, self.files.cache)
+            tokenizer, cache = self.files.tokenizer, self.files.cache
+            found = {own.key: cached_tokens(own.source, tokenizer, cache, own.loss) for own in first.data}
+            first.cached = {key: tokens for key, tokens in found.items() if tokens is not None}
+            if len(first.cached) < len(found):
+                first.process = BackgroundTokenising(Path(tokenizer.name_or_path), first.data, cache)
 
 
 def read_joining(path: Path) -> list[TaskSpec]:

@@ -19,6 +19,7 @@ from megatron_mux.training.admitted_tasks import AdmittedTasks
 from megatron_mux.training.best import check_best_is_saved
 from megatron_mux.training.commands import Add, Cancel, Command, Drain, Pause, Prune, Resume, Submit
 from megatron_mux.training.joining import JoiningFile, JoiningFiles, read_joining
+from megatron_mux.training.resumed import EDITS, changed
 from megatron_mux.training.task_setup import check_joining, open_tasks
 
 
@@ -56,8 +57,8 @@ class TaskRegistry(AdmittedTasks):
         drains = False
         for command in commands:
             match command:
-                case Submit(file):
-                    self._prepare(Path(file))
+                case Submit(file, continues):
+                    self._prepare(Path(file), continues)
                 case Cancel(Path() as file):
                     self._cancel_file(file)
                 case Cancel(str() as name):
@@ -176,7 +177,7 @@ class TaskRegistry(AdmittedTasks):
             self.lives[spec.name].end("removed")
         return bool(specs)
 
-    def _prepare(self, path: Path) -> None:
+    def _prepare(self, path: Path, continues: Path | None) -> None:
         """Read a task file and have it prepared; a mistake in it is reported and stops nobody."""
         self._forget(path)  # an older version of it
         specs, problem = [], ""
@@ -184,6 +185,8 @@ class TaskRegistry(AdmittedTasks):
             if path in self._names:
                 raise UserError("changed while its tasks run: give a changed task a new name and file")
             specs = read_joining(path)
+            if continues is not None and len(specs) != 1:
+                raise UserError(f"has {len(specs)} tasks: only one can continue {continues}")
             check_best_is_saved(specs, self.save_directory is not None)
             self.update_entries()
             waiting = [*self._paused, *(task.spec.name for task in self._admission.waiting)]
@@ -200,7 +203,7 @@ class TaskRegistry(AdmittedTasks):
         if problem:
             self.reporter.say(f"{path.name} refused: {problem}")
             return
-        self._joining.add(path, specs)
+        self._joining.add(path, specs, continues)
         for spec in specs:
             self.reporter.add(spec, self.lives.begin(spec.name, "joining"))
 
@@ -212,12 +215,35 @@ class TaskRegistry(AdmittedTasks):
 
     def _join(self, file: JoiningFile, files: DataFiles) -> None:
         """Admit the tasks of a file that is prepared."""
+        problem = "" if file.continues is None else self._continue(file.specs[0], file.continues)
+        if problem:
+            self._refuse(file.specs, file.path.name, problem)
+            return
         names = self._names[file.path] = self._open_and_register(file.specs, files, file.path.name)
         if not names:
             del self._names[file.path]
         for name in names:
             if name in self.engine.tasks:
                 self.reporter.say(f"{name} joined from {file.path.name}")
+
+    def _continue(self, spec: TaskSpec, saved: Path) -> str:
+        """Have a task that joins go on from what was last saved of another one; returns the problem, if any."""
+        problem = ""
+        try:
+            for callback in self.callbacks:
+                callback.finish()  # it may be being saved here
+            manifest = checkpoint.load(saved.parent, self.engine.backbone.info.fingerprint, self.reporter.say)
+            entries = manifest.tasks if manifest is not None else []
+            entry = next((own for own in entries if own.name == saved.name), None)
+            if manifest is None or entry is None:
+                raise UserError(f"{saved}: no save there")
+            if difference := changed(entry, spec):
+                raise UserError(difference, EDITS)
+            found = [replace(entry, name=spec.name, status=entry.status if entry.is_over else "running")]
+            self.continue_from(replace(manifest, tasks=found), saved.parent, None)
+        except UserError as error:
+            problem = str(error)
+        return first_problem(problem, self.parallel)
 
     def _open_and_register(self, specs: Sequence[TaskSpec], files: DataFiles, where: str) -> list[str]:
         """Open and admit tasks; a mistake in one is reported, refuses all of them, and stops nobody.
@@ -245,8 +271,12 @@ class TaskRegistry(AdmittedTasks):
                     self._admission.withdraw(task.spec.name)
                     self._paused.pop(task.spec.name, None)
         if problem:
-            self.reporter.say(f"{where} refused: {problem}")
-            for spec in specs:
-                self.lives[spec.name].end("refused", problem)
+            self._refuse(specs, where, problem)
             return []
         return [task.spec.name for task in tasks]
+
+    def _refuse(self, specs: Sequence[TaskSpec], where: str, problem: str) -> None:
+        """End the lives of tasks that cannot join."""
+        self.reporter.say(f"{where} refused: {problem}")
+        for spec in specs:
+            self.lives[spec.name].end("refused", problem)

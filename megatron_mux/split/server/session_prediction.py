@@ -29,7 +29,7 @@ from megatron_mux.split.server.session_memory import Memory, Peak, profile
 
 _KEPT = 256
 """Answers that are remembered: sessions come again."""
-_SECONDS = 60.0
+_SECONDS = 120.0
 """Time limit of a prediction: other clients wait for it."""
 _BLOCK = 512
 """Bytes that a GPU's allocator rounds up to."""

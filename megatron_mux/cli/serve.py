@@ -1,0 +1,131 @@
+"""Serve fine-tuning jobs over OpenAI's API, many at once on each backbone.
+
+    megatron-mux serve --backbone smol=DIR --state DIR
+    megatron-mux serve --backbone small=DIR --backbone large=DIR --state DIR --instances 2 --mux-fp32
+
+Flags that it does not know are those of training, for each instance: parallel sizes, precision, memory limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_mux.arguments.parser import Parser
+from megatron_mux.arguments.values import at_least, path
+from megatron_mux.errors import UserError, exit_status, to_stderr
+
+PROGRAM = "megatron-mux serve"
+_INSTALL = "needs FastAPI, uvicorn, SQLAlchemy and Alembic: pip install 'megatron-mux[serve]'"
+_OURS = ("--backbone", "--save", "--load", "--mux-tasks", "--mux-watch")
+"""Flags of training that the service chooses."""
+
+
+def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
+    """Make the parser of the command line."""
+    parser = Parser(prog=program, description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    parser.add_argument(
+        "--backbone",
+        action="append",
+        required=True,
+        metavar="NAME=DIR",
+        help="a model and its name for clients; may be repeated",
+    )
+    parser.add_argument(
+        "--state", type=path, required=True, metavar="DIR", help="database, files, checkpoints"
+    )
+    parser.add_argument(
+        "--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--instances", type=at_least(1), default=1, metavar="N", help="engines at the same time (default: 1)"
+    )
+    parser.add_argument(
+        "--processes", type=at_least(1), default=1, metavar="N", help="ranks of each instance (default: 1)"
+    )
+    parser.add_argument(
+        "--database", default="", metavar="URL", help="SQLAlchemy's (default: SQLite in --state)"
+    )
+    parser.add_argument(
+        "--policy",
+        choices=("fair", "fifo"),
+        default="fair",
+        help="which waiting job comes next (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name of this server in the header Host; may be repeated",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
+    """Serve; returns the exit status, 2 if the input was wrong."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return exit_status(lambda: _work(words, program), program)
+
+
+def _work(words: Sequence[str], program: str) -> None:
+    arguments, flags = build_parser(program).parse_known_args(words)
+    for flag in flags:
+        if flag.partition("=")[0] in _OURS:
+            raise UserError(f"{flag}: the service chooses that for its instances: leave it out")
+    try:
+        from megatron_mux.serve.server import serve
+        from megatron_mux.serve.settings import Settings
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name}: {_INSTALL}") from error
+    host, port = _address(arguments.listen)
+    settings = Settings(
+        state=arguments.state.resolve(),
+        backbones=_backbones(arguments.backbone),
+        host=host,
+        port=port,
+        database=arguments.database,
+        instances=arguments.instances,
+        flags=tuple(flags),
+        processes=arguments.processes,
+        policy=arguments.policy,
+        hosts=tuple(arguments.host),
+    )
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    serve(settings, to_stderr)
+
+
+def _backbones(given: Sequence[str]) -> dict[str, Path]:
+    """The backbones by their names."""
+    problems, found = [], dict[str, Path]()
+    for text in given:
+        name, equals, directory = text.partition("=")
+        if not equals or not name.strip() or not directory:
+            problems.append(f"--backbone {text}: give a name and a directory: NAME=DIR")
+        elif ":" in name or not name.isprintable():
+            problems.append(f"--backbone {text}: a name has no colon: names of tuned models have")
+        elif name in found:
+            problems.append(f"--backbone {text}: {name} is given twice")
+        elif not Path(directory).is_dir():
+            problems.append(f"--backbone {text}: no such directory")
+        else:
+            found[name] = Path(directory).resolve()
+    if problems:
+        raise UserError(*problems)
+    return found
+
+
+def _address(text: str) -> tuple[str, int]:
+    """Host and port; off loopback keys would be sent in the open."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"--listen {text}: give HOST:PORT, such as 127.0.0.1:8000")
+    host = host.strip("[]")
+    if host not in ("127.0.0.1", "::1", "localhost"):
+        raise UserError(
+            f"--listen {text}: keys would be sent in the open: listen on 127.0.0.1, behind a proxy that has TLS"
+        )
+    return host, int(port)

@@ -1,0 +1,1 @@
+"""OpenAI's API: files, uploads, fine-tuning jobs and models, for unmodified clients."""

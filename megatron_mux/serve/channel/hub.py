@@ -1,0 +1,180 @@
+"""The server's end of the channel: who is connected, what they report, and commands for them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from megatron_mux.serve.channel.messages import (
+    LONGEST,
+    Acknowledge,
+    AnyReport,
+    Beat,
+    Held,
+    Hello,
+    Message,
+    Refuse,
+    Reports,
+    Saved,
+    State,
+    Welcome,
+    read_from_instance,
+)
+from megatron_mux.serve.channel.run_files import ENDS
+from megatron_mux.version import __version__
+
+_log = logging.getLogger(__name__)
+
+
+def hash_of(token: str) -> str:
+    """What is kept of a token."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+class Records(Protocol):
+    """Takes what instances report; its methods are called in threads."""
+
+    def token_hash(self, instance: str) -> str | None:
+        """What is kept of an instance's token; None: there is no such instance, or it is gone."""
+
+    def last_report(self, instance: str) -> int:
+        """The number of the last report that was committed."""
+
+    def commit(self, instance: str, reports: Sequence[AnyReport]) -> None:
+        """Commit reports, in one transaction with the number of the last one."""
+
+
+@dataclass
+class Peer:
+    """A connected instance.
+
+    Attributes:
+        name: Of the instance.
+        held: Its jobs when it connected, with those that it has been given and without those that have left since.
+        heard_at: When it was last heard, by the monotonic clock.
+        free_bytes: That are left on its fullest rank, if it plans memory.
+    """
+
+    name: str
+    writer: asyncio.StreamWriter
+    held: dict[str, int]
+    heard_at: float = field(default_factory=time.monotonic)
+    free_bytes: int | None = None
+
+
+class Hub:
+    """Listens for instances.
+
+    Args:
+        records: Commits what they report.
+        changed: Called when something has happened that the dispatcher is to look at.
+
+    Attributes:
+        peers: The connected instances, by their names.
+    """
+
+    def __init__(self, records: Records, changed: Callable[[], None]) -> None:
+        self.peers: dict[str, Peer] = {}
+        self._records = records
+        self._changed = changed
+        self._server: asyncio.Server | None = None
+
+    async def start(self, address: Path) -> None:
+        """Listen on a Unix socket that only this user can open.
+
+        Raises:
+            OSError: That is not possible, as where its path is too long for a socket.
+        """
+        with suppress(FileNotFoundError):
+            address.unlink()  # of a server that was killed; another living one holds the lock on the directory
+        before = os.umask(0o177)
+        try:
+            self._server = await asyncio.start_unix_server(self._serve, address, limit=LONGEST)
+        finally:
+            os.umask(before)
+
+    async def close(self) -> None:
+        """Close all connections; the instances go on and dial again."""
+        if self._server is not None:
+            self._server.close()
+        for peer in list(self.peers.values()):
+            peer.writer.close()
+
+    def send(self, instance: str, message: Message) -> bool:
+        """Send a command; whether the instance is connected."""
+        peer = self.peers.get(instance)
+        if peer is None:
+            return False
+        peer.writer.write(message.line())
+        return True
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer: Peer | None = None
+        try:
+            peer = await self._welcome(reader, writer)
+            if peer is not None:
+                await self._listen(peer, reader)
+        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+            _log.warning("connection of %s: %s", peer.name if peer else "an unknown instance", error)
+        finally:
+            if peer is not None and self.peers.get(peer.name) is peer:
+                del self.peers[peer.name]
+                self._changed()
+            writer.close()
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Peer | None:
+        """Find out who has connected."""
+        hello = read_from_instance(await reader.readline())
+        if not isinstance(hello, Hello):
+            raise ValueError("the first message was no greeting")
+        known = await asyncio.to_thread(self._records.token_hash, hello.instance)
+        problem = ""
+        if known is None or not hmac.compare_digest(known, hash_of(hello.token)):
+            problem = "this server has not started it, or has given it up"
+        elif hello.version != __version__:
+            problem = f"it is of version {hello.version}, the server of {__version__}"
+        if problem:
+            _log.warning("instance %s is refused: %s", hello.instance, problem)
+            writer.write(Refuse(reason=problem).line())
+            await writer.drain()
+            return None
+        last = await asyncio.to_thread(self._records.last_report, hello.instance)
+        peer = Peer(hello.instance, writer, _by_job(hello.jobs))
+        writer.write(Welcome(last_report=last).line())
+        self.peers[peer.name] = peer
+        self._changed()
+        return peer
+
+    async def _listen(self, peer: Peer, reader: asyncio.StreamReader) -> None:
+        """Take reports."""
+        while line := await reader.readline():
+            message = read_from_instance(line)
+            peer.heard_at = time.monotonic()
+            if isinstance(message, Beat):
+                peer.free_bytes = message.free_bytes
+            elif isinstance(message, Reports) and message.reports:
+                await asyncio.to_thread(self._records.commit, peer.name, message.reports)
+                for report in filter(_ends, message.reports):
+                    peer.held.pop(report.job, None)
+                peer.writer.write(Acknowledge(report=message.reports[-1].number).line())
+                self._changed()
+
+
+def _ends(report: AnyReport) -> bool:
+    """Whether the instance has the job no more."""
+    if isinstance(report, Saved):
+        return report.status in ENDS
+    return isinstance(report, State) and report.state in ("removed", "refused", "no_room")
+
+
+def _by_job(held: Sequence[Held]) -> dict[str, int]:
+    return {own.job: own.attempt for own in held}

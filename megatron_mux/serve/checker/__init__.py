@@ -1,0 +1,1 @@
+"""Checks requests and files with the engine's own code, in warm processes beside the server."""

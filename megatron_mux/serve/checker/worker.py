@@ -1,0 +1,270 @@
+"""A process that checks tasks and their files for the server: a JSON object a line in, one a line out.
+
+Its standard output is for answers alone; what libraries print goes to standard error, which the server keeps in a file.
+It runs nothing of what it reads, but it may take long or die of it, which is why the server does not do this itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import astuple
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from megatron_mux.backbone.registry import BackboneInfo, read_backbone_info
+from megatron_mux.data.dataset import DataFiles, TaskDataset
+from megatron_mux.data.sources.json_lines import JsonLines
+from megatron_mux.data.sources.locate import open_file
+from megatron_mux.data.tokenizer import load_tokenizer
+from megatron_mux.errors import UserError
+from megatron_mux.serve.jobs.fields import ADAPTER, SECTIONS, Fault
+from megatron_mux.tasks import read_task
+from megatron_mux.training.task_setup import open_tasks
+
+CONVERTED = ".converted"
+"""Ends the name of a file of preferences in OpenAI's format, once it is in ours; it lies beside the file."""
+
+_LONGEST_LINE = 16 * 2**20
+_SHARE_OF_MEMORY = 0.5
+"""Of the machine's, that a check may take: a hostile file may ask for more than there is."""
+_MOST_FAULTS, _LONGEST_MESSAGE = 50, 2000
+
+_NICENESS = 10
+_FIELD = re.compile(r"(?:(adapter|data|training|eval)\.)?(\w+)(?:[.\[][\w.\[\]]*)?(?:, [\w.]+)*: ")
+_FILES = {"data": "training_file", "eval": "validation_file"}
+_OPENAI_KEYS = {"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}
+
+
+def check_fields(backbone: Path, task: Mapping[str, Any]) -> list[Fault]:
+    """What is wrong with a task, its files aside.
+
+    Args:
+        backbone: Directory of the backbone.
+        task: As `tasks.yaml` would say it.
+    """
+    try:
+        spec = read_task(task, Path("/"))
+        open_tasks([spec], _info(str(backbone)), _OpenedLater(None, lambda line: None), lambda line: None)
+    except UserError as error:
+        return _faults(error, _Words(backbone, task, None))
+    return []
+
+
+def check_files(backbone: Path, task: dict[str, Any], cache: Path | None = None) -> dict[str, Any]:
+    """Tokenise a task's files, and say what is wrong with them or what they amount to.
+
+    Files of preferences in OpenAI's format are converted first.
+
+    Args:
+        backbone: Directory of the backbone.
+        task: As `tasks.yaml` would say it; `check_fields` has found nothing.
+        cache: Where tokens are kept; None: the user's cache.
+
+    Returns:
+        The fields of a `Checked`.
+    """
+    words = _Words(backbone, task, cache)
+    notes: list[str] = []
+    try:
+        _refuse_long_lines(task)
+        task = _with_converted(task)
+        info = _info(str(backbone))
+        files = DataFiles(_tokenizer(str(info.tokenizer)), lambda line: None, cache)
+        (opened,) = open_tasks([read_task(task, Path("/"))], info, files, notes.append)
+    except UserError as error:
+        return {"faults": _faults(error, words)}
+    return {
+        "total_steps": opened.spec.total_steps(len(opened.data)),
+        "records": len(opened.data) // opened.spec.training.sequences_per_record,
+        "tokens": int(opened.data.lengths.sum()),
+        "notes": [words.of_client(note.removeprefix(f"{opened.spec.name}: ")) for note in notes],
+        "task": task,
+    }
+
+
+class _OpenedLater(DataFiles):
+    """Files that are not looked at: `open_tasks` then checks everything else."""
+
+    def open(self, *arguments: Any, **options: Any) -> TaskDataset:
+        """Say that there is nothing, and nothing wrong."""
+        raise UserError
+
+
+class _Words:
+    """Puts what the engine says into words of the client, who knows files by their ids and no directory.
+
+    Attributes:
+        files: By the fields that name them.
+    """
+
+    def __init__(self, backbone: Path, task: Mapping[str, Any], cache: Path | None) -> None:
+        self._task = f"task {task.get('name')!r}: "
+        self.files = {_FILES[section]: path for section, path in _paths(task).items()}
+        self._places = {f"{path.parent}/": "" for path in self.files.values()}
+        self._places |= {str(backbone): "the backbone", str(cache or "\0"): "the cache of tokens"}
+
+    def of_client(self, text: str) -> str:
+        """The text without the task's name and without paths."""
+        text = text.removeprefix("task: ").removeprefix(self._task)
+        for place, name in self._places.items():
+            text = text.replace(place, name)
+        for path in self.files.values():
+            if path.name + CONVERTED in text:
+                text = text.replace(path.name + CONVERTED, path.name)
+                for ours, theirs in _OPENAI_KEYS.items():
+                    text = text.replace(f'"{ours}"', f'"{theirs}"').replace(f"'{ours}'", f"'{theirs}'")
+        return text[:_LONGEST_MESSAGE]
+
+
+def _faults(error: UserError, words: _Words) -> list[Fault]:
+    return [_fault(words.of_client(problem), words) for problem in error.problems[:_MOST_FAULTS]]
+
+
+def _fault(text: str, words: _Words) -> Fault:
+    for param, path in words.files.items():
+        if text.startswith(path.name):
+            return Fault(text, param, f"invalid_{param}")
+    found = _FIELD.match(text)
+    if found is None:
+        return Fault(text, None, "invalid_value")
+    if found[1] is not None:
+        return Fault(text, f"{found[1]}.{found[2]}", "invalid_value")
+    if found[2] in ADAPTER:  # what the adapter says of a backbone begins with its own field
+        return Fault(f"adapter.{text}", f"adapter.{found[2]}", "invalid_value")
+    return Fault(text, found[2] if found[2] in SECTIONS else None, "invalid_value")
+
+
+def _refuse_long_lines(task: Mapping[str, Any]) -> None:
+    """Refuse files of which a line alone would take much memory."""
+    problems = []
+    for path in _paths(task).values():
+        source = open_file(path)
+        source.close()
+        if not isinstance(source, JsonLines):
+            continue
+        with open(path, "rb") as file:
+            number = 1
+            while line := file.readline(_LONGEST_LINE + 1):
+                if len(line) > _LONGEST_LINE:
+                    problems.append(f"{path}: line {number}: has more than {_LONGEST_LINE >> 20} MiB")
+                    break
+                number += 1
+    if problems:
+        raise UserError(*problems)
+
+
+def _paths(task: Mapping[str, Any]) -> dict[str, Path]:
+    return {section: Path(task[section]["path"]) for section in _FILES if section in task}
+
+
+def _with_converted(task: dict[str, Any]) -> dict[str, Any]:
+    """The task with files of preferences in our format."""
+    if task.get("training", {}).get("loss", "sft") == "sft":
+        return task
+    paths = {section: str(_converted(path)) for section, path in _paths(task).items()}
+    return {**task, **{section: {**task[section], "path": path} for section, path in paths.items()}}
+
+
+def _converted(path: Path) -> Path:
+    """A file in our format: itself, or one beside it whose lines are those of the file."""
+    target = path.with_name(path.name + CONVERTED)
+    if target.exists():
+        return target
+    with open(path, "rb") as given:
+        first = next((line for line in given if line.strip()), b"")
+        if b'"preferred_output"' not in first or first.lstrip().startswith(b"["):
+            return path
+        given.seek(0)
+        partial = path.with_name(f"{target.name}.{os.getpid()}")
+        try:
+            with open(partial, "wb") as made:
+                made.writelines(_converted_line(line) for line in given)
+                made.flush()
+                os.fsync(made.fileno())
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
+    return target
+
+
+def _converted_line(line: bytes) -> bytes:
+    """A line with our keys; one that is no such record stays, to be refused when it is read."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+    if not isinstance(row, dict):
+        return line
+    found = {ours: row[theirs] for ours, theirs in _OPENAI_KEYS.items() if theirs in row}
+    asked = found.get("prompt")
+    if isinstance(asked, dict):
+        found["prompt"] = asked.get("messages")
+        if asked.get("tools"):
+            found["tools"] = asked["tools"]
+    return json.dumps(found or row).encode() + b"\n"
+
+
+@lru_cache(maxsize=8)
+def _info(backbone: str) -> BackboneInfo:
+    return read_backbone_info(backbone)
+
+
+@lru_cache(maxsize=8)
+def _tokenizer(directory: str) -> Any:
+    return load_tokenizer(directory)
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Do what the server asks for.
+
+    Args:
+        request: `do` is `fields` or `files`; with `backbone`, `task` and `cache`.
+
+    Returns:
+        The answer; `failed` if the check itself failed.
+    """
+    backbone, task = Path(request["backbone"]), request["task"]
+    try:
+        if request["do"] == "fields":
+            found: dict[str, Any] = {"faults": check_fields(backbone, task)}
+        else:
+            found = check_files(backbone, task, Path(request["cache"]) if request["cache"] else None)
+    except MemoryError:
+        found = {
+            "faults": [Fault("the check needs more memory than a check may take", None, "invalid_value")]
+        }
+    except Exception:
+        traceback.print_exc()
+        return {"failed": True}
+    return {**found, "faults": [astuple(fault) for fault in found.get("faults", ())]}
+
+
+def main() -> None:
+    """Answer requests until there are no more; with the argument `files` the process gives way to others."""
+    if "files" in sys.argv[1:]:
+        os.nice(_NICENESS)
+    memory = int(_SHARE_OF_MEMORY * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or hard > memory:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, hard))
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)
+        reply: dict[str, Any] = {"ready": True}
+        while True:
+            answers.write(json.dumps(reply).encode() + b"\n")
+            answers.flush()
+            line = sys.stdin.buffer.readline()
+            if not line:
+                return
+            reply = answer(json.loads(line))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What a service keeps: metadata in a database, reached through `Store`."""

@@ -1,0 +1,203 @@
+"""The service as its clients and its operator meet it: real processes, OpenAI's client, kills."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from safetensors.torch import load, load_file
+
+from tests.end_to_end.forked import Server as Runs
+from tests.end_to_end.outcome import metrics
+from tests.end_to_end.workplace import Workplace
+
+ROOT = Path(__file__).resolve().parents[2]
+ADAPTER = {"peft_type": "LORA", "r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"]}
+SECONDS = 150
+
+
+class Service:
+    """A server, and the instances that it leaves behind."""
+
+    def __init__(self, workplace: Workplace, state: Path) -> None:
+        self.state = state
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self._words = [
+            sys.executable, "-m", "megatron_mux.cli", "serve", "--backbone", f"tiny={workplace.backbone}",
+            "--state", str(state), "--listen", f"127.0.0.1:{self.port}", "--mux-fp32", "--mux-policy", "temporal",
+            "--save-interval", "5",
+        ]  # fmt: skip
+        self.start()
+
+    def start(self) -> None:
+        own = {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "MEGATRON_MUX_CACHE": os.environ["MEGATRON_MUX_CACHE"],
+        }
+        self.log = self.state.with_suffix(".log")
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(self._words, env={**os.environ, **own}, stdout=log, stderr=log)
+
+        def answers() -> bool:
+            assert self.process.poll() is None, self.log.read_text()
+            with suppress(OSError):
+                return bool(urllib.request.urlopen(f"http://127.0.0.1:{self.port}/healthz").status == 200)
+            return False
+
+        until(answers)
+
+    @property
+    def client(self) -> openai.OpenAI:
+        key = (self.state / "first-key").read_text().strip()
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=5)
+
+    def instances(self) -> list[int]:
+        """Processes of instances, by the variable that marks them."""
+        mark = f"MEGATRON_MUX_INSTANCE={self.state.resolve()}/".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if mark in path.read_bytes():
+                    found.append(int(path.parent.name))
+        return found
+
+    def kill_instances(self) -> None:
+        for pid in self.instances():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def until(true: Callable[[], Any], seconds: float = SECONDS) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def service(workplace: Workplace, tmp_path: Path) -> Iterator[Service]:
+    own = Service(workplace, tmp_path / "state")
+    try:
+        yield own
+    finally:
+        own.kill()
+        own.kill_instances()
+
+
+def submit(service: Service, workplace: Workplace, steps: int, suffix: str, **training: Any) -> str:
+    client = service.client
+    files = [
+        client.files.create(file=workplace.root / name, purpose="fine-tune").id
+        for name in ("pairs.jsonl", "held-out.jsonl")
+    ]
+    usual = {"max_steps": steps, "per_device_train_batch_size": 4, "learning_rate": 3e-3}
+    sections = {
+        "adapter": ADAPTER,
+        "data": {"max_length": 24},
+        "training": {**usual, **training},
+        "eval": {"eval_steps": 1000},
+    }
+    return client.fine_tuning.jobs.create(
+        model="tiny",
+        training_file=files[0],
+        validation_file=files[1],
+        suffix=suffix,
+        seed=7,
+        extra_body=sections,
+    ).id
+
+
+def alone(workplace: Workplace, runs: Runs, steps: int) -> Path:
+    """The same task by `pretrain_mux.py`."""
+    task = {
+        "adapter": ADAPTER,
+        "data": {"path": "pairs.jsonl", "max_length": 24},
+        "training": {"max_steps": steps, "per_device_train_batch_size": 4, "learning_rate": 3e-3, "seed": 7},
+        "eval": {"path": "held-out.jsonl", "eval_steps": 1000},
+    }
+    directory = workplace.root / f"alone-{steps}"
+    flags: list[str | Path] = ["--save", directory, "--mux-fp32", "--mux-policy", "temporal"]
+    run = runs.run(
+        workplace.arguments(*flags, tasks=workplace.write_tasks(f"alone-{steps}.yaml", {"job": task}))
+    )
+    assert run.status == 0, run.errors
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_jobs_survive_kills_of_the_server_and_of_instances_and_train_as_alone(
+    workplace: Workplace, service: Service, server: Runs
+) -> None:
+    steps = 60
+    expected = alone(workplace, server, steps)
+    client = service.client
+    first = submit(service, workplace, steps, "first")
+    other = submit(service, workplace, 400, "other")
+    jobs = client.fine_tuning.jobs
+    until(lambda: (jobs.retrieve(first).model_extra or {})["step"] >= 6)
+    service.kill()
+    before = service.instances()
+    service.start()
+    until(lambda: (jobs.retrieve(first).model_extra or {})["step"] >= 12)
+    assert service.instances() == before, "the instance was found again"
+    jobs.pause(first)
+    until(lambda: jobs.retrieve(first).status == "paused")
+    service.kill_instances()
+    assert client.fine_tuning.jobs.resume(first).status == "queued"
+    until(lambda: jobs.retrieve(first).status == "succeeded")
+    done = jobs.retrieve(first)
+    jobs.cancel(other)
+    until(lambda: jobs.retrieve(other).status == "cancelled")
+
+    table, archive = (client.files.content(own).read() for own in done.result_files)
+    rows = [row for row in csv.DictReader(io.StringIO(table.decode())) if row["loss"]]
+    alone_rows = [line for line in metrics(expected, "job") if "loss" in line]
+    assert [int(row["step"]) for row in rows] == [*range(1, steps + 1)], "each step once"
+    assert [float(row["loss"]) for row in rows] == [line["loss"] for line in alone_rows]
+    assert done.trained_tokens == sum(line["tokens"] for line in alone_rows)
+    zipped = zipfile.ZipFile(io.BytesIO(archive))
+    found = load(zipped.read("adapter_model.safetensors"))
+    wanted = load_file(expected / "job" / f"checkpoint-{steps}" / "adapter_model.safetensors")
+    assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+    said = [event.message for event in jobs.list_events(other, limit=100).data if event.type == "message"]
+    assert any("has died; it goes on from step" in text for text in said)
+    assert {"tiny", done.fine_tuned_model} <= {model.id for model in client.models.list()}
+
+
+def test_what_no_service_can_be_started_with_is_refused(workplace: Workplace, tmp_path: Path) -> None:
+    def refused(*words: str) -> str:
+        run = subprocess.run(
+            [sys.executable, "-m", "megatron_mux.cli", "serve", *words],
+            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+        )  # fmt: skip
+        assert run.returncode == 2 and not (tmp_path / "s").exists(), run.stderr
+        return run.stderr
+
+    state = ["--state", str(tmp_path / "s")]
+    text = refused("--backbone", "tiny", "--backbone", "a=/nowhere", *state)
+    assert "NAME=DIR" in text and "/nowhere: no such directory" in text
+    backbone = ["--backbone", f"tiny={workplace.backbone}"]
+    assert "in the open" in refused(*backbone, *state, "--listen", "0.0.0.0:80")
+    assert "the service chooses that" in refused(*backbone, *state, "--save", "x")
