@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_mux.data.bad_record import BadRecordError, UnusableRecordError, check_encodable, json_kind
-from megatron_mux.data.section import REFUSED_KEYS
+from megatron_mux.data.section import OF_RECORDS, REFUSED_KEYS
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,16 @@ def template_variables(row: Mapping[str, Any]) -> dict[str, Any]:
     """The variables that a row has for its chat template.
 
     Raises:
-        BadRecordError: They are no object, or there are documents among them.
+        BadRecordError: They are no object, or there are documents or arguments of the tokenizer among them.
     """
     options = row.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
         raise BadRecordError(f'"chat_template_kwargs" must be an object, got a JSON {json_kind(options)}')
     if options.get("documents"):
         raise BadRecordError('"documents" beside messages is not supported')
+    for name in OF_RECORDS:
+        if name in options:  # a template of the record's own would be run
+            raise BadRecordError(f'"chat_template_kwargs" cannot set {name}')
     return options
 
 

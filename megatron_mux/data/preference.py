@@ -7,6 +7,8 @@ The columns are those of TRL:
 | dpo, orpo | `prompt`, `chosen`, `rejected`; without `prompt` it is what chosen and rejected begin with alike |
 | kto | `prompt`, `completion`, `label` (true: desirable); or a pair, which becomes one record of each label |
 
+A pair may also be in OpenAI's format: `input` with `messages`, `preferred_output`, `non_preferred_output`.
+
 Values are texts, or lists of messages for the tokenizer's chat template, beside which `tools` and
 `chat_template_kwargs` may stand. Other keys are ignored, and a null is a missing value.
 """
@@ -29,6 +31,8 @@ Content = str | list[dict[str, Any]]
 """A text, or messages."""
 
 _PAIR = '{"prompt", "chosen", "rejected"}'
+_OPENAI = {"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}
+"""Our keys, and OpenAI's."""
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
 _SHAPES = {"dpo": _PAIR, "orpo": _PAIR, "kto": f'{{"prompt", "completion", "label"}} or {_PAIR}'}
 
@@ -71,6 +75,14 @@ def parse_preference(row: Any, loss: str) -> PreferenceRecord:
         BadRecordError: It lacks a key, or a key holds something else.
     """
     row = row_object(row)
+    if _OPENAI["chosen"] in row and "chosen" not in row:
+        try:
+            return parse_preference(_of_openai(row), loss)
+        except BadRecordError as error:
+            text = str(error)
+            for ours, theirs in _OPENAI.items():
+                text = text.replace(f'"{ours}"', f'"{theirs}"')
+            raise type(error)(text) from error
     # Tables give a null for what a row lacks.
     given = {key for key, value in row.items() if value is not None}
     pair, judged = {"chosen", "rejected"}, {"prompt", "completion", "label"}
@@ -91,6 +103,15 @@ def parse_preference(row: Any, loss: str) -> PreferenceRecord:
             raise BadRecordError('"prompt" and "completion" must both be texts, or both be messages')
         return PreferenceRecord(prompt, (completion,), label, _conversation(row, prompt))
     raise BadRecordError(f"no record for loss: {loss}: its keys must be {_SHAPES[loss]}, got {listed(row)}")
+
+
+def _of_openai(row: dict[str, Any]) -> dict[str, Any]:
+    """A pair in OpenAI's format by TRL's keys."""
+    if missing := [key for key in _OPENAI.values() if row.get(key) is None]:
+        raise BadRecordError(f'"{missing[0]}" is missing: got {listed(row)}')
+    asked = row_object(row["input"])
+    made = {key: row[theirs] for key, theirs in _OPENAI.items() if key != "prompt"}
+    return {**made, "prompt": asked.get("messages"), "tools": asked.get("tools")}
 
 
 def _conversation(row: dict[str, Any], prompt: Content) -> Messages | None:

@@ -30,15 +30,18 @@ SHAPE_KEYS = (
 RECORD_KEYS = (*SHAPE_KEYS, "chosen", "rejected", "label")
 """The same, with those of preference records (`megatron_mux.data.preference`)."""
 
+OPENAI_KEYS = ("input", "preferred_output", "non_preferred_output")
+"""Those of a pair in OpenAI's format."""
+
 REFUSED_KEYS = ("history", "documents", "functions", "images", "image", "videos", "video", "audios", "audio")
 """Keys that change what a conversation means, and that chat templates of texts do not render."""
 
 _TEMPLATES = ("text", "prompt", "completion")
-# Arguments of `apply_chat_template` that records, or the tokeniser itself, give.
-_OF_RECORDS = (
+OF_RECORDS = (
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "return_dict", "return_assistant_tokens_mask",
 )  # fmt: skip
+"""Arguments of `apply_chat_template` that records, or the tokeniser itself, give."""
 
 
 def _columns(value: Any) -> Any:
@@ -98,7 +101,7 @@ def _chat_arguments(value: Any) -> Any:
     for key in value:
         if key == "documents":
             raise problem("documents are not supported: put them into a message")
-        if key in _OF_RECORDS:
+        if key in OF_RECORDS:
             raise problem(f"{key} cannot be set here: it comes from the records")
     return value
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_mux.data.section import RECORD_KEYS, REFUSED_KEYS
+from megatron_mux.data.section import OPENAI_KEYS, RECORD_KEYS, REFUSED_KEYS
 from megatron_mux.data.sources.source import Row, Source
 from megatron_mux.errors import UserError
 
@@ -33,7 +33,7 @@ class Columnar(Source):
             names = self._open()
             # A file without any of them is shown with all its columns in the error.
             self._columns = [
-                name for name in names if name in (columns or RECORD_KEYS + REFUSED_KEYS)
+                name for name in names if name in (columns or RECORD_KEYS + OPENAI_KEYS + REFUSED_KEYS)
             ] or names
             self._rows = self._count()
         except (pa.ArrowException, OSError) as error:

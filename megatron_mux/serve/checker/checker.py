@@ -38,7 +38,6 @@ class Checked:
         records: Those that it learns from; a pair is one.
         tokens: Of one pass over them.
         notes: Lines for the client, such as how many records are cut.
-        task: The task to train: its paths may name converted files.
     """
 
     faults: list[Fault]
@@ -46,7 +45,6 @@ class Checked:
     records: int = 0
     tokens: int = 0
     notes: list[str] = field(default_factory=list)
-    task: dict[str, Any] = field(default_factory=dict)
 
 
 class Checker:

@@ -28,9 +28,6 @@ from megatron_mux.serve.jobs.fields import ADAPTER, SECTIONS, Fault
 from megatron_mux.tasks import read_task
 from megatron_mux.training.task_setup import open_tasks
 
-CONVERTED = ".converted"
-"""Ends the name of a file of preferences in OpenAI's format, once it is in ours; it lies beside the file."""
-
 _LONGEST_LINE = 16 * 2**20
 _SHARE_OF_MEMORY = 0.5
 """Of the machine's, that a check may take: a hostile file may ask for more than there is."""
@@ -39,7 +36,6 @@ _MOST_FAULTS, _LONGEST_MESSAGE = 50, 2000
 _NICENESS = 10
 _FIELD = re.compile(r"(?:(adapter|data|training|eval)\.)?(\w+)(?:[.\[][\w.\[\]]*)?(?:, [\w.]+)*: ")
 _FILES = {"data": "training_file", "eval": "validation_file"}
-_OPENAI_KEYS = {"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}
 
 
 def check_fields(backbone: Path, task: Mapping[str, Any]) -> list[Fault]:
@@ -60,8 +56,6 @@ def check_fields(backbone: Path, task: Mapping[str, Any]) -> list[Fault]:
 def check_files(backbone: Path, task: dict[str, Any], cache: Path | None = None) -> dict[str, Any]:
     """Tokenise a task's files, and say what is wrong with them or what they amount to.
 
-    Files of preferences in OpenAI's format are converted first.
-
     Args:
         backbone: Directory of the backbone.
         task: As `tasks.yaml` would say it; `check_fields` has found nothing.
@@ -74,7 +68,6 @@ def check_files(backbone: Path, task: dict[str, Any], cache: Path | None = None)
     notes: list[str] = []
     try:
         _refuse_long_lines(task)
-        task = _with_converted(task)
         info = _info(str(backbone))
         files = DataFiles(_tokenizer(str(info.tokenizer)), lambda line: None, cache)
         (opened,) = open_tasks([read_task(task, Path("/"))], info, files, notes.append)
@@ -85,7 +78,6 @@ def check_files(backbone: Path, task: dict[str, Any], cache: Path | None = None)
         "records": len(opened.data) // opened.spec.training.sequences_per_record,
         "tokens": int(opened.data.lengths.sum()),
         "notes": [words.of_client(note.removeprefix(f"{opened.spec.name}: ")) for note in notes],
-        "task": task,
     }
 
 
@@ -115,11 +107,6 @@ class _Words:
         text = text.removeprefix("task: ").removeprefix(self._task)
         for place, name in self._places.items():
             text = text.replace(place, name)
-        for path in self.files.values():
-            if path.name + CONVERTED in text:
-                text = text.replace(path.name + CONVERTED, path.name)
-                for ours, theirs in _OPENAI_KEYS.items():
-                    text = text.replace(f'"{ours}"', f'"{theirs}"').replace(f"'{ours}'", f"'{theirs}'")
         return text[:_LONGEST_MESSAGE]
 
 
@@ -162,53 +149,6 @@ def _refuse_long_lines(task: Mapping[str, Any]) -> None:
 
 def _paths(task: Mapping[str, Any]) -> dict[str, Path]:
     return {section: Path(task[section]["path"]) for section in _FILES if section in task}
-
-
-def _with_converted(task: dict[str, Any]) -> dict[str, Any]:
-    """The task with files of preferences in our format."""
-    if task.get("training", {}).get("loss", "sft") == "sft":
-        return task
-    paths = {section: str(_converted(path)) for section, path in _paths(task).items()}
-    return {**task, **{section: {**task[section], "path": path} for section, path in paths.items()}}
-
-
-def _converted(path: Path) -> Path:
-    """A file in our format: itself, or one beside it whose lines are those of the file."""
-    target = path.with_name(path.name + CONVERTED)
-    if target.exists():
-        return target
-    with open(path, "rb") as given:
-        first = next((line for line in given if line.strip()), b"")
-        if b'"preferred_output"' not in first or first.lstrip().startswith(b"["):
-            return path
-        given.seek(0)
-        partial = path.with_name(f"{target.name}.{os.getpid()}")
-        try:
-            with open(partial, "wb") as made:
-                made.writelines(_converted_line(line) for line in given)
-                made.flush()
-                os.fsync(made.fileno())
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
-    return target
-
-
-def _converted_line(line: bytes) -> bytes:
-    """A line with our keys; one that is no such record stays, to be refused when it is read."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return line
-    if not isinstance(row, dict):
-        return line
-    found = {ours: row[theirs] for ours, theirs in _OPENAI_KEYS.items() if theirs in row}
-    asked = found.get("prompt")
-    if isinstance(asked, dict):
-        found["prompt"] = asked.get("messages")
-        if asked.get("tools"):
-            found["tools"] = asked["tools"]
-    return json.dumps(found or row).encode() + b"\n"
 
 
 @lru_cache(maxsize=8)

@@ -221,6 +221,10 @@ def test_what_the_template_does_not_use_is_said(tmp_path: Path, tokenizer: PreTr
         ),
         ({"messages": [USER, ANSWER], "system_prompt": "Be kind."}, 'call it "system"'),
         ({"messages": [USER, ANSWER], "enable_thinking": False}, 'write it into "chat_template_kwargs"'),
+        (
+            {"messages": [USER, ANSWER], "chat_template_kwargs": {"chat_template": "{{ 9 ** 9 }}"}},
+            '"chat_template_kwargs" cannot set chat_template',
+        ),
         ({"instruction": "a", "output": "b", "history": [["a", "b"]]}, '"history" has no place'),
         ({"prompt": "a", "completion": "b", "system": "c"}, '"system" has no place'),
         ({"messages": [USER, {**ANSWER, "role": "Assistant"}]}, 'must be "assistant", got "Assistant"'),

@@ -52,6 +52,22 @@ def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
         assert example.labelled.tolist() == [False] * len(prompt) + [True] * (len(whole) - len(prompt))
 
 
+def test_pairs_in_openais_format_are_those_of_ours() -> None:
+    tools = [{"name": "w8"}]
+    theirs = {
+        "input": {"messages": SKY, "tools": tools, "parallel_tool_calls": True},
+        "preferred_output": answer("w3"),
+        "non_preferred_output": answer("w4"),
+    }
+    ours = {"prompt": SKY, "chosen": answer("w3"), "rejected": answer("w4"), "tools": tools}
+    for loss in ("dpo", "orpo", "kto"):
+        assert parse_preference(theirs, loss) == parse_preference(ours, loss)
+    with pytest.raises(BadRecordError, match='"non_preferred_output" is missing'):
+        parse_preference({**theirs, "non_preferred_output": None}, "dpo")
+    with pytest.raises(BadRecordError, match='"preferred_output" must be'):
+        parse_preference({**theirs, "preferred_output": 3}, "dpo")
+
+
 def test_tools_and_variables_reach_the_template(tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"prompt": SKY, "chosen": answer("w3"), "rejected": answer("w4"), "tools": [{"name": "w8"}]}]
     source = DataSource(path=write(tmp_path / "a.jsonl", rows), chat_template_kwargs={"short": True})
