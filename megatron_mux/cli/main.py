@@ -33,7 +33,10 @@ COMMANDS: Mapping[str, Command] = {
     "measure-topology": Command("megatron_mux.cli.measure_topology", "measure links between processes"),
     "place-experts": Command("megatron_mux.cli.place_experts", "place experts on workers by their use"),
     "serve": Command("megatron_mux.cli.serve", "serve fine-tuning jobs over OpenAI's API"),
-    "serve-instance": Command("megatron_mux.cli.serve_instance", "an engine of such a service, which starts it"),
+    "serve-admin": Command("megatron_mux.cli.serve_admin", "the tenants and keys of such a service"),
+    "serve-instance": Command(
+        "megatron_mux.cli.serve_instance", "an engine of such a service, which starts it"
+    ),
     "split-server": Command("megatron_mux.split.server.__main__", "serve a backbone's body to split clients"),
     "split-client": Command("megatron_mux.split.client.__main__", "train a task through a split server"),
     "split-certificates": Command("megatron_mux.split.certificates", "make certificates for both"),

@@ -19,7 +19,7 @@ from megatron_mux.arguments.values import at_least, path
 from megatron_mux.errors import UserError, exit_status, to_stderr
 
 PROGRAM = "megatron-mux serve"
-_INSTALL = "needs FastAPI, uvicorn, SQLAlchemy and Alembic: pip install 'megatron-mux[serve]'"
+INSTALL = "needs FastAPI, uvicorn, SQLAlchemy and Alembic: pip install 'megatron-mux[serve]'"
 _OURS = ("--backbone", "--save", "--load", "--mux-tasks", "--mux-watch")
 """Flags of training that the service chooses."""
 
@@ -80,7 +80,7 @@ def _work(words: Sequence[str], program: str) -> None:
         from megatron_mux.serve.server import serve
         from megatron_mux.serve.settings import Settings
     except ModuleNotFoundError as error:
-        raise UserError(f"{error.name}: {_INSTALL}") from error
+        raise UserError(f"{error.name}: {INSTALL}") from error
     host, port = _address(arguments.listen)
     settings = Settings(
         state=arguments.state.resolve(),

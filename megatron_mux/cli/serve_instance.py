@@ -8,6 +8,7 @@ The environment variable MEGATRON_MUX_INSTANCE_TOKEN holds what the server knows
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,17 @@ PROGRAM = "megatron-mux serve-instance"
 TOKEN = "MEGATRON_MUX_INSTANCE_TOKEN"
 
 
+def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
+    """Make the parser of the command line: that of `pretrain_mux.py`, and where the server is."""
+    parser = build_run_parser()
+    parser.prog = program
+    group = parser.add_argument_group("service")
+    group.add_argument("--instance", required=True, help="its name")
+    group.add_argument("--server", type=path, required=True, help="the server's Unix socket")
+    group.add_argument("--root", type=path, required=True, help="the service's directory")
+    return parser
+
+
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Train jobs until the server says that there are no more; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -31,13 +43,7 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
 
 
 def _work(words: Sequence[str], program: str) -> None:
-    parser = build_run_parser()
-    parser.prog = program
-    group = parser.add_argument_group("service")
-    group.add_argument("--instance", required=True, help="its name")
-    group.add_argument("--server", type=path, required=True, help="the server's Unix socket")
-    group.add_argument("--root", type=path, required=True, help="the service's directory")
-    parsed = parse(parser, words)
+    parsed = parse(build_parser(program), words)
     arguments = arguments_of(parsed)
     if arguments.save is None or arguments.mux_tasks is not None:
         raise UserError("--save, and no task file: an instance gets its tasks from the server")

@@ -34,6 +34,19 @@ def new_tenant(store: Store, name: str) -> str:
         return _add_tenant(session, name)
 
 
+def tenant_id(store: Store, name: str) -> str:
+    """The id of a tenant.
+
+    Raises:
+        UserError: There is none of that name.
+    """
+    with store.read() as session:
+        found = session.scalar(select(Tenant.id).where(Tenant.name == name))
+    if found is None:
+        raise UserError(f"there is no tenant {name}")
+    return found
+
+
 def new_key(store: Store, tenant_id: str, lifetime: float | None = None) -> str:
     """Make a key of a tenant. It is returned here and never again: the database has its hash only.
 

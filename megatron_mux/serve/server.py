@@ -12,7 +12,9 @@ import uvicorn
 from megatron_mux.directory_lock import DirectoryLock
 from megatron_mux.errors import UserError
 from megatron_mux.serve.api.app import create_app
-from megatron_mux.serve.api.job_actions import revalidate
+from megatron_mux.serve.api.files import remove_leftovers
+from megatron_mux.serve.api.job_actions import revalidate, stop_checks
+from megatron_mux.serve.api.uploads import remove_expired
 from megatron_mux.serve.channel.hub import Hub
 from megatron_mux.serve.checker.checker import Checker
 from megatron_mux.serve.control.loop import ControlLoop
@@ -68,6 +70,9 @@ async def _serve(settings: Settings, store: Store, say: Callable[[str], None]) -
         await hub.start(settings.socket)
         cleanup.push_async_callback(hub.close)
         service = Service(settings, store, checker, wake)
+        cleanup.push_async_callback(stop_checks, service)
+        await asyncio.to_thread(remove_leftovers, service)
+        await asyncio.to_thread(remove_expired, service)
         control = ControlLoop(settings, store, hub, records, LocalExecutor(settings.state), changed, say)
         task = asyncio.create_task(control.run())
         cleanup.callback(task.cancel)

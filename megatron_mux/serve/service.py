@@ -27,6 +27,18 @@ class Checked(Protocol):
     def total_steps(self) -> int | None:
         """Optimizer steps of the job."""
 
+    @property
+    def records(self) -> int:
+        """Those that it learns from."""
+
+    @property
+    def tokens(self) -> int:
+        """Of one pass over them."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What its tenant should know of them."""
+
 
 class Checker(Protocol):
     """Checks tasks and files with the engine's own code, in other processes."""

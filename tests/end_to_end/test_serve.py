@@ -163,7 +163,7 @@ def test_jobs_survive_kills_of_the_server_and_of_instances_and_train_as_alone(
     until(lambda: (jobs.retrieve(first).model_extra or {})["step"] >= 12)
     assert service.instances() == before, "the instance was found again"
     jobs.pause(first)
-    until(lambda: jobs.retrieve(first).status == "paused")
+    until(lambda: str(jobs.retrieve(first).status) == "paused")
     service.kill_instances()
     assert client.fine_tuning.jobs.resume(first).status == "queued"
     until(lambda: jobs.retrieve(first).status == "succeeded")

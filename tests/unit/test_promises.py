@@ -29,7 +29,8 @@ def test_each_promise_has_tests_that_exist_or_none() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_is_promised(command: str) -> None:
-    text = PAGE if command == "train" else PAGE.split(f"### `megatron-mux {command}`")[1].split("\n##")[0]
+    trains = command in ("train", "serve-instance")
+    text = PAGE if trains else PAGE.split(f"### `megatron-mux {command}`")[1].split("\n##")[0]
     flags = importlib.import_module(COMMANDS[command].module).build_parser()._option_string_actions
     inert = {"-h", "--help", *flags_by("fixed"), *flags_by("without effect")}
     assert not [flag for flag in flags if flag not in inert and f"`{flag}`" not in text]

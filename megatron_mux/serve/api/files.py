@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from megatron_mux.files import sync_directory
 from megatron_mux.serve.api.access import Caller, CallerOf, ServiceOf, record
-from megatron_mux.serve.api.bodies import check_reserve, receive_file, receiving
+from megatron_mux.serve.api.bodies import Received, check_reserve, receive_file, receiving
 from megatron_mux.serve.api.errors import ApiError, missing, over_quota
 from megatron_mux.serve.api.objects import file_object
 from megatron_mux.serve.api.pages import After, page
@@ -52,16 +52,7 @@ async def upload(request: Request, service: ServiceOf, caller: CallerOf) -> dict
         )
     try:
         check_fields(received.fields, received.bytes)
-        file = StoredFile(
-            id=file_id,
-            tenant_id=caller.tenant_id,
-            created_at=time.time(),
-            filename=received.filename,
-            purpose=_PURPOSE,
-            bytes=received.bytes,
-            sha256=received.sha256,
-        )
-        return file_object(await asyncio.to_thread(keep_file, service, caller, file))
+        return file_object(await asyncio.to_thread(keep_file, service, caller, file_id, received))
     finally:
         await asyncio.to_thread(partial.unlink, missing_ok=True)
 
@@ -193,7 +184,7 @@ def partial_path(service: Service, file_id: str) -> Path:
     return service.settings.files / f"{_PARTIAL}{file_id}"
 
 
-def keep_file(service: Service, caller: Caller, file: StoredFile) -> StoredFile:
+def keep_file(service: Service, caller: Caller, file_id: str, received: Received) -> StoredFile:
     """Rename a complete file to its own name and add its row; or find what a request that is sent again has made.
 
     The content comes first: a row always has its file. `remove_leftovers` removes a file without a row.
@@ -201,8 +192,17 @@ def keep_file(service: Service, caller: Caller, file: StoredFile) -> StoredFile:
     Raises:
         ApiError: 429: the tenant may not have it.
     """
-    path = service.settings.files / file.id
-    os.replace(partial_path(service, file.id), path)
+    file = StoredFile(
+        id=file_id,
+        tenant_id=caller.tenant_id,
+        created_at=time.time(),
+        filename=received.filename,
+        purpose=_PURPOSE,
+        bytes=received.bytes,
+        sha256=received.sha256,
+    )
+    path = service.settings.files / file_id
+    os.replace(partial_path(service, file_id), path)
     sync_directory(path.parent)
     try:
         with service.store.write() as session:

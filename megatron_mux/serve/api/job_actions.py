@@ -280,9 +280,18 @@ def _conclude(service: Service, job_id: str, checked: Checked | None) -> None:
             job.error = {**(job.error or {}), "param": first.param or param}
         else:
             job.total_steps = checked.total_steps
+            job.need = {"tokens": _tokens_of_step(job.task, checked)}
+            for note in checked.notes:
+                add_event(session, job, note, "warn")
             job.status = "paused" if job.desired == "pause" else "queued"
             add_event(session, job, f"the files are valid; the job is {job.status}")
     _LOG.info("%s: %s after its files were checked", job_id, job.status)
+
+
+def _tokens_of_step(task: dict[str, Any], checked: Checked) -> float:
+    training = task["training"]
+    size = training["per_device_train_batch_size"] * training.get("gradient_accumulation_steps", 1)
+    return checked.tokens / max(1, checked.records) * float(size)
 
 
 def _allows(job: Job, action: Action) -> bool:

@@ -12,8 +12,9 @@ from megatron_mux.serve.api.access import CallerOf, ServiceOf
 from megatron_mux.serve.api.bodies import read_body
 from megatron_mux.serve.api.errors import ApiError, missing
 from megatron_mux.serve.api.job_actions import change, create_job, find_job
-from megatron_mux.serve.api.objects import checkpoint_object, event_object, job_object, model_name
+from megatron_mux.serve.api.objects import checkpoint_object, event_object, job_object
 from megatron_mux.serve.api.pages import After, Limit, page
+from megatron_mux.serve.control.reports import model_name
 from megatron_mux.serve.database.tables import Checkpoint, Event, Job, Metric
 
 router = APIRouter(prefix="/fine_tuning/jobs")

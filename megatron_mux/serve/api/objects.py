@@ -101,11 +101,6 @@ def checkpoint_object(
     }
 
 
-def model_name(job: Job, tenant_name: str) -> str:
-    """The name of the model that a job makes: as OpenAI's, with the end of the job's id."""
-    return f"ft:{job.backbone}:{tenant_name}:{job.answer['suffix'] or ''}:{job.id[-8:]}"
-
-
 def model_object(name: str, created: float, owner: str) -> dict[str, Any]:
     """A model."""
     return {"id": name, "object": "model", "created": int(created), "owned_by": owner}

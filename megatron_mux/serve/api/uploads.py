@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from megatron_mux.files import write_atomically
 from megatron_mux.serve.api.access import Caller, CallerOf, ServiceOf
 from megatron_mux.serve.api.bodies import (
+    Received,
     check_reserve,
     plain_filename,
     read_json,
@@ -182,16 +183,8 @@ def _complete(service: Service, caller: Caller, upload_id: str, asked: _Complete
     partial = partial_path(service, upload.file_id)
     try:
         sha256 = _join(_directory(service, caller) / upload.id, upload, asked, partial)
-        file = StoredFile(
-            id=upload.file_id,
-            tenant_id=caller.tenant_id,
-            created_at=time.time(),
-            filename=upload.filename,
-            purpose=upload.purpose,
-            bytes=upload.bytes,
-            sha256=sha256,
-        )
-        file = keep_file(service, caller, file)
+        received = Received({}, upload.filename, upload.bytes, sha256)
+        file = keep_file(service, caller, upload.file_id, received)
     finally:
         partial.unlink(missing_ok=True)
     upload = upload.model_copy(update={"file_id": file.id})

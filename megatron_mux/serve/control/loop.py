@@ -287,11 +287,3 @@ def _rounded(new: float | None, before: float | None) -> float | None:
     if new is None or before is None or abs(new - before) > 1.0:
         return new
     return before
-
-
-def clean_up(settings: Settings, known: Iterable[str]) -> None:
-    """Remove what a server that was killed had begun to write. `known`: the ids of files."""
-    names = set(known)
-    for path in settings.files.iterdir():
-        if path.name.endswith(".partial") or path.name not in names:
-            path.unlink(missing_ok=True)

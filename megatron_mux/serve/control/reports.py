@@ -201,3 +201,8 @@ def _figures(job: Job, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
     }
     figures = {named.get(key, key): value for key, value in values.items()}
     return {"step": step, "total_steps": job.total_steps, **figures}
+
+
+def model_name(job: Job, tenant_name: str) -> str:
+    """The name of the model that a job makes: as OpenAI's, with a part of the job's id."""
+    return f"ft:{job.backbone}:{tenant_name}:{job.answer['suffix'] or ''}:{job.id.rpartition('-')[2][:8]}"

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from megatron_mux.files import sync_directory
 from megatron_mux.saved_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from megatron_mux.serve.control.reports import add_event, fail
+from megatron_mux.serve.control.reports import add_event, fail, model_name
 from megatron_mux.serve.database.ids import new_id
 from megatron_mux.serve.database.store import Store
 from megatron_mux.serve.database.tables import Job, Metric, StoredFile, Tenant
@@ -32,7 +32,7 @@ def write_results(settings: Settings, store: Store, job_id: str) -> None:
     with store.read() as session:
         job = session.scalars(select(Job).where(Job.id == job_id)).one()
         table = _metrics_table(session, job)
-        name = _model_name(session, job)
+        name = model_name(job, session.get_one(Tenant, job.tenant_id).name)
     checkpoint = settings.state / job.checkpoint
     try:
         metrics = _write(settings.files, f"{job_id}-metrics.csv", lambda file: file.write(table.encode()))
@@ -112,9 +112,3 @@ def _metrics_table(session: Session, job: Job) -> str:
     writer.writeheader()
     writer.writerows({"step": own.step, **own.values} for own in found)
     return text.getvalue()
-
-
-def _model_name(session: Session, job: Job) -> str:
-    """As OpenAI names models: `ft:BACKBONE:TENANT:SUFFIX:ID`."""
-    tenant = session.get_one(Tenant, job.tenant_id).name
-    return f"ft:{job.backbone}:{tenant}:{job.answer.get('suffix') or ''}:{job.id.rpartition('-')[2][:8]}"

@@ -29,6 +29,10 @@ class Forecast:
     end: float | None = None
 
 
+_LEAST = 1e-6
+"""Steps, or seconds, that are as good as none."""
+
+
 class _Lane:
     """An instance in the forecast."""
 
@@ -59,7 +63,8 @@ class _Lane:
             steps = (at - self.at) / self._step
             self.left = {name: left - steps for name, left in self.left.items()}
         self.at = at
-        over = [self.jobs[name] for name, left in self.left.items() if left <= 1e-6]
+        # Seconds since 1970 have no finer parts than a quarter of a microsecond: less would never go by.
+        over = [self.jobs[name] for name, left in self.left.items() if min(left, left * self._step) <= _LEAST]
         for job in over:
             del self.jobs[job.id], self.left[job.id]
         self.free += sum(job.bytes for job in (*over, *self.going))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_mux.saved_files import MANIFESTS, manifest_name
-from megatron_mux.serve.channel.messages import Lines, Saved, State
+from megatron_mux.serve.channel.messages import AnyReport, Lines, Saved, State
 from megatron_mux.serve.control.reports import JobRecords
 from tests.unit.serve.control.jobs import add_job, get_job, instance, make_store, messages, steps
 
@@ -37,7 +37,7 @@ def records(tmp_path: Path) -> JobRecords:
 
 
 def test_each_step_counts_once_however_often_it_is_reported_or_done(records: JobRecords) -> None:
-    first = [lines(1, {"step": 0, "eval_loss": 2.0}, line(1), line(2)), saved(2, 1)]
+    first: list[AnyReport] = [lines(1, {"step": 0, "eval_loss": 2.0}, line(1), line(2)), saved(2, 1)]
     records.commit("0.0", first)
     records.commit("0.0", first)  # the acknowledgement was lost
     records.commit("0.0", [lines(3, line(2, tokens=12), line(3))])  # step 2 was done again
