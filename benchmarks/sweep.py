@@ -5,9 +5,11 @@
 
 Each seed has two runs of `pretrain_mux.py` with the same sixteen configurations (ranks x learning rates x modules) on
 the quickstart's sentiment task, in turns: with `scheduler: {type: halving}`, and all in full. Seconds are of whole
-commands, start and evaluations included. What a random choice of as many steps finds is computed from the run in full:
-the mean, over all choices, of the best of so many configurations. With `peft` four configurations are trained one after
-another and evaluated at their end, and their seconds multiplied by four.
+commands, start and evaluations included; a short run before is not counted, so that no side reads the backbone from
+a cold disk. What a random choice of as many steps finds is computed from the run in full: the mean, over all choices,
+of the best of so many configurations, between two whole numbers in proportion. With `peft` four configurations are
+trained one after another and evaluated at their end, and their seconds multiplied by four; they find their records
+tokenised, and import nothing of ours.
 """
 
 from __future__ import annotations
@@ -46,11 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--held-out", type=int, default=128, help="records of an evaluation")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--skip-peft", action="store_true")
-    parser.add_argument("--peft", nargs=2, metavar=("R", "RATE"), help=argparse.SUPPRESS)
+    parser.add_argument("--peft", nargs=3, metavar=("R", "RATE", "RECORDS"), help=argparse.SUPPRESS)
     add_output(parser)
     arguments = parser.parse_args(argv)
     if arguments.peft is not None:
-        print(json.dumps(_train_with_peft(arguments, int(arguments.peft[0]), float(arguments.peft[1]))))
+        rank, rate, records = arguments.peft
+        print(json.dumps(_train_with_peft(arguments, int(rank), float(rate), Path(records))))
         return 0
     result = environment("SmolLM2-135M-Instruct", "float32", arguments.threads) | {
         "configurations": len(RANKS) * len(RATES) * len(TARGETS),
@@ -59,11 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "held_out": arguments.held_out,
         "seeds": [],
     }
-    if not arguments.skip_peft:
-        result["peft"] = _peft(arguments)
     with tempfile.TemporaryDirectory() as folder:
+        if not arguments.skip_peft:
+            result["peft"] = _peft(arguments, Path(folder))
         lines = (QUICKSTART / "data" / "movie.eval.jsonl").read_text().splitlines()[: arguments.held_out]
         (Path(folder) / "held-out.jsonl").write_text("\n".join(lines) + "\n")
+        short = argparse.Namespace(**vars(arguments) | {"steps": 1})
+        _run(_tasks("none", 0, short, Path(folder)), Path(folder) / "unmeasured", arguments.threads)
         for turn, seed in enumerate(arguments.seeds):
             result["seeds"].append(_seed(seed, arguments, Path(folder), turn))
             publish(result, markdown(result), arguments.output)  # an hour's work is not lost by a kill
@@ -88,17 +93,23 @@ def _seed(seed: int, arguments: argparse.Namespace, folder: Path, turn: int) -> 
             f"seed {seed}, {kind}: {seconds:.0f} s, {rows[0]['task']} {rows[0]['eval_loss']}", file=sys.stderr
         )
     losses = sorted(found["none"]["losses"].values())
-    tried = found["halving"]["steps"] // arguments.steps
+    tried = found["halving"]["steps"] / arguments.steps
     found["random"] = {"tried": tried, "loss": expected_best(losses, tried)}
     worst = losses[-len(losses) // 4 :]
     found["worst_quarter"] = min(worst) / losses[0] - 1
     return found
 
 
-def expected_best(losses: Sequence[float], tried: int) -> float:
-    """The mean, over all choices of `tried` configurations, of their least loss; `losses` are sorted."""
-    count = len(losses)
-    return sum(loss * comb(count - 1 - i, tried - 1) for i, loss in enumerate(losses)) / comb(count, tried)
+def expected_best(losses: Sequence[float], tried: float) -> float:
+    """The mean, over all choices of `tried` configurations, of their least loss; `losses` are sorted.
+
+    Of 3.25 configurations: three in three of four cases, else four, so that steps are 3.25 times those of one.
+    """
+    count, whole = len(losses), int(tried)
+    least = sum(loss * comb(count - 1 - i, whole - 1) for i, loss in enumerate(losses)) / comb(count, whole)
+    if whole == tried:
+        return least
+    return least + (tried - whole) * (expected_best(losses, whole + 1) - least)
 
 
 def _tasks(kind: str, seed: int, arguments: argparse.Namespace, folder: Path) -> Path:
@@ -143,53 +154,61 @@ def _timed(words: Sequence[object], threads: int) -> tuple[float, str]:
     return time.perf_counter() - began, done.stdout
 
 
-def _peft(arguments: argparse.Namespace) -> dict[str, Any]:
+def _peft(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Seconds of some configurations with `peft`, each in a process of its own, as a script of one's own would."""
-    script = [
-        __file__,
-        "--steps",
-        arguments.steps,
-        "--batch",
-        arguments.batch,
-        "--threads",
-        arguments.threads,
-        "--held-out",
-        arguments.held_out,
-    ]
+    records = folder / "records.json"
+    records.write_text(json.dumps(_records(arguments)))
+    script = [__file__, "--steps", arguments.steps, "--threads", arguments.threads, "--peft"]
+    # Not measured: the first reads the backbone from disk.
+    _timed([*script, min(RANKS), RATES[0], records], arguments.threads)
     seconds = [
-        _timed([*script, "--peft", r, rate], arguments.threads)[0] for r in RANKS for rate in RATES[::2]
+        _timed([*script, r, rate, records], arguments.threads)[0] for r in RANKS for rate in RATES[::2]
     ]
     assert len(seconds) == MEASURED
     whole = sum(seconds) / MEASURED * len(RANKS) * len(RATES) * len(TARGETS)
     return {"measured": seconds, "all": whole}
 
 
-def _train_with_peft(arguments: argparse.Namespace, rank: int, rate: float) -> dict[str, float]:
-    """Train and evaluate one configuration with `peft`: sequences packed, as it is fastest."""
-    import peft_side
-    import torch
+def _records(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Tokens, and which of them are labels, of each step's records and of those held out."""
     from mux_side import examples, spec
     from workload import TaskShape
 
     from megatron_mux.data.dataset import TaskDataset
     from megatron_mux.data.tokenizer import load_tokenizer
 
-    torch.set_num_threads(arguments.threads)
     tokenizer, data = load_tokenizer(QUICKSTART / "backbone"), QUICKSTART / "data"
     records, held_out = (
         TaskDataset(data / name, tokenizer, 80) for name in ("movie.jsonl", "movie.eval.jsonl")
     )
-    shape = TaskShape("movie", arguments.batch, 80, "movie.jsonl", rank)
-    targets = (
-        LINEAR if rank == max(RANKS) else TARGETS[0]
-    )  # half of the configurations adapt all linear modules
-    model = peft_side.load(QUICKSTART / "backbone", torch.float32)
-    task = peft_side.PeftTask(model, rank, [*targets], rate, arguments.steps, rival="packed", head="labelled")
+    task = spec(TaskShape("movie", arguments.batch, 80, "movie.jsonl"), LINEAR, arguments.steps, 0)
+    steps = examples(task, records, arguments.steps)
     found = [held_out[i] for i in range(arguments.held_out)]
-    pairs = [(torch.as_tensor(e.tokens).long(), torch.as_tensor(e.labelled).bool()) for e in found]
-    for batch in examples(spec(shape, [*targets], arguments.steps, 0), records, arguments.steps):
+    return {
+        "steps": [[[tokens.tolist(), labelled.tolist()] for tokens, labelled in batch] for batch in steps],
+        "held_out": [[own.tokens.tolist(), own.labelled.tolist()] for own in found],
+    }
+
+
+def _train_with_peft(arguments: argparse.Namespace, rank: int, rate: float, file: Path) -> dict[str, float]:
+    """Train and evaluate one configuration with `peft`: sequences packed, as it is fastest."""
+    import peft_side
+    import torch
+
+    torch.set_num_threads(arguments.threads)
+    records = json.loads(file.read_text())
+    steps, held_out = (
+        [[(torch.tensor(tokens), torch.tensor(labelled)) for tokens, labelled in batch] for batch in batches]
+        for batches in (records["steps"], [records["held_out"]])
+    )
+    # Half of the configurations adapt all linear modules.
+    targets = LINEAR if rank == max(RANKS) else [*TARGETS[0]]
+    model = peft_side.load(QUICKSTART / "backbone", torch.float32)
+    task = peft_side.PeftTask(model, rank, targets, rate, arguments.steps, rival="packed", head="labelled")
+    for batch in steps:
         task.step(batch)
-    return {"loss": _held_out(task, pairs)}
+    assert "megatron_mux" not in sys.modules, "importing it would count as time of peft"
+    return {"loss": _held_out(task, held_out[0])}
 
 
 def _held_out(task: Any, pairs: Sequence[Any]) -> float:
@@ -220,7 +239,7 @@ def markdown(result: Mapping[str, Any]) -> str:
                 f"{shares[-1]:.2f}",
                 f"{full['loss']:.4f}",
                 f"{halving['loss']:.4f} ({halving['loss'] / full['loss'] - 1:+.1%})",
-                f"{own['random']['loss']:.4f} ({own['random']['tried']} tried)",
+                f"{own['random']['loss']:.4f} ({own['random']['tried']:.1f} tried)",
                 f"{own['worst_quarter']:.0%}",
             )
         )

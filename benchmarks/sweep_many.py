@@ -3,8 +3,10 @@
     python benchmarks/sweep_many.py --output benchmarks/results/sweep-many-cpu-2-cores.json      # ten minutes
 
 A random model of two layers with the quickstart's tokenizer and data; configurations (rank, learning rate) are drawn at
-random and halved from the first step on. Each number of configurations is a process of its own. Seconds of decisions
-are those in which the run asks its sweeps what to do: comparing, and writing `results.csv`, `curves.svg` and the log.
+random and halved from the first step on. Each number of configurations is a process of its own; the smallest runs once
+more with larger ranks under a limit of memory, so that configurations wait and take room that becomes free. Three parts
+of a decision are timed: deciding (comparing; writing `results.csv`, `curves.svg` and the log), following (those that
+stop are saved and leave memory, others go on from their save), and taking in those that wait.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import io
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,24 +28,28 @@ from typing import Any
 import yaml
 from script import QUICKSTART, add_output, command_line, environment, measured_on, publish, table
 
+LIMIT = "48MiB"
+"""Room for some fifteen of the configurations at a time."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and publish."""
     parser = command_line(__doc__)
     parser.add_argument("--configurations", type=int, nargs="+", default=[50, 200])
     parser.add_argument("--steps", type=int, default=27, help="of each configuration in full")
+    parser.add_argument("--memory-limit", default=LIMIT, help="of the last run, whose configurations wait")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--worker", nargs=2, type=Path, metavar=("TASKS", "DIRECTORY"), help=argparse.SUPPRESS
-    )
+    parser.add_argument("--worker", nargs=3, metavar=("TASKS", "DIRECTORY", "LIMIT"), help=argparse.SUPPRESS)
     add_output(parser)
     arguments = parser.parse_args(argv)
     if arguments.worker is not None:
-        print(json.dumps(_measure(*arguments.worker)))
+        tasks, directory, limit = arguments.worker
+        print(json.dumps(_measure(Path(tasks), Path(directory), limit)))
         return 0
     with tempfile.TemporaryDirectory() as folder:
         _write_backbone(Path(folder) / "backbone")
-        runs = [_run(count, arguments, Path(folder)) for count in arguments.configurations]
+        runs = [_run(count, "", arguments, Path(folder)) for count in arguments.configurations]
+        runs.append(_run(min(arguments.configurations), arguments.memory_limit, arguments, Path(folder)))
     result = environment("two random layers of width 64", "float32", arguments.threads) | {"runs": runs}
     publish(result, markdown(result), arguments.output)
     return 0
@@ -66,8 +71,8 @@ def _write_backbone(directory: Path) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(directory)
 
 
-def _run(count: int, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """A sweep of so many configurations in a process of its own."""
+def _run(count: int, limit: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """A sweep of so many configurations in a process of its own, with a limit of memory unless it is empty."""
     lines = (QUICKSTART / "data" / "movie.eval.jsonl").read_text().splitlines()[:16]
     (folder / "held-out.jsonl").write_text("\n".join(lines) + "\n")
     task = {
@@ -77,51 +82,57 @@ def _run(count: int, arguments: argparse.Namespace, folder: Path) -> dict[str, A
         "training": {"per_device_train_batch_size": 2, "max_steps": arguments.steps},
         "eval": {"path": "held-out.jsonl", "metrics": []},
         "sweep": {
-            "adapter.r": [2, 4, 8, 16],
+            # Under a limit larger ones: activations are divided into micro-batches, only adapters make others wait.
+            "adapter.r": [128, 256] if limit else [2, 4, 8, 16],
             "training.learning_rate": {"log_uniform": [1e-4, 1e-1]},
             "samples": count,
         },
     }
-    tasks = folder / f"{count}.yaml"
+    tasks = folder / f"{count}-{limit or 'unlimited'}.yaml"
     tasks.write_text(yaml.safe_dump({"scheduler": {"type": "halving", "min_steps": 1}, "tasks": [task]}))
+    directory = folder / f"{count}-{limit or 'unlimited'}"
     done = subprocess.run(
-        [sys.executable, __file__, "--worker", str(tasks), str(folder / str(count))],
+        [sys.executable, __file__, "--worker", str(tasks), str(directory), limit],
         env=os.environ | {"OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1", "COLUMNS": "80"},
         check=True,
         stdout=subprocess.PIPE,
         text=True,
     )
-    found: dict[str, Any] = {"configurations": count} | json.loads(done.stdout.splitlines()[-1])
-    return found
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {"configurations": count, "limit": limit, **found}
 
 
-def _measure(tasks: Path, directory: Path) -> dict[str, Any]:
+def _measure(tasks: Path, directory: Path, limit: str) -> dict[str, Any]:
     """Run it here; what decisions took, and what the process and its files came to."""
     from megatron_mux.training.callbacks.sweeps import Sweeps
+    from megatron_mux.training.task_registry import TaskRegistry
     from pretrain_mux import main as train
 
-    asked, polls, descriptors = Sweeps.poll, [], [0]
+    deciding, following = _timed(Sweeps, "poll"), _timed(TaskRegistry, "follow")
+    admitting = _timed(TaskRegistry, "admit")
+    polled, descriptors = Sweeps.poll, [0]
 
     def poll(self: Sweeps) -> Any:
-        began = time.perf_counter()
-        commands = asked(self)
-        polls.append(time.perf_counter() - began)
         descriptors.append(len(os.listdir("/proc/self/fd")))
-        return commands
+        return polled(self)
 
     Sweeps.poll = poll  # type: ignore[method-assign]
     printed, began = io.StringIO(), time.perf_counter()
     words = ["--backbone", tasks.parent / "backbone", "--mux-tasks", tasks, "--save", directory, "--mux-fp32"]
+    limits = ["--mux-memory-limit", limit] if limit else []
     with contextlib.redirect_stdout(printed):
-        status = train([*map(str, words), "--mux-no-progress"])
+        status = train([*map(str, words), "--mux-no-progress", *limits])
     seconds = time.perf_counter() - began
     assert status == 0, printed.getvalue()
     text = printed.getvalue()
-    board = text[text.index("configurations, best first") :].splitlines()[:22]
+    board = text[text.index("configurations, best first") : text.index("\nbest: ")].splitlines()
     files = [path for path in directory.rglob("*") if path.is_file()]
     return {
         "seconds": seconds,
-        "polls": polls,
+        "deciding": deciding,
+        "following": following,
+        "admitting": admitting,
+        "waited": text.count("waits until there is room"),
         "decisions": len((directory / "sweep.jsonl").read_text().splitlines()),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "descriptors": max(descriptors),
@@ -132,16 +143,33 @@ def _measure(tasks: Path, directory: Path) -> dict[str, Any]:
     }
 
 
+def _timed(kind: type, method: str) -> list[float]:
+    """Have a method note the seconds of each of its calls; returns the list of them."""
+    original, seconds = getattr(kind, method), []
+
+    def timed(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return original(*arguments)
+        finally:
+            seconds.append(time.perf_counter() - began)
+
+    setattr(kind, method, timed)
+    return seconds
+
+
 def markdown(result: Mapping[str, Any]) -> str:
     """The table."""
+    parts = ("deciding", "following", "admitting")
     rows = [
         (
             own["configurations"],
+            own["limit"] or "none",
+            own["waited"],
             f"{own['seconds']:.0f}",
             own["decisions"],
-            f"{sum(own['polls']) / own['decisions'] * 1000:.1f}",
-            f"{statistics.median(own['polls']) * 1000:.1f}",
-            f"{sum(own['polls']):.1f}",
+            *(f"{sum(own[part]) / own['decisions'] * 1000:.1f}" for part in parts),
+            f"{sum(map(sum, (own[part] for part in parts))) / own['seconds']:.0%}",
             f"{own['peak_bytes'] / 2**30:.2f}",
             own["descriptors"],
             own["files"],
@@ -151,8 +179,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         for own in result["runs"]
     ]
     headings = (
-        "configurations | s | decisions | ms a decision | ms, the usual question | s, all questions | peak GiB | "
-        "descriptors | files | MiB of files | columns of the leaderboard"
+        "configurations | limit of memory | waited | s | decisions | ms a decision: deciding | following | taking in | "
+        "share of the run | peak GiB | descriptors | files | MiB of files | columns of the leaderboard"
     )
     return "\n".join([measured_on(result), "", *table(headings, rows)])
 

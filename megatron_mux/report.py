@@ -58,6 +58,7 @@ class Reporter:
     Attributes:
         at_end: What `close` prints below the closing table.
         sweep_of: The sweeps of tasks that are configurations of one.
+        swept: See `TaskTable`.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Reporter:
         self.history = self._table.tasks
         self.at_end: list[Any] = []
         self.sweep_of: Mapping[str, str] = {}
+        self.swept = self._table.swept
         self.problem = ""
         self._files: dict[str, IO[str]] = {}
         self._earlier: dict[str, tuple[list[float], list[EvalResult]]] = {}

@@ -12,8 +12,10 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from megatron_mux.engine import EvalResult
+from megatron_mux.sweep.texts import short_heading, value_texts
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.tasks.life import State, TaskLife
+from megatron_mux.tasks.sweep import Settings
 
 _SHOWN: Mapping[State, str] = {"joining": "joining (tokenising)", "parked": "running"}
 """Words for states, unless they are the state's name."""
@@ -102,10 +104,16 @@ class TaskTable:
 
     Args:
         clock: Returns seconds.
+
+    Attributes:
+        tasks: By name.
+        is_final: Whether it is drawn for the last time.
+        swept: What the configurations of sweeps are given, by task and field; whoever knows it fills it in.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.tasks: dict[str, TaskHistory] = {}
+        self.swept: dict[str, Settings] = {}
         self.is_final = False
         self._clock = clock
         self._began = clock()
@@ -157,10 +165,11 @@ class TaskTable:
             yield Text(f"and {len(left_out)} more: {_counted(left_out)}")
 
     def _shown(self, names: list[str], room: int) -> list[str]:
-        """The first tasks that there is room for, those that are under way before those that are done."""
+        """The first tasks that there is room for, those that are under way before those that are done or stopped."""
         if len(names) <= room:
             return names
-        chosen = set(sorted(names, key=lambda name: self.tasks[name].life.is_over)[:room])
+        lives = {name: self.tasks[name].life for name in names}
+        chosen = set(sorted(names, key=lambda own: lives[own].is_over or lives[own].state == "pruned")[:room])
         return [name for name in names if name in chosen]
 
     def _summary(self) -> str:
@@ -192,8 +201,10 @@ class TaskTable:
         yield _Column("adapter", [task.kind for task in tasks])
         if self._differing is None:
             self._differing = _differing([task.settings for task in list(self.tasks.values())])
-        for key in self._differing:
+        swept = dict(self._swept_columns(names))
+        for key in [key for key in self._differing if key not in swept]:
             yield _Column(_HEADINGS.get(key, key), [task.settings.get(key, "-") for task in tasks])
+        yield from swept.values()
         steps = [f"{task.step}/{task.total_steps}" if task.total_steps is not None else "-" for task in tasks]
         yield _Column("step", steps)
         yield _changes("loss", [(task.first_loss, task.loss) for task in tasks], "{:.3f}")
@@ -202,6 +213,21 @@ class TaskTable:
         yield _changes("accuracy", [(_accuracy(first), _accuracy(last)) for first, last in both], "{:.1%}")
         yield _Column("tokens/s", [f"{t.tokens / t.seconds:.0f}" if t.seconds else "-" for t in tasks])
         yield _Column("status", [task.status for task in tasks])
+
+    def _swept_columns(self, names: Sequence[str]) -> Iterator[tuple[str, _Column]]:
+        """Yield what sweeps give and `TaskHistory.settings` lack, by field: lists, and fields of `data` and `eval`."""
+        swept = dict(self.swept)
+        for key in dict.fromkeys(key for own in swept.values() for key in own):
+            given = {name: own[key] for name, own in swept.items() if key in own}
+            section, _, last = key.partition(".")
+            if section in ("adapter", "training"):
+                plain = [task.settings for own in given if (task := self.tasks.get(own)) is not None]
+                if last in _NO_SETTINGS or all(last in own for own in plain):
+                    continue
+            texts = dict(zip(given, value_texts(key, [*given.values()]), strict=True))
+            if len(set(texts.values())) > 1:
+                column = _Column(short_heading(key), [texts.get(name, "-") for name in names])
+                yield (last if section in ("adapter", "training") else key), column
 
 
 def _fitted(columns: list[_Column], width: int) -> list[_Column]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group
 from rich.table import Column, Table
 
-from megatron_mux.tasks.sweep import value_text
+from megatron_mux.sweep.texts import figure_texts, headings, value_texts
 
 FAILED = ("failed", "refused", "removed")
 """Statuses of configurations that cannot win."""
@@ -64,28 +66,28 @@ def table(sweep: str, rows: Sequence[Row], metric: str) -> Group:
         rows: Best first.
         metric: The deciding figure.
     """
-    fields = _fields(rows)
-    headings = _headings(fields)
-    right = [Column(headings[key], justify="right", overflow="ellipsis") for key in fields]
-    ends = (Column(metric, justify="right"), Column("steps", justify="right"), "status")
-    drawn = Table(Column("", justify="right"), *right, *ends, box=None, pad_edge=False)
-    for place, row in enumerate(rows[:_SHOWN], 1):
-        cells = [value_text(key, row.settings.get(key, "-")) for key in fields]
-        value = "-" if row.value is None else f"{row.value:.4g}"
-        drawn.add_row(str(place), *cells, value, str(row.steps), row.status)
+    right = partial(Column, justify="right", no_wrap=True)
+    texts = _texts(rows)
+    settings = [Column(own, justify="right", overflow="ellipsis") for own in texts]  # these give way
+    ends = (right(metric), right("steps"), Column("status", no_wrap=True))
+    drawn = Table(right(""), *settings, *ends, box=None, pad_edge=False)
+    figures = figure_texts([row.value for row in rows[:_SHOWN]])
+    for index, (row, figure) in enumerate(zip(rows, figures, strict=False)):
+        cells = [own[index] for own in texts.values()]
+        drawn.add_row(str(index + 1), *cells, figure, str(row.steps), row.status)
     left_out = [f"and {len(rows) - _SHOWN} more in results.csv"] if len(rows) > _SHOWN else []
-    return Group(f"{sweep}: {len(rows)} configurations, best first", drawn, *left_out)
+    order = "best first" if metric != "loss" else "by the loss of their last batch: give eval to compare them"
+    return Group(f"{sweep}: {len(rows)} configurations, {order}", drawn, *left_out)
 
 
 def settings_table(sweep: str, configurations: Mapping[str, Mapping[str, Any]]) -> Group:
     """The settings of a sweep's configurations."""
     rows = [Row(name, settings, None, 0, 0, "") for name, settings in configurations.items()]
-    fields = _fields(rows)
-    headings = _headings(fields)
-    right = [Column(headings[key], justify="right") for key in fields]
+    texts = _texts(rows)
+    right = [Column(own, justify="right") for own in texts]
     drawn = Table("task", *right, box=None, pad_edge=False)
-    for row in rows:
-        drawn.add_row(row.name, *(value_text(key, row.settings.get(key, "-")) for key in fields))
+    for index, row in enumerate(rows):
+        drawn.add_row(row.name, *(own[index] for own in texts.values()))
     return Group(f"{sweep}: {len(rows)} configurations", drawn)
 
 
@@ -99,7 +101,7 @@ def to_csv(sweeps: Mapping[str, Sequence[Row]], metric: str) -> str:
     )
     for sweep, rows in sweeps.items():
         for place, row in enumerate(rows, 1):
-            settings = [row.settings.get(key, "") for key in fields]
+            settings = [_csv_text(row.settings.get(key, "")) for key in fields]
             value = "" if row.value is None else repr(row.value)
             ends = [value, row.step, row.steps, row.status, row.reason, row.checkpoint]
             writer.writerow([sweep, place, row.name, *settings, *ends])
@@ -112,6 +114,7 @@ def best_lines(row: Row, metric: str, directory: Path, backbone: str) -> Iterato
         return
     yield f"best: {row.name} ({metric} {row.value:.4g} after {row.step} steps)"
     if row.checkpoint:
+        yield "import peft, transformers"
         yield (
             "model = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained("
             f'"{backbone}"), "{directory / row.checkpoint}")'
@@ -124,7 +127,14 @@ def _fields(rows: Sequence[Row]) -> list[str]:
     return [key for key in keys if len({repr(row.settings.get(key)) for row in rows}) > 1] or list(keys)
 
 
-def _headings(fields: Sequence[str]) -> dict[str, str]:
-    """Short headings: the field alone, unless two sections have one of that name."""
-    short = [key.rpartition(".")[2] for key in fields]
-    return {key: own if short.count(own) == 1 else key for key, own in zip(fields, short, strict=True)}
+def _texts(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """What rows have in the fields in which they differ, by the headings of these."""
+    shown: dict[str, list[str]] = {}
+    for key, own in headings(_fields(rows)).items():
+        shown[own] = value_texts(key, [row.settings.get(key, "-") for row in rows])
+    return shown
+
+
+def _csv_text(value: Any) -> Any:
+    """A setting as a cell: what is no single value as JSON."""
+    return json.dumps(value) if isinstance(value, list | tuple | dict) else value

@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatron_mux.sweep.scheduler import Configuration, Decision, Scheduler
-
-_LEAST_OTHERS = 3
+from megatron_mux.tasks.scheduler import LEAST_OTHERS
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class MedianStopping(Scheduler):
                 for other in configurations
                 if other.name != own.name and other.values and min(other.values) <= step <= max(other.values)
             ]
-            if step < self.min_steps or step >= own.total_steps or len(means) < _LEAST_OTHERS:
+            if step < self.min_steps or step >= own.total_steps or len(means) < LEAST_OTHERS:
                 continue
             best, median = min(own.values.values()), statistics.median(means)
             if best > median:

@@ -9,17 +9,17 @@ from glob import has_magic, iglob
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from megatron_mux.errors import UserError
 from megatron_mux.section import BASE_DIRECTORY, plain, shown
-from megatron_mux.tasks.sampler import first_trials
-from megatron_mux.tasks.scheduler import SchedulerSpec
+from megatron_mux.tasks.scheduler import SchedulerSpec, read_scheduler, without_eval
 from megatron_mux.tasks.spec import LONGEST_NAME, TaskSpec, problem_of_name
 from megatron_mux.tasks.start import with_stored_config
-from megatron_mux.tasks.sweep import SECTIONS, Settings, Sweep, read_sweep
-from megatron_mux.tasks.wording import did_you_mean, sentences
+from megatron_mux.tasks.sweep import SECTIONS, Dimension, Range, Settings, Sweep, with_defaults, with_settings
+from megatron_mux.tasks.sweep_reading import read_sweep, swept_keys
+from megatron_mux.tasks.wording import TASK_KEYS, did_you_mean, sentences
+from megatron_mux.tasks.yaml_file import read_yaml
 
 _TOP_LEVEL = ("tasks", "defaults", "scheduler")
 _OUTLINE = "`tasks:` and below it a list of tasks, each with name, adapter, data and training"
@@ -62,7 +62,7 @@ def read_task_file(path: str | os.PathLike[str], *, data_later: bool = False) ->
             `tasks.yaml: task 'movie' (#2): training.learning_rate: must be a number greater than 0, got 'fast'`.
     """
     path = Path(path)
-    value, problems = _read_yaml(path)
+    value, problems = read_yaml(path, _OUTLINE)
     if problems and value is None:
         raise UserError(*problems)
     items, alone = _items(value, path, problems)
@@ -89,6 +89,7 @@ class _Reading:
         wrong, gone: Problems of the last entry, and its data files that are missing.
         of_defaults: Problems of the defaults, each once.
         missing: Data files that are missing.
+        swept: The sweeps, also wrong ones, and what the file says of each.
     """
 
     base: Path
@@ -99,56 +100,84 @@ class _Reading:
     gone: list[str] = field(default_factory=list)
     of_defaults: dict[str, None] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    _first: dict[str, int] = field(default_factory=dict)
+    swept: list[tuple[Sweep, Any]] = field(default_factory=list)
+    _owners: dict[str, str] = field(default_factory=dict)
 
     def add(self, item: Any, number: int) -> None:
         """Read an entry: a task, or the configurations of its sweep."""
         self.wrong, self.gone = [], []
         if isinstance(item, dict) and "sweep" in item:
-            for configuration in self._configurations(dict(item)):
-                self._add(configuration, item, number)
+            self._add_sweep({key: own for key, own in item.items() if key != "sweep"}, item["sweep"], number)
         else:
-            self._add(with_defaults(item, self.defaults), item, number)
+            self._add(with_defaults(item, self.defaults), item, f"task #{number}")
 
-    def _configurations(self, item: dict[str, Any]) -> list[dict[str, Any]]:
-        """The entries of a sweep's configurations; where a sampler chooses them, of the first ones."""
-        swept, name = item.pop("sweep"), item.get("name")
-        task = with_defaults(item, self.defaults)
+    def _add_sweep(self, item: dict[str, Any], swept: Any, number: int) -> None:
+        """Read the configurations of a sweep; where a sampler chooses them, the first ones."""
+        name = item.get("name")
         if wrong := problem_of_name(name):
             self.wrong.append(f"name: {wrong}")
         elif name in self.sweeps:
             self.wrong.append("name: is that of another sweep: every sweep needs its own")
-        sweep, problems = read_sweep(swept, str(name), task, self.base)
+        sweep, problems = read_sweep(swept, Sweep(str(name), item, self.base, defaults=self.defaults))
         self.wrong += [f"sweep{text}" for text in problems]
-        if self.wrong:
-            return []
-        if sweep is None:
-            return []
-        if sweep.sampler is not None:
-            sweep = first_trials(sweep)
-        self.sweeps[sweep.name] = sweep
-        return [sweep.entry(name, own) for name, own in sweep.configurations.items()]
+        self.swept.append((sweep, swept))
+        if not self.wrong:
+            self.sweeps[sweep.name] = sweep
+            for own, settings in sweep.configurations.items():
+                given = with_settings(item, settings)
+                self._add(
+                    sweep.entry(own, settings), given, f"a configuration of task #{number}", sweep.space
+                )
+            return
+        unread = [text.partition(":")[0].lstrip(".") for text in problems]
+        for settings in [*sweep.configurations.values()] or [sweep.example]:
+            _, texts, gone = _task(sweep.entry("x", settings), self.base)
+            # Without a field that could not be read, nothing can be said of its section as a whole.
+            known = [t for t in texts if not any(f"{own}.".startswith(f"{_field(t)}.") for own in unread)]
+            self._tell(known, gone, with_settings(item, settings), sweep.space)
 
-    def _add(self, entry: Any, item: Any, number: int) -> None:
+    def _add(self, entry: Any, given: Any, owner: str, space: Mapping[str, Dimension] | None = None) -> None:
+        """Read a task: its entry, what it gives besides defaults, who it is, and the values of swept fields."""
         task, wrong, gone = _task(entry, self.base)
         name = entry.get("name") if isinstance(entry, dict) else None
         if isinstance(name, str):
-            if name in self._first:
-                wrong.append(f"name: is taken by task #{self._first[name]} already: every task needs its own")
-            self._first.setdefault(name, number)
-        for text in wrong:
-            if _is_of(text, self.defaults) and not _is_of(text, item):
-                self.of_defaults[text] = None
-            elif text not in self.wrong:
-                self.wrong.append(text)
-        self.gone += [text for text in gone if text not in self.gone]
+            if name in self._owners:
+                own = "name:" if space is None else f"name: {name!r}, of a configuration,"
+                wrong.append(f"{own} is taken by {self._owners[name]} already: every task needs its own")
+            self._owners.setdefault(name, owner)
+        self._tell(wrong, gone, given, space or {})
         if task is not None:
             self.tasks.append(task)
+
+    def _tell(
+        self, wrong: Iterable[str], gone: Iterable[str], given: Any, space: Mapping[str, Dimension]
+    ) -> None:
+        """Keep problems of an entry, each once; one with a range once, and not for each value drawn from it."""
+        ranges = {key: own.kind for key, own in space.items() if isinstance(own, Range)}
+        for text in wrong:
+            kind = ranges.get(_field(text), "int_uniform")
+            if kind != "int_uniform" and "a whole number" in text:
+                text += f" ({kind} draws fractions: use int_uniform)"
+            if _is_of(text, self.defaults) and not _is_of(text, given):
+                self.of_defaults[text] = None
+            elif not any(own == text or (ranges and _cause(own) == _cause(text)) for own in self.wrong):
+                self.wrong.append(text)
+        self.gone += [text for text in gone if text not in self.gone]
+
+
+def _field(text: str) -> str:
+    """The field that a problem begins with."""
+    return text.partition(":")[0]
+
+
+def _cause(text: str) -> str:
+    """A problem without the value that shows it."""
+    return text.partition(", got ")[0]
 
 
 def _is_of(text: str, item: Any) -> bool:
     """Whether a problem, which begins with a field, is of one that an entry gives."""
-    section, _, name = text.partition(":")[0].partition(".")
+    section, _, name = _field(text).partition(".")
     own = item.get(section) if isinstance(item, dict) else None
     return isinstance(own, dict) and name.partition("[")[0] in own
 
@@ -190,6 +219,7 @@ def _items(value: Any, path: Path, problems: list[str]) -> tuple[list[Any], bool
         if key not in _TOP_LEVEL and not str(key).startswith("x-"):
             near = did_you_mean(str(key), _TOP_LEVEL)
             known = f": {', '.join(_TOP_LEVEL)} belong there, and what begins with x-"
+            known = ": it belongs in a task" if key == "sweep" else known
             problems.append(f"{path}: unknown key {str(key)!r} at the top level{near or known}")
     items = value.get("tasks")
     if not isinstance(items, list) or not items:
@@ -216,42 +246,27 @@ def _defaults(value: Any, path: Path, problems: list[str]) -> Mapping[str, Any]:
     return {key: own for key, own in defaults.items() if key in SECTIONS and isinstance(own, dict)}
 
 
-def with_defaults(item: Any, defaults: Mapping[str, Any]) -> Any:
-    """An entry with the fields of the defaults that it does not give.
-
-    Of another kind of adapter than the defaults' nothing is merged into `adapter`; a section that is given as nothing
-    stays so.
-    """
-    if not isinstance(item, dict):
-        return item
-    merged = dict(item)
-    for section, fields in defaults.items():
-        own = item.get(section, {})
-        kinds = [given.get("peft_type") for given in (own, fields) if isinstance(given, dict)]
-        if not isinstance(own, dict) or (
-            section == "adapter" and None not in kinds and kinds[0] != kinds[-1]
-        ):
-            continue
-        merged[section] = {**fields, **own}
-    return merged
-
-
 def _scheduler(value: Any, path: Path, reading: _Reading, problems: list[str]) -> SchedulerSpec | None:
     """The scheduler of a file."""
     given = value.get("scheduler") if isinstance(value, dict) else None
-    try:
-        scheduler = SchedulerSpec.model_validate({"type": "none"} if given is None else given)
-    except ValidationError as error:
-        problems += [f"{path}: scheduler: {text}" for text in sentences(error, {}, SchedulerSpec)]
-        return None
-    if given is not None and not reading.sweeps:
+    scheduler, wrong = read_scheduler({"type": "none"} if given is None else given)
+    problems += [f"{path}: scheduler: {text}" for text in wrong]
+    if given is not None and not reading.swept:
         problems.append(f"{path}: scheduler: compares the configurations of a sweep: add sweep to a task")
-    for name, sweep in reading.sweeps.items():
-        if given is None and sweep.sampler is None:
+    metric = given.get("metric", "eval_loss") if isinstance(given, dict) else "eval_loss"
+    for sweep, swept in reading.swept:
+        is_sampled = isinstance(swept, dict) and swept.get("sampler") is not None
+        if given is None and not is_sampled:
             continue
         specs = [spec for spec in reading.tasks if spec.name in sweep.configurations]
-        texts = dict.fromkeys(filter(None, map(scheduler.problem_with, specs)))
-        problems += [f"{path}: task {name!r}: {text}" for text in texts]
+        texts: dict[str, None] = {}
+        if scheduler is not None:
+            texts |= dict.fromkeys(scheduler.problems_of(sweep))
+            texts |= dict.fromkeys(text for spec in specs for text in scheduler.problems_with(spec))
+        evaluates = any(str(key).startswith("eval.") for key in swept_keys(swept))
+        if not specs and not evaluates and sweep.entry("", {}).get("eval") is None:
+            texts[without_eval(metric)] = None
+        problems += [f"{_where(path, sweep.task, None)}: {text}" for text in texts]
     return None if given is None else scheduler
 
 
@@ -266,7 +281,7 @@ def _where(path: Path, item: Any, number: int | None) -> str:
 def _task(item: Any, base: Path) -> tuple[TaskSpec | None, list[str], list[str]]:
     """Return a validated task, its problems, and its data files that are missing."""
     if not isinstance(item, dict):
-        return None, [f"must be a mapping of {', '.join(TaskSpec.model_fields)}, got {shown(item)}"], []
+        return None, [f"must be a mapping of {', '.join(TASK_KEYS)}, got {shown(item)}"], []
     odd = [shown(key) for key in item if not isinstance(key, str)]
     if odd:
         return None, [f"unknown key {key}: put quotes around it if it is meant as text" for key in odd], []
@@ -314,61 +329,3 @@ def _missing_files(paths: Iterable[tuple[str, Path]]) -> list[str]:
         elif not os.access(path, os.R_OK):
             missing.append(f"{where}: may not be read: {plain(str(path))}")
     return missing
-
-
-def _read_yaml(path: Path) -> tuple[Any, list[str]]:
-    """Read a YAML file: its value (None if it cannot be read) and its problems."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        return None, [f"{path}: no such file"]
-    except IsADirectoryError:
-        return None, [f"{path}: is a directory, not a task file"]
-    except UnicodeDecodeError as error:
-        return None, [f"{path}: is not UTF-8 text (byte {error.start})"]
-    except OSError as error:
-        return None, [f"{path}: cannot be read: {error.strerror}"]
-    try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None, [f"{path}: is empty: it must hold {_OUTLINE}"]
-        twice = _duplicate_keys(node)
-        value = loader.construct_document(node)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f"line {mark.line + 1}: " if mark is not None else ""
-        said = ", ".join(s for s in (error.context, error.problem) if s)
-        return None, [f"{path}: {line}not valid YAML: {said}"]
-    except (yaml.YAMLError, ValueError) as error:
-        return None, [f"{path}: not valid YAML: {' '.join(str(error).split())}"]
-    except RecursionError:
-        return None, [f"{path}: not valid YAML: nested too deeply"]
-    return value, [f"{path}: {text}" for text in twice]
-
-
-def _duplicate_keys(root: yaml.Node) -> list[str]:
-    """Find keys that are given twice in one mapping; YAML would silently keep the last."""
-    repeated: list[str] = []
-    seen: set[int] = set()
-    pending = [root]
-    while pending:
-        node = pending.pop()
-        if id(node) in seen:  # an alias
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            pending += reversed(node.value)
-        elif isinstance(node, yaml.MappingNode):
-            pending += [value for _, value in reversed(node.value)]
-            lines: dict[str, int] = {}
-            for key in [
-                key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"
-            ]:
-                line = key.start_mark.line + 1
-                if key.value in lines:
-                    repeated.append(
-                        f"line {line}: {plain(key.value)} is given twice (first on line {lines[key.value]})"
-                    )
-                lines.setdefault(key.value, line)
-    return repeated

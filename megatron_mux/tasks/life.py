@@ -49,7 +49,7 @@ _NEXT: Mapping[State, tuple[State, ...]] = {
     "pruned": ("waiting", "running", *_ENDS),
 }
 _BEGUN: tuple[State, ...] = ("running", "parked", "paused", "pruned", "finished", "failed")
-_SAVED: tuple[State, ...] = ("paused", "pruned", "finished", "failed", "removed")
+_SAVED: tuple[State, ...] = ("paused", "pruned", "finished", "failed", "refused", "removed")
 """States that a save knows by their names; the others are `running` there."""
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megatron_mux.tasks.sweep import Dimension, Range, Settings, Sweep, rounded
+from megatron_mux.tasks.sweep import Dimension, Range, Settings, Sweep, rounded, unseen
 
+_TRIES = 20
 _NUMBERS = 2**31
 _STRIDE = 1_000_003
 
@@ -17,17 +19,17 @@ class Trial:
     """A configuration that was chosen before.
 
     Attributes:
-        values: The deciding figure by steps, as far as it is known.
+        values: The deciding figure by steps, as far as it is known; None: it was not finite.
         state: `pruned`: its scheduler stopped it; `failed` counts for nothing.
     """
 
     settings: Settings
-    values: Mapping[int, float] = field(default_factory=dict)
+    values: Mapping[int, float | None] = field(default_factory=dict)
     state: Literal["running", "complete", "pruned", "failed"] = "running"
 
 
 def ask(sweep: Sweep, trials: Sequence[Trial], is_greater_better: bool) -> Settings:
-    """Choose the next settings; they follow from the seed of the sampler and from `trials` alone.
+    """Choose the next settings, other than those of `trials`; they follow from these and the sampler's seed alone.
 
     Args:
         sweep: Has a sampler.
@@ -49,18 +51,25 @@ def ask(sweep: Sweep, trials: Sequence[Trial], is_greater_better: bool) -> Setti
     sampler = optuna.samplers.TPESampler(seed=seed)
     study = optuna.create_study(direction="maximize" if is_greater_better else "minimize", sampler=sampler)
     for trial in trials:
-        state = trial.state if trial.values or trial.state == "running" else "failed"
+        last = trial.values[max(trial.values)] if trial.values else None
+        # A trial that diverged is not told with an earlier figure, which may be a good one.
+        state = trial.state if last is not None or trial.state == "running" else "failed"
         study.add_trial(
             optuna.trial.create_trial(
                 state=states[state],
                 params={key: _parameter(sweep.space[key], trial.settings[key]) for key in sweep.space},
                 distributions=distributions,
-                value=trial.values[max(trial.values)] if state == "complete" else None,
-                intermediate_values=dict(trial.values),
+                value=last if state == "complete" else None,
+                intermediate_values={step: own for step, own in trial.values.items() if own is not None},
             )
         )
-    chosen = study.ask(distributions).params
-    return {key: _setting(own, chosen[key]) for key, own in sweep.space.items()}
+    seen = [trial.settings for trial in trials]
+    for _ in range(_TRIES):
+        chosen = study.ask(distributions).params
+        settings = {key: _setting(own, chosen[key]) for key, own in sweep.space.items()}
+        if settings not in seen:
+            return settings
+    return unseen(sweep.space, seen, random.Random(seed))
 
 
 def first_trials(sweep: Sweep) -> Sweep:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Union
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -12,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from megatron_mux.adapters.kind import AdapterSpec
 from megatron_mux.adapters.registry import KINDS
 from megatron_mux.optimizers.registry import OPTIMIZERS
-from megatron_mux.section import Section, problem, shown
+from megatron_mux.section import Refused, Section, problem, shown
 from megatron_mux.tasks.data import DataSpec
 from megatron_mux.tasks.evaluation import EvalSpec
 from megatron_mux.tasks.training import TrainingSpec
@@ -72,6 +73,10 @@ class TaskSpec(Section):
     """Batch size, optimizer, schedule, steps, seed."""
     eval: EvalSpec | None = None
     """Held-out data."""
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "sweep": Refused("is read from task files only: write the task to one and give its path")
+    }
 
     @model_validator(mode="after")
     def _suits_a_preference(self) -> TaskSpec:

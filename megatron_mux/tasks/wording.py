@@ -48,6 +48,10 @@ _ALSO_CALLED: Mapping[str, str] = {
 _SECTIONS: Mapping[str, type[Section]] = {"data": DataSpec, "training": TrainingSpec, "eval": EvalSpec}
 
 
+TASK_KEYS = (*TaskSpec.model_fields, "sweep")
+"""Keys of a task in a task file."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'x'?`, or nothing when no known word is close."""
     by_lower = {k.lower().replace("-", "_"): k for k in known}
@@ -121,7 +125,7 @@ def _list_of(field: FieldInfo) -> type[Section] | None:
 
 
 def _keys(model: type[BaseModel]) -> str:
-    return ", ".join(model.model_fields)
+    return ", ".join(TASK_KEYS if model is TaskSpec else model.model_fields)
 
 
 def _known_keys(model: type[BaseModel], key: str) -> str:
@@ -143,7 +147,7 @@ def _unknown(key: str, model: type[BaseModel]) -> str:
     usual = _ALSO_CALLED.get(key.lower())
     if usual in model.model_fields:
         return f"unknown key; did you mean {usual!r}?"
-    near = did_you_mean(key, model.model_fields)
+    near = did_you_mean(key, TASK_KEYS if model is TaskSpec else model.model_fields)
     if not near:
         elsewhere = {
             f: f"{s}.{f}" for s, other in _SECTIONS.items() if other is not model for f in other.model_fields

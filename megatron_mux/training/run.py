@@ -50,7 +50,7 @@ from megatron_mux.training.expert_watch import watch_experts
 from megatron_mux.training.loop_setup import make_loop
 from megatron_mux.training.plan_setup import make_planning
 from megatron_mux.training.signals import stop_on_signals
-from megatron_mux.training.sweep_setup import check_sweeps, with_saved_trials
+from megatron_mux.training.sweep_setup import check_comparisons, check_sweeps, with_saved_trials
 from megatron_mux.training.task_setup import merge_saved, open_tasks
 
 
@@ -122,6 +122,7 @@ def _run(
         files = DataFiles(tokenizer, reporter.say, arguments.mux_data_cache)
         with local_leader_first():
             tasks = open_tasks(specs, info, files, reporter.say, entries)
+        check_comparisons(file, tasks)
         if save is None:
             reporter.say("no --save: the adapters will be lost when the run ends")
         arguments, parallel = _join_world(arguments, info.shape, reporter)

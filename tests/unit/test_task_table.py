@@ -187,6 +187,39 @@ def test_a_terminal_shows_no_more_rows_than_it_has_lines() -> None:
     assert len(console.export_text().splitlines()) > 500
 
 
+def test_what_trains_comes_before_what_a_scheduler_stopped() -> None:
+    table = TaskTable()
+    for number in range(100):
+        table.add(spec_of(f"task-{number}"), TaskLife("pruned" if number < 60 else "running"), 0, 40)
+    console = Console(width=80, height=20, force_terminal=True, record=True, file=io.StringIO())
+    console.print(table)
+    lines = console.export_text().splitlines()
+    assert lines[2].startswith("task-60 ") and "and 84 more: 60 pruned, 24 running" in lines
+
+
+def test_lists_and_data_of_a_sweep_have_columns() -> None:
+    table = TaskTable()
+    swept = {
+        "a": {"adapter.r": 4, "adapter.target_modules": ["q_proj", "v_proj"], "data.path": "/d/one.jsonl"},
+        "b": {"adapter.r": 8, "adapter.target_modules": "all-linear", "data.path": "/d/two.jsonl"},
+    }
+    for name, settings in swept.items():
+        spec = spec_of(name, settings["adapter.r"])  # type: ignore[arg-type]
+        adapter = spec.adapter.model_copy(update={"target_modules": settings["adapter.target_modules"]})
+        table.add(spec.model_copy(update={"adapter": adapter}), TaskLife("running"), 0, 40)
+        table.swept[name] = settings
+    table.add(spec_of("c"), TaskLife("running"), 0, 40)
+    console = Console(width=140, record=True, file=io.StringIO(), soft_wrap=True)
+    console.print(table)
+    found = [re.split(" {2,}", line.strip()) for line in console.export_text().splitlines()[1:]]
+    assert found[0][:5] == ["task", "adapter", "r", "modules", "data"]
+    assert [own[2:5] for own in found[1:]] == [
+        ["4", "q_proj.v_proj", "one"],
+        ["8", "all-linear", "two"],
+        ["8", "-", "-"],
+    ]
+
+
 def test_the_capture_in_the_docs_is_what_is_drawn() -> None:
     """Prints what docs/running.md has to hold, if it does not."""
     capture = "\n".join(states()["joining"].drawn(100))

@@ -70,13 +70,19 @@ class _Round:
         self.slots = Slots(cluster, policy, self.rooms, now)
         self.shares = {name: tenant.served / tenant.weight for name, tenant in self.tenants.items()}
         self.running: Counter[str] = Counter()
+        self.last_start = {
+            (name, backbone): at
+            for name, tenant in self.tenants.items()
+            for backbone, at in tenant.last_start.items()
+        }
         self.decisions: list[Decision] = []
         self.reserved: dict[str, _Reservation] = {}
-        self.blocked: Counter[str] = Counter()
         rooms = {room.name: room for room in self.rooms}
         for job in self.jobs:
             if job.instance is not None:
                 self._count(job)
+                queue = (job.tenant, job.backbone)
+                self.last_start[queue] = max(job.since, self.last_start.get(queue, 0.0))
                 if room := rooms.get(job.instance):
                     room.hold(job)
 
@@ -93,7 +99,12 @@ class _Round:
         waits = self._dispatch(turns)
         queue = [turn.job for turn in turns if turn.job.id in waits]
         forecasts = self._forecasts(queue) if predict else {}
-        waiting = [Wait(job.id, waits[job.id], forecasts.get(job.id, Forecast()).start) for job in queue]
+        waiting: list[Decision] = []
+        before: Counter[str] = Counter()
+        for job in queue:
+            start = forecasts.get(job.id, Forecast()).start
+            waiting.append(Wait(job.id, waits[job.id], start, before[job.backbone]))
+            before[job.backbone] += 1
         return Plan([*self.decisions, *self.slots.decisions, *waiting], forecasts)
 
     def _forecasts(self, queue: Sequence[JobView]) -> dict[str, Forecast]:
@@ -125,7 +136,8 @@ class _Round:
 
     def _turns(self, waiting: Sequence[JobView]) -> list[Turn]:
         """Put jobs in order. Those in suspicion come first: until they have done a step, others wait for them."""
-        scene = Scene(self.tenants, self.shares, {room.backbone for room in self.rooms}, self.now)
+        present = {room.backbone for room in self.rooms}
+        scene = Scene(self.tenants, self.shares, self.last_start, present, self.now)
         suspects = [Turn(job, needs_instance_alone(job)) for job in waiting if job.suspects]
         return suspects + self.policy.queue([job for job in waiting if not job.suspects], scene)
 
@@ -165,10 +177,7 @@ class _Round:
             self._reserve(turn, rooms)
         due = {entry.room.name for entry in self.reserved.values() if entry.due}
         self.slots.give_up_for(turn, due)
-        reason = self._why(job, rooms, bool(free), bool(fitting))
-        before = self.blocked[job.backbone]
-        self.blocked[job.backbone] += 1
-        return reason + (f"; {before} {'job is' if before == 1 else 'jobs are'} before it" if before else "")
+        return self._why(job, rooms, bool(free), bool(fitting))
 
     def _allowed(self, job: JobView) -> list[Room]:
         """Instances to try a job on: one in suspicion joins jobs beyond suspicion only if there is no other way."""
@@ -300,4 +309,4 @@ class _Round:
 
 
 def _gib(count: float) -> str:
-    return f"{max(count, 0) / 2**30:.2f} GiB"
+    return f"{count / 2**30:.2f} GiB"

@@ -50,11 +50,18 @@ class Fail:
 
 @dataclass(frozen=True)
 class Wait:
-    """A job that is to run has to wait; `predicted_start` is None if nothing tells when it can start."""
+    """A job that is to run has to wait.
+
+    Attributes:
+        reason: Stays the same, word by word, as long as the cause does.
+        predicted_start: None if nothing tells when it can start.
+        before: Jobs for the same backbone that wait and come first.
+    """
 
     job: str
     reason: str
     predicted_start: float | None
+    before: int = 0
 
 
 Decision = Start | Leave | Launch | Retire | Fail | Wait

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,17 +29,19 @@ class Scene:
 
     Attributes:
         shares: What each tenant was given, by its weight; what its running jobs will take counts ahead.
+        last_start: When a job was last started, by tenant and backbone.
         present: Backbones that instances have.
     """
 
     tenants: Mapping[str, TenantView]
     shares: Mapping[str, float]
+    last_start: Mapping[tuple[str, str], float]
     present: Collection[str]
     now: float
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(ABC):
     """What both policies have in common. Times are seconds.
 
     Attributes:
@@ -65,13 +68,13 @@ class Policy:
     takes_turns = False
     """Whether jobs are asked to leave for one that is due."""
 
+    @abstractmethod
     def queue(self, waiting: Sequence[JobView], scene: Scene) -> list[Turn]:
         """Put waiting jobs, given in the order of arrival, into the order in which they get room."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choose(self, job: JobView, rooms: Sequence[Room], now: float) -> Room:
         """Choose one of some instances which a job could begin on, or could once they are ready."""
-        raise NotImplementedError
 
     def gains(self, job: JobView, room: Room) -> bool:
         """Whether an instance gains by a job that is not due."""
@@ -121,15 +124,15 @@ class Fair(Policy):
     and asks jobs to leave that have been on an instance for `turn`, of tenants that were given more. And a job never
     overtakes one of its own queue that has waited for `patience`.
 
-    Theorem: a queue never stands still for longer than B = patience + (Q + 1) * (D + L), and a job before which k jobs
-    of its queue start waits at most (k + 1) * B; k counts those ahead of it and, as priorities and deadlines are
-    bounded, those that arrive within a bounded time after it. Q is how many other queues have jobs that wait, D the
-    longest that a job is on an instance, L = hold + leave + load, what a slot takes to change its backbone. Assumed:
-    the job fits into an empty instance, its tenant is below its limit of running jobs, predictions are right, decisions
-    are made whenever something happens and once the times above are over, no instance dies and no job is in suspicion
-    meanwhile, and no other queue comes to be while it waits. Why: due queues are served in turn, since a start makes a
-    queue the last of them; nobody begins on the instance that a due job has reserved, and everybody there, or on the
-    instance that gives its slot to the backbone, has ended or left after D + L.
+    Theorem: a queue never stands still for longer than B = patience + (Q + 1) * (D + L), and a job waits at most
+    (k + 1) * B if k others of its queue start meanwhile; once it has waited for `patience`, these are only jobs ahead
+    of it, which as priorities and deadlines are bounded arrived no later than a bounded time after it. Q is how many
+    other queues have jobs that wait, D the longest that a job is on an instance, L = hold + leave + load, what a slot
+    takes to change its backbone. Assumed: the job fits into an empty instance, its tenant is below its limit of running
+    jobs, predictions are right, decisions are made whenever something happens and once the times above are over, and
+    meanwhile no instance dies, no job is in suspicion and the first job of a due queue stays the first. Why: due queues
+    are served in turn, since a start makes a queue the last of them; nobody begins on the instance that a due job has
+    reserved, and everybody there, or on the one that gives its slot to the backbone, has ended or left after D + L.
     For a queue whose tenant has no job running and was given least, `turn` takes the place of D.
 
     Attributes:
@@ -201,7 +204,7 @@ class Fair(Policy):
             queues[job.tenant, job.backbone].append(job)
         due: list[tuple[float, int, JobView]] = []
         for (tenant, backbone), queue in queues.items():
-            last = scene.tenants[tenant].last_start.get(backbone, -math.inf)
+            last = scene.last_start.get((tenant, backbone), -math.inf)
             clock = max(last, min(job.since for job in queue))
             if scene.now - clock >= self.limit(backbone, scene.present):
                 due.append((clock, queue[0].number, queue[0]))

@@ -70,6 +70,14 @@ class Record:
     failed: str = ""
     predicted: tuple[float | None, float | None] | None = None
 
+    def now(self) -> JobView:
+        """What the dispatcher sees."""
+        return (
+            self.view
+            if self.view.instance is None
+            else replace(self.view, steps_left=self.job.steps - self.done)
+        )
+
 
 @dataclass
 class _Instance:
@@ -88,6 +96,7 @@ class Simulation:
         capacity: Bytes of an instance.
         rates: How fast jobs really train together.
         tick: Decisions are made at least this often while jobs wait.
+        predict: Note in records when jobs were predicted to begin and end, as soon as they had arrived.
         check: Called with the cluster and the plan, whenever decisions are made.
 
     Attributes:
@@ -108,6 +117,7 @@ class Simulation:
         rates: Rates | None = None,
         weights: Mapping[str, float] | None = None,
         tick: float = 60.0,
+        predict: bool = False,
         check: Callable[[Cluster, Plan, float], None] = lambda *_: None,
     ) -> None:
         self.policy, self.capacity, self.tick, self.check = policy, capacity, tick, check
@@ -120,7 +130,7 @@ class Simulation:
         self.deaths: list[float] = []
         self.trained: list[tuple[float, float, Counter[str]]] = []
         self.backlogged: list[tuple[float, float, frozenset[str]]] = []
-        self._weights = weights or {}
+        self._weights, self._predict = weights or {}, predict
         self._arriving = sorted(jobs, key=lambda job: job.arrives_at)
         self._instances: dict[str, _Instance] = {}
         self._accounts = Accounts()
@@ -147,7 +157,7 @@ class Simulation:
         weights = {record.job.tenant: self._weights.get(record.job.tenant, 1.0) for record in records}
         served = self._accounts.served(weights)
         return Cluster(
-            [replace(record.view, steps_left=record.job.steps - record.done) for record in records],
+            [record.now() for record in records],
             [
                 replace(
                     each.view,
@@ -174,12 +184,13 @@ class Simulation:
             job.deadline,
             need_bytes=job.bytes,
             seconds_per_step=job.seconds,
+            steps_left=job.steps,
         )
         self.records[view.id] = Record(job, view, turns=[0])
 
     def _decide(self) -> None:
         cluster = self.cluster()
-        new = any(record.predicted is None for record in self.open)
+        new = self._predict and any(record.predicted is None for record in self.open)
         made = plan(cluster, self.policy, self.now, predict=new)
         self.check(cluster, made, self.now)
         for decision in made.decisions:
@@ -296,7 +307,7 @@ class Simulation:
 
     def _wait_again(self, record: Record) -> None:
         record.done = float(math.floor(record.done + 1e-6))
-        record.view = replace(record.view, instance=None, leaving=False, since=self.now)
+        record.view = replace(record.now(), instance=None, leaving=False, since=self.now)
         record.turns.append(0)
 
     def end_instance(self, name: str, died: bool = True) -> None:

@@ -130,7 +130,8 @@ class Slots:
                 self._rooms.append(new_room(name, slot.number, self._backbones[backbone], self._policy, at))
                 self._count[backbone] += 1
                 return True
-            note = f"an instance died and is started again in {math.ceil(wait)} s"
+            delay = free_at(slot) - slot.last_death_at
+            note = f"an instance died and is started again {delay:.0f} s later"
         elif self._ending:
             self._ending -= 1
             wait = self._policy.leave

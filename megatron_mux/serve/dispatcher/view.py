@@ -19,7 +19,7 @@ class JobView:
     Attributes:
         number: Its place in the order of arrival.
         submitted_at: When it arrived.
-        since: When it came to its instance; without one, when it began to wait.
+        since: When its instance admitted it; without one, when it began to wait. A start that is refused ends no wait.
         priority: Among its tenant's jobs; the larger, the sooner.
         deadline: When its tenant wants it finished.
         wants: What its tenant wants.
@@ -113,7 +113,8 @@ class BackboneView:
     """A backbone that the service has.
 
     Attributes:
-        capacity_bytes: What an instance without jobs reported as free; None: not known yet.
+        capacity_bytes: The most that an instance has reported as free, which it has without jobs; None: not known yet.
+            Jobs that need more fail.
         load_seconds: From launching an instance until it is ready.
         wanted: One instance is worth a free slot even without jobs, such as for chats.
     """
@@ -132,7 +133,8 @@ class TenantView:
         weight: Share of the instances, beside those of other tenants; above 0.
         running_limit: How many of its jobs may be on instances at once.
         served: What it has been given, in seconds of training alone; see `accounts.Accounts`.
-        last_start: When one of its jobs was last started, by backbone.
+        last_start: When one of its jobs was last started and not refused, by backbone; without, those of its queue that
+            are running tell. It decides which queue has waited longest (`policies.Fair`).
     """
 
     id: str

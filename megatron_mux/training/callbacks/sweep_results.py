@@ -68,7 +68,8 @@ class SweepResults:
         reporter, metric = self.registry.reporter, self._metric
         for sweep, rows in self._rows().items():
             reporter.at_end.append(table(sweep, rows, metric))
-            reporter.at_end += best_lines(rows[0], metric, self.directory or Path(), self.backbone)
+            if metric != "loss":  # of one batch it names no best one
+                reporter.at_end += best_lines(rows[0], metric, self.directory or Path(), self.backbone)
         if self.directory is not None:
             reporter.at_end.append(f"all of them: {self.directory / RESULTS}, {self.directory / CURVES}")
 
@@ -90,7 +91,8 @@ class SweepResults:
     def _row(self, name: str, settings: Settings, metric: str) -> Row:
         entry, history = self.registry.entries.get(name), self.registry.reporter.history.get(name)
         if entry is None or history is None:
-            return Row(name, settings, None, 0, 0, history.status if history is not None else "waiting")
+            life = self.registry.lives.get(name)  # one that could not even be read is in no table
+            return Row(name, settings, None, 0, 0, *((life.state, life.reason) if life else ("waiting",)))
         at, value = history.step, history.loss
         if metric != "loss":
             at = max(entry.configuration.evaluations, default=0)

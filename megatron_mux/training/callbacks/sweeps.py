@@ -76,6 +76,8 @@ class Sweeps(Callback):
         self._sweep_of = {name: own.name for own in self.sweeps.values() for name in own.configurations}
         sampled = any(own.sampler is not None for own in self.sweeps.values())
         self.registry.reporter.sweep_of = self._sweep_of
+        for sweep in self.sweeps.values():
+            self.registry.reporter.swept.update(sweep.configurations)
         # Decisions depend on who is where: a resume has to have all tasks at one moment.
         self.registry.saves_together = self.scheduler is not None or sampled
         self.registry.held = self._sweep_of if self.scheduler is not None else ()
@@ -99,7 +101,7 @@ class Sweeps(Callback):
         if step and name in self._sweep_of:
             own = self.registry.entries[name].configuration
             own.evaluations[step] = value if value is not None and math.isfinite(value) else None
-            own.figure = self._spec.figure
+            own.figure, own.mode = self._spec.figure, self._spec.mode
             self._arrived.add(name)
 
     def state_changed(self, change: StateChange) -> None:
@@ -108,11 +110,15 @@ class Sweeps(Callback):
             self._is_due = True
 
     def before_save(self) -> None:
-        """Have entries say which sweep they are of."""
+        """Have entries say which sweep they are of, and which of them were refused: samplers choose by these, too."""
         for name, sweep in self._sweep_of.items():
-            if name in self.registry.entries:
-                own = self.registry.entries[name].configuration
-                own.sweep, own.settings = sweep, dict(self.sweeps[sweep].configurations[name])
+            entry, life = self.registry.entries.get(name), self.registry.lives.get(name)
+            if entry is None:
+                continue
+            own = entry.configuration
+            own.sweep, own.settings = sweep, dict(self.sweeps[sweep].configurations[name])
+            if life is not None and life.state == "refused":
+                entry.status, entry.reason = "refused", life.reason
 
     def close(self) -> None:
         """Print the leaderboard of a run that has begun."""
@@ -145,20 +151,25 @@ class Sweeps(Callback):
         """Take up what the run that is continued had not decided yet; give trials that wait their entries."""
         for name, entry in self.registry.entries.items():
             own = entry.configuration
-            if name in self._sweep_of and own.figure != self._spec.figure:
-                own.figure, own.evaluations, own.decided = self._spec.figure, {}, 0
+            if entry.status == "refused" and name in self._sweep_of and name not in self.registry.lives:
+                self._refuse(name, entry.reason)
             if own.evaluations and own.decided < max(own.evaluations) == entry.step:
                 self._arrived.add(name)
         for sweep in self.sweeps.values():
             for spec in self.file.tasks if sweep.sampler is not None else ():
                 if spec.name in sweep.configurations:
-                    self._enter(spec)
+                    self._enter(spec.name, spec)
 
-    def _enter(self, spec: TaskSpec) -> None:
+    def _enter(self, name: str, spec: TaskSpec | None) -> None:
         """Have saves know a trial before it trains: what a sampler chooses depends on all that it has chosen."""
-        entry = SavedTask(spec.name, 0, "running", "", "", spec.plain(), "")
-        self.registry.entries.setdefault(spec.name, entry)
-        self.registry.saved.setdefault(spec.name, entry)
+        entry = SavedTask(name, 0, "running", "", "", {} if spec is None else spec.plain(), "")
+        self.registry.entries.setdefault(name, entry)
+        self.registry.saved.setdefault(name, entry)
+
+    def _refuse(self, name: str, reason: str) -> None:
+        """Count a configuration that cannot be a task as refused."""
+        self.registry.lives.begin(name, "joining").end("refused", reason)
+        self.registry.reporter.say(f"{name} refused: {reason}")
 
     def _chosen(self) -> Iterator[Command]:
         """Yield the configurations that samplers choose now."""
@@ -176,13 +187,14 @@ class Sweeps(Callback):
                     sweep, configurations={**sweep.configurations, task: settings}
                 )
                 self._sweep_of[task] = name
+                self.registry.reporter.swept[task] = settings
                 try:
                     spec = configuration(sweep, task, settings)
                 except UserError as error:
-                    self.registry.lives.begin(task, "joining").end("refused", str(error))
-                    self.registry.reporter.say(f"{task} refused: {error}")
+                    self._enter(task, None)
+                    self._refuse(task, str(error))
                     continue
-                self._enter(spec)
+                self._enter(task, spec)
                 self._say(task, "begin", "the sampler chose it")
                 yield Add([spec])
 
@@ -191,11 +203,7 @@ class Sweeps(Callback):
         trials: list[Trial] = []
         for name, settings in sweep.configurations.items():
             entry, state = self.registry.entries.get(name), self._state(name)
-            values = (
-                {}
-                if entry is None
-                else {k: v for k, v in entry.configuration.evaluations.items() if v is not None}
-            )
+            values = {} if entry is None else dict(entry.configuration.evaluations)
             trials.append(Trial(settings, values, _OF_TRIALS[state]))
         return trials
 
@@ -248,8 +256,10 @@ class Sweeps(Callback):
 
     def _say(self, name: str, decision: str, reason: str) -> None:
         """Say a decision, and add it to the run's log."""
-        reporter, entry = self.registry.reporter, self.registry.entries[name]
-        entry.configuration.decisions += 1
+        reporter, own = self.registry.reporter, self.registry.entries[name].configuration
+        own.decisions += 1
         reporter.say(f"{name} {_WORDS[decision]}: {reason}")
-        line = {"task": name, "number": entry.configuration.decisions, "decision": decision, "reason": reason}
-        reporter.append(DECISIONS, line)
+        step = max(own.evaluations, default=0)
+        line = {"sweep": self._sweep_of[name], "task": name, "number": own.decisions, "decision": decision}
+        figure = {f"eval_{self._spec.figure}": own.evaluations.get(step)}
+        reporter.append(DECISIONS, line | {"step": step} | figure | {"reason": reason})

@@ -64,9 +64,10 @@ class World:
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
     count, factor = draw(st.integers(1, 20)), draw(st.integers(2, 4))
+    every = draw(st.sampled_from((1, 2, 3, 1000)))
     value = st.integers(0, 5).map(float) | st.just(math.inf)
     curves = [draw(st.lists(value, min_size=1, max_size=20)) for _ in range(count)]
-    return World(Halving(draw(st.integers(1, 5)), factor), curves, draw(st.integers(1, count)), 1000)
+    return World(Halving(draw(st.integers(1, 5)), factor), curves, draw(st.integers(1, count)), every)
 
 
 @given(worlds())
@@ -84,6 +85,14 @@ def test_whatever_the_room_somebody_trains_in_full_and_nobody_is_stopped_among_t
         there = [other.values[rung] for other in world.known.values() if rung in other.values]
         better = sum(value <= own.values[rung] for value in there)
         assert better > max(1, len(there) // halving.factor) - 1, "it should have gone on"
+
+
+@given(worlds())
+def test_evaluations_between_rungs_change_no_decision(world: World) -> None:
+    without = World(world.scheduler, world.curves, world.room, 1000)
+    world.run()
+    without.run()
+    assert (world.steps, world.decisions) == (without.steps, without.decisions)
 
 
 @given(

@@ -161,7 +161,7 @@ def test_a_task_that_keeps_its_best_adapter_joins_no_run_that_saves_nothing(
     sections = "adapter: {peft_type: LORA}\ndata: {path: x}\neval: {path: y}\n"
     path = tmp_path / "best.yaml"
     path.write_text(f"name: a\n{sections}training: {{load_best_model_at_end: true}}\n")
-    registry._prepare(path)
+    registry._prepare(path, None)
     said: list[str] = registry.reporter.said  # type: ignore[attr-defined]
     assert said[-1].startswith("best.yaml refused: training.load_best_model_at_end of a")
     assert not registry._joining.queue

@@ -96,7 +96,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     return Cluster(jobs, instances, tenants, slots, [BackboneView("a", capacity), BackboneView("b")])
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(clusters(), st.sampled_from(POLICIES), st.randoms(use_true_random=False))
 def test_each_decision_is_possible(now: Cluster, policy: Policy, order: random.Random) -> None:
     made = plan(now, policy, NOW)
@@ -157,7 +157,7 @@ def test_first_come_first_served_fills_up_without_delaying_the_first() -> None:
     assert [each.job for each in made if isinstance(each, Start)] == [small.id]
     first, second = (each for each in made if isinstance(each, Wait))
     assert first.job == large.id and first.predicted_start == pytest.approx(NOW + 101.2, abs=0.1)
-    assert "0.00 GiB" in first.reason and "1 job is before it" in second.reason
+    assert "0.00 GiB" in first.reason and (first.before, second.before) == (0, 1)
     aged = replace(large, since=NOW - 4000)
     made = decide(cluster([running, aged, small], ready(free_bytes=40)), Fifo(), NOW)
     assert not [each for each in made if isinstance(each, Start)]
@@ -225,7 +225,7 @@ def test_slots_are_launched_again_later_and_later() -> None:
     assert [free_at(SlotView(0, deaths, 5.0)) for deaths in range(1, 9)] == [6, 7, 9, 13, 21, 37, 65, 65]
     dead = cluster([job(0)], slots=0)
     (wait,) = decide(replace(dead, slots=[SlotView(0, 4, NOW - 3)]), Fair(), NOW)
-    assert isinstance(wait, Wait) and "again in 5 s" in wait.reason and wait.predicted_start == NOW + 35
+    assert isinstance(wait, Wait) and "again 8 s later" in wait.reason and wait.predicted_start == NOW + 35
     made = decide(replace(dead, slots=[SlotView(0, 4, NOW - 8)]), Fair(), NOW)
     assert [type(each) for each in made] == [Launch, Wait]
 

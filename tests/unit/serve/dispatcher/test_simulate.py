@@ -40,7 +40,7 @@ def streams(draw: st.DrawFn) -> list[SimulatedJob]:
     priority = draw(st.integers(0, 1))
     return [
         SimulatedJob(tenant, n * period, steps + 3 * (n % 5), 1.0, size, backbone, priority)
-        for n in range(40)
+        for n in range(25)
     ]
 
 
@@ -49,7 +49,7 @@ def launches_an_hour(simulation: Simulation, slot: int) -> int:
     return max((sum(begin <= at < begin + 3600 for at in times) for begin in times), default=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(streams(), min_size=1, max_size=3), st.lists(odd_jobs, min_size=1, max_size=5), st.integers(1, 2)
 )
@@ -66,25 +66,22 @@ def test_no_job_waits_beyond_the_bound(
         longest = max(longest, *stays.values(), 0.0)
 
     simulation = Simulation(jobs, HASTY, slots, BACKBONES, tick=TICK, check=watch)
-    simulation.run(until=50_000.0)
+    simulation.run(until=10_000.0)
     assert not simulation.open
     others = len({(job.tenant, job.backbone) for job in jobs}) - 1
     change = HASTY.hold + HASTY.leave + 5.0
     bound = HASTY.patience + (others + 1) * (longest + change + 2 * TICK)
-    part = 0.0
     for record in simulation.records.values():
         assert record.finished_at is not None and not record.failed
         for (begin, end), starts in zip(record.waits, record.turns, strict=True):
-            part = max(part, (end - begin) / (starts * bound))
             assert end - begin <= starts * bound  # those of its queue before it, and its own
-    print("PART", part, bound, longest)
     for slot in range(slots):
         assert launches_an_hour(simulation, slot) <= 3600 / HASTY.hold + 1
 
 
 def starved(policy: Policy) -> float:
     """How long a job waits that needs the whole instance, while small ones of others come all the time."""
-    small = [SimulatedJob("xyz"[n % 3], n * 5.0, 30 + 7 * (n % 5), 1.0, 20) for n in range(120)]
+    small = [SimulatedJob("xyz"[n % 3], n * 5.0, 30 + 7 * (n % 5), 1.0, 20) for n in range(70)]
     simulation = Simulation([SimulatedJob("w", 50.0, 10, 1.0, 100), *small], policy, tick=5.0)
     simulation.run()
     return next(begin - record.job.arrives_at for record in simulation.records.values()
@@ -93,7 +90,7 @@ def starved(policy: Policy) -> float:
 
 def test_a_large_job_is_not_passed_for_ever() -> None:
     never = Fair(patience=1e9, slack=1e9)
-    assert starved(never) > 500
+    assert starved(never) > 1000
     assert starved(HASTY) < 120
     assert starved(Fifo(patience=60.0)) < 400
 
@@ -142,7 +139,7 @@ def test_jobs_that_are_killed_from_outside_do_not_fail() -> None:
 
 
 def test_tenants_get_their_shares_while_one_floods() -> None:
-    jobs = workload(1, {"x": 160, "y": 45, "z": 45}, 60.0)
+    jobs = workload(1, {"x": 120, "y": 40, "z": 40}, 60.0)
     weights = dict.fromkeys("xyz", 1.0)
     indices: dict[str, list[float]] = {}
     waits: dict[str, dict[str, float]] = {}
@@ -175,7 +172,9 @@ def test_weights_divide_what_is_trained() -> None:
 
 def test_predicted_starts_and_ends_come_true() -> None:
     for policy in (Fair(), Fifo()):
-        simulation = Simulation(workload(3, {"x": 30, "y": 30}, 0.0), policy, 2, BACKBONES, tick=30.0)
+        simulation = Simulation(
+            workload(3, {"x": 30, "y": 30}, 0.0), policy, 2, BACKBONES, tick=30.0, predict=True
+        )
         simulation.run()
         errors: list[float] = []
         for record in simulation.records.values():
@@ -185,7 +184,6 @@ def test_predicted_starts_and_ends_come_true() -> None:
             errors.append(abs(end - record.finished_at) / (record.finished_at - record.job.arrives_at))
             if start is not None and record.starts[0] > 60:
                 errors.append(abs(start - record.starts[0]) / record.starts[0])
-        print(policy, statistics.median(errors))
         assert statistics.median(errors) < 0.2
 
 
