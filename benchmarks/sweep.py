@@ -44,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=36, help="of each configuration in full")
     parser.add_argument("--min-steps", type=int, default=4, help="the first rung")
+    parser.add_argument("--factor", type=int, default=2, help="one of so many goes on at a rung")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--held-out", type=int, default=128, help="records of an evaluation")
+    parser.add_argument("--held-out", type=int, default=64, help="records of an evaluation")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--skip-peft", action="store_true")
     parser.add_argument("--peft", nargs=3, metavar=("R", "RATE", "RECORDS"), help=argparse.SUPPRESS)
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = environment("SmolLM2-135M-Instruct", "float32", arguments.threads) | {
         "configurations": len(RANKS) * len(RATES) * len(TARGETS),
         "steps": arguments.steps,
+        "factor": arguments.factor,
         "batch": arguments.batch,
         "held_out": arguments.held_out,
         "seeds": [],
@@ -115,7 +117,9 @@ def expected_best(losses: Sequence[float], tried: float) -> float:
 def _tasks(kind: str, seed: int, arguments: argparse.Namespace, folder: Path) -> Path:
     """The task file of a run."""
     data = QUICKSTART / "data"
-    scheduler = {"type": kind} | ({"min_steps": arguments.min_steps} if kind == "halving" else {})
+    scheduler = {"type": kind} | (
+        {"min_steps": arguments.min_steps, "factor": arguments.factor} if kind == "halving" else {}
+    )
     task = {
         "name": "movie",
         "adapter": {"peft_type": "LORA", "lora_alpha": 16},

@@ -52,8 +52,8 @@ class SavedTask:
 
     Attributes:
         step: Optimizer steps its checkpoint holds.
-        status: `running`, `paused`, `pruned`, `finished`, `failed` or `removed` at that time.
-        reason: Why it failed or was pruned, else empty.
+        status: `running`, `paused`, `pruned`, `finished`, `failed`, `refused` or `removed` at that time.
+        reason: Why it failed, was refused or pruned, else empty.
         checkpoint: Directory of its checkpoint, relative to the run's; empty if it has none yet.
         spec: The task as it was given, as plain data.
         data: Fingerprint of its training records.

@@ -263,10 +263,6 @@ class Reporter:
         for name in list(self._trackers):
             self.untrack(name)
 
-    def experts(self, line: Mapping[str, Any]) -> None:
-        """Add a line to `expert_access.jsonl`."""
-        self.append(EXPERT_ACCESS, line)
-
     def _metrics(self, name: str, line: dict[str, float | int]) -> None:
         if self._events is not None:
             values = {f"{name}/{key}": value for key, value in line.items() if key not in ("step", "wall_s")}

@@ -177,7 +177,7 @@ class ExpertWatch(Callback):
             return
         access = self._counts.take(self.parallel, self.engine.slots, pairs=self._replaces)
         if self.parallel.rank == 0:
-            self.reporter.experts(self._line(access))
+            self.reporter.append(EXPERT_ACCESS, self._line(access))
         self._recent = access if self._recent is None else self._recent.merged(access)
         self._recent_steps += self._steps
         self._steps, self._cpu_s, self._counted_s = 0, 0.0, 0.0
@@ -247,7 +247,7 @@ class ExpertWatch(Callback):
         if self.parallel.rank == 0:
             predicted = {"gain_s_per_step": gain, "cost_s": decision.cost}
             line = {**self._when(), "moved": moves, "bytes": size, "seconds": round(seconds, 6)}
-            self.reporter.experts({**line, "predicted": predicted})
+            self.reporter.append(EXPERT_ACCESS, {**line, "predicted": predicted})
 
     # -- when the run is saved
 

@@ -201,7 +201,9 @@ class _Future:
                     self._begin(job, lane, at)
                 elif backbone not in self.reserved and self._reserve(job) is lane:
                     break
-        self.waiting[backbone] = [job for job in waiting if job.id not in self.starts]
+        self.waiting[backbone] = [job for job in waiting[:_DEPTH] if job.id not in self.starts] + waiting[
+            _DEPTH:
+        ]
         self._await(index)
 
     def _is_limited(self, tenant: str) -> bool:

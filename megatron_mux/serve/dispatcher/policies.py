@@ -185,7 +185,7 @@ class Fair(Policy):
 
         def delays(room: Room) -> float:
             before, after = room.joint_step(self.rates, job)
-            others = sum([min(steps, other.steps) for other in room.stepping])
+            others = sum([left if left < steps else steps for left in room.steps])
             return max(room.ready_at - now, 0.0) + steps * after + others * (after - before)
 
         steps = job.steps

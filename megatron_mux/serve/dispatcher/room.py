@@ -22,6 +22,7 @@ class Room:
         leave: Seconds that it takes a job to leave.
         leaving: Ids of jobs that are going to leave.
         stepping: The jobs that go on.
+        steps: That these have left.
         suspects: The jobs in suspicion.
         started: A job has been started here by these decisions.
     """
@@ -128,6 +129,7 @@ class Room:
     def _changed(self) -> None:
         self.stepping = [job for job in self.jobs.values() if job.id not in self.leaving]
         self.suspects = [job for job in self.jobs.values() if job.suspects]
+        self.steps = [job.steps for job in self.stepping]
         self._seconds = [job.seconds for job in self.stepping]
         self._step = None
 
