@@ -28,6 +28,7 @@ from megatron_mux.serve.database.store import Store
 from megatron_mux.serve.database.tables import Instance, Job
 from megatron_mux.serve.dispatcher.decide import plan
 from megatron_mux.serve.dispatcher.decisions import Decision, Fail, Launch, Leave, Retire, Start, Wait
+from megatron_mux.serve.dispatcher.forecast import Forecast
 from megatron_mux.serve.dispatcher.policies import Fair, Fifo, Policy
 from megatron_mux.serve.dispatcher.suspects import blame
 from megatron_mux.serve.executor.executor import Executor
@@ -39,6 +40,7 @@ _log = logging.getLogger(__name__)
 SILENCE_SECONDS = 5.0
 """An instance that was ready and says nothing for so long is taken for dead."""
 _SECONDS_BETWEEN_TURNS = 0.5
+_SECONDS_BETWEEN_FORECASTS = 5.0
 _SAVE_INTERVAL = 25
 """Steps of a job between saves, unless the operator's flags say otherwise."""
 _TOKEN = "MEGATRON_MUX_INSTANCE_TOKEN"
@@ -68,6 +70,7 @@ class ControlLoop:
     observed: Observed = field(init=False)
     _policy: Policy = field(init=False)
     _sends: list[Send] = field(default_factory=list)
+    _predicts_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.observed = Observed(self.settings)
@@ -94,9 +97,11 @@ class ControlLoop:
         instances = self._live()
         with self.store.read() as session:
             cluster = self.observed.cluster(session, instances, peers)
-        planned = plan(cluster, self._policy, time.time())
-        ends = {name: own.end for name, own in planned.forecasts.items()}
-        self._carry_out(planned.decisions, ends)
+        predicts = time.monotonic() >= self._predicts_at
+        if predicts:
+            self._predicts_at = time.monotonic() + _SECONDS_BETWEEN_FORECASTS
+        planned = plan(cluster, self._policy, time.time(), predicts)
+        self._carry_out(planned.decisions, planned.forecasts)
         self._reconcile(peers)
 
     def _live(self) -> Sequence[Instance]:
@@ -197,7 +202,7 @@ class ControlLoop:
 
     # -- decisions
 
-    def _carry_out(self, decisions: Iterable[Decision], ends: Mapping[str, float | None]) -> None:
+    def _carry_out(self, decisions: Iterable[Decision], forecasts: Mapping[str, Forecast]) -> None:
         waits: list[Wait] = []
         for decision in decisions:
             match decision:
@@ -212,15 +217,15 @@ class ControlLoop:
                         self._decide(session, decision)
                 case Wait():
                     waits.append(decision)
-        self._note_forecasts(waits, ends)
+        self._note_forecasts(waits, forecasts)
 
     def _decide(self, session: Session, decision: Start | Leave | Fail) -> None:
         job = session.scalars(select(Job).where(Job.id == decision.job)).one()
         match decision:
             case Start(instance=name):
                 if job.instance is None and job.desired == "run" and job.status == "queued":
-                    job.attempt, job.instance, job.since = job.attempt + 1, name, time.time()
-                    job.reason = decision.reason
+                    job.attempt, job.instance, job.reason = job.attempt + 1, name, decision.reason
+                    self.observed.started(job)
             case Leave(instance=name):
                 if job.instance == name and (job.id, job.attempt) not in self.observed.leaving:
                     self.observed.leaving.add((job.id, job.attempt))
@@ -229,17 +234,17 @@ class ControlLoop:
             case Fail():
                 fail(session, job, "instance_died", decision.reason)
 
-    def _note_forecasts(self, waits: Sequence[Wait], ends: Mapping[str, float | None]) -> None:
+    def _note_forecasts(self, waits: Sequence[Wait], forecasts: Mapping[str, Forecast]) -> None:
         """Keep why jobs wait and what is predicted, where that has changed."""
-        reasons = {wait.job: (wait.reason, wait.predicted_start) for wait in waits}
+        reasons = {wait.job: wait.reason for wait in waits}
         with self.store.write() as session:
-            for job in session.scalars(select(Job).where(Job.id.in_([*reasons, *ends]))):
-                if job.id in reasons and job.reason != reasons[job.id][0]:
-                    job.reason = reasons[job.id][0]
+            for job in session.scalars(select(Job).where(Job.id.in_([*reasons, *forecasts]))):
+                if job.id in reasons and job.reason != reasons[job.id]:
+                    job.reason = reasons[job.id]
                     add_event(session, job, f"the job waits: {job.reason}")
-                start = reasons.get(job.id, ("", None))[1]
-                job.estimated_start = _rounded(start, job.estimated_start)
-                job.estimated_finish = _rounded(ends.get(job.id), job.estimated_finish)
+                if job.id in forecasts:
+                    job.estimated_start = _rounded(forecasts[job.id].start, job.estimated_start)
+                    job.estimated_finish = _rounded(forecasts[job.id].end, job.estimated_finish)
 
     # -- jobs
 

@@ -71,6 +71,7 @@ class Observed:
     _capacity: dict[str, int] = field(default_factory=dict)
     _load_seconds: dict[str, float] = field(default_factory=dict)
     _accounts: Accounts = field(default_factory=Accounts)
+    _last_starts: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.slots = {number: SlotView(number) for number in range(self.settings.instances)}
@@ -85,6 +86,10 @@ class Observed:
     def refused(self, instance: str, job: str, reason: str) -> None:
         """Note that an instance had no room for a job."""
         self._seen.setdefault(instance, _Seen()).refusals[job] = reason
+
+    def started(self, job: Job) -> None:
+        """Note that a job has been given to an instance: tenants take turns."""
+        self._last_starts.setdefault(job.tenant_id, {})[job.backbone] = time.time()
 
     def died(self, instance: Instance) -> None:
         """Note that an instance has died, so that its slot waits longer each time."""
@@ -172,7 +177,8 @@ class Observed:
         free = None if peer is None else peer.free_bytes
         is_silent = instance.state == "ready" and peer is None
         if free is not None and seen.idle_since is not None:
-            self._capacity[instance.backbone] = free
+            # A beat may be older than the leaving of the last job: too little would fail jobs that fit.
+            self._capacity[instance.backbone] = max(free, self._capacity.get(instance.backbone, 0))
         return InstanceView(
             name=instance.name,
             slot=instance.slot,
@@ -191,6 +197,12 @@ class Observed:
         served = self._accounts.served({own.id: own.weight for own in tenants})
         limit = self.settings.limits.running_jobs
         return [
-            TenantView(own.id, own.weight, own.limits.get("running_jobs", limit), served[own.id])
+            TenantView(
+                own.id,
+                own.weight,
+                own.limits.get("running_jobs", limit),
+                served[own.id],
+                dict(self._last_starts.get(own.id, {})),
+            )
             for own in tenants
         ]

@@ -34,7 +34,9 @@ def add_event(
 
 def end_lease(session: Session, job: Job, reason: str = "") -> None:
     """A job is at no instance any more: what follows is what its tenant wants."""
-    job.instance, job.since = None, time.time()
+    if job.status == "running":  # else it has not been admitted, and has waited all the time
+        job.since = time.time()
+    job.instance = None
     job.status = _AFTER_LEAVING[job.desired]
     job.reason = reason
     if job.status == "cancelled":
@@ -127,6 +129,7 @@ def _change_state(session: Session, job: Job, report: State) -> None:
     match report.state:
         case "running":
             if job.status != "running":
+                job.since = time.time()
                 add_event(session, job, "the job is running")
             job.status, job.reason = "running", ""
             job.started_at = job.started_at or time.time()
