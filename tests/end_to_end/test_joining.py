@@ -62,6 +62,8 @@ def test_a_run_that_ends_while_data_are_tokenised_is_continued(server: Server, t
     workplace = furnish(tmp_path)
     watched, joins = tmp_path / "watched", tmp_path / "joins.yaml"
     watched.mkdir()
+    # Not in the cache of tokens, whatever other tests have read.
+    workplace.write_records("texts.jsonl", [{"text": f"w1 w2 {tmp_path.name} w{i}"} for i in range(9)])
     task = {
         **TASKS["diff"],
         "name": "joins",
