@@ -33,14 +33,17 @@ LIMIT_S = 60.0
 
 
 def task_file(workplace: Workplace, name: str) -> Path:
-    own = {**TASKS["diff"], "data": {"path": str(workplace.root / "texts.jsonl"), "max_length": 16}}
+    own = {**TASKS["diff"], "data": {"path": str(workplace.root / f"{name}.jsonl"), "max_length": 16}}
     return workplace.write_tasks(
         f"{name}.yaml", {name: {**own, "training": {**own["training"], "max_steps": 10**6}}}
     )
 
 
 def prepare(directory: Path) -> None:
-    task_file(furnish(directory), "first")
+    workplace = furnish(directory)
+    for number, name in enumerate(("first", "second")):  # not in the cache of tokens
+        workplace.write_records(f"{name}.jsonl", [{"text": f"w{number} w{i} w1 w2"} for i in range(9)])
+    task_file(workplace, "first")
     (directory / "watched").mkdir()
 
 
