@@ -22,7 +22,6 @@ from megatron_mux.errors import UserError
 from megatron_mux.library_log import LibraryLog
 
 PROGRAM = "megatron-mux serve-instance"
-TOKEN = "MEGATRON_MUX_INSTANCE_TOKEN"
 
 
 def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
@@ -47,13 +46,14 @@ def _work(words: Sequence[str], program: str) -> None:
     arguments = arguments_of(parsed)
     if arguments.save is None or arguments.mux_tasks is not None:
         raise UserError("--save, and no task file: an instance gets its tasks from the server")
+    from megatron_mux.serve.channel.messages import TOKEN_VARIABLE
     from megatron_mux.serve.instance.connection import Connection  # imports torch: seconds
     from megatron_mux.serve.instance.held import HeldJobs
     from megatron_mux.serve.instance.saves import RunFiles
     from megatron_mux.serve.instance.states import TellsStates
     from megatron_mux.training.run import run
 
-    jobs, token = HeldJobs(arguments.save), os.environ.pop(TOKEN, "")
+    jobs, token = HeldJobs(arguments.save), os.environ.pop(TOKEN_VARIABLE, "")
     files = RunFiles(jobs, parsed["root"])
     connection = Connection(parsed["server"], parsed["instance"], token, jobs, files)
     jobs.on_first_poll = connection.start  # on the first rank alone: it is ready

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import time
 
@@ -11,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from megatron_mux.errors import UserError
 from megatron_mux.files import write_atomically
+from megatron_mux.serve.database.ids import hash_of
 from megatron_mux.serve.database.store import Store
 from megatron_mux.serve.database.tables import Key, Tenant
 from megatron_mux.serve.settings import Settings
@@ -104,11 +104,6 @@ def first_key(settings: Settings, store: Store) -> None:
         _add_key(session, _add_tenant(session, "default"), path.read_text().strip(), None)
 
 
-def hash_key(key: str) -> str:
-    """The form in which the database keeps a key. Keys are random, so that neither salt nor stretching is needed."""
-    return hashlib.sha256(key.encode()).hexdigest()
-
-
 def _random_key() -> str:
     return _PREFIX + secrets.token_urlsafe(32)
 
@@ -127,7 +122,7 @@ def _add_key(session: Session, tenant_id: str, key: str, lifetime: float | None)
         Key(
             id=f"key-{secrets.token_hex(8)}",
             tenant_id=tenant_id,
-            hash=hash_key(key),
+            hash=hash_of(key),
             created_at=now,
             expires_at=expires,
         )

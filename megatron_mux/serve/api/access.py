@@ -11,8 +11,8 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from megatron_mux.serve.api.errors import ApiError
+from megatron_mux.serve.database.ids import hash_of
 from megatron_mux.serve.database.tables import Audit, Key, Tenant
-from megatron_mux.serve.keys import hash_key
 from megatron_mux.serve.service import Service
 from megatron_mux.serve.settings import Limits
 
@@ -46,7 +46,7 @@ def get_caller(request: Request) -> Caller:
         raise _unknown("No API key: send it in the header 'Authorization: Bearer KEY'.")
     service = get_service(request)
     query = (
-        select(Key, Tenant).join(Tenant, Tenant.id == Key.tenant_id).where(Key.hash == hash_key(key.strip()))
+        select(Key, Tenant).join(Tenant, Tenant.id == Key.tenant_id).where(Key.hash == hash_of(key.strip()))
     )
     with service.store.read() as session:
         found = session.execute(query).first()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import logging
 import os
@@ -30,14 +29,10 @@ from megatron_mux.serve.channel.messages import (
     read_from_instance,
 )
 from megatron_mux.serve.channel.run_files import ENDS
+from megatron_mux.serve.database.ids import hash_of
 from megatron_mux.version import __version__
 
 _log = logging.getLogger(__name__)
-
-
-def hash_of(token: str) -> str:
-    """What is kept of a token."""
-    return hashlib.sha256(token.encode()).hexdigest()
 
 
 class Records(Protocol):

@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from megatron_mux.version import __version__
 
+TOKEN_VARIABLE = "MEGATRON_MUX_INSTANCE_TOKEN"
+"""The environment variable that holds what the server knows an instance by."""
+
 LONGEST = 8 * 2**20
 """Bytes of a message."""
 

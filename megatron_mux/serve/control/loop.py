@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from megatron_mux.serve.channel.hub import Hub, Peer, hash_of
-from megatron_mux.serve.channel.messages import Drain, Message, Submit
+from megatron_mux.serve.channel.hub import Hub, Peer
+from megatron_mux.serve.channel.messages import TOKEN_VARIABLE, Drain, Message, Submit
 from megatron_mux.serve.channel.messages import Leave as LeaveCommand
 from megatron_mux.serve.control.observed import Observed
 from megatron_mux.serve.control.reports import JobRecords, add_event, end_lease, fail
 from megatron_mux.serve.control.results import write_results
+from megatron_mux.serve.database.ids import hash_of
 from megatron_mux.serve.database.store import Store
 from megatron_mux.serve.database.tables import Instance, Job
 from megatron_mux.serve.dispatcher.decide import plan
@@ -43,7 +44,6 @@ _SECONDS_BETWEEN_TURNS = 0.5
 _SECONDS_BETWEEN_FORECASTS = 5.0
 _SAVE_INTERVAL = 25
 """Steps of a job between saves, unless the operator's flags say otherwise."""
-_TOKEN = "MEGATRON_MUX_INSTANCE_TOKEN"
 
 Send = tuple[str, Message]
 
@@ -156,7 +156,7 @@ class ControlLoop:
             name,
             self._words(name, decision.backbone),
             self.settings.processes,
-            {_TOKEN: token, **self._threads()},
+            {TOKEN_VARIABLE: token, **self._threads()},
             self.settings.runs / f"{name}.log",
         )
         try:

@@ -177,7 +177,6 @@ class Instance(Table):
     ended_at: Mapped[float | None]
     last_report: Mapped[int] = mapped_column(default=0)
     """The number of the last report that was committed."""
-    free_bytes: Mapped[int | None] = mapped_column(BigInteger)
     reason: Mapped[str] = mapped_column(Text, default="")
 
 

@@ -8,9 +8,9 @@ import pytest
 from sqlalchemy import select
 
 from megatron_mux.cli.serve_admin import main
+from megatron_mux.serve.database.ids import hash_of
 from megatron_mux.serve.database.store import Store, sqlite_url
 from megatron_mux.serve.database.tables import Key
-from megatron_mux.serve.keys import hash_key
 
 
 def test_keys_are_made_listed_and_revoked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,8 +26,8 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path, capsys: pytest.Capture
     assert "has 2 keys" in run("add-key", "ann", status=2)
     with store.read() as session:
         kept = {key.hash: key.id for key in session.scalars(select(Key))}
-    assert kept.keys() == {hash_key(first), hash_key(second)}
-    run("revoke-key", kept[hash_key(first)])
+    assert kept.keys() == {hash_of(first), hash_of(second)}
+    run("revoke-key", kept[hash_of(first)])
     listed = run("list")
     assert "revoked" in listed and "valid until" in listed and "ann" in listed
     assert first not in listed and second not in listed

@@ -6,9 +6,10 @@ import pytest
 from sqlalchemy import select
 
 from megatron_mux.errors import UserError
+from megatron_mux.serve.database.ids import hash_of
 from megatron_mux.serve.database.store import Store, sqlite_url
 from megatron_mux.serve.database.tables import Key, Tenant
-from megatron_mux.serve.keys import first_key, hash_key, new_key, new_tenant, revoke_key
+from megatron_mux.serve.keys import first_key, new_key, new_tenant, revoke_key
 from megatron_mux.serve.settings import Settings
 
 
@@ -25,7 +26,7 @@ def keys(store: Store) -> list[Key]:
 def test_the_database_has_no_key_but_its_hash(store: Store) -> None:
     key = new_key(store, new_tenant(store, "ann"), 60)
     (row,) = keys(store)
-    assert key.startswith("sk-mux-") and len(key) > 45 and row.hash == hash_key(key) != key
+    assert key.startswith("sk-mux-") and len(key) > 45 and row.hash == hash_of(key) != key
     assert row.expires_at is not None and abs(row.expires_at - row.created_at - 60) < 1
 
 
@@ -57,7 +58,7 @@ def test_the_first_key_is_made_once(store: Store, tmp_path: Path) -> None:
     made = path.read_text().strip()
     first_key(settings, store)
     assert path.read_text().strip() == made and path.stat().st_mode & 0o777 == 0o600
-    assert [row.hash for row in keys(store)] == [hash_key(made)]
+    assert [row.hash for row in keys(store)] == [hash_of(made)]
     path.unlink()
     first_key(settings, store)
     assert not path.exists()
@@ -68,4 +69,4 @@ def test_a_first_key_whose_server_was_killed_is_taken_over(store: Store, tmp_pat
     first_key(Settings(tmp_path, {}), store)
     with store.read() as session:
         assert [tenant.name for tenant in session.scalars(select(Tenant))] == ["default"]
-    assert [row.hash for row in keys(store)] == [hash_key("sk-mux-from-before")]
+    assert [row.hash for row in keys(store)] == [hash_of("sk-mux-from-before")]

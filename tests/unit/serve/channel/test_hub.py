@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_mux.serve.channel.hub import Hub, hash_of
+from megatron_mux.serve.channel.hub import Hub
 from megatron_mux.serve.channel.messages import (
     Acknowledge,
     AnyReport,
@@ -25,6 +25,7 @@ from megatron_mux.serve.channel.messages import (
     Welcome,
     read_command,
 )
+from megatron_mux.serve.database.ids import hash_of
 
 
 @dataclass

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megatron_mux.serve.dispatcher.decide import Plan
 from megatron_mux.serve.dispatcher.decisions import Leave, Retire
 from megatron_mux.serve.dispatcher.policies import Fair, Fifo, Policy
-from megatron_mux.serve.dispatcher.simulate import SimulatedJob, Simulation, jain, jain_of_windows, workload
 from megatron_mux.serve.dispatcher.view import BackboneView, Cluster
+from tests.unit.serve.dispatcher.simulate import SimulatedJob, Simulation, jain, jain_of_windows, workload
 
 BACKBONES = [BackboneView("a", load_seconds=5.0), BackboneView("b", load_seconds=5.0)]
 HASTY = Fair(patience=60.0, turn=30.0, hold=40.0, idle=10.0, leave=2.0)

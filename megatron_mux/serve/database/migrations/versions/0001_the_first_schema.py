@@ -31,7 +31,6 @@ def upgrade() -> None:
         sa.Column("started_at", sa.Double(), nullable=False),
         sa.Column("ended_at", sa.Double(), nullable=True),
         sa.Column("last_report", sa.Integer(), nullable=False),
-        sa.Column("free_bytes", sa.BigInteger(), nullable=True),
         sa.Column("reason", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("name"),
     )
