@@ -27,7 +27,8 @@ PROGRAM = "megatron-mux serve-instance"
 def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """Make the parser of the command line: that of `pretrain_mux.py`, and where the server is."""
     parser = build_run_parser()
-    parser.prog = program
+    usage = f"{program} --instance NAME --server SOCKET --root DIR --backbone DIR --save DIR [flags of training]"
+    parser.prog, parser.usage = program, usage
     group = parser.add_argument_group("service")
     group.add_argument("--instance", required=True, help="its name")
     group.add_argument("--server", type=path, required=True, help="the server's Unix socket")
