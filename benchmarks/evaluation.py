@@ -132,7 +132,7 @@ def _evaluation(engine: Any, rounds: int, records: int, tokens: int) -> dict[str
 def _generation(engine: Any, rounds: int) -> dict[str, Any]:
     import numpy as np
 
-    from megatron_mux.engine.generate import Prompt
+    from megatron_mux.engine.generation.passes import Prompt
 
     chosen = np.random.default_rng(0)
     own = {

@@ -6,7 +6,7 @@ Megatron-Core costs seconds a process, so all of them are forked from one that h
 for many tests: a test that needs other sizes divides the same processes anew.
 
 All of them run even when one fails; any failure, and a run that executed no test, makes the status 1. At the end stand
-the seconds of all tests and of the slowest files.
+the seconds of all tests, of the slowest files and of the slowest tests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests import outcomes, warm  # noqa: E402
 
 TIME_LIMIT = 50 * 60  # seconds for one run of pytest: 17 minutes on two quiet cores, thrice that on slow ones
 MOST_WORKERS = 4  # each imports Megatron-Core: 1 GiB
-SLOWEST = 15  # files that are printed
+SLOWEST = 30  # files that are printed, and tests
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class Result:
     Attributes:
         well: Whether all went well.
         counts: Those of pytest's closing line: `{"passed": 12, ...}`.
-        seconds: Each file's share of the run's wall-clock seconds: the seconds of its tests, divided by the tests that
-            run at the same time.
+        seconds: Each test's share of the run's wall-clock seconds: its own, divided by the tests that run at the same
+            time.
         failed: The tests that failed.
     """
 
@@ -122,7 +122,8 @@ def execute(run: Run, arguments: list[str], python: str) -> Result:
     """Run it, showing what it prints; one that takes longer than its limit is interrupted, so that it sums up."""
     closing = ""
     with tempfile.TemporaryDirectory() as logs:
-        output = Path(logs) / "outcomes.json"
+        output = Path(logs) / "outcomes.jsonl"
+        output.touch()
         process = subprocess.Popen(
             command_of(run, arguments, python, logs),
             cwd=ROOT,
@@ -148,11 +149,14 @@ def execute(run: Run, arguments: list[str], python: str) -> Result:
             limit.cancel()
         if status and run.processes > 1:
             show_other_ranks(Path(logs))
-        summary = json.loads(output.read_text()) if output.exists() else {"seconds": {}, "failed": []}
+        phases = [json.loads(line) for line in output.read_text().splitlines()]
     words = re.findall(r"(\d+) (\w+)", closing.split(" in ")[0])
     counts = {word.rstrip("s"): int(number) for number, word in words}
-    shares = {file: value / run.workers for file, value in summary["seconds"].items()}
-    return Result(status == 0 and counts.get("passed", 0) > 0, counts, shares, summary["failed"])
+    shares: Counter[str] = Counter()
+    for phase in phases:
+        shares[phase["test"]] += phase["seconds"] / run.workers
+    failed = [phase["test"] for phase in phases if phase["failed"]]
+    return Result(status == 0 and counts.get("passed", 0) > 0, counts, shares, failed)
 
 
 def show_other_ranks(logs: Path) -> None:
@@ -183,9 +187,12 @@ def main() -> int:
             print(f"##### {label}: {verdict} after {time.monotonic() - start:.0f} s", flush=True)
             if not result.well:
                 failed.append("\n  ".join([label, *result.failed]))
-    print(f"\n{sum(spent.values()):8.0f}  seconds of all tests; the slowest files:")
-    for file, taken in spent.most_common(SLOWEST):
-        print(f"{taken:8.0f}  {file}")
+    by_file: Counter[str] = Counter()
+    for test, taken in spent.items():
+        by_file[test.partition("::")[0]] += taken  # type: ignore[assignment]
+    print(f"\n{sum(spent.values()):8.0f}  seconds of all tests; the slowest files and tests:")
+    for name, taken in (*by_file.most_common(SLOWEST), *spent.most_common(SLOWEST)):
+        print(f"{taken:8.0f}  {name}")
     for label in failed:
         print(f"FAILED, or ran no test: {label}")
     broken = max(total["failed"] + total["error"], len(failed))

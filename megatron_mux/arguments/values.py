@@ -70,6 +70,17 @@ def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
     return whole
 
 
+def share(text: str) -> float:
+    """A number above 0 and below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must be a number above 0 and below 1, got {text!r}")
+    return value
+
+
 def minutes(least: float) -> Callable[[str], float]:
     """A number of minutes, of at least `least`."""
 

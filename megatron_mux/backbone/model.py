@@ -255,6 +255,10 @@ class Backbone:
         """The likeliest tokens after what `forward` returned; last stage only: see `Vocabulary.predict`."""
         return self.vocabulary.predict(hidden, batch)
 
+    def scores(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
+        """Logits of what `forward` returned; last stage only: see `Vocabulary.scores`."""
+        return self.vocabulary.scores(hidden, batch)
+
     def hidden_shape(self, batch: PackedBatch) -> tuple[int, int, int]:
         """Shape of the hidden states that stages send each other."""
         divided = self.parallel.tp_size if self.parallel.sequence_parallel else 1

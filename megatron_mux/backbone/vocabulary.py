@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_mux.backbone.weight_offload import Key, WeightOffload
 from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.kernels.embedding_noise import EmbeddingNoise
-from megatron_mux.kernels.loss.head import OutputLayer, predict, weighted_loss
+from megatron_mux.kernels.loss.head import OutputLayer, predict, weighted_loss, whole_scores
 from megatron_mux.kernels.loss.preference import RowScale, scale_gradient
 from megatron_mux.kernels.own_rows import Lookup, Place, VocabularyPart
 from megatron_mux.runtime import Parallel
@@ -167,6 +167,19 @@ class Vocabulary:
             layer = self.output_layer(batch.labelled.task_rows, share=False)
             nll, tokens = predict(self._rows(hidden, batch), batch.labels, layer)
         return nll.float(), tokens
+
+    def scores(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
+        """The logits of the labelled rows over the whole vocabulary, without gradients.
+
+        Args:
+            hidden: What the last layer returned, of all rows or of the labelled ones.
+
+        Returns:
+            `[N, V]` fp32, the same on every tensor rank.
+        """
+        with torch.no_grad(), self._in_place("head"):
+            layer = self.output_layer(batch.labelled.task_rows, share=False)
+            return whole_scores(self._rows(hidden, batch), layer)
 
     def all_rows(self, hidden: Tensor) -> Tensor:
         """All rows `[T, H]` on every tensor rank; the backward sums the ranks' gradients."""

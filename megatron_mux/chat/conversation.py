@@ -12,10 +12,11 @@ import numpy as np
 from megatron_mux.adapters.attach import AdapterSet
 from megatron_mux.adapters.host import Host
 from megatron_mux.backbone.model import Backbone
+from megatron_mux.chat.prompts import prompt_tokens
 from megatron_mux.chat.speakers import Speaker
 from megatron_mux.data.stop_tokens import stop_tokens
 from megatron_mux.engine.forward_passes import ForwardPasses
-from megatron_mux.engine.generate import Finish, Prompt
+from megatron_mux.engine.generation.passes import Finish, Prompt
 from megatron_mux.errors import UserError
 from megatron_mux.pipeline.communicate import Communicator
 from megatron_mux.runtime import Parallel
@@ -38,9 +39,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Member:
-    """See `engine.generate.Attached`."""
+    """See `engine.generation.passes.Attached`."""
 
-    slot: int
+    slot: int | None
     position_offset: int
     step: int
 
@@ -87,8 +88,7 @@ class Conversation:
                 adapter = self._adapters.add(speaker.spec, 1, speaker.tensors)
                 offset = speaker.spec.adapter.virtual_tokens
                 self._members[speaker.name] = _Member(adapter.slot, offset, 1)
-        free = len(self._members)
-        self._members |= {speaker.name: _Member(free, 0, 0) for speaker in speakers if speaker.spec is None}
+        self._members |= {speaker.name: _Member(None, 0, 0) for speaker in speakers if speaker.spec is None}
         forward = ForwardPasses({0: backbone}, parallel, Communicator(parallel))
         self._generator = forward.generator(self._members, stop_tokens(tokenizer))
         self._turns: dict[str, list[tuple[str, str]]] = {name: [] for name in self._members}
@@ -123,39 +123,19 @@ class Conversation:
         return answers
 
     def _prompt(self, name: str, text: str) -> Any:
-        turns = self._turns[name]
-        if self._has_chat_template:
-            tokens = self._by_chat_template(turns, text)
-        else:
-            before = "".join(f"{question}{answer}\n" for question, answer in turns)
-            tokens = self._tokenizer(before + text)["input_ids"]
-            end = self._tokenizer.eos_token_id
-            while len(tokens) > 1 and tokens[-1] == end:  # which some tokenizers append
-                tokens = tokens[:-1]
-        if not tokens:
-            raise UserError("there is nothing to continue: the text has no token")
+        messages: list[dict[str, str]] = []
+        for question, answer in self._turns[name]:
+            answer = answer.strip() if self._has_chat_template else answer
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        messages.append({"role": "user", "content": text})
+        try:
+            tokens = prompt_tokens(self._tokenizer, messages, plain=not self._has_chat_template)
+        except UserError as error:
+            advice = ": --plain does without it" if self._has_chat_template else ""
+            raise UserError(f"{error}{advice}") from error
         limit, own = self._positions, len(tokens) + self._members[name].position_offset
         if limit is not None and own > limit:
             raise UserError(
                 f"the conversation with {name} has {own} tokens, and the backbone {limit} positions: /reset begins anew"
             )
         return np.array(tokens, np.int64)
-
-    def _by_chat_template(self, turns: Sequence[tuple[str, str]], text: str) -> list[int]:
-        messages = []
-        for question, answer in turns:
-            messages += [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": answer.strip()},
-            ]
-        messages.append({"role": "user", "content": text})
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # a chat template is a program: it may fail in any way
-            raise UserError(
-                f"the tokenizer's chat template does not take this conversation ({error}): --plain does without it"
-            ) from error
-        tokens: list[int] = self._tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        return tokens

@@ -72,7 +72,7 @@ def speakers_of(
             )
             continue
         try:
-            speakers.append(_read(name, directory, info, warn))
+            speakers.append(read_speaker(name, directory, info, warn))
         except UserError as error:
             problems += [f"adapter {name!r}: {problem.removeprefix('task: ')}" for problem in error.problems]
     if problems:
@@ -112,7 +112,18 @@ def _of_run(run: Path, info: BackboneInfo, tasks: Collection[str] | None) -> lis
     return [(name, path) for name, path in saved.items() if tasks is None or name in tasks]
 
 
-def _read(name: str, directory: Path, info: BackboneInfo, warn: Callable[[str], None]) -> Speaker:
+def read_speaker(name: str, directory: Path, info: BackboneInfo, warn: Callable[[str], None]) -> Speaker:
+    """Read an adapter in PEFT's format.
+
+    Args:
+        name: In the conversation.
+        directory: Of the adapter.
+        info: The backbone.
+        warn: Told if it was trained on another backbone.
+
+    Raises:
+        UserError: It cannot be read, or does not fit the backbone.
+    """
     if not (directory / CONFIG).is_file():
         raise UserError(f"{directory} holds no {CONFIG}: give the directory of an adapter in PEFT's format")
     section: dict[str, Any] = {"adapter_name_or_path": str(directory.resolve())}

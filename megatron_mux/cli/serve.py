@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_mux.arguments.parser import Parser
-from megatron_mux.arguments.values import at_least, path
+from megatron_mux.arguments.values import at_least, path, share
 from megatron_mux.errors import UserError, exit_status, to_stderr
 
 PROGRAM = "megatron-mux serve"
@@ -56,6 +56,13 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         help="which waiting job comes next (default: %(default)s)",
     )
     parser.add_argument(
+        "--completion-share",
+        type=share,
+        default=0.5,
+        metavar="SHARE",
+        help="of an instance's time, that completions get while jobs train (default: %(default)s)",
+    )
+    parser.add_argument(
         "--host",
         action="append",
         default=[],
@@ -89,7 +96,7 @@ def _work(words: Sequence[str], program: str) -> None:
         port=port,
         database=arguments.database,
         instances=arguments.instances,
-        flags=tuple(flags),
+        flags=(*flags, "--completion-share", str(arguments.completion_share)),
         processes=arguments.processes,
         policy=arguments.policy,
         hosts=tuple(arguments.host),

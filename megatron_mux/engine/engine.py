@@ -23,7 +23,8 @@ from megatron_mux.engine.evaluation.evaluator import EvalResult
 from megatron_mux.engine.evaluation.held_out import Records
 from megatron_mux.engine.expert_managers import ask_for_lowest_adapter
 from megatron_mux.engine.forward_passes import ForwardPasses
-from megatron_mux.engine.generate import Completion, Prompt
+from megatron_mux.engine.generation.completions import OpenCompletions
+from megatron_mux.engine.generation.passes import Attached, Completion, Prompt
 from megatron_mux.engine.optimize import TaskOptimizer, gradient_buffer_size
 from megatron_mux.engine.planning import Planning
 from megatron_mux.engine.registration import attach, detach
@@ -353,6 +354,10 @@ class Engine:
         """Continue prompts of registered tasks; see `Generator.generate`. Tokens in `stop` end a sequence."""
         self.adapters.prepare()
         return self._forward.generator(self._tasks, stop).generate(prompts)
+
+    def completions(self, members: Mapping[str, Attached], stop: Collection[int]) -> OpenCompletions:
+        """What continues sequences that come and go, with adapters in `adapters`; see `OpenCompletions`."""
+        return self._forward.completions(members, stop)
 
     def copy_states(self, names: Sequence[str], memory: HostMemory) -> dict[str, LocalState]:
         """What this rank holds of tasks' states, copied to host memory as it is now; empty beside the first pipeline.

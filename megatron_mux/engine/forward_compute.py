@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -10,7 +9,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megatron_mux.backbone.model import Backbone
 from megatron_mux.batch.packed_batch import PackedBatch, activate
+from megatron_mux.engine.generation.sampling import Draws, choose
 from megatron_mux.engine.out_of_memory import FailedBuckets, Stages, zeros_for_next_stage
 from megatron_mux.engine.trial import Trials
 from megatron_mux.pipeline.action import Action
@@ -22,7 +23,7 @@ from megatron_mux.runtime import Parallel
 T = TypeVar("T")
 
 
-class ForwardCompute(ABC):
+class ForwardCompute:
     """Forward passes of micro-batches over this rank's stages.
 
     Args:
@@ -39,7 +40,6 @@ class ForwardCompute(ABC):
         rows = max((stage.hidden_shape(batch)[0] for batch in batches), default=1)
         self._zeros = zeros_for_next_stage(stages, rows, failed)
 
-    @abstractmethod
     def keep(self, number: int, batch: PackedBatch, nll: Tensor, tokens: Tensor) -> None:
         """Keep what the last stage found.
 
@@ -48,6 +48,7 @@ class ForwardCompute(ABC):
             nll: `[N]` fp32 negative log-likelihoods of its labels.
             tokens: `[N]` int64, the likeliest token in the place of each.
         """
+        raise NotImplementedError
 
     def shape(self, action: Action) -> tuple[int, ...]:
         """Shape of what travels between stages."""
@@ -69,12 +70,13 @@ class ForwardCompute(ABC):
         backbone, batch = self.stages[action.stage], self.batches[action.micro_batch]
         with activate(batch):
             output = backbone.forward(batch, hidden, labelled_only=True)
-            if not backbone.last:
-                return output
-            nll, tokens = backbone.predict(output, batch)
-        if batch.rows:
-            self.keep(action.micro_batch, batch, nll, tokens)
+            if backbone.last and batch.rows:
+                self.find(action.micro_batch, batch, backbone, output)
         return output
+
+    def find(self, number: int, batch: PackedBatch, backbone: Backbone, output: Tensor) -> None:
+        """Compute and keep what is wanted of the last stage's output; see `keep`."""
+        self.keep(number, batch, *backbone.predict(output, batch))
 
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
         """There is none."""
@@ -182,3 +184,32 @@ class GenerationCompute(ForwardCompute):
     def keep(self, number: int, batch: PackedBatch, nll: Tensor, tokens: Tensor) -> None:
         """See `ForwardCompute.keep`."""
         self.tokens[number] = tokens
+
+
+class SamplingCompute(ForwardCompute):
+    """Chooses the next token of every sequence.
+
+    Args:
+        stages: This rank's.
+        batches: Micro-batches in order.
+        draws: How the tokens of each micro-batch are chosen.
+        failed: Notes passes that run out of memory.
+
+    Attributes:
+        chosen: Of each micro-batch, what `choose` returns; zeros beside the last stage.
+    """
+
+    def __init__(
+        self, stages: Stages, batches: Sequence[PackedBatch], draws: Sequence[Draws], failed: FailedBuckets
+    ) -> None:
+        super().__init__(stages, batches, failed)
+        self.draws = draws
+        device = next(iter(stages.values())).device
+        self.chosen = [
+            torch.zeros(len(own.uniform), 2 + 2 * own.top, dtype=torch.float64, device=device)
+            for own in draws
+        ]
+
+    def find(self, number: int, batch: PackedBatch, backbone: Backbone, output: Tensor) -> None:
+        """See `ForwardCompute.find`."""
+        self.chosen[number] = choose(backbone.scores(output, batch), self.draws[number])

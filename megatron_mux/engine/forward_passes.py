@@ -12,7 +12,9 @@ from megatron_mux.engine.evaluation.evaluator import EvalResult, Evaluator
 from megatron_mux.engine.evaluation.held_out import HeldOut, Records
 from megatron_mux.engine.evaluation.texts import with_texts
 from megatron_mux.engine.forward_compute import PassRunner
-from megatron_mux.engine.generate import Attached, Generator
+from megatron_mux.engine.generation.completions import OpenCompletions
+from megatron_mux.engine.generation.generator import Generator
+from megatron_mux.engine.generation.passes import Attached
 from megatron_mux.engine.preference.evaluation import evaluate_preferences
 from megatron_mux.engine.preference.log_probs import LogProbs, Wanted
 from megatron_mux.engine.preference.task import PreferenceTask
@@ -84,3 +86,7 @@ class ForwardPasses(PassRunner):
         return Generator(
             self.stages, self.parallel, self.communicator, self.trials, members=members, stop=stop
         )
+
+    def completions(self, members: Mapping[str, Attached], stop: Collection[int]) -> OpenCompletions:
+        """Make what continues sequences that come and go; see `OpenCompletions`."""
+        return OpenCompletions(self.stages, self.parallel, self.communicator, members=members, stop=stop)

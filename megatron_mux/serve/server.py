@@ -17,6 +17,7 @@ from megatron_mux.serve.api.job_actions import revalidate, stop_checks
 from megatron_mux.serve.api.uploads import remove_expired
 from megatron_mux.serve.channel.hub import Hub
 from megatron_mux.serve.checker.checker import Checker
+from megatron_mux.serve.completions import Completions
 from megatron_mux.serve.control.loop import ControlLoop
 from megatron_mux.serve.control.reports import JobRecords
 from megatron_mux.serve.database.store import Store, sqlite_url
@@ -74,6 +75,7 @@ async def _serve(settings: Settings, store: Store, say: Callable[[str], None]) -
         await asyncio.to_thread(remove_leftovers, service)
         await asyncio.to_thread(remove_expired, service)
         control = ControlLoop(settings, store, hub, records, LocalExecutor(settings.state), changed, say)
+        service.completions = Completions(hub, store, control.observed.want, wake)
         task = asyncio.create_task(control.run())
         cleanup.callback(task.cancel)
         await revalidate(service)

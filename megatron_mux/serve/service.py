@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+from megatron_mux.serve.completions import Completions
 from megatron_mux.serve.database.store import Store
 from megatron_mux.serve.jobs.fields import Fault
 from megatron_mux.serve.settings import Settings
@@ -60,6 +61,8 @@ class Service:
         checks: Background checks of files, so that they are neither collected as garbage nor left behind.
         locks: By tenant and body of a request that makes a job: two equal ones follow each other.
         receiving: Uploads in progress, by tenant.
+        completing: Chat completions in progress, by tenant.
+        completions: Set by whoever serves chats, which take instances.
     """
 
     settings: Settings
@@ -70,3 +73,5 @@ class Service:
     checks: set[asyncio.Task[None]] = field(default_factory=set)
     locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     receiving: Counter[str] = field(default_factory=Counter)
+    completing: Counter[str] = field(default_factory=Counter)
+    completions: Completions = field(init=False, repr=False)

@@ -18,6 +18,7 @@ class Limits:
         files: Of a tenant.
         open_jobs: Jobs of a tenant that are not over.
         running_jobs: Of a tenant that train at the same time; None: no bound.
+        open_completions: Chat completions of a tenant that are in progress or wait for an instance.
         body_bytes: Of a request that is not an upload.
     """
 
@@ -26,6 +27,7 @@ class Limits:
     files: int = 1000
     open_jobs: int = 300
     running_jobs: int | None = None
+    open_completions: int = 16
     body_bytes: int = 2 * 2**20
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from megatron_mux.engine import EvalResult, StepResult
 from megatron_mux.tasks.life import StateChange
 from megatron_mux.training.step_loop import Due
+
+if TYPE_CHECKING:
+    from megatron_mux.training.task_registry import TaskRegistry
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,6 +32,26 @@ class Callback:
 
     problem: str = ""
     undecided: bool = False
+
+    # -- the run
+
+    def set_up(self, registry: TaskRegistry) -> None:
+        """Called once, with the run's tasks, its engine and its reporter, before tasks are registered."""
+
+    def told(self, content: object) -> None:
+        """Called with what a command has for callbacks: one that knows nothing of it does nothing."""
+
+    def between_steps(self) -> bool:
+        """Do some other work with the engine; called before each burst of steps, and while none can run.
+
+        Returns:
+            Whether there is more to do, the same on every rank: then a run without steps does not wait.
+        """
+        return False
+
+    def idle(self, seconds: float) -> None:
+        """Wait for so long at most, as there is nothing to do."""
+        time.sleep(seconds)
 
     # -- tasks come and go
 

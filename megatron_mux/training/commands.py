@@ -78,11 +78,18 @@ class Add:
 
 
 @dataclass(frozen=True)
+class Tell:
+    """Callbacks are to be told something, see `Callback.told`."""
+
+    content: object
+
+
+@dataclass(frozen=True)
 class Drain:
     """The run is to end once its tasks are done or paused. It holds until commands are polled again."""
 
 
-Command = Submit | Cancel | Pause | Resume | Prune | Add | Drain
+Command = Submit | Cancel | Pause | Resume | Prune | Add | Tell | Drain
 
 
 class CommandSource(Protocol):

@@ -55,6 +55,8 @@ class Loop:
         self._dues = overrides(self.callbacks, Callback.due)
         self._around_steps = overrides(self.callbacks, Callback.around_steps)
         self._after_steps = overrides(self.callbacks, Callback.after_steps)
+        self._between_steps = overrides(self.callbacks, Callback.between_steps)
+        self._idles = overrides(self.callbacks, Callback.idle) or [Callback().idle]
 
     def run(self) -> None:
         """Train until every task is done. Where tasks may join, a command says that no more will."""
@@ -65,6 +67,7 @@ class Loop:
             stop_when_done = self.registry.follow(self.commands.poll(), self._preparing)
             self.registry.admit()
             self._tell_changes()
+            is_busy = True in [work() for work in self._between_steps]  # each of them works
             if not self.engine.active:
                 if self.registry.waiting or any(callback.undecided for callback in self.callbacks):
                     continue  # whoever had its turn was refused
@@ -75,7 +78,8 @@ class Loop:
                 if not (idle or self.registry.preparing):
                     self.reporter.say(f"nothing to train: waiting for {self.commands.awaited}")
                     idle = True
-                time.sleep(_IDLE_SECONDS)
+                if not is_busy:
+                    self._idles[0](_IDLE_SECONDS)
                 continue
             idle = False
             self._advance()

@@ -87,6 +87,8 @@ def make_loop(
         reporter.say(f"continuing from {continued} (save {manifest.number})")
         for change in changes_since(manifest, engine.planning, arguments.precision):
             reporter.say(change)
+    for callback in registry.callbacks:
+        callback.set_up(registry)
     source = InTurn([*sweeps, SharedCommands(sources, parallel) if sources else OnlyDrain()])
     began = time.monotonic() if began is None else began
     return Loop(arguments, registry, step_loop, source, _check_of(lock), manifest, began)

@@ -17,7 +17,7 @@ from megatron_mux.tasks import TaskSpec
 from megatron_mux.tasks.life import TaskLife
 from megatron_mux.training.admitted_tasks import AdmittedTasks
 from megatron_mux.training.best import check_best_is_saved
-from megatron_mux.training.commands import Add, Cancel, Command, Drain, Pause, Prune, Resume, Submit
+from megatron_mux.training.commands import Add, Cancel, Command, Drain, Pause, Prune, Resume, Submit, Tell
 from megatron_mux.training.joining import JoiningFile, JoiningFiles, read_joining
 from megatron_mux.training.resumed import EDITS, changed
 from megatron_mux.training.task_setup import check_joining, open_tasks
@@ -71,6 +71,9 @@ class TaskRegistry(AdmittedTasks):
                     self._prune(tasks)
                 case Add(specs):
                     self._add(specs)
+                case Tell(content):
+                    for callback in self.callbacks:
+                        callback.told(content)
                 case Drain():
                     drains = True
         return drains and not self._joining.queue

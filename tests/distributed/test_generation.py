@@ -14,12 +14,23 @@ import torch.distributed as dist
 from megatron_mux.backbone.model import load_stages
 from megatron_mux.backbone.weight_offload import Kind
 from megatron_mux.batch.packed_batch import PackedBatch
-from megatron_mux.engine import generate as generate_module
+from megatron_mux.engine import Engine
+from megatron_mux.engine.generation import generator, passes
+from megatron_mux.engine.generation.sampling import Sampling
 from megatron_mux.runtime import Parallel
 from tests import tiny_models
 from tests.budget import failing
 from tests.distributed.conftest import assert_no_problems
-from tests.end_to_end.generated import cases_of, frequent, generated, prompts_of, reference
+from tests.end_to_end.generated import (
+    attached,
+    cases_of,
+    frequent,
+    generated,
+    opened,
+    prompts_of,
+    reference,
+    tokens_of,
+)
 from tests.reference.greedy import Greedy, differences
 
 Once = Callable[[str, Callable[[Path], object]], Path]
@@ -66,8 +77,8 @@ def test_tokens_are_those_of_transformers_and_peft(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if split is not None or residence == "sharded":
-        monkeypatch.setattr(generate_module, "CACHE_POSITIONS", 200)  # several groups, more on some ranks
-        monkeypatch.setattr(generate_module, "TOKENS_PER_PASS", 50)
+        monkeypatch.setattr(generator, "CACHE_POSITIONS", 200)  # several groups, more on some ranks
+        monkeypatch.setattr(passes, "TOKENS_PER_PASS", 50)
     parallel = joined(*layout)
     stages = load_stages(path, parallel, torch.float32, split=split, residence=residence)
     cases = cases_of(path)
@@ -77,6 +88,13 @@ def test_tokens_are_those_of_transformers_and_peft(
     problems, ties = differences([one.tokens for one in found], expected)
     if parallel.rank == 0:
         print(f"{len(found)} prompts, {ties} with logits that tie")
+    engine = Engine(stages, parallel)
+    completions = engine.completions(attached(engine, cases), stop)
+    coming = {i: (prompt, Sampling()) for i, prompt in enumerate(prompts_of(cases)[:30])}
+    one_by_one = opened(completions, coming)
+    problems += differences([tokens_of(one_by_one[i]) for i in coming], expected[: len(coming)])[0]
+    for case in cases:
+        engine.adapters.remove(case.name)
     assert_no_problems(problems)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.engine import Engine
-from megatron_mux.engine.generate import Prompt
+from megatron_mux.engine.generation.completions import News, OpenCompletions
+from megatron_mux.engine.generation.passes import Prompt
+from megatron_mux.engine.generation.sampling import Sampling
 from megatron_mux.runtime import Parallel
 from tests.end_to_end.families import FAMILIES, ia3, lora, prefix, vera
 from tests.end_to_end.harness import Case, random_records
@@ -85,6 +87,44 @@ def generated(
     finally:
         for case in cases:
             engine.remove_task(case.name)
+
+
+class Member(NamedTuple):
+    """An adapter that is attached for generation alone, or the bare backbone."""
+
+    slot: int | None
+    position_offset: int
+    step: int
+
+
+def attached(engine: Engine, cases: Sequence[Case]) -> dict[str, Member]:
+    """Adapters without optimizers, and the bare backbone."""
+    members = {"bare": Member(None, 0, 0)}
+    for case in cases:
+        adapter = engine.adapters.add(case.spec, 1, case.task.initial)
+        members[case.name] = Member(adapter.slot, case.spec.adapter.virtual_tokens, 1)
+    engine.adapters.prepare()
+    return members
+
+
+def opened(
+    completions: OpenCompletions, coming: Mapping[int, tuple[Prompt, Sampling]], at_once: int = 3
+) -> dict[int, list[News]]:
+    """Open completions, some before each pass, and run passes until all are over."""
+    found: dict[int, list[News]] = {}
+    waiting = dict(coming)
+    while waiting or len(completions):
+        for key in list(waiting)[:at_once]:
+            completions.open(key, *waiting.pop(key))
+        for news in completions.run_pass():
+            assert isinstance(news.key, int)
+            found.setdefault(news.key, []).append(news)
+    return found
+
+
+def tokens_of(news: Sequence[News]) -> tuple[int, ...]:
+    """The tokens of a completion."""
+    return tuple(own.token for own in news if own.token is not None)
 
 
 def frequent(completions: Sequence[greedy.Greedy]) -> Tensor:

@@ -25,7 +25,7 @@ def result_of(command: list[str], directory: Path) -> Any:
     command += ["--output", str(directory / "result.json")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_MUX_CACHE": str(directory)}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=550, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads((directory / "result.json").read_text())

@@ -145,6 +145,35 @@ def alone(workplace: Workplace, runs: Runs, steps: int) -> Path:
     return directory
 
 
+MESSAGES: Any = [{"role": "user", "content": "what is new"}]
+
+
+def said(client: openai.OpenAI, model: str) -> str | None:
+    answer = client.chat.completions.create(model=model, messages=MESSAGES, temperature=0, max_tokens=12)
+    assert answer.usage is not None and answer.usage.completion_tokens <= 12
+    return answer.choices[0].message.content
+
+
+def said_in_pieces(client: openai.OpenAI, model: str) -> str:
+    stream = client.chat.completions.create(
+        model=model, messages=MESSAGES, temperature=0, max_tokens=12, stream=True
+    )
+    return "".join(own.choices[0].delta.content or "" for own in stream if own.choices)
+
+
+def greedy(workplace: Workplace, adapter: Path | None) -> str:
+    """The same by `transformers` and `peft`."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(workplace.backbone)
+    model: Any = AutoModelForCausalLM.from_pretrained(workplace.backbone, dtype=torch.float32)
+    model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
+    prompt = tokenizer(MESSAGES[0]["content"], return_tensors="pt")  # it has no chat template
+    found = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+    return str(tokenizer.decode(found[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_jobs_survive_kills_of_the_server_and_of_instances_and_train_as_alone(
@@ -157,6 +186,7 @@ def test_jobs_survive_kills_of_the_server_and_of_instances_and_train_as_alone(
     other = submit(service, workplace, 400, "other")
     jobs = client.fine_tuning.jobs
     until(lambda: (jobs.retrieve(first).model_extra or {})["step"] >= 6)
+    assert said(client, "tiny") == greedy(workplace, None), "beside jobs, which it does not change: see below"
     service.kill()
     before = service.instances()
     service.start()
@@ -168,6 +198,12 @@ def test_jobs_survive_kills_of_the_server_and_of_instances_and_train_as_alone(
     assert client.fine_tuning.jobs.resume(first).status == "queued"
     until(lambda: jobs.retrieve(first).status == "succeeded")
     done = jobs.retrieve(first)
+    tuned = str(done.fine_tuned_model)
+    assert (
+        said(client, tuned)
+        == said_in_pieces(client, tuned)
+        == greedy(workplace, expected / "job" / f"checkpoint-{steps}")
+    )
     jobs.cancel(other)
     until(lambda: jobs.retrieve(other).status == "cancelled")
 
@@ -181,8 +217,8 @@ def test_jobs_survive_kills_of_the_server_and_of_instances_and_train_as_alone(
     found = load(zipped.read("adapter_model.safetensors"))
     wanted = load_file(expected / "job" / f"checkpoint-{steps}" / "adapter_model.safetensors")
     assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
-    said = [event.message for event in jobs.list_events(other, limit=100).data if event.type == "message"]
-    assert any("has died; it goes on from step" in text for text in said)
+    told = [event.message for event in jobs.list_events(other, limit=100).data if event.type == "message"]
+    assert any("has died; it goes on from step" in text for text in told)
     assert {"tiny", done.fine_tuned_model} <= {model.id for model in client.models.list()}
 
 

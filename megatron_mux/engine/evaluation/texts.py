@@ -12,7 +12,8 @@ from megatron_mux.data.dataset import TaskDataset
 from megatron_mux.data.stop_tokens import stop_tokens
 from megatron_mux.engine.evaluation.evaluator import EvalResult, Sample
 from megatron_mux.engine.evaluation.held_out import HeldOut, Tokens, Unprompted, prompt_and_completion
-from megatron_mux.engine.generate import Completion, Generator, Prompt
+from megatron_mux.engine.generation.generator import Generator
+from megatron_mux.engine.generation.passes import Completion, Prompt
 from megatron_mux.errors import SharedError
 from megatron_mux.runtime import Parallel
 from megatron_mux.tasks.evaluation import GenerateSpec

@@ -44,7 +44,8 @@ class KeyValueCache:
     """Keys and values of some sequences on one stage.
 
     The first micro-batches hold the sequences' prompts, whole; each later one holds the next token of every sequence
-    that is left. A task's prefix is kept as the first positions of its sequences.
+    that is left, except those that were added and whose prompts come in the same run of passes. A task's prefix is kept
+    as the first positions of its sequences.
 
     Args:
         sequences: Task and number of each sequence.
@@ -57,6 +58,27 @@ class KeyValueCache:
         self._room = room
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [n, g, room, D] each
         self._step: _Step | None = None
+
+    def add(self, sequences: Iterable[_Name], room: int) -> None:
+        """Take in more sequences, whose prompts come next.
+
+        Args:
+            sequences: Task and number of each.
+            room: Positions of the longest of them.
+        """
+        self._step = None
+        for name in sequences:
+            self._rows[name] = len(self._rows)
+        if len(self._rows) <= self._size and room <= self._room:
+            return
+        self._size, self._room = max(self._size, len(self._rows)), max(self._room, room)
+        for layer, (keys, values) in self._layers.items():
+            self._layers[layer] = self._grown(keys), self._grown(values)
+
+    def _grown(self, old: Tensor) -> Tensor:
+        new = old.new_zeros(self._size, old.shape[1], self._room, old.shape[3])
+        new[: old.shape[0], :, : old.shape[2]] = old
+        return new
 
     def attend(
         self,

@@ -304,6 +304,26 @@ def predict(hidden: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[Tensor,
     return torch.cat(nlls), torch.cat(tokens)
 
 
+@torch.no_grad()
+def whole_scores(hidden: Tensor, layer: OutputLayer) -> Tensor:
+    """The logits of every token, without gradients.
+
+    Args:
+        hidden: `[N, H]` of the labelled rows, the same on every tensor rank; few, since all logits are held at once.
+
+    Returns:
+        `[N, V]` fp32 or fp64, minus infinity where there is no token.
+    """
+    # Chunks of logits overwrite each other.
+    parts = [used.scores(logits).clone() for _, used, logits in layer.chunks(hidden)]
+    own = torch.cat(parts) if parts else hidden.new_zeros(0, layer.weight.shape[0])
+    if layer.group is None:
+        return own
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(layer.group))]
+    dist.all_gather(gathered, own, group=layer.group)
+    return torch.cat(gathered, dim=1)
+
+
 def _best_of_ranks(best: Tensor, token: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     size = dist.get_world_size(group)
     bests = [torch.empty_like(best) for _ in range(size)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, FastAPI
 
-from megatron_mux.serve.api import files, jobs, models, uploads
+from megatron_mux.serve.api import chat, files, jobs, models, uploads
 from megatron_mux.serve.api.errors import add_handlers
 from megatron_mux.serve.api.frame import Frame
 from megatron_mux.serve.service import Service
@@ -23,7 +23,7 @@ def create_app(service: Service) -> FastAPI:
     add_handlers(app)
     app.add_middleware(Frame, settings=service.settings)
     v1 = APIRouter(prefix="/v1")
-    for part in (files, uploads, jobs, models):
+    for part in (files, uploads, jobs, models, chat):
         v1.include_router(part.router)
     app.include_router(v1)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_mux.serve.channel.messages import LogProb, TokenLogProb
 from megatron_mux.serve.database.tables import Checkpoint, Event, Job, StoredFile
 
 
@@ -104,6 +106,53 @@ def checkpoint_object(
 def model_object(name: str, created: float, owner: str) -> dict[str, Any]:
     """A model."""
     return {"id": name, "object": "model", "created": int(created), "owned_by": owner}
+
+
+def fingerprint(backbone: str, adapter: str) -> str:
+    """Names the weights that answer: the backbone and the directory of the adapter."""
+    return "fp_" + hashlib.sha256(f"{backbone}\n{adapter}".encode()).hexdigest()[:10]
+
+
+def choice_object(
+    index: int,
+    message: Mapping[str, Any],
+    log_probs: Sequence[TokenLogProb] | None,
+    finish: str | None,
+    place: str = "message",
+) -> dict[str, Any]:
+    """A choice of a chat completion.
+
+    Args:
+        index: Its number.
+        message: What the assistant says.
+        log_probs: Of the tokens; None: they were not asked for.
+        finish: Why it ended, if it has.
+        place: The name of the field that has the message: `message`, or `delta` in a stream.
+    """
+    shown = None if log_probs is None else [_chosen_token(token) for token in log_probs]
+    return {
+        "index": index,
+        place: dict(message),
+        "logprobs": None if shown is None else {"content": shown, "refusal": None},
+        "finish_reason": finish,
+    }
+
+
+def usage_object(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """What a chat completion took."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def _chosen_token(token: TokenLogProb) -> dict[str, Any]:
+    return {**_token(token), "top_logprobs": [_token(other) for other in token.top]}
+
+
+def _token(token: LogProb) -> dict[str, Any]:
+    return {"token": token.token, "logprob": token.log_prob, "bytes": token.bytes}
 
 
 def _second(moment: float | None) -> int | None:

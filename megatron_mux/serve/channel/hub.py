@@ -1,4 +1,4 @@
-"""The server's end of the channel: who is connected, what they report, and commands for them."""
+"""The server's end of the channel: who is connected, what they report and answer, and commands for them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from typing import Protocol
 
 from megatron_mux.serve.channel.messages import (
     LONGEST,
+    Abandon,
     Acknowledge,
     AnyReport,
     Beat,
+    Broken,
+    Complete,
     Held,
     Hello,
     Message,
+    Piece,
     Refuse,
     Reports,
     Saved,
@@ -33,6 +37,10 @@ from megatron_mux.serve.database.ids import hash_of
 from megatron_mux.version import __version__
 
 _log = logging.getLogger(__name__)
+
+Pieces = asyncio.Queue[Piece | Broken]
+_MOST_WAITING = 10_000
+"""Pieces of a completion that its client has not taken; a slower one loses it, as the others must not wait."""
 
 
 class Records(Protocol):
@@ -49,6 +57,19 @@ class Records(Protocol):
 
 
 @dataclass
+class OpenCompletion:
+    """A completion that an instance has been given.
+
+    Attributes:
+        choices: Those that are not finished.
+        pieces: What has come and was not taken yet.
+    """
+
+    choices: set[int]
+    pieces: Pieces = field(default_factory=asyncio.Queue)
+
+
+@dataclass
 class Peer:
     """A connected instance.
 
@@ -57,6 +78,7 @@ class Peer:
         held: Its jobs when it connected, with those that it has been given and without those that have left since.
         heard_at: When it was last heard, by the monotonic clock.
         free_bytes: That are left on its fullest rank, if it plans memory.
+        completions: Those that it has and that are not over, by their ids.
     """
 
     name: str
@@ -64,6 +86,7 @@ class Peer:
     held: dict[str, int]
     heard_at: float = field(default_factory=time.monotonic)
     free_bytes: int | None = None
+    completions: dict[str, OpenCompletion] = field(default_factory=dict)
 
 
 class Hub:
@@ -112,6 +135,23 @@ class Hub:
         peer.writer.write(message.line())
         return True
 
+    def complete(self, instance: str, message: Complete) -> Pieces:
+        """Have a connected instance continue a conversation.
+
+        Returns:
+            What comes of it: pieces until each choice has its `finish`, or `Broken` as the last one.
+        """
+        peer = self.peers[instance]
+        opened = peer.completions[message.id] = OpenCompletion(set(range(message.choices)))
+        peer.writer.write(message.line())
+        return opened.pieces
+
+    def abandon(self, instance: str, completion: str) -> None:
+        """Nobody waits for a completion any more; if it is over, nothing happens."""
+        peer = self.peers.get(instance)
+        if peer is not None and peer.completions.pop(completion, None) is not None:
+            peer.writer.write(Abandon(id=completion).line())
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer: Peer | None = None
         try:
@@ -121,9 +161,11 @@ class Hub:
         except (OSError, ValueError, asyncio.IncompleteReadError) as error:
             _log.warning("connection of %s: %s", peer.name if peer else "an unknown instance", error)
         finally:
-            if peer is not None and self.peers.get(peer.name) is peer:
-                del self.peers[peer.name]
-                self._changed()
+            if peer is not None:
+                if self.peers.get(peer.name) is peer:
+                    del self.peers[peer.name]
+                    self._changed()
+                _break_all(peer)
             writer.close()
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Peer | None:
@@ -156,12 +198,39 @@ class Hub:
             peer.heard_at = time.monotonic()
             if isinstance(message, Beat):
                 peer.free_bytes = message.free_bytes
+            elif isinstance(message, Piece | Broken):
+                _pass_on(peer, message)
             elif isinstance(message, Reports) and message.reports:
                 await asyncio.to_thread(self._records.commit, peer.name, message.reports)
                 for report in filter(_ends, message.reports):
                     peer.held.pop(report.job, None)
                 peer.writer.write(Acknowledge(report=message.reports[-1].number).line())
                 self._changed()
+
+
+def _pass_on(peer: Peer, message: Piece | Broken) -> None:
+    """Give what an instance says of a completion to whoever waits for it, if that is the instance's and is not over."""
+    opened = peer.completions.get(message.id)
+    if opened is None:
+        return
+    if isinstance(message, Piece):
+        if message.choice not in opened.choices:
+            return
+        if opened.pieces.qsize() >= _MOST_WAITING:
+            peer.writer.write(Abandon(id=message.id).line())
+            message = Broken(id=message.id, message="the answer was read too slowly", code="too_slow")
+        elif message.finish is not None:
+            opened.choices.discard(message.choice)
+    opened.pieces.put_nowait(message)
+    if isinstance(message, Broken) or not opened.choices:
+        del peer.completions[message.id]
+
+
+def _break_all(peer: Peer) -> None:
+    """Tell whoever waits for an instance that it is gone."""
+    for own, opened in peer.completions.items():
+        opened.pieces.put_nowait(Broken(id=own, message="its instance went away", code="instance_gone"))
+    peer.completions.clear()
 
 
 def _ends(report: AnyReport) -> bool:

@@ -64,6 +64,36 @@ class Leave(Message):
     attempt: Count
 
 
+class Complete(Message):
+    """A conversation is to be continued. What comes of it is told by `Piece` and `Broken`, which are not kept: a server
+    that goes away abandons it."""
+
+    kind: Literal["complete"] = "complete"
+    id: Name
+    adapter: str = ""
+    """Directory of the adapter that continues it, below the service's; empty: the bare backbone."""
+    messages: list[dict[str, str]]
+    """`role` and `content` of each."""
+    choices: Annotated[int, Field(ge=1, le=128)] = 1
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """None: up to the last position of the backbone."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """0: the likeliest token."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    seed: int = 0
+    stop: list[str] = []
+    top_log_probs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """How many alternatives to each token are told; None: no log-probabilities at all."""
+
+
+class Abandon(Message):
+    """Nobody waits for a completion any more."""
+
+    kind: Literal["abandon"] = "abandon"
+    id: Name
+
+
 class Drain(Message):
     """Every job is to be saved and to leave, and the instance to end."""
 
@@ -109,6 +139,45 @@ class Beat(Message):
 
     kind: Literal["beat"] = "beat"
     free_bytes: int | None = None
+
+
+class LogProb(Message):
+    """How likely a token was."""
+
+    token: str
+    bytes: list[int]
+    log_prob: float
+
+
+class TokenLogProb(LogProb):
+    """The same of a token that was chosen, with the likeliest ones in its place."""
+
+    top: list[LogProb] = []
+
+
+class Piece(Message):
+    """What one choice of a completion has got since the last one."""
+
+    kind: Literal["piece"] = "piece"
+    id: Name
+    choice: Count
+    text: str = ""
+    log_probs: list[TokenLogProb] = []
+    finish: Literal["stop", "length"] | None = None
+    prompt_tokens: Count
+    completion_tokens: Count
+    """Of this choice, so far."""
+
+
+class Broken(Message):
+    """A completion is over before its end; `is_clients`: because of what the client asked for."""
+
+    kind: Literal["broken"] = "broken"
+    id: Name
+    message: str
+    param: str | None = None
+    code: str | None = None
+    is_clients: bool = False
 
 
 class Report(Message):
@@ -160,28 +229,30 @@ class Reports(Message):
     reports: list[AnyReport]
 
 
-Command = Annotated[Welcome | Submit | Leave | Drain | Acknowledge | Refuse, Field(discriminator="kind")]
-FromInstance = Annotated[Hello | Beat | Reports, Field(discriminator="kind")]
+AnyCommand = Welcome | Submit | Leave | Complete | Abandon | Drain | Acknowledge | Refuse
+AnyFromInstance = Hello | Beat | Reports | Piece | Broken
+Command = Annotated[AnyCommand, Field(discriminator="kind")]
+FromInstance = Annotated[AnyFromInstance, Field(discriminator="kind")]
 
 _COMMANDS: TypeAdapter[Any] = TypeAdapter(Command)
 _FROM_INSTANCES: TypeAdapter[Any] = TypeAdapter(FromInstance)
 
 
-def read_command(line: bytes) -> Welcome | Submit | Leave | Drain | Acknowledge | Refuse:
+def read_command(line: bytes) -> AnyCommand:
     """Read a message of a server.
 
     Raises:
         ValueError: It is none.
     """
-    command: Welcome | Submit | Leave | Drain | Acknowledge | Refuse = _COMMANDS.validate_json(line)
+    command: AnyCommand = _COMMANDS.validate_json(line)
     return command
 
 
-def read_from_instance(line: bytes) -> Hello | Beat | Reports:
+def read_from_instance(line: bytes) -> AnyFromInstance:
     """Read a message of an instance.
 
     Raises:
         ValueError: It is none.
     """
-    message: Hello | Beat | Reports = _FROM_INSTANCES.validate_json(line)
+    message: AnyFromInstance = _FROM_INSTANCES.validate_json(line)
     return message

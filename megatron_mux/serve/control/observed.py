@@ -30,6 +30,8 @@ OPEN = ("queued", "running")
 """Statuses of jobs that the dispatcher looks at."""
 _FIRST_RATE = 1000.0
 """Tokens a second of a backbone, until its jobs have trained."""
+_SECONDS_WANTED = 600.0
+"""So long after a chat its backbone stays at hand."""
 _NEWER = 0.2
 """Share of the newest rate in the average."""
 
@@ -72,6 +74,7 @@ class Observed:
     _load_seconds: dict[str, float] = field(default_factory=dict)
     _accounts: Accounts = field(default_factory=Accounts)
     _last_starts: dict[str, dict[str, float]] = field(default_factory=dict)
+    _wanted_at: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.slots = {number: SlotView(number) for number in range(self.settings.instances)}
@@ -90,6 +93,10 @@ class Observed:
     def started(self, job: Job) -> None:
         """Note that a job has been given to an instance: tenants take turns."""
         self._last_starts.setdefault(job.tenant_id, {})[job.backbone] = time.time()
+
+    def want(self, backbone: str) -> None:
+        """Note that a chat asks for a backbone. Any thread may call it."""
+        self._wanted_at[backbone] = time.monotonic()
 
     def died(self, instance: Instance) -> None:
         """Note that an instance has died, so that its slot waits longer each time."""
@@ -116,10 +123,16 @@ class Observed:
             self._tenants(session, views),
             list(self.slots.values()),
             [
-                BackboneView(name, self._capacity.get(name), self._load_seconds.get(name, 30.0))
+                BackboneView(
+                    name, self._capacity.get(name), self._load_seconds.get(name, 30.0), self._is_wanted(name)
+                )
                 for name in self.settings.backbones
             ],
         )
+
+    def _is_wanted(self, backbone: str) -> bool:
+        at = self._wanted_at.get(backbone)
+        return at is not None and time.monotonic() - at < _SECONDS_WANTED
 
     def _follow(self, instance: Instance, jobs: Sequence[Job]) -> None:
         """Compare an instance's jobs with what they were in the last turn."""
@@ -187,7 +200,8 @@ class Observed:
             state=cast(Literal["starting", "ready", "draining"], "starting" if is_silent else instance.state),
             started_at=instance.started_at,
             free_bytes=free,
-            idle_since=seen.idle_since,
+            # It is not given up while it answers.
+            idle_since=None if peer is not None and peer.completions else seen.idle_since,
             refusals=dict(seen.refusals),
         )
 

@@ -64,7 +64,9 @@ class Slots:
                 pass
         for backbone in sorted(self._backbones):
             if self._backbones[backbone].wanted and not self._count[backbone] + self._coming[backbone]:
-                self._take_slot(backbone, "its backbone is to be at hand")
+                idle = self._spare(backbone)
+                if not self._take_slot(backbone, "its backbone is to be at hand") and idle:
+                    self._retire(idle[0], backbone, "it has been idle, and another backbone is to be at hand")
 
     def give_up_for(self, turn: Turn, reserved: Collection[str]) -> None:
         """Give up an instance of another backbone for a job that finds no room, if one is idle or the job is due.
@@ -75,18 +77,13 @@ class Slots:
         backbone = turn.job.backbone
         if not self._wants_more(backbone):
             return
-        old = [
-            room
-            for room in self._rooms
-            if room.backbone != backbone and room.ready and self._now - room.started_at >= self._policy.hold
-        ]
-        idle = [room for room in old if not room.jobs and self._is_spare(room)]
-        if idle:
-            room = min(idle, key=lambda room: (room.idle_since or 0.0, room.slot))
-            self._retire(room, backbone, "it has been idle, and jobs wait for another backbone")
+        if idle := self._spare(backbone):
+            self._retire(idle[0], backbone, "it has been idle, and jobs wait for another backbone")
         elif turn.due and not self._count[backbone] + self._coming[backbone]:
             busy = [
-                room for room in old if not room.started and room.name not in reserved and not room.suspects
+                room
+                for room in self._old(backbone)
+                if not room.started and room.name not in reserved and not room.suspects
             ]
             if busy:
                 room = min(busy, key=lambda room: (-self._count[room.backbone], len(room.jobs), room.slot))
@@ -94,6 +91,19 @@ class Slots:
                     self._retire(room, backbone, "jobs for another backbone have waited for their turn")
                 else:
                     room.most_jobs = 0  # nobody begins here until it is without jobs
+
+    def _old(self, backbone: str) -> list[Room]:
+        """Instances of other backbones that have been there for a while."""
+        return [
+            room
+            for room in self._rooms
+            if room.backbone != backbone and room.ready and self._now - room.started_at >= self._policy.hold
+        ]
+
+    def _spare(self, backbone: str) -> list[Room]:
+        """Those of them that nobody needs; first the one that has been idle for longest."""
+        idle = [room for room in self._old(backbone) if not room.jobs and self._is_spare(room)]
+        return sorted(idle, key=lambda room: (room.idle_since or 0.0, room.slot))
 
     def comes(self, backbone: str) -> bool:
         """Whether an instance is going to be launched as soon as its slot is free."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,13 +15,17 @@ from pathlib import Path
 
 from megatron_mux.serve.channel.messages import (
     LONGEST,
+    Abandon,
     Acknowledge,
     AnyReport,
     Beat,
+    Broken,
+    Complete,
     Drain,
     Hello,
     Leave,
     Message,
+    Piece,
     Refuse,
     Reports,
     Submit,
@@ -28,6 +34,7 @@ from megatron_mux.serve.channel.messages import (
 )
 from megatron_mux.serve.instance.held import HeldJobs
 from megatron_mux.serve.instance.saves import RunFiles
+from megatron_mux.training.commands import Tell
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_BETWEEN_BEATS = 1.0
@@ -45,6 +52,7 @@ class Connection:
         name, token: By which the server knows the instance.
         jobs: Of the instance.
         files: What the run leaves.
+        arrived: Set when the loop has something to look at.
     """
 
     address: Path
@@ -52,6 +60,9 @@ class Connection:
     token: str
     jobs: HeldJobs
     files: RunFiles
+    arrived: threading.Event = field(default_factory=threading.Event)
+    _outbox: deque[Message] = field(default_factory=deque)
+    _choices: dict[str, int] = field(default_factory=dict)  # of completions that are not over, by their ids
     _ends: threading.Event = field(default_factory=threading.Event)
     _socket: socket.socket | None = None
     _received: bytes = b""
@@ -60,10 +71,16 @@ class Connection:
 
     def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def start(self) -> None:
         """Begin."""
         self._thread.start()
+
+    def send(self, message: Message) -> None:
+        """Have the server told something at once, if it is there; any thread may call it."""
+        self._outbox.append(message)
+        os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """Report what the run has left, give the server some time to commit it, and leave."""
@@ -102,8 +119,23 @@ class Connection:
             if time.monotonic() >= self._next_beat:
                 self._next_beat = time.monotonic() + _SECONDS_BETWEEN_BEATS
                 self._send([Beat()])
-        if select.select([self._socket], [], [], _SECONDS_BETWEEN_LOOKS)[0]:
+            while self._outbox:
+                self._send_now(self._outbox.popleft())
+        descriptor = self._socket.fileno()
+        ready = select.select([descriptor, self._wake], [], [], _SECONDS_BETWEEN_LOOKS)[0]
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        if descriptor in ready:
             self._receive()
+
+    def _send_now(self, message: Message) -> None:
+        """Send what concerns a completion, unless the server that asked for it has gone away."""
+        if not isinstance(message, Piece | Broken) or message.id not in self._choices:
+            return
+        self._choices[message.id] -= isinstance(message, Piece) and message.finish is not None
+        if isinstance(message, Broken) or not self._choices[message.id]:
+            del self._choices[message.id]
+        self._send([message])
 
     def _receive(self) -> None:
         assert self._socket is not None
@@ -125,10 +157,20 @@ class Connection:
                 self.jobs.submit(submit)
             case Leave() as leave:
                 self.jobs.leave(leave)
+            case Complete() as request:
+                self._choices[request.id] = request.choices
+                self._tell(request)
+            case Abandon() as request:
+                self._choices.pop(request.id, None)
+                self._tell(request)
             case Acknowledge(report=number):
                 self.jobs.acknowledge(number)
             case Drain() | Refuse():
                 self.jobs.drain()
+        self.arrived.set()
+
+    def _tell(self, request: Complete | Abandon) -> None:
+        self.jobs.queue.put(Tell(request))
 
     def _report(self, reports: Sequence[AnyReport]) -> None:
         if reports:
@@ -144,3 +186,6 @@ class Connection:
             with suppress(OSError):
                 self._socket.close()
         self._socket, self._is_welcome, self._received = None, False, b""
+        for own in list(self._choices):  # whoever asked is gone
+            self._tell(Abandon(id=own))
+        self._choices.clear()

@@ -17,7 +17,7 @@ from megatron_mux.engine import Task
 from megatron_mux.engine.evaluation.evaluator import EvalResult
 from megatron_mux.engine.evaluation.held_out import HeldOut, Unprompted, prompt_and_completion
 from megatron_mux.engine.evaluation.texts import with_texts
-from megatron_mux.engine.generate import Completion, Prompt
+from megatron_mux.engine.generation.passes import Completion, Prompt
 from megatron_mux.tasks import TaskSpec
 from megatron_mux.training.eval_setup import accuracy_measured, problems_of_evaluation
 from tests.end_to_end.workplace import write_tokenizer

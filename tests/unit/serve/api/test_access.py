@@ -29,7 +29,7 @@ def with_prefix(world: World) -> list[tuple[str, str]]:
     found = [
         (method, path if path == "/healthz" else f"/v1{path}") for method, path in routes(world.http.app)
     ]
-    assert len(found) == 21
+    assert len(found) == 22
     return found
 
 

@@ -238,6 +238,10 @@ def test_an_idle_instance_gives_its_slot_to_another_backbone_and_chats_keep_one(
     kept = [BackboneView("a"), BackboneView("b", wanted=True)]
     assert [type(each) for each in decide(cluster([job(0)], idle, backbones=kept), Fair(), NOW)] == [Wait]
     assert [type(each) for each in decide(cluster([], backbones=kept), Fair(), NOW)] == [Launch]
+    other = ready(backbone="a", idle_since=NOW - 100)
+    assert [type(each) for each in decide(cluster([], other, backbones=kept), Fair(), NOW)] == [Retire]
+    used = [job(0, instance="0.0")]
+    assert decide(cluster(used, ready(backbone="a"), backbones=kept), Fair(), NOW) == []
 
 
 def test_accounts_give_no_credit_for_having_wanted_nothing() -> None:
