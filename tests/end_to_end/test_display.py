@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -110,8 +111,11 @@ def of_six_tasks(root: Path) -> list[str | Path]:
         }
 
     tasks = workplace.write_tasks("five.yaml", {name: task(i) for i, name in enumerate(NAMES)})
-    lines = (root / "pairs.jsonl").read_text().splitlines(keepends=True)
-    (root / "more.jsonl").write_text("".join(lines[::-1]))  # its tokens are in no cache: tokenising is seen
+    # Its tokens are in no cache: tokenising is seen.
+    more = (
+        (root / "pairs.jsonl").read_text() + json.dumps({"prompt": "seen here", "completion": "only"}) + "\n"
+    )
+    (root / "more.jsonl").write_text(more)
     joining = task(5) | {"data": {**TASKS["lora"]["data"], "path": str(root / "more.jsonl")}}
     joins = workplace.write_tasks("joins.yaml", {"summaries": joining})
     arguments = [word for word in workplace.arguments(tasks=tasks) if word != "--mux-no-progress"]
