@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import OrderedDict
@@ -123,20 +122,26 @@ class Completions(Callback):
 
     def after_steps(self, steps: int) -> None:
         """See `Callback`."""
-        self._owed = steps * self._step_seconds * self.share / max(1.0 - self.share, 1e-3)
+        earned = steps * self._step_seconds * self.share / (1.0 - self.share)
+        # No more is kept than the next pass takes: what nobody asked for is not made up for later.
+        self._owed = min(self._owed, self._pass_seconds) + earned
 
     def between_steps(self) -> bool:
         """See `Callback`."""
-        if not len(self._completions):
-            return False
         engine = self._registry.engine
-        seconds = self._owed if engine.active else _IDLE_SECONDS
-        passes = computed_by_first(lambda: max(1, math.ceil(seconds / self._pass_seconds)), engine.parallel)
+        if not len(self._completions):
+            self._owed = 0.0
+            return False
+        if not engine.active:
+            self._owed = max(self._pass_seconds, _IDLE_SECONDS)
+        passes = computed_by_first(lambda: int(self._owed / self._pass_seconds + 1e-6), engine.parallel)
         engine.adapters.prepare()
         for _ in range(passes):
             started = time.perf_counter()
             self._tell(self._completions.run_pass())
-            self._pass_seconds += 0.2 * (time.perf_counter() - started - self._pass_seconds)
+            taken = time.perf_counter() - started
+            self._owed -= taken
+            self._pass_seconds += 0.2 * (taken - self._pass_seconds)
             if not len(self._completions):
                 break
         return True

@@ -189,3 +189,4 @@ class Connection:
         for own in list(self._choices):  # whoever asked is gone
             self._tell(Abandon(id=own))
         self._choices.clear()
+        self.arrived.set()

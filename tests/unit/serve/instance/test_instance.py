@@ -12,11 +12,14 @@ import yaml
 
 from megatron_mux.saved_files import MANIFESTS, manifest_name
 from megatron_mux.serve.channel.messages import (
+    Abandon,
     Acknowledge,
     Beat,
+    Complete,
     Hello,
     Leave,
     Lines,
+    Piece,
     Reports,
     Saved,
     State,
@@ -160,3 +163,43 @@ def test_reports_are_sent_again_to_a_server_that_comes_back(tmp_path: Path) -> N
     began = time.monotonic()
     connection.close()
     assert jobs.has_told_all and time.monotonic() - began < 5
+
+
+def next_command(connection: Connection, jobs: HeldJobs) -> commands.Command:
+    """The one command that comes next, once the loop is told to look."""
+    while True:
+        assert connection.arrived.wait(5)
+        connection.arrived.clear()
+        if found := jobs.poll():
+            (command,) = found
+            return command
+
+
+def test_completions_are_asked_for_told_of_at_once_and_abandoned_with_the_server(tmp_path: Path) -> None:
+    server = Server(tmp_path / "socket")
+    jobs = holding(tmp_path / "run")
+    jobs.poll()
+    jobs.report(State, job="ftjob-1", attempt=2, state="running")
+    connection = Connection(tmp_path / "socket", "0.0", "secret", jobs, RunFiles(jobs, tmp_path))
+    connection.start()
+    server.accept(0)
+    asked = Complete(id="c", messages=[{"role": "user", "content": "hello"}], choices=2)
+    server.connection.sendall(asked.line())
+    assert next_command(connection, jobs) == commands.Tell(asked)
+
+    def piece(own: str, choice: int, **more: Any) -> Piece:
+        return Piece(id=own, choice=choice, prompt_tokens=3, completion_tokens=1, **more)
+
+    pieces = [piece("c", 0, text="a"), piece("c", 0, finish="stop"), piece("c", 1, text="b")]
+    for own in (piece("unknown", 0), *pieces):  # nobody has asked for the first one
+        connection.send(own)
+    found: list[Any] = []
+    while len(found) < 3:
+        message = read_from_instance(server.file.readline())
+        found += [message] * isinstance(message, Piece)
+    assert found == pieces
+    server.connection.shutdown(socket.SHUT_RDWR)
+    server.connection.close()
+    assert next_command(connection, jobs) == commands.Tell(Abandon(id="c")), "whoever asked is gone"
+    server.accept(0)
+    connection.close()
