@@ -13,9 +13,9 @@ from tests import warm
 
 sys.executable = os.environ.get(warm.COLD, sys.executable)
 
-# An example may take long on a busy machine, where tests of several processes share two cores. What fifty examples do
+# An example may take long on a busy machine, where tests of several processes share two cores. What thirty examples do
 # not find, a hundred hardly do: properties that need more say so.
-settings.register_profile("any-machine", settings(), deadline=None, max_examples=50)
+settings.register_profile("any-machine", settings(), deadline=None, max_examples=30)
 settings.load_profile("any-machine")
 
 

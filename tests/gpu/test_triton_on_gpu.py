@@ -21,7 +21,7 @@ if torch.cuda.is_available():
         check,
         groups_of,
         term_of,
-        test_64_tasks,
+        test_many_tasks,
         test_dropout,
         test_factors,
         test_factors_beside_neighbours_that_are_not_aligned,

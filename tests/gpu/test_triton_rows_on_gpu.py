@@ -14,7 +14,7 @@ if torch.cuda.is_available():
         bottleneck,
         check,
         factors,
-        test_64_tasks,
+        test_many_tasks,
         test_bottlenecks,
         test_factors,
         test_half_precision,

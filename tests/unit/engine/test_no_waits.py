@@ -13,7 +13,7 @@ from tests.unit.dry_run.recordings import KINDS, task_of
 from tests.unit.engine.waits import HARMLESS, OFFENDERS, waits_of_all
 from tests.unit.memory.traced import LLAMA
 
-STEPS = 6
+STEPS = 4
 ADAPTERS = KINDS | {
     "lora": {**KINDS["lora"], "target_modules": "all-linear"},
     "vera": {"peft_type": "VERA", "r": 4, "target_modules": ["q_proj", "v_proj"]},

@@ -262,12 +262,12 @@ def test_factors() -> None:
     check(terms, groups_of([0, 1], [(0, 70), (70, 90)]), 4e-6)
 
 
-def test_64_tasks() -> None:
-    sizes = [(i * 7) % 23 for i in range(64)]
+def test_many_tasks() -> None:
+    sizes = [(i * 7) % 23 for i in range(33)]
     ends = torch.tensor(sizes).cumsum(0).tolist()
     rows = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    terms = [term_of(i, 1 + i % 16, k=40, n=48, dropout=0.1 * (i % 2)) for i in range(64)]
-    check(terms, groups_of(range(64), rows), k=40, n=48)
+    terms = [term_of(i, 1 + i % 16, k=40, n=48, dropout=0.1 * (i % 2)) for i in range(33)]
+    check(terms, groups_of(range(33), rows), k=40, n=48)
 
 
 def test_half_precision() -> None:
