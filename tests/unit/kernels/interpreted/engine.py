@@ -32,7 +32,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 def test_engine_trains_as_with_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: list[str]
 ) -> None:
-    path = tiny_models.make(tmp_path, "llama", num_hidden_layers=2)
+    path = tiny_models.make(tmp_path, "llama", num_hidden_layers=1)
     parallel = initialize(device="cpu")
     backbone = Backbone.load(path, parallel, torch.float32)
     training = {"per_device_train_batch_size": 2, "max_steps": 50, "learning_rate": 1e-2}
