@@ -53,13 +53,27 @@ def get_caller(request: Request) -> Caller:
     if found is None:
         raise _unknown("Incorrect API key.")
     row, tenant = found
-    if row.revoked_at is not None:
-        raise _unknown("This API key is revoked.")
-    if row.expires_at is not None and row.expires_at <= time.time():
-        raise _unknown("This API key has expired.")
+    _check(row)
     retries = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
     limits = replace(service.settings.limits, **tenant.limits)
     return Caller(tenant.id, tenant.name, row.id, limits, retries)
+
+
+def check_key(service: Service, caller: Caller) -> None:
+    """Check again that a caller's key is good, as what takes long does now and then.
+
+    Raises:
+        ApiError: 401: the key has expired or is revoked.
+    """
+    with service.store.read() as session:
+        _check(session.get_one(Key, caller.key_id))
+
+
+def _check(key: Key) -> None:
+    if key.revoked_at is not None:
+        raise _unknown("This API key is revoked.")
+    if key.expires_at is not None and key.expires_at <= time.time():
+        raise _unknown("This API key has expired.")
 
 
 ServiceOf = Annotated[Service, Depends(get_service)]

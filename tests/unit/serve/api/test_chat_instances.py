@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from megatron_mux.serve.channel.messages import (
 )
 from megatron_mux.serve.control import observed
 from megatron_mux.serve.control.observed import Observed
-from megatron_mux.serve.database.tables import Instance
+from megatron_mux.serve.database.tables import Instance, Key, Tenant
+from megatron_mux.serve.keys import revoke_key
 from tests.unit.serve.api.chats import ASK, Scene, ask, piece, play, until
 
 
@@ -156,6 +158,38 @@ def test_the_instance_with_the_fewest_gets_the_next(tmp_path: Path) -> None:
             for own, completion in given:
                 own.say(piece(completion, finish="stop"))
             await asyncio.gather(*asking)
+
+    play(tmp_path, act)
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_key_that_is_revoked_ends_its_streams(tmp_path: Path, is_silent: bool) -> None:
+    async def act(scene: Scene) -> None:
+        ann, store = scene.client("ann"), scene.world.service.store
+        async with scene.instance() as instance:
+            streaming = ask(ann, stream=True)
+            own = (await instance.asked()).id
+            instance.say(piece(own, "a"))
+            stream = await streaming
+            with store.read() as session:
+                tenant = session.scalars(select(Tenant.id).where(Tenant.name == "ann")).one()
+                key = session.scalars(select(Key.id).where(Key.tenant_id == tenant)).one()
+            revoke_key(store, key)
+            began = time.monotonic()
+
+            async def speak() -> None:
+                while not is_silent:
+                    instance.say(piece(own, "b"))
+                    await asyncio.sleep(0.01)
+
+            speaking = asyncio.ensure_future(speak())
+            with pytest.raises(openai.APIError, match="revoked"):
+                async for _ in stream:
+                    pass
+            speaking.cancel()
+            assert time.monotonic() - began < 1.5
+            heard = await instance.heard()
+            assert isinstance(heard, Abandon) and heard.id == own
 
     play(tmp_path, act)
 
