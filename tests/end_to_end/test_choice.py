@@ -22,7 +22,7 @@ def test_the_chosen_method_is_among_the_two_fastest_that_run(tmp_path: Path, ser
         "--sequences",
         "4",
     ]
-    command += ["--steps", "9", "--output", str(tmp_path / "result.json")]
+    command += ["--steps", "5", "--output", str(tmp_path / "result.json")]
     result = result_of(command, tmp_path)
     print((tmp_path / "result.md").read_text())
     methods = result["methods"]
