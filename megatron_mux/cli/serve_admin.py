@@ -1,9 +1,11 @@
-"""Look after a service: its tenants and their keys. The server may run meanwhile.
+"""Look after a service: its tenants and their keys, backups. The server may run meanwhile.
 
 megatron-mux serve-admin --state DIR add-tenant NAME        # prints its first key, once
 megatron-mux serve-admin --state DIR list
 megatron-mux serve-admin --state DIR add-key NAME --days 90
 megatron-mux serve-admin --state DIR revoke-key ID
+megatron-mux serve-admin --state DIR backup --to BACKUP
+megatron-mux serve-admin --state NEWDIR restore --from BACKUP
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_mux.arguments.parser import Parser
 from megatron_mux.arguments.values import at_least, path
 from megatron_mux.cli.serve import INSTALL
-from megatron_mux.errors import UserError, exit_status
+from megatron_mux.errors import UserError, exit_status, to_stderr
 
 if TYPE_CHECKING:
     from megatron_mux.serve.database.store import Store
@@ -31,10 +34,7 @@ _DAY = 86400.0
 def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser = Parser(prog=program, description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--state", type=path, required=True, metavar="DIR", help="the service's directory")
-    parser.add_argument(
-        "--database", default="", metavar="URL", help="as for serve (default: SQLite in --state)"
-    )
+    parser.set_defaults(state=None, database="")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="tenants, and which keys they have")
     tenant = actions.add_parser("add-tenant", help="add a tenant; prints its first key")
@@ -44,7 +44,19 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     key.add_argument("--days", type=at_least(1), metavar="N", help="until it expires (default: never)")
     revoke = actions.add_parser("revoke-key", help="have a key refused from now on")
     revoke.add_argument("key", help="its id, as `list` shows it")
+    backup = actions.add_parser("backup", help="keep the database, files and checkpoints elsewhere")
+    backup.add_argument("--to", type=path, required=True, metavar="DIR", help="a new directory")
+    restore = actions.add_parser("restore", help="make a service of a backup, in --state, a new directory")
+    restore.add_argument("--from", dest="backup", type=path, required=True, metavar="DIR", help="the backup")
+    for each in (parser, *actions.choices.values()):  # before or after the action
+        _add_place(each)
     return parser
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    add, left_out = parser.add_argument, argparse.SUPPRESS
+    add("--state", type=path, default=left_out, metavar="DIR", help="the service's directory")
+    add("--database", default=left_out, metavar="URL", help="as for serve (default: SQLite in --state)")
 
 
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
@@ -55,16 +67,44 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
 
 def _work(words: Sequence[str], program: str) -> None:
     arguments = build_parser(program).parse_args(words)
+    if arguments.state is None:
+        raise UserError("--state DIR is missing: the service's directory")
     try:
         from megatron_mux.serve.database.store import Store, sqlite_url
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name}: {INSTALL}") from error
+    if arguments.action == "restore":
+        return _restore(arguments)
     if not arguments.database and not (arguments.state / "service.db").exists():
         raise UserError(
             f"--state {arguments.state}: no service has begun there: start megatron-mux serve first"
         )
-    with closing(Store(arguments.database or sqlite_url(arguments.state))) as store:
+    url = arguments.database or sqlite_url(arguments.state)
+    if arguments.action == "backup":
+        return _back_up(arguments, url)
+    with closing(Store(url)) as store:
         _act(arguments, store)
+
+
+def _back_up(arguments: argparse.Namespace, url: str) -> None:
+    from sqlalchemy.engine import make_url
+
+    from megatron_mux.serve.backup import back_up
+
+    database = make_url(url).database or ""
+    if make_url(url).get_backend_name() != "sqlite" or not Path(database).is_file():
+        raise UserError(f"--database {url}: is no file of SQLite: back it up with its own tools")
+    kept = back_up(Path(database), arguments.state, arguments.to, to_stderr)
+    print(f"{arguments.to}: {kept}")
+
+
+def _restore(arguments: argparse.Namespace) -> None:
+    from megatron_mux.serve.backup import restore
+
+    if arguments.database:
+        raise UserError("--database: a backup is restored to SQLite in --state: leave it out")
+    kept = restore(arguments.backup, arguments.state, to_stderr)
+    print(f"{arguments.state}: {kept}")
 
 
 def _act(arguments: argparse.Namespace, store: Store) -> None:
