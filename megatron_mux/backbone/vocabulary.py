@@ -178,6 +178,8 @@ class Vocabulary:
             `[N, V]` fp32, the same on every tensor rank.
         """
         with torch.no_grad(), self._in_place("head"):
+            if not batch.rows:
+                return hidden.new_zeros(0, 1)
             layer = self.output_layer(batch.labelled.task_rows, share=False)
             return whole_scores(self._rows(hidden, batch), layer)
 

@@ -74,14 +74,16 @@ def _work(words: Sequence[str], program: str) -> None:
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name}: {INSTALL}") from error
     if arguments.action == "restore":
-        return _restore(arguments)
+        _restore(arguments)
+        return
     if not arguments.database and not (arguments.state / "service.db").exists():
         raise UserError(
             f"--state {arguments.state}: no service has begun there: start megatron-mux serve first"
         )
     url = arguments.database or sqlite_url(arguments.state)
     if arguments.action == "backup":
-        return _back_up(arguments, url)
+        _back_up(arguments, url)
+        return
     with closing(Store(url)) as store:
         _act(arguments, store)
 
@@ -91,10 +93,13 @@ def _back_up(arguments: argparse.Namespace, url: str) -> None:
 
     from megatron_mux.serve.backup import back_up
 
-    database = make_url(url).database or ""
-    if make_url(url).get_backend_name() != "sqlite" or not Path(database).is_file():
-        raise UserError(f"--database {url}: is no file of SQLite: back it up with its own tools")
-    kept = back_up(Path(database), arguments.state, arguments.to, to_stderr)
+    asked = make_url(url)
+    database = Path(asked.database or "")
+    if asked.get_backend_name() != "sqlite" or not database.is_file():
+        raise UserError(
+            f"--database {asked.render_as_string()}: is no file of SQLite: back it up with its own tools"
+        )
+    kept = back_up(database, arguments.state, arguments.to, to_stderr)
     print(f"{arguments.to}: {kept}")
 
 

@@ -70,13 +70,17 @@ class ForwardCompute:
         backbone, batch = self.stages[action.stage], self.batches[action.micro_batch]
         with activate(batch):
             output = backbone.forward(batch, hidden, labelled_only=True)
-            if backbone.last and batch.rows:
+            if (
+                backbone.last
+            ):  # also without rows: where weights are sharded, ranks gather those of the head together
                 self.find(action.micro_batch, batch, backbone, output)
         return output
 
     def find(self, number: int, batch: PackedBatch, backbone: Backbone, output: Tensor) -> None:
         """Compute and keep what is wanted of the last stage's output; see `keep`."""
-        self.keep(number, batch, *backbone.predict(output, batch))
+        nll, tokens = backbone.predict(output, batch)
+        if batch.rows:
+            self.keep(number, batch, nll, tokens)
 
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
         """There is none."""
@@ -212,4 +216,6 @@ class SamplingCompute(ForwardCompute):
 
     def find(self, number: int, batch: PackedBatch, backbone: Backbone, output: Tensor) -> None:
         """See `ForwardCompute.find`."""
-        self.chosen[number] = choose(backbone.scores(output, batch), self.draws[number])
+        scores = backbone.scores(output, batch)
+        if batch.rows:
+            self.chosen[number] = choose(scores, self.draws[number])

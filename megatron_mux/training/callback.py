@@ -45,7 +45,8 @@ class Callback:
         """Do some other work with the engine; called before each burst of steps, and while none can run.
 
         Returns:
-            Whether there is more to do, the same on every rank: then a run without steps does not wait.
+            Whether there is more to do before the next steps, the same on every rank: it is called again once commands
+            have been followed, and the run does not end before.
         """
         return False
 

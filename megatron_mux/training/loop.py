@@ -67,7 +67,8 @@ class Loop:
             stop_when_done = self.registry.follow(self.commands.poll(), self._preparing)
             self.registry.admit()
             self._tell_changes()
-            is_busy = True in [work() for work in self._between_steps]  # each of them works
+            if True in [work() for work in self._between_steps]:  # each of them works
+                continue
             if not self.engine.active:
                 if self.registry.waiting or any(callback.undecided for callback in self.callbacks):
                     continue  # whoever had its turn was refused
@@ -78,8 +79,7 @@ class Loop:
                 if not (idle or self.registry.preparing):
                     self.reporter.say(f"nothing to train: waiting for {self.commands.awaited}")
                     idle = True
-                if not is_busy:
-                    self._idles[0](_IDLE_SECONDS)
+                self._idles[0](_IDLE_SECONDS)
                 continue
             idle = False
             self._advance()

@@ -15,6 +15,7 @@ from megatron_mux.engine.generation import completions as completions_module
 from megatron_mux.engine.generation.completions import News
 from megatron_mux.engine.generation.passes import Prompt
 from megatron_mux.engine.generation.sampling import Sampling
+from megatron_mux.kernels.attention.key_value_cache import KeyValueCache
 from megatron_mux.runtime import Parallel
 from tests.budget import failing
 from tests.end_to_end.conftest import BackboneOf, PathOf
@@ -135,6 +136,29 @@ def test_one_without_memory_ends_and_the_others_go_on(engine: Engine, path: Path
                 found[news.key].append(news)
     assert "no memory" in found[4][0].problem and len(found[4]) == 1
     assert all(tokens_of(found[i]) == tokens_of(wanted[i]) for i in range(4))
+
+
+def test_those_that_find_no_room_in_the_cache_end_and_the_others_go_on(
+    engine: Engine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of(cases_of(path))[:2]
+    members = attached(engine, cases_of(path))
+    wanted = opened(engine.completions(members, []), {0: (prompts[0], Sampling())})
+    completions = engine.completions(members, [])
+    completions.open(0, prompts[0], Sampling())
+    found = completions.run_pass()
+    completions.open(1, prompts[1], Sampling())
+
+    def lacks(*_: object) -> None:
+        raise torch.OutOfMemoryError("made to fail. Nothing is short")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KeyValueCache, "add", lacks)
+        (told,) = completions.run_pass()
+    assert told.key == 1 and "no memory" in told.problem
+    while len(completions):
+        found += completions.run_pass()
+    assert tokens_of(found) == tokens_of(wanted[0])
 
 
 def test_a_prompt_that_the_backbone_has_no_positions_for_is_refused(

@@ -143,6 +143,8 @@ def test_a_conversation_that_is_too_long_is_the_clients(
     monkeypatch.setattr(module, "LONGEST", 2)
     instance.ask("long")
     assert instance.broken()["long"].is_clients and "may have 2" in instance.broken()["long"].message
+    instance.completions.told(Complete(id="huge", messages=[{"role": "user", "content": "a" * 65}]))
+    assert "more than the 2 tokens" in instance.broken()["huge"].message, "it is not even tokenised"
     instance.run()
     ends = [own for own in instance.sent if isinstance(own, Piece) and own.id == "fits"][-1]
     assert ends.finish and ends.prompt_tokens + ends.completion_tokens <= 7
@@ -169,6 +171,16 @@ def test_completions_get_their_share_of_the_time(instance: Instance, monkeypatch
                 clock[0] = 0.0
             assert [*own.due(step)] == [(1, 1)]
             own.after_steps(1)
-            own.between_steps()
+            while own.between_steps():
+                pass
         shares[share, step] = clock[0] / (clock[0] + 200 * step)
     assert shares == pytest.approx({(0.25, 3.0): 0.25, (0.5, 3.0): 0.5, (0.5, 0.02): 0.5}, abs=0.03)
+
+
+def test_a_token_that_the_model_has_not_is_refused(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab = instance.engine.backbone.shape.vocab
+    monkeypatch.setattr(module, "prompt_tokens", lambda *_: [1, vocab])
+    instance.ask("own")
+    assert instance.broken()["own"].is_clients and str(vocab) in instance.broken()["own"].message

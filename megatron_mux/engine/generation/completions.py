@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.engine.agreement import everyones
@@ -17,7 +18,9 @@ from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.kernels.attention.key_value_cache import KeyValueCache
 from megatron_mux.tasks.evaluation import TOKENS_PER_PASS
 
-OPEN_POSITIONS = 8 * TOKENS_PER_PASS
+MOST_ACTIVE = 64
+"""Sequences of a pass: the logits of all of them are held at once."""
+OPEN_POSITIONS = 16 * TOKENS_PER_PASS
 """Positions whose keys and values are kept at most: the sequences times the longest one. Others wait. A longer sequence
 is generated alone."""
 
@@ -121,7 +124,8 @@ class OpenCompletions(TokenPasses):
         new: list[_Open] = []
         while self._waiting:
             longest = self.positions([own.sequence for own in (*self._active.values(), self._waiting[0])])
-            if self._active and (len(self._active) + 1) * longest > OPEN_POSITIONS:
+            many = len(self._active) + 1
+            if self._active and (many > MOST_ACTIVE or many * longest > OPEN_POSITIONS):
                 break
             begun = self._waiting.pop(0)
             self._active[begun.sequence.name] = begun
@@ -140,8 +144,11 @@ class OpenCompletions(TokenPasses):
         """Run a pass of what this pipeline generates."""
         begun = [own.sequence for own in new if own.is_here]
         here = [own.sequence for own in self._active.values() if own.is_here]
+        failed = FailedBuckets(1, self.stages.values(), self.parallel)
         if begun or not self._caches:
-            self._make_room(begun)
+            self._make_room(begun, self.positions(here), failed)
+        if new and self.agree(bool(failed)):
+            return self._without_memory(new, failed)
         if self.switches and self.any_rank(any(map(self.changes_angles, here))):
             begun = here
         going = [sequence for sequence in here if sequence not in begun]
@@ -152,22 +159,28 @@ class OpenCompletions(TokenPasses):
             batches.append(self.step_pass(self.in_task_order(going), self._caches[0]))
         if not batches:
             return []
-        failed = FailedBuckets(1, self.stages.values(), self.parallel)
         members = [[self._active[segment.task, segment.sequence] for segment in b.segments] for b in batches]
         chosen = self._choose(batches, members, failed)
         if self.agree(bool(failed)):
-            why = f"there is no memory for it ({self.reason(failed)})"
-            lost = [own for own in new if own.is_here] or [
-                own for own in self._active.values() if own.is_here
-            ]
-            return [News(own.key, problem=why) for own in lost]
+            return self._without_memory(new or list(self._active.values()), failed)
         every = [own for some in members for own in some]
         return [self._one(own, row) for own, row in zip(every, chosen, strict=True)]
 
-    def _make_room(self, begun: Sequence[GrowingSequence]) -> None:
+    def _make_room(self, begun: Sequence[GrowingSequence], positions: int, failed: FailedBuckets) -> None:
+        """Have a cache with room for sequences that begin, and for so many positions of each sequence."""
         if not self._caches:
             self._caches.append(KeyValueCache([], 0))
-        self._caches[0].add([sequence.name for sequence in begun], self.positions(begun))
+        try:
+            self._caches[0].add([sequence.name for sequence in begun], positions)
+        except torch.OutOfMemoryError as error:
+            failed.note(failed.at, error)
+        if failed:  # outside the handler, whose traceback keeps tensors
+            failed.free()
+
+    def _without_memory(self, lost: Iterable[_Open], failed: FailedBuckets) -> list[News]:
+        """What this pipeline's completions among those that are lost for want of memory are told."""
+        why = f"there is no memory for it ({self.reason(failed)})"
+        return [News(own.key, problem=why) for own in lost if own.is_here]
 
     def _choose(
         self, batches: Sequence[PackedBatch], members: Sequence[Sequence[_Open]], failed: FailedBuckets
@@ -180,12 +193,18 @@ class OpenCompletions(TokenPasses):
         ]
         compute = SamplingCompute(self.stages, batches, draws, failed)
         self.run(compute)
-        rows: list[list[float]] = self.on_every_stage(torch.cat(compute.chosen)).tolist()
+        chosen = self.on_every_stage(torch.cat(compute.chosen))
+        if self.parallel.tp_size > 1:  # kernels may round differently on each rank
+            group = self.parallel.tp_group
+            dist.broadcast(chosen, src=dist.get_global_rank(group, 0), group=group)
+        rows: list[list[float]] = chosen.tolist()
         return rows
 
     def _one(self, own: _Open, row: Sequence[float]) -> News:
         """Append the token that was chosen for a completion."""
         token, log_prob, top = int(row[0]), row[1], (len(row) - 2) // 2
+        if token < 0:
+            return News(own.key, problem="its logits are not finite")
         finish = self.advance(own.sequence, token)
         if finish == "stop":
             return News(own.key, finish=finish)

@@ -68,12 +68,15 @@ def choose(scores: Tensor, draws: Draws) -> Tensor:
 
     Returns:
         `[n, 2 + 2 top]` fp64: the token and its log-probability, then the likeliest tokens and theirs. The
-        probabilities are the model's own: neither temperature, top-k nor top-p changes them.
+        probabilities are the model's own: neither temperature, top-k nor top-p changes them. The token is -1 where
+        logits are not finite.
     """
-    log_probs = torch.log_softmax(scores.double(), dim=1)
+    scores = scores.double()
+    spoilt = ~torch.isfinite(scores.amax(dim=1, keepdim=True))  # minus infinity alone is padding
+    log_probs = torch.log_softmax(scores.masked_fill(spoilt, 0.0), dim=1)
     likeliest = log_probs.argmax(dim=1, keepdim=True)
     drawn = torch.where((draws.temperature < _LEAST_TEMPERATURE)[:, None], likeliest, _draw(log_probs, draws))
-    columns = [drawn.double(), log_probs.gather(1, drawn)]
+    columns = [drawn.masked_fill(spoilt, -1).double(), log_probs.gather(1, drawn)]
     if draws.top:
         values, tokens = log_probs.topk(draws.top, dim=1)
         columns += [tokens.double(), values]

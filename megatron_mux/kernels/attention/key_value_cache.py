@@ -64,21 +64,28 @@ class KeyValueCache:
 
         Args:
             sequences: Task and number of each.
-            room: Positions of the longest of them.
-        """
-        self._step = None
-        for name in sequences:
-            self._rows[name] = len(self._rows)
-        if len(self._rows) <= self._size and room <= self._room:
-            return
-        self._size, self._room = max(self._size, len(self._rows)), max(self._room, room)
-        for layer, (keys, values) in self._layers.items():
-            self._layers[layer] = self._grown(keys), self._grown(values)
+            room: Positions of the longest of all that are left and these.
 
-    def _grown(self, old: Tensor) -> Tensor:
-        new = old.new_zeros(self._size, old.shape[1], self._room, old.shape[3])
-        new[: old.shape[0], :, : old.shape[2]] = old
-        return new
+        Raises:
+            torch.OutOfMemoryError: There is no room for them; then nothing has changed.
+        """
+        names = list(sequences)
+        count, used = len(self._rows) + len(names), len(self._rows)
+        size, most = max(self._size, count), max(self._room, room)
+        if (size, most) != (self._size, self._room):
+            if size * most > 2 * count * room:  # of sequences that have ended
+                size, most = count, room
+
+            def moved(old: Tensor) -> Tensor:
+                new = old.new_zeros(size, old.shape[1], most, old.shape[3])
+                kept = min(most, old.shape[2])
+                new[:used, :, :kept] = old[:used, :, :kept]
+                return new
+
+            layers = {layer: (moved(keys), moved(values)) for layer, (keys, values) in self._layers.items()}
+            self._layers, self._size, self._room = layers, size, most
+        self._step = None
+        self._rows |= {name: used + i for i, name in enumerate(names)}
 
     def attend(
         self,
@@ -133,6 +140,8 @@ class KeyValueCache:
         """Forget sequences that have ended. The last ones take their rows: all others stay side by side."""
         self._step = None
         for name in sequences:
+            if name not in self._rows:
+                continue
             hole = self._rows.pop(name)
             last = len(self._rows)
             moved = next((other for other, row in self._rows.items() if row == last), None)
@@ -168,6 +177,8 @@ class KeyValueCache:
                 keys[row, :, place] = more_keys.transpose(0, 1)
                 values[row, :, place] = more_values.transpose(0, 1)
                 start = place.stop
+            # Another sequence may have left anything here, and a weight of zero makes no number of what is none.
+            keys[row, :, start:], values[row, :, start:] = 0, 0
 
     def _step_of(self, segments: Sequence[Segment], prefix: Prefix, device: torch.device) -> _Step:
         """Where the tokens of a micro-batch belong; found once for all layers, without waiting for the device."""

@@ -314,9 +314,12 @@ def whole_scores(hidden: Tensor, layer: OutputLayer) -> Tensor:
     Returns:
         `[N, V]` fp32 or fp64, minus infinity where there is no token.
     """
-    # Chunks of logits overwrite each other.
-    parts = [used.scores(logits).clone() for _, used, logits in layer.chunks(hidden)]
-    own = torch.cat(parts) if parts else hidden.new_zeros(0, layer.weight.shape[0])
+    # A task's own layer has no padding: where ranks divide it, the last one has fewer columns of it.
+    shape = hidden.shape[0], layer.weight.shape[0]
+    own = hidden.new_full(shape, float("-inf"), dtype=_statistics_dtype(hidden))
+    for part, used, logits in layer.chunks(hidden):
+        scores = used.scores(logits)
+        own[part, : scores.shape[1]] = scores
     if layer.group is None:
         return own
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(layer.group))]

@@ -87,11 +87,11 @@ class ChatRequest(_Body):
     max_completion_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Count | None = None
+    top_k: Annotated[int, Field(ge=1, le=2**31)] | None = None
     n: Annotated[int, Field(ge=1, le=8)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]],
+        list[Annotated[str, Field(min_length=1, max_length=256)]],
         Field(max_length=4),
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     ] = []

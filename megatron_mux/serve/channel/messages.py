@@ -80,7 +80,7 @@ class Complete(Message):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """0: the likeliest token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=1)] | None = None
+    top_k: Annotated[int, Field(ge=1, le=2**31)] | None = None
     seed: int = 0
     stop: list[str] = []
     top_log_probs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -145,7 +145,7 @@ class LogProb(Message):
     """How likely a token was."""
 
     token: str
-    bytes: list[int]
+    bytes: list[int] | None
     log_prob: float
 
 

@@ -35,12 +35,16 @@ from megatron_mux.training.callback import Callback
 from megatron_mux.training.step_loop import Due
 from megatron_mux.training.task_registry import TaskRegistry
 
-MOST_ADAPTERS = 16
+MOST_ADAPTERS = 32
 """Adapters that are attached for completions; the one that was used longest ago leaves for another."""
 UNBOUNDED_TOKENS = 1024
 """Tokens that a completion gets at most whose client asks for no bound."""
-LONGEST = OPEN_POSITIONS
+LONGEST = OPEN_POSITIONS // 4
 """Tokens of a conversation with what is generated."""
+_MOST_CHARACTERS = 32
+"""Of a conversation for each token that it may have; a longer one is not even tokenised."""
+_MOST_SECONDS = 1.0
+"""Commands are looked at so often while completions have much time."""
 _IDLE_SECONDS = 0.2
 """Passes follow each other for so long before commands are looked at, where nothing trains."""
 _BARE = "backbone"
@@ -107,10 +111,12 @@ class Completions(Callback):
     def told(self, content: object) -> None:
         """See `Callback`."""
         if isinstance(content, Complete):
+            started = time.perf_counter()
             try:
                 self._open(content)
             except UserError as error:
                 self._break(content.id, "; ".join(error.problems), is_clients=True)
+            self._owed -= time.perf_counter() - started
         elif isinstance(content, Abandon):
             self._close(content.id)
 
@@ -134,7 +140,7 @@ class Completions(Callback):
             return False
         if not engine.active:
             self._owed = max(self._pass_seconds, _IDLE_SECONDS)
-        passes = computed_by_first(lambda: int(self._owed / self._pass_seconds + 1e-6), engine.parallel)
+        passes, more = computed_by_first(self._turn, engine.parallel)
         engine.adapters.prepare()
         for _ in range(passes):
             started = time.perf_counter()
@@ -144,7 +150,12 @@ class Completions(Callback):
             self._pass_seconds += 0.2 * (taken - self._pass_seconds)
             if not len(self._completions):
                 break
-        return True
+        return bool(len(self._completions)) and (more or not engine.active)
+
+    def _turn(self) -> tuple[int, bool]:
+        """How many passes follow, and whether more are due once commands have been looked at."""
+        passes = int(min(self._owed, max(self._pass_seconds, _MOST_SECONDS)) / self._pass_seconds + 1e-6)
+        return passes, self._owed - passes * self._pass_seconds > self._pass_seconds
 
     def idle(self, seconds: float) -> None:
         """See `Callback`: until a command has arrived."""
@@ -169,14 +180,20 @@ class Completions(Callback):
         """
         if any(key.id == request.id for key in self._choices):
             return
+        shape = self._registry.engine.backbone.shape
+        limit = min(LONGEST, shape.position_limit or LONGEST)
+        if sum(len(message["content"]) for message in request.messages) > _MOST_CHARACTERS * limit:
+            raise UserError(f"the conversation has more than the {limit} tokens that it may have: shorten it")
         tokens = np.array(prompt_tokens(self._tokenizer, request.messages), np.int64)
+        if len(tokens) > limit:
+            raise UserError(f"the conversation has {len(tokens)} tokens, and may have {limit}: shorten it")
+        if tokens.max() >= shape.vocab:
+            raise UserError(f"the tokenizer has a token that the model has not: {tokens.max()}")
         member, problem = self._member(request.adapter)
         if problem:
             self._break(request.id, problem)
             return
-        shape = self._registry.engine.backbone.shape
-        limit = min(LONGEST, shape.position_limit or LONGEST) - self._members[member].position_offset
-        if len(tokens) > limit:
+        if len(tokens) > (limit := limit - self._members[member].position_offset):
             raise UserError(f"the conversation has {len(tokens)} tokens, and may have {limit}: shorten it")
         most = min(request.max_tokens or UNBOUNDED_TOKENS, LONGEST - len(tokens) + 1)
         for choice in range(request.choices):
@@ -214,13 +231,11 @@ class Completions(Callback):
             spec = speaker.spec.model_copy(update={"name": name})
             attached = engine.adapters.add(spec, 1, speaker.tensors)
             self._members[name] = _Member(attached.slot, spec.adapter.virtual_tokens, 1)
-        except UserError as error:
-            self._registry.reporter.say(
-                f"completions: {'; '.join(error.problems)}"
-            )  # it names paths of the server's
-            problem = "its adapter cannot be read"
         except torch.OutOfMemoryError as error:
             problem = f"there is no memory for its adapter ({failed_allocation(error)})"
+        except Exception as error:  # whatever it is: other ranks wait, and it may name paths of the server's
+            self._registry.reporter.say(f"completions: {error}")
+            problem = "its adapter cannot be read"
         if problem := first_problem(problem, engine.parallel):
             self._detach(name)
         engine.forget_trials()  # there is less memory
@@ -287,4 +302,5 @@ class Completions(Callback):
 
     def _named(self, token: int) -> dict[str, Any]:
         text = str(self._tokenizer.decode([token]))
-        return {"token": text, "bytes": list(text.encode())}
+        is_whole = "\ufffd" not in text  # not a part of a character
+        return {"token": text, "bytes": list(text.encode()) if is_whole else None}

@@ -96,7 +96,7 @@ class Connection:
             if self._ends.is_set() and deadline == float("inf"):
                 deadline = time.monotonic() + _SECONDS_TO_TELL
             self.files.look()
-            if self._ends.is_set() and self.jobs.has_told_all:
+            if self._ends.is_set() and self.jobs.has_told_all and not (self._is_welcome and self._outbox):
                 break
             try:
                 self._exchange()

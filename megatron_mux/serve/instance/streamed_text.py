@@ -60,5 +60,10 @@ class StreamedText:
     def _open_end(self) -> int:
         """Characters at the end that may be the beginning of a text that stops it."""
         unsent = self._text[self._sent :]
-        sizes = [size for word in self.stop for size in range(1, len(word)) if unsent.endswith(word[:size])]
+        sizes = [
+            size
+            for word in self.stop
+            for size in range(1, min(len(word), len(unsent) + 1))
+            if unsent.endswith(word[:size])
+        ]
         return max(sizes, default=0)

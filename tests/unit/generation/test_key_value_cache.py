@@ -76,3 +76,48 @@ def test_steps_add_up_to_whole_sequences(window: int | None, narrow: int) -> Non
         ended = [name for name, (_, stop) in spans.items() if stop == LENGTHS[name]]
         cache.drop(ended)
         spans = {name: (stop, stop + 1) for name, (_, stop) in spans.items() if name not in ended}
+
+
+def test_a_row_that_is_used_again_has_nothing_of_the_one_before() -> None:
+    cache = KeyValueCache([], 0)
+    cache.add([("a", 0), ("b", 0)], 9)
+    spoilt = torch.full((4, GROUPS, WIDTH), float("nan"), dtype=torch.float64)
+    query = torch.ones(4, HEADS, WIDTH, dtype=torch.float64)
+    options: Any = {"scale": 1.0}
+
+    def prompt(task: str, rows: Tensor) -> None:
+        cache.attend(0, query, rows, rows, [Segment(task, 0, 4, 0, past=0, continues=True)], **options)
+
+    prompt("a", spoilt)
+    prompt("b", torch.ones_like(spoilt))
+    cache.drop([("a", 0)])
+    cache.add([("c", 0)], 9)
+    prompt("c", torch.ones_like(spoilt))
+    step = [Segment("b", 0, 1, 0, past=8, continues=True), Segment("c", 1, 1, 0, past=4, continues=True)]
+    rows = torch.ones(2, GROUPS, WIDTH, dtype=torch.float64)
+    found = cache.attend(0, query[:2], rows, rows, step, **options)
+    assert torch.isfinite(found).all(), "a weight of zero times what is no number is none"
+
+
+def test_a_cache_is_no_larger_than_twice_what_is_needed_and_a_failure_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = KeyValueCache([], 0)
+    names = [("a", i) for i in range(8)]
+    cache.add(names, 4)
+    rows = torch.ones(8, GROUPS, WIDTH, dtype=torch.float64)
+    segments = [Segment("a", i, 1, i, past=0, continues=True) for i in range(8)]
+    cache.attend(0, rows[:, :1].expand(-1, HEADS, -1), rows, rows, segments, scale=1.0)
+    cache.drop(names[1:])
+
+    def fails(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("made to fail")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "new_zeros", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.add([("b", 0)], 100)
+    cache.drop([("b", 0)])  # it is not there
+    cache.add([("b", 0)], 100)
+    (keys, _), *_ = cache._layers.values()
+    assert keys.shape == (2, GROUPS, 100, WIDTH) and (keys[0, :, 0] == 1).all()

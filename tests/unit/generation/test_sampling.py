@@ -65,3 +65,17 @@ def test_the_largest_number_and_a_tiny_temperature_draw_a_token_that_may_be_draw
     assert found[:, 0].tolist() == [1, 0, 1], "the likeliest, the least likely of three, the likeliest"
     torch.testing.assert_close(found[:, 2:4], torch.tensor([[1.0, 2.0]] * 3, dtype=torch.float64))
     torch.testing.assert_close(found[1, 1], scores[1].double().log_softmax(0)[0])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_told_and_leave_the_others(value: float) -> None:
+    scores = torch.randn(4, 9, generator=torch.Generator().manual_seed(1))
+    scores[:, 8] = float("-inf")  # padding
+    spoilt = scores.clone()
+    spoilt[1, 3] = value
+    draws = Draws.of(
+        [Sampling(), Sampling(1.0), Sampling(0.9, 0.8, 4), Sampling()], [0.4] * 4, 1, torch.device("cpu")
+    )
+    found, wanted = choose(spoilt, draws), choose(scores, draws)
+    assert found[1, 0] == -1 and not (wanted[:, 0] < 0).any()
+    assert torch.equal(found[[0, 2, 3]], wanted[[0, 2, 3]])

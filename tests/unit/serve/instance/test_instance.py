@@ -202,4 +202,5 @@ def test_completions_are_asked_for_told_of_at_once_and_abandoned_with_the_server
     server.connection.close()
     assert next_command(connection, jobs) == commands.Tell(Abandon(id="c")), "whoever asked is gone"
     server.accept(0)
+    server.connection.sendall(Acknowledge(report=1).line())
     connection.close()
