@@ -97,13 +97,10 @@ def back_up(database: Path, state: Path, target: Path, say: Say) -> Kept:
                 f"{gone}: the database names it, but it is not there, after {_TRIES} snapshots: put it back, or delete "
                 "what names it over the API"
             )
-        for path in partial.rglob("*"):  # those that an earlier snapshot named
-            if (
-                path.is_file()
-                and path.name != _DATABASE
-                and str(path.relative_to(partial)) not in copies.sizes
-            ):
-                path.unlink()
+        named = {_DATABASE, *copies.sizes}
+        for path in partial.rglob("*"):
+            if path.is_file() and str(path.relative_to(partial)) not in named:
+                path.unlink()  # an earlier snapshot named it
         with open(partial / _DATABASE, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         own = _List(made_at=time.time(), database=digest, sizes=copies.sizes)
@@ -194,12 +191,12 @@ class _Copies:
             names = {path.name for path in source.iterdir()}
             for own in sorted(names):
                 self.file(f"{name}/{own}")
+            # Else it is being removed, or another one has replaced it.
             if not names.issuperset(_OF_CHECKPOINT) or source.stat().st_ino != before:
-                raise FileNotFoundError(
-                    None, None, str(source)
-                )  # it is being removed, or was replaced by another
+                raise FileNotFoundError(None, None, str(source))
         except FileNotFoundError:
             shutil.rmtree(target, ignore_errors=True)
+            self.sizes = {own: size for own, size in self.sizes.items() if not own.startswith(f"{name}/")}
             raise
 
     def manifest(self, run: PurePath, wanted: Collection[str]) -> None:
@@ -303,7 +300,7 @@ def _read_list(backup: Path) -> _List:
         raise _damaged(backup, _LIST, f"cannot be read ({error})") from None
     for name in own.sizes:
         parts = PurePath(name).parts
-        if parts[0] not in ("files", "instances") or ".." in parts:
+        if parts[:1] not in (("files",), ("instances",)) or ".." in parts:
             raise _damaged(backup, _LIST, f"names {name}, which is no part of a backup")
     return own
 

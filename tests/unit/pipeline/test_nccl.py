@@ -19,9 +19,9 @@ from tests.unit.pipeline.nccl import Hang, World
 from tests.unit.pipeline.orders import Order, ends_in_any_order, receives_two_ahead, sends_at_once
 from tests.unit.pipeline.pipelines import Run, checked, in_turns, play, random_run
 
-COUNT = 1000
-IN_TURNS = int(os.environ.get("MUX_PLAYED_RUNS", "250"))
-"""A run in turns takes as long as three others: all thousand, a minute, when this is set."""
+COUNT = int(os.environ.get("MUX_PLAYED_RUNS", "640"))
+IN_TURNS = COUNT // 5
+"""A run in turns takes as long as three others."""
 
 
 def test_no_random_run_hangs() -> None:

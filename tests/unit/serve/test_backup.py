@@ -219,8 +219,13 @@ def test_a_checkpoint_that_was_pruned_is_no_row_but_the_newest_must_be_whole(pla
     with place.world.service.store.write() as session:
         row = {"id": "ftckpt-0", "job_id": job_id, "created_at": 0.0, "step": 2}
         session.add(Checkpoint(path=f"{RUN}/{job_id}.1/checkpoint-2", **row))
+    half = place.state / RUN / f"{job_id}.1/checkpoint-2"  # it is just being removed
+    half.mkdir()
+    (half / "README.md").touch()
     place.back_up()
     assert rows(place.kept, "SELECT step FROM checkpoints") == [(5,)]
+    assert not (place.kept / half.relative_to(place.state)).exists()
+    backup.restore(place.kept, place.root / "new", print)
     shutil.rmtree(place.kept)
     (place.state / RUN / f"{job_id}.1/checkpoint-5" / TRAINING_STATE).unlink()
     with pytest.raises(UserError, match="checkpoint-5: the database names it"):
