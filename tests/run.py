@@ -114,7 +114,7 @@ class Result:
 
     well: bool
     counts: dict[str, int]
-    seconds: dict[str, float]
+    seconds: Counter[str]
     failed: list[str]
 
 
@@ -189,7 +189,7 @@ def main() -> int:
                 failed.append("\n  ".join([label, *result.failed]))
     by_file: Counter[str] = Counter()
     for test, taken in spent.items():
-        by_file[test.partition("::")[0]] += taken  # type: ignore[assignment]
+        by_file[test.partition("::")[0]] += taken
     print(f"\n{sum(spent.values()):8.0f}  seconds of all tests; the slowest files and tests:")
     for name, taken in (*by_file.most_common(SLOWEST), *spent.most_common(SLOWEST)):
         print(f"{taken:8.0f}  {name}")

@@ -33,7 +33,7 @@ COMMANDS: Mapping[str, Command] = {
     "measure-topology": Command("megatron_mux.cli.measure_topology", "measure links between processes"),
     "place-experts": Command("megatron_mux.cli.place_experts", "place experts on workers by their use"),
     "serve": Command("megatron_mux.cli.serve", "serve fine-tuning jobs over OpenAI's API"),
-    "serve-admin": Command("megatron_mux.cli.serve_admin", "the tenants and keys of such a service"),
+    "serve-admin": Command("megatron_mux.cli.serve_admin", "the tenants, keys and backups of such a service"),
     "serve-instance": Command(
         "megatron_mux.cli.serve_instance", "an engine of such a service, which starts it"
     ),

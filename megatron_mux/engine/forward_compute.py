@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron_mux.backbone.model import Backbone
 from megatron_mux.batch.packed_batch import PackedBatch, activate
-from megatron_mux.engine.generation.sampling import Draws, choose
 from megatron_mux.engine.out_of_memory import FailedBuckets, Stages, zeros_for_next_stage
 from megatron_mux.engine.trial import Trials
 from megatron_mux.pipeline.action import Action
@@ -188,34 +187,3 @@ class GenerationCompute(ForwardCompute):
     def keep(self, number: int, batch: PackedBatch, nll: Tensor, tokens: Tensor) -> None:
         """See `ForwardCompute.keep`."""
         self.tokens[number] = tokens
-
-
-class SamplingCompute(ForwardCompute):
-    """Chooses the next token of every sequence.
-
-    Args:
-        stages: This rank's.
-        batches: Micro-batches in order.
-        draws: How the tokens of each micro-batch are chosen.
-        failed: Notes passes that run out of memory.
-
-    Attributes:
-        chosen: Of each micro-batch, what `choose` returns; zeros beside the last stage.
-    """
-
-    def __init__(
-        self, stages: Stages, batches: Sequence[PackedBatch], draws: Sequence[Draws], failed: FailedBuckets
-    ) -> None:
-        super().__init__(stages, batches, failed)
-        self.draws = draws
-        device = next(iter(stages.values())).device
-        self.chosen = [
-            torch.zeros(len(own.uniform), 2 + 2 * own.top, dtype=torch.float64, device=device)
-            for own in draws
-        ]
-
-    def find(self, number: int, batch: PackedBatch, backbone: Backbone, output: Tensor) -> None:
-        """See `ForwardCompute.find`."""
-        scores = backbone.scores(output, batch)
-        if batch.rows:
-            self.chosen[number] = choose(scores, self.draws[number])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -160,7 +161,7 @@ def test_completions_get_their_share_of_the_time(instance: Instance, monkeypatch
         clock[0] += 0.25
         return []
 
-    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(type(own._completions), "run_pass", lambda _: slow())
     monkeypatch.setattr(type(instance.engine), "active", ("a",))
     shares = {}

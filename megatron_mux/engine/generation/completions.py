@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.engine.agreement import everyones
-from megatron_mux.engine.forward_compute import SamplingCompute
 from megatron_mux.engine.generation.passes import Finish, GrowingSequence, Prompt, TokenPasses
-from megatron_mux.engine.generation.sampling import Draws, Sampling
+from megatron_mux.engine.generation.sampling import Draws, Sampling, SamplingCompute
 from megatron_mux.engine.out_of_memory import FailedBuckets
 from megatron_mux.kernels.attention.key_value_cache import KeyValueCache
 from megatron_mux.tasks.evaluation import TOKENS_PER_PASS

@@ -9,6 +9,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from megatron_mux.backbone.model import Backbone
+from megatron_mux.batch.packed_batch import PackedBatch
+from megatron_mux.engine.forward_compute import ForwardCompute
+from megatron_mux.engine.out_of_memory import FailedBuckets, Stages
+
 _LEAST_TEMPERATURE = 1e-3
 """With a lower one the likeliest token is chosen."""
 
@@ -96,3 +101,34 @@ def _draw(log_probs: Tensor, draws: Draws) -> Tensor:
     at = torch.searchsorted(reached, draws.uniform[:, None] * reached[:, -1:], right=True)
     last = (probs > 0).sum(dim=1, keepdim=True) - 1  # rounding may point behind it
     return tokens.gather(1, torch.minimum(at, last))
+
+
+class SamplingCompute(ForwardCompute):
+    """Chooses the next token of every sequence.
+
+    Args:
+        stages: This rank's.
+        batches: Micro-batches in order.
+        draws: How the tokens of each micro-batch are chosen.
+        failed: Notes passes that run out of memory.
+
+    Attributes:
+        chosen: Of each micro-batch, what `choose` returns; zeros beside the last stage.
+    """
+
+    def __init__(
+        self, stages: Stages, batches: Sequence[PackedBatch], draws: Sequence[Draws], failed: FailedBuckets
+    ) -> None:
+        super().__init__(stages, batches, failed)
+        self.draws = draws
+        device = next(iter(stages.values())).device
+        self.chosen = [
+            torch.zeros(len(own.uniform), 2 + 2 * own.top, dtype=torch.float64, device=device)
+            for own in draws
+        ]
+
+    def find(self, number: int, batch: PackedBatch, backbone: Backbone, output: Tensor) -> None:
+        """See `ForwardCompute.find`."""
+        scores = backbone.scores(output, batch)
+        if batch.rows:
+            self.chosen[number] = choose(scores, self.draws[number])
