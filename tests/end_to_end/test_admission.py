@@ -31,7 +31,7 @@ from tests.end_to_end.workplace import TASKS, Workplace
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
-COUNT = 40
+COUNT = 100
 ROOM = 3 << 19
 """Bytes for adapters, what trains them, and activations: of a few of the tasks."""
 MARGIN = 0.1
@@ -64,7 +64,7 @@ def alone(case: Case, engine: Engine) -> tuple[dict[str, torch.Tensor], list[flo
     return tensors, losses
 
 
-def test_forty_tasks_come_and_go_within_the_budget(parallel: Parallel, tmp_path: Path) -> None:
+def test_a_hundred_tasks_come_and_go_within_the_budget(parallel: Parallel, tmp_path: Path) -> None:
     r = Random(11)
     cases = {case.name: case for case in (random_case(i, r) for i in range(COUNT))}
     path = tiny_models.make(tmp_path, "llama", num_hidden_layers=2)
@@ -111,7 +111,7 @@ def test_forty_tasks_come_and_go_within_the_budget(parallel: Parallel, tmp_path:
                 engine.remove_task(name)
     assert budget.failures == 0, "the planner kept to it by itself"
     assert budget.peak > ROOM / 2, "and left no more than it had to"
-    assert waited > 5 and injected > 5 and len(left) > 2
+    assert waited > 5 and injected > 20 and len(left) > 5
     assert finished.keys() == cases.keys() - left, "every task that was taken in and stayed"
     single = Engine(backbone, parallel)
     for name, tensors in sorted(finished.items())[::5]:
