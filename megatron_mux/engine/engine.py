@@ -90,8 +90,7 @@ class Engine:
 
     def _lowest_adapter(self, _: Backbone) -> int:
         """The lowest layer in which some task has an adapter."""
-        lowest = (task.lowest_layer for task in self._tasks.values())
-        return min(lowest, default=self.backbone.shape.layers)
+        return min((own.lowest_layer for own in self._tasks.values()), default=self.backbone.shape.layers)
 
     # -- tasks come and go
 
@@ -233,8 +232,7 @@ class Engine:
 
     def progress(self, name: str) -> tuple[int, int, Status]:
         """Steps done, steps in total, status."""
-        task = self._tasks[name]
-        return task.step, task.total_steps, task.life.status
+        return (task := self._tasks[name]).step, task.total_steps, task.life.status
 
     @property
     def plan(self) -> Plan:
@@ -256,7 +254,7 @@ class Engine:
 
     def has_room(self, tasks: Sequence[Task]) -> bool:
         """Whether the memory limit has room for these tasks beside those that are registered and not over."""
-        loads = {name: task.load for name, task in self._tasks.items() if not task.life.is_over}
+        loads = {name: own.load for name, own in self._tasks.items() if not own.life.is_over}
         loads |= {task.spec.name: self._load_of(task) for task in tasks}
         try:
             if self.planning.planner is not None:
@@ -374,8 +372,8 @@ class Engine:
         """As `copy_states`, but optimizers do not wait; with `owned=False`, also what another rank owns."""
         if self.parallel.dp_rank != 0:  # the first pipeline has all of it
             return {}
-        tasks = {name: self._tasks[name] for name in names}
-        states = {name: (task.adapter, task.optimizer, task.step) for name, task in tasks.items()}
+        tasks = ((name, self._tasks[name]) for name in names)
+        states = {name: (task.adapter, task.optimizer, task.step) for name, task in tasks}
         return copy_states(states, memory, owned)
 
     def snapshot(self, name: str) -> Snapshot | None:
@@ -385,13 +383,11 @@ class Engine:
 
     def adapter_tensors(self, name: str) -> dict[str, Tensor] | None:
         """A task's adapter as full tensors by key on rank 0, None elsewhere. Every rank calls it."""
-        state = self.snapshot(name)
-        return None if state is None else state.adapter
+        return None if (state := self.snapshot(name)) is None else state.adapter
 
     def adapter_config(self, name: str) -> dict[str, Any]:
         """The content of a task's `adapter_config.json`."""
-        adapter = self._tasks[name].adapter
-        return adapter.spec.config(adapter.host.shape)  # type: ignore[no-any-return]
+        return (own := self._tasks[name].adapter).spec.config(own.host.shape)  # type: ignore[no-any-return]
 
 
 def _vocabulary_of(stages: Sequence[Backbone]) -> dict[Place, VocabularyPart] | None:
