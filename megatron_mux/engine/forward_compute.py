@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -22,7 +23,7 @@ from megatron_mux.runtime import Parallel
 T = TypeVar("T")
 
 
-class ForwardCompute:
+class ForwardCompute(ABC):
     """Forward passes of micro-batches over this rank's stages.
 
     Args:
@@ -39,15 +40,14 @@ class ForwardCompute:
         rows = max((stage.hidden_shape(batch)[0] for batch in batches), default=1)
         self._zeros = zeros_for_next_stage(stages, rows, failed)
 
-    def keep(self, number: int, batch: PackedBatch, nll: Tensor, tokens: Tensor) -> None:
-        """Keep what the last stage found.
+    @abstractmethod
+    def find(self, number: int, batch: PackedBatch, backbone: Backbone, output: Tensor) -> None:
+        """Compute and keep what is wanted of the last stage's output.
 
         Args:
-            number: Of the micro-batch.
-            nll: `[N]` fp32 negative log-likelihoods of its labels.
-            tokens: `[N]` int64, the likeliest token in the place of each.
+            number: Of the micro-batch, which may have no rows.
+            output: What the last layer returned.
         """
-        raise NotImplementedError
 
     def shape(self, action: Action) -> tuple[int, ...]:
         """Shape of what travels between stages."""
@@ -75,12 +75,6 @@ class ForwardCompute:
                 self.find(action.micro_batch, batch, backbone, output)
         return output
 
-    def find(self, number: int, batch: PackedBatch, backbone: Backbone, output: Tensor) -> None:
-        """Compute and keep what is wanted of the last stage's output; see `keep`."""
-        nll, tokens = backbone.predict(output, batch)
-        if batch.rows:
-            self.keep(number, batch, nll, tokens)
-
     def backward(self, action: Action, output: Tensor, gradient: Tensor | None) -> None:
         """There is none."""
         raise RuntimeError(f"a forward pass alone has no backward pass, yet {action} was asked for")
@@ -94,6 +88,26 @@ class ForwardCompute:
     def label(self, action: Action) -> str:
         """Tasks of the micro-batch."""
         return "eval " + "+".join(self.batches[action.micro_batch].task_rows)
+
+
+class LabelCompute(ForwardCompute):
+    """Keeps something of how likely labels are, and of the likeliest tokens in their places."""
+
+    def find(self, number: int, batch: PackedBatch, backbone: Backbone, output: Tensor) -> None:
+        """See `ForwardCompute.find`."""
+        nll, tokens = backbone.predict(output, batch)
+        if batch.rows:
+            self.keep(number, batch, nll, tokens)
+
+    @abstractmethod
+    def keep(self, number: int, batch: PackedBatch, nll: Tensor, tokens: Tensor) -> None:
+        """Keep what the last stage found.
+
+        Args:
+            number: Of the micro-batch.
+            nll: `[N]` fp32 negative log-likelihoods of its labels.
+            tokens: `[N]` int64, the likeliest token in the place of each.
+        """
 
 
 @dataclass(frozen=True)
@@ -140,7 +154,7 @@ class PassRunner:
         execute(template, self.parallel.pp_rank, compute, self.communicator, dtype, stages=ranks * each)
 
 
-class EvaluationCompute(ForwardCompute):
+class EvaluationCompute(LabelCompute):
     """Keeps, per sequence, the likelihood of its labels and how many were predicted.
 
     Args:
@@ -162,7 +176,7 @@ class EvaluationCompute(ForwardCompute):
         self.sums: Tensor = torch.zeros(len(ends), 4, dtype=torch.float64, device=ends.device)
 
     def keep(self, number: int, batch: PackedBatch, nll: Tensor, tokens: Tensor) -> None:
-        """See `ForwardCompute.keep`."""
+        """See `LabelCompute.keep`."""
         sequences = batch.labelled.groups.sequence_ids
         counted = batch.labels != self.ends.index_select(0, sequences)
         columns = (nll, torch.ones_like(nll), (tokens == batch.labels) & counted, counted)
@@ -170,7 +184,7 @@ class EvaluationCompute(ForwardCompute):
         self.sums.index_add_(0, sequences, rows)
 
 
-class GenerationCompute(ForwardCompute):
+class GenerationCompute(LabelCompute):
     """Keeps the likeliest next token of every sequence.
 
     Attributes:
@@ -185,5 +199,5 @@ class GenerationCompute(ForwardCompute):
         ]
 
     def keep(self, number: int, batch: PackedBatch, nll: Tensor, tokens: Tensor) -> None:
-        """See `ForwardCompute.keep`."""
+        """See `LabelCompute.keep`."""
         self.tokens[number] = tokens

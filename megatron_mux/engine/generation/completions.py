@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 import torch
@@ -78,7 +79,7 @@ class OpenCompletions(TokenPasses):
     _active: dict[tuple[str, int], _Open] = field(default_factory=dict)  # by the sequence's name
     _waiting: list[_Open] = field(default_factory=list)
     _caches: list[KeyValueCache] = field(default_factory=list)  # one, once something is active here
-    _count: list[int] = field(default_factory=lambda: [0])
+    _numbers: Iterator[int] = field(default_factory=count)
 
     def __len__(self) -> int:
         """Completions that are open on any rank."""
@@ -94,11 +95,9 @@ class OpenCompletions(TokenPasses):
         Raises:
             ValueError: The backbone has no position for another token.
         """
-        number = self._count[0]
-        sequence = self.sequence_of(number, prompt)
-        self._count[0] += 1
+        sequence = self.sequence_of(number := next(self._numbers), prompt)
         mine = number % self.parallel.dp_size == self.parallel.dp_rank
-        self._waiting.append(_Open(key, sequence, sampling, mine and bool(self.parallel.experts.share([0]))))
+        self._waiting.append(_Open(key, sequence, sampling, mine and self.parallel.experts.holds_rows))
 
     def close(self, key: Hashable) -> None:
         """Forget a completion; one that is over is forgotten already."""

@@ -26,7 +26,7 @@ class Sampling:
         temperature: What logits are divided by; 0: the likeliest token is chosen.
         top_p: Only the likeliest tokens that together have this probability may be drawn, and at least one.
         top_k: Only so many of the likeliest tokens may be drawn; None: all.
-        seed: Of the draws. The same seed draws the same tokens, whatever is generated beside the sequence.
+        seed: Of the random numbers, which are the same whatever is generated beside the sequence.
         top: How many of the likeliest tokens are told beside the one that was chosen.
     """
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_mux.batch.pack import PackedSequence, pack
 from megatron_mux.batch.packed_batch import PackedBatch
 from megatron_mux.data.tokenise import Example
-from megatron_mux.engine.forward_compute import ForwardCompute, PassRunner
+from megatron_mux.engine.forward_compute import LabelCompute, PassRunner
 from megatron_mux.engine.out_of_memory import FailedBuckets, Stages
 from megatron_mux.engine.preference.task import PreferenceTask
 from megatron_mux.errors import SharedError
@@ -24,7 +24,7 @@ _AT_ONCE = 512
 """Sequences in host memory at a time."""
 
 
-class _Sums(ForwardCompute):
+class _Sums(LabelCompute):
     """Keeps the summed negative log-likelihood of each sequence, `[n]` fp64."""
 
     def __init__(
@@ -35,7 +35,7 @@ class _Sums(ForwardCompute):
         self.sums: Tensor = torch.zeros(sequences, dtype=torch.float64, device=device)
 
     def keep(self, number: int, batch: PackedBatch, nll: Tensor, tokens: Tensor) -> None:
-        """See `ForwardCompute.keep`."""
+        """See `LabelCompute.keep`."""
         self.sums.index_add_(0, batch.labelled.groups.sequence_ids, nll.double())
 
 
