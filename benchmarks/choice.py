@@ -64,6 +64,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--alike", action="store_true", help="three tasks of one kind, whose tables take less time"
     )
     parser.add_argument("--plain", action="store_true", help="without recomputation and sequence parallelism")
+    parser.add_argument(
+        "--methods", nargs="+", metavar="NAME", help="only those of such degrees: 4DP, 2DP+2PP (all)"
+    )
     add_output(parser)
     return parser.parse_args(argv)
 
@@ -110,7 +113,7 @@ def _measure(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     file = TaskFile.read(directory / "config.json", directory / "tasks.yaml")
     recipe = Recipe(LENGTH, "fp32", adapters=file.adapters)
     device = measure_device(file.architecture)
-    ranked = _ranking(file, recipe, device, arguments.plain)
+    ranked = _ranking(file, recipe, device, arguments.plain, arguments.methods)
     budget = _budget_for([entry.peak_allocated for entry in ranked(1).entries])
     ranking = ranked(int(budget / RESERVE))
     rows = _run(ranking.entries, directory, file, budget, arguments.steps)
@@ -128,7 +131,9 @@ def _measure(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _ranking(file: TaskFile, recipe: Recipe, device: Device, plain: bool) -> Callable[[int], Ranking]:
+def _ranking(
+    file: TaskFile, recipe: Recipe, device: Device, plain: bool, names: Sequence[str] | None
+) -> Callable[[int], Ranking]:
     """Return a function that ranks the methods for a memory size; offloading is left out, since all share the host."""
     from megatron_mux.choice.ranking import rank
     from megatron_mux.estimate.method_tables import MethodTables
@@ -138,7 +143,7 @@ def _ranking(file: TaskFile, recipe: Recipe, device: Device, plain: bool) -> Cal
 
     def is_compared(method: ParallelConfig) -> bool:
         optional = method.recompute != "none" or method.sequence_parallel
-        return not (method.offload or (plain and optional))
+        return (not names or method.name in names) and not (method.offload or (plain and optional))
 
     def ranked(memory: int) -> Ranking:
         architecture = file.architecture

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 
+from megatron_mux.memory import worker
 from tests import warm
 
 sys.executable = os.environ.get(warm.COLD, sys.executable)
@@ -24,6 +26,15 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tests keep tokens, profiles and the like in a directory of their own, not in the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_MUX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_calls() -> Iterator[None]:
+    """Processes for traces and dry runs start with what they import, if `run.py` started these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        if warm.VARIABLE in os.environ:
+            patch.setattr(worker, "sys", SimpleNamespace(executable=os.environ[warm.VARIABLE]))
         yield
 
 

@@ -31,8 +31,8 @@ from tests.end_to_end.workplace import TASKS, Workplace
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
-COUNT = 100
-ROOM = 3 << 19
+COUNT = 60
+ROOM = 3 << 18
 """Bytes for adapters, what trains them, and activations: of a few of the tasks."""
 MARGIN = 0.1
 """Of it, left alone: a step's sequences may be longer than those of the typical step that plans are made for."""
@@ -46,9 +46,8 @@ def random_case(i: int, r: Random) -> Case:
         "max_steps": r.randint(1, 3),
         "seed": i,
     }
-    adapter = lora(
-        FAMILIES["llama"].query_value, r=r.choice([2, 4, 8, 64]), lora_dropout=r.choice([0.0, 0.1])
-    )
+    rank, dropout = r.choice([(4, 0.1), (64, 0.0)])
+    adapter = lora(FAMILIES["llama"].query_value, r=rank, lora_dropout=dropout)
     return Case(
         f"task-{i}", adapter, training, random_records(r.randint(2, 6), 96, 4, r.randint(6, 24), seed=i)
     )
@@ -64,10 +63,10 @@ def alone(case: Case, engine: Engine) -> tuple[dict[str, torch.Tensor], list[flo
     return tensors, losses
 
 
-def test_a_hundred_tasks_come_and_go_within_the_budget(parallel: Parallel, tmp_path: Path) -> None:
+def test_many_tasks_come_and_go_within_the_budget(parallel: Parallel, tmp_path: Path) -> None:
     r = Random(11)
     cases = {case.name: case for case in (random_case(i, r) for i in range(COUNT))}
-    path = tiny_models.make(tmp_path, "llama", num_hidden_layers=2)
+    path = tiny_models.make(tmp_path, "llama", num_hidden_layers=1)
     backbone = Backbone.load(path, parallel, torch.float64)
     about = {"device": "made-up", "kind": "cpu", "threads": 1}
     context = PlanningContext(roofline(backbone.info.shape, about, 8, 1), backbone.info, Mesh(), 8)
@@ -88,7 +87,7 @@ def test_a_hundred_tasks_come_and_go_within_the_budget(parallel: Parallel, tmp_p
 
     def fails(batch: PackedBatch) -> bool:
         nonlocal injected
-        hit = len(engine.active) > 1 and r.random() < 0.1
+        hit = len(engine.active) > 1 and r.random() < 0.2
         injected += hit
         return hit
 
@@ -120,7 +119,7 @@ def test_a_hundred_tasks_come_and_go_within_the_budget(parallel: Parallel, tmp_p
         assert max(abs(a - b) for a, b in zip(losses[name], expected, strict=True)) < 1e-8
 
 
-LARGE = {**TASKS["lora"], "adapter": {**TASKS["lora"]["adapter"], "r": 4096}}
+LARGE = {**TASKS["lora"], "adapter": {**TASKS["lora"]["adapter"], "r": 4096, "lora_dropout": 0.0}}
 """One of these needs 42 MiB, two of them 70: 56 have room for one at a time."""
 NAMES = ("first", "second", "third")
 

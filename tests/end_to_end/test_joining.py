@@ -30,12 +30,13 @@ from megatron_mux.engine import Engine
 import pretrain_mux
 
 watched, joins = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
-real, poll, steps = Engine.steps, BackgroundTokenising.poll, 0
+real, begin, poll, steps = Engine.steps, BackgroundTokenising.__init__, BackgroundTokenising.poll, 0
 first = sys.argv[3] == "first"
 
-def never(self):
+def begin_and_halt(self, *arguments):
+    begin(self, *arguments)
+    os.kill(self._process.pid, signal.SIGSTOP)  # long before it has imported what it needs
     print("child", self._process.pid)
-    return False
 
 def wait(self):
     self._process.wait()
@@ -53,7 +54,11 @@ def step(self, *arguments, **more):
         os.kill(os.getpid(), signal.SIGTERM)
     return real(self, *arguments, **more)
 
-Engine.steps, BackgroundTokenising.poll = step, never if first else wait
+Engine.steps = step
+if first:
+    BackgroundTokenising.__init__ = begin_and_halt
+else:
+    BackgroundTokenising.poll = wait
 sys.exit(pretrain_mux.main(sys.argv[4:]))
 """
 

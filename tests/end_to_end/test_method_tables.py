@@ -40,14 +40,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     },
 }
 CASES: dict[str, tuple[tuple[str, ...], ParallelConfig]] = {
-    "two stages": (("lora",), ParallelConfig(pipeline=2, parts=6)),
+    "two stages": (("lora",), ParallelConfig(pipeline=2, parts=4)),
     "two kinds, rows divided": (("bottle", "lora"), ParallelConfig(data=2, tensor=2, sequence_parallel=True)),
     "offloaded": (("dropped",), ParallelConfig(offload=True)),
     "sharded, computed again": (("lora",), ParallelConfig(data=2, pipeline=2, zero=3, recompute="full")),
 }
 LEAST, MOST = -0.015, 0.04
 """Of the peak: where kinds meet, and where weights are elsewhere between uses, tables are bounds from above."""
-LENGTH, SEQUENCES, LAYERS = 128, 12, 8
+LENGTH, SEQUENCES, LAYERS = 128, 8, 8
 
 
 def specs_of(names: Sequence[str], length: int, sequences: int) -> list[TaskSpec]:

@@ -8,9 +8,9 @@ all whose sizes are multiples of 16) at every rank that is a multiple of 8.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,11 @@ SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}  # bytes a block may take
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    yield
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled in an earlier run of all tests is compiled anew; what another test compiled is not."""
+    session = tmp_path_factory.getbasetemp()
+    shared = session.parent if "PYTEST_XDIST_WORKER" in os.environ else session
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(shared / "triton"))
 
 
 def compiled(

@@ -35,7 +35,7 @@ def test_engine_trains_as_with_the_reference(
     path = tiny_models.make(tmp_path, "llama", num_hidden_layers=1)
     parallel = initialize(device="cpu")
     backbone = Backbone.load(path, parallel, torch.float32)
-    training = {"per_device_train_batch_size": 2, "max_steps": 50, "learning_rate": 1e-2}
+    training = {"per_device_train_batch_size": 2, "max_steps": 12, "learning_rate": 1e-2}
     cases = [
         Case(
             name,
