@@ -9,7 +9,6 @@ import pytest
 from tests.end_to_end.forked import Server
 from tests.end_to_end.test_benchmark import result_of
 
-
 NAMES = ("4DP", "4TP", "4PP", "2DP+2PP")
 
 
