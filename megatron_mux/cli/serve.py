@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,9 @@ PROGRAM = "megatron-mux serve"
 INSTALL = "needs FastAPI, uvicorn, SQLAlchemy and Alembic: pip install 'megatron-mux[serve]'"
 _OURS = ("--backbone", "--save", "--load", "--mux-tasks", "--mux-watch")
 """Flags of training that the service chooses."""
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_ANY = ("0.0.0.0", "::")
 
 
 def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
@@ -39,6 +43,15 @@ def build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--tls-cert", type=path, metavar="FILE", help="serve HTTPS by this certificate (PEM, with its chain)"
+    )
+    parser.add_argument("--tls-key", type=path, metavar="FILE", help="its private key (PEM, not encrypted)")
+    parser.add_argument(
+        "--plain-http",
+        action="store_true",
+        help="listen off loopback without TLS: a proxy that has it, or a private network, is between clients and here",
     )
     parser.add_argument(
         "--instances", type=at_least(1), default=1, metavar="N", help="engines at the same time (default: 1)"
@@ -89,6 +102,7 @@ def _work(words: Sequence[str], program: str) -> None:
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name}: {INSTALL}") from error
     host, port = _address(arguments.listen)
+    _check_reachable(arguments, host)
     settings = Settings(
         state=arguments.state.resolve(),
         backbones=_backbones(arguments.backbone),
@@ -100,6 +114,8 @@ def _work(words: Sequence[str], program: str) -> None:
         processes=arguments.processes,
         policy=arguments.policy,
         hosts=tuple(arguments.host),
+        certificate=arguments.tls_cert,
+        key=arguments.tls_key,
     )
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     serve(settings, to_stderr)
@@ -126,13 +142,41 @@ def _backbones(given: Sequence[str]) -> dict[str, Path]:
 
 
 def _address(text: str) -> tuple[str, int]:
-    """Host and port; off loopback keys would be sent in the open."""
+    """Host and port."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise UserError(f"--listen {text}: give HOST:PORT, such as 127.0.0.1:8000")
-    host = host.strip("[]")
-    if host not in ("127.0.0.1", "::1", "localhost"):
+    return host.strip("[]"), int(port)
+
+
+def _check_reachable(arguments: argparse.Namespace, host: str) -> None:
+    """Refuse an address at which keys would be sent in the open, or at which no client could name this server."""
+    certificate, key = arguments.tls_cert, arguments.tls_key
+    if (certificate is None) != (key is None):
+        raise UserError("--tls-cert and --tls-key: give both, or neither")
+    if certificate is not None:
+        _check_certificate(certificate, key)
+    elif not (arguments.plain_http or host in _LOOPBACK):
         raise UserError(
-            f"--listen {text}: keys would be sent in the open: listen on 127.0.0.1, behind a proxy that has TLS"
+            f"--listen {arguments.listen}: keys would be sent in the open: give --tls-cert and --tls-key, or "
+            "--plain-http if only a proxy that has TLS reaches this address"
         )
-    return host, int(port)
+    if host in _ANY and not arguments.host:
+        raise UserError(
+            f"--listen {arguments.listen}: say with --host by which name clients call this server"
+        )
+
+
+def _check_certificate(certificate: Path, key: Path) -> None:
+    for flag, file in (("--tls-cert", certificate), ("--tls-key", key)):
+        try:
+            file.read_bytes()
+        except OSError as error:
+            raise UserError(f"{flag} {file}: cannot be read: {error.strerror or error}") from None
+    try:
+        # Without a password: a server that starts by itself has nobody to ask.
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key, lambda: "")
+    except (ssl.SSLError, ValueError) as error:
+        raise UserError(
+            f"--tls-cert {certificate}, --tls-key {key}: are no PEM files of a certificate and its own key: {error}"
+        ) from None

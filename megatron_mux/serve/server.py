@@ -91,6 +91,8 @@ async def _answer(
             create_app(service),
             settings.host,
             settings.port,
+            ssl_certfile=settings.certificate,
+            ssl_keyfile=settings.key,
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -107,7 +109,7 @@ async def _answer(
         await asyncio.sleep(0.02)
     if not answering.done():
         port = server.servers[0].sockets[0].getsockname()[1]
-        say(f"serving {', '.join(settings.backbones)} at http://{settings.host}:{port}/v1")
+        say(f"serving {', '.join(settings.backbones)} at {settings.url(port)}")
         say(f"the first key is in {settings.state / 'first-key'}")
     done, _ = await asyncio.wait([answering, control], return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True

@@ -46,6 +46,7 @@ class Settings:
         policy: Who comes next: first come first served with filling up, or the fair one.
         reserve_bytes: Free space below which uploads are refused and jobs pause.
         hosts: Names of this server that clients may use beside `host`, in the header `Host`.
+        certificate, key: PEM files of HTTPS; None: HTTP.
     """
 
     state: Path
@@ -59,7 +60,14 @@ class Settings:
     policy: Literal["fifo", "fair"] = "fair"
     reserve_bytes: int = 2**30
     hosts: tuple[str, ...] = ()
+    certificate: Path | None = None
+    key: Path | None = None
     limits: Limits = field(default_factory=Limits)
+
+    def url(self, port: int) -> str:
+        """Where clients find the API."""
+        host = self.hosts[0] if self.hosts else f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'http' if self.certificate is None else 'https'}://{host}:{port}/v1"
 
     @property
     def files(self) -> Path:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import http.client
 import io
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
@@ -17,11 +20,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
 from safetensors.torch import load, load_file
 
+from megatron_mux.split import certificates
 from tests.end_to_end.forked import Server as Runs
 from tests.end_to_end.outcome import metrics
 from tests.end_to_end.workplace import Workplace
@@ -32,18 +37,30 @@ SECONDS = 150
 
 
 class Service:
-    """A server, and the instances that it leaves behind."""
+    """A server, and the instances that it leaves behind; over HTTPS if clients have a CA."""
 
-    def __init__(self, workplace: Workplace, state: Path) -> None:
+    def __init__(
+        self,
+        workplace: Workplace,
+        state: Path,
+        *flags: str,
+        address: str = "127.0.0.1",
+        ca: Path | None = None,
+    ) -> None:
         self.state = state
+        self.tls = ssl.create_default_context(cafile=ca) if ca else None
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self._words = [
             sys.executable, "-m", "megatron_mux.cli", "serve", "--backbone", f"tiny={workplace.backbone}",
-            "--state", str(state), "--listen", f"127.0.0.1:{self.port}", "--mux-fp32", "--mux-policy", "temporal",
-            "--save-interval", "5",
+            "--state", str(state), "--listen", f"{address}:{self.port}", "--host", "localhost", "--mux-fp32",
+            "--mux-policy", "temporal", "--save-interval", "5", *flags,
         ]  # fmt: skip
         self.start()
+
+    @property
+    def url(self) -> str:
+        return f"{'http' if self.tls is None else 'https'}://localhost:{self.port}"
 
     def start(self) -> None:
         own = {
@@ -58,7 +75,8 @@ class Service:
         def answers() -> bool:
             assert self.process.poll() is None, self.log.read_text()
             with suppress(OSError):
-                return bool(urllib.request.urlopen(f"http://127.0.0.1:{self.port}/healthz").status == 200)
+                answer = urllib.request.urlopen(f"{self.url}/healthz", context=self.tls)
+                return bool(answer.status == 200)
             return False
 
         until(answers)
@@ -66,7 +84,8 @@ class Service:
     @property
     def client(self) -> openai.OpenAI:
         key = (self.state / "first-key").read_text().strip()
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=5)
+        transport = httpx.Client(verify=self.tls or True)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=5, http_client=transport)
 
     def instances(self) -> list[int]:
         """Processes of instances, by the variable that marks them."""
@@ -237,3 +256,19 @@ def test_what_no_service_can_be_started_with_is_refused(workplace: Workplace, tm
     backbone = ["--backbone", f"tiny={workplace.backbone}"]
     assert "in the open" in refused(*backbone, *state, "--listen", "0.0.0.0:80")
     assert "the service chooses that" in refused(*backbone, *state, "--save", "x")
+
+
+def test_clients_reach_it_over_tls_and_nothing_without(workplace: Workplace, tmp_path: Path) -> None:
+    home = tmp_path / "certificates"
+    assert certificates.main([str(home), "--server", "localhost"]) == 0
+    tls = ["--tls-cert", str(home / "server.pem"), "--tls-key", str(home / "server.key")]
+    service = Service(workplace, tmp_path / "state", *tls, address="0.0.0.0", ca=home / "ca.pem")
+    try:
+        assert [model.id for model in service.client.models.list()] == ["tiny"]
+        assert f"at https://localhost:{service.port}/v1" in service.log.read_text()
+        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            urllib.request.urlopen(f"{service.url}/healthz")
+        with pytest.raises((OSError, http.client.HTTPException)):
+            urllib.request.urlopen(service.url.replace("https", "http"))
+    finally:
+        service.kill()
