@@ -13,6 +13,7 @@ from megatron_mux.directory_lock import DirectoryLock
 from megatron_mux.errors import UserError
 from megatron_mux.serve.api.app import create_app
 from megatron_mux.serve.api.files import remove_leftovers
+from megatron_mux.serve.api.http_protocol import HttpProtocol
 from megatron_mux.serve.api.job_actions import revalidate, stop_checks
 from megatron_mux.serve.api.uploads import remove_expired
 from megatron_mux.serve.channel.hub import Hub
@@ -91,6 +92,8 @@ async def _answer(
             create_app(service),
             settings.host,
             settings.port,
+            http=HttpProtocol,
+            ws="none",
             ssl_certfile=settings.certificate,
             ssl_keyfile=settings.key,
             log_level="warning",

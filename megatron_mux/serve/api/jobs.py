@@ -19,6 +19,8 @@ from megatron_mux.serve.database.tables import Checkpoint, Event, Job, Metric
 
 router = APIRouter(prefix="/fine_tuning/jobs")
 _FILTER = re.compile(r"metadata\[(.*)\]", re.DOTALL)
+_MOST_FILTERS = 16
+"""As many as a job may have entries; a database takes so many terms, and no more than it has a bound for."""
 
 
 @router.post("")
@@ -34,7 +36,10 @@ def list_jobs(
 ) -> dict[str, Any]:
     """List the tenant's jobs, the newest one first."""
     query = select(Job).where(Job.tenant_id == caller.tenant_id).order_by(Job.number.desc()).limit(limit + 1)
-    for name, value in request.query_params.multi_items():
+    filters = [item for item in request.query_params.multi_items() if item[0].startswith("metadata")]
+    if len(filters) > _MOST_FILTERS:
+        raise ApiError(400, f"metadata: a job has at most {_MOST_FILTERS} entries.", "metadata")
+    for name, value in filters:
         query = _filtered(query, name, value)
     with service.store.read() as session:
         if after is not None:

@@ -218,7 +218,14 @@ def test_lists_are_paged_and_filtered(world: World) -> None:
     assert [job.id for job in jobs.list(metadata={"k": "v", "a.b": "c"})] == []
     assert [job.id for job in jobs.list(extra_query={"metadata": "null"})] == [ids[2]]
     assert len(jobs.list(metadata={}).data) == 3
-    for wrong in ({"limit": 0}, {"limit": 1000}, {"after": "ftjob-0"}, {"metadata": {'a"': "b"}}):
+    many = {f"k{i}": "v" for i in range(2000)}
+    for wrong in (
+        {"limit": 0},
+        {"limit": 1000},
+        {"after": "ftjob-0"},
+        {"metadata": {'a"': "b"}},
+        {"metadata": many},
+    ):
         with pytest.raises(openai.APIStatusError) as caught:
             jobs.list(**wrong)
         assert caught.value.status_code in (400, 404) and caught.value.param == next(iter(wrong))
