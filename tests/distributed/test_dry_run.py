@@ -184,7 +184,6 @@ def predicted(prepared: dict[str, Prepared]) -> dict[str, dict[int, Told]]:
     return shared[0]
 
 
-@pytest.mark.timeout(300)
 def test_ranks_hold_and_allocate_what_was_dry_run(
     prepared: dict[str, Prepared],
     predicted: dict[str, dict[int, Told]],

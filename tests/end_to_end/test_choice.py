@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.end_to_end.forked import Server
 from tests.end_to_end.test_benchmark import result_of
 
 NAMES = ("4DP", "4TP", "4PP", "2DP+2PP")
 
 
-@pytest.mark.timeout(600)
 def test_the_chosen_method_is_among_the_two_fastest_that_run(tmp_path: Path, server: Server) -> None:
     command = [
         server.python,

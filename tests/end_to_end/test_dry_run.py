@@ -57,7 +57,6 @@ def _recordings(asked: dict[str, list[tuple[RunSpec, int]]]) -> dict[str, list[R
     return {name: [next(made) for _ in parts] for name, parts in asked.items()}
 
 
-@pytest.mark.timeout(480)
 def test_every_kind_and_recomputation_at_depths_from_few_layers_event_for_event() -> None:
     depths = (4, 10)
     asked = {}
@@ -78,7 +77,6 @@ def _weights(recording: Recording) -> int:
     return recording.stream.breakdown(begins(recording)[0] - 1)[Category.PARAMETERS]
 
 
-@pytest.mark.timeout(480)
 def test_divided_and_rolling_stages_from_few_layers_event_for_event() -> None:
     asked = {name: [(one, rank) for one in (run, *shallow(run))] for name, (run, rank) in DEEP.items()}
     assert all(len(parts) == 3 for parts in asked.values())

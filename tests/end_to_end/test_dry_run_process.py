@@ -63,7 +63,6 @@ def _is_there(pid: int) -> bool:
     return status.exists() and ") Z " not in status.read_text()
 
 
-@pytest.mark.timeout(400)
 def test_a_killed_rank_is_told_and_an_interrupt_or_the_time_limit_ends_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

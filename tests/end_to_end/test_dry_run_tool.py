@@ -61,7 +61,6 @@ def estimate(capsys: pytest.CaptureFixture[str], flags: list[str]) -> Call:
     return call
 
 
-@pytest.mark.timeout(300)
 def test_the_answer_for_a_task_file_and_at_once_when_it_is_known(
     estimate: Call, flags: list[str], tmp_path: Path
 ) -> None:
@@ -98,7 +97,6 @@ def test_the_answer_for_a_task_file_and_at_once_when_it_is_known(
     assert "dry run of" in estimate("--json")[2]  # although, for want of a tokenizer, they cannot be read
 
 
-@pytest.mark.timeout(300)
 def test_a_whole_plan(estimate: Call, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     plan = replace(plan_for("temporal", {"a": 1, "b": 2}, 2), policy="auto")

@@ -97,7 +97,6 @@ def by_tables(names: Sequence[str], method: ParallelConfig, directory: Path) -> 
     return [sum(size for part, size in own.items() if part != "fragmentation") for own in found]
 
 
-@pytest.mark.timeout(300)
 def test_peaks_are_those_of_dry_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_MUX_CACHE", str(tmp_path / "cache"))
     config = {**LLAMA, "num_hidden_layers": LAYERS}

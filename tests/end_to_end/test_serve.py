@@ -194,7 +194,6 @@ def greedy(workplace: Workplace, adapter: Path | None) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_jobs_survive_kills_of_the_server_and_of_instances_and_train_as_alone(
     workplace: Workplace, service: Service, server: Runs
 ) -> None:

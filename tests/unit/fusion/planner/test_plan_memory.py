@@ -129,7 +129,6 @@ def _dry_run(run: Run, info: Any) -> tuple[RunSpec, tuple[float, ...]]:
     return setting, tuple(bytes_ - overhead for bytes_ in plan.memory_bytes)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join([*run.tasks, run.dtype]))
 def test_a_plan_takes_what_is_predicted(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_memory, "FRAGMENTATION", {"none": 0.0})  # dry runs count tensors only
