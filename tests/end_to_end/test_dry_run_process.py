@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from megatron_mux.dry_run import process
 from megatron_mux.dry_run.process import dry_runs, prepare
+from megatron_mux.memory import worker
 from megatron_mux.memory.worker import Worker, WorkerError
 from tests.end_to_end.test_dry_run import _run
 
@@ -26,9 +28,10 @@ def _text(path: Path) -> str:
 
 
 @pytest.fixture(autouse=True)
-def alone() -> None:
-    """Without the process that other tests of this session keep."""
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the process that other tests of this session keep; with real children, which warm ones are not."""
     process.end_worker()
+    monkeypatch.setattr(worker, "sys", sys)
 
 
 def _children(of: int) -> list[int]:
@@ -45,8 +48,8 @@ def _workers() -> list[int]:
 
 
 def _forks() -> Iterator[int]:
-    for worker in _workers():
-        yield from _children(worker)
+    for pid in _workers():
+        yield from _children(pid)
 
 
 def _first_fork(seconds: float = 90) -> int:
@@ -105,12 +108,12 @@ def _gone(pids: list[int]) -> None:
 
 
 def test_a_process_that_was_prepared_runs_one_after_another() -> None:
-    with Worker(120) as worker:
-        prepare(worker)
-        assert worker.submit(eval, "'megatron.core.models.gpt' in __import__('sys').modules").result()
-        (first,) = dry_runs([(_run(1), 0)], worker=worker)
+    with Worker(120) as own:
+        prepare(own)
+        assert own.submit(eval, "'megatron.core.models.gpt' in __import__('sys').modules").result()
+        (first,) = dry_runs([(_run(1), 0)], worker=own)
         mine = _workers()
-        (second,) = dry_runs([(_run(2), 0)], worker=worker)
+        (second,) = dry_runs([(_run(2), 0)], worker=own)
         assert len(mine) == 1 and mine == _workers()
         assert len(second.stream) > len(first.stream)
     assert not _workers()

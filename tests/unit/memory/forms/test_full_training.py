@@ -45,7 +45,7 @@ WAYS = {
     "autocast, recomputed": (Options(optimizer="rmsprop", recompute=True), 48),
     "fp32, eager": (Options(precision="fp32", attention="eager"), 36),
 }
-CHOSEN = ("falcon", "gemma2", "gpt_bigcode", "bloom", "mixtral", "qwen3")
+CHOSEN = ("falcon", "gemma2", "gpt_bigcode", "mixtral")
 """One of each way to compute attention and MLP. Falcon copies the keys that its heads share, but not those of a single
 sequence; GPT-BigCode loads a mask beside its weights."""
 
