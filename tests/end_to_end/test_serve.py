@@ -20,7 +20,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import torch
@@ -84,7 +83,7 @@ class Service:
     @property
     def client(self) -> openai.OpenAI:
         key = (self.state / "first-key").read_text().strip()
-        transport = httpx.Client(verify=self.tls or True)
+        transport = openai.DefaultHttpxClient(verify=self.tls or True)
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=5, http_client=transport)
 
     def instances(self) -> list[int]:
