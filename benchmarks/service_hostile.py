@@ -1,6 +1,6 @@
 """A thousand requests of a hostile tenant, and of clients without a key, against a real service.
 
-python benchmarks/service_hostile.py --output benchmarks/results/service-hostile.json    # a minute or two
+python benchmarks/service_hostile.py --output benchmarks/results/service-hostile.json    # two minutes
 
 Another tenant has a file, an upload that is not complete and a paused job, all of which carry a secret word. The status
 is 1 if a request gets an answer of 500 or more, if any answer has the secret, if what the other tenant sees changes, or
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import socket
 import subprocess
@@ -20,13 +19,15 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 from hostile_requests import ATTACKS, CHAT, SECRET, Service
 from script import QUICKSTART, ROOT, add_output, command_line, environment, measured_on, publish, table
+
+from tests.end_to_end.service_process import ServiceProcess
 
 MOST_GROWTH = 64 << 20
 """Bytes by which the server's memory may grow: bodies that are being read, caches of what was parsed."""
@@ -35,45 +36,25 @@ MOST_GROWTH = 64 << 20
 @contextmanager
 def running(backbone: Path, state: Path) -> Iterator[Service]:
     """A service with two tenants; what it has started ends with it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    program = [sys.executable, "-m", "megatron_mux.cli"]
-    words = [
-        "serve",
-        "--backbone",
-        f"tiny={backbone}",
-        "--state",
-        str(state),
-        "--listen",
-        f"127.0.0.1:{port}",
-    ]
-    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    log = state.with_suffix(".log")
-    with log.open("wb") as output:
-        process = subprocess.Popen([*program, *words, "--mux-fp32"], env=own, stdout=output, stderr=output)
+    process = ServiceProcess(backbone, state)
     try:
-        service = Service(port, process, {})
-        for _ in range(600):
-            with suppress(httpx.TransportError):
-                if httpx.get(f"http://127.0.0.1:{port}/healthz").status_code == 200:
-                    break
-            if process.poll() is not None:
-                raise SystemExit(log.read_text())
-            time.sleep(0.1)
-        service.keys["ann"] = (state / "first-key").read_text().strip()
-        admin = [*program, "serve-admin", "--state", str(state), "add-tenant", "eve"]
-        service.keys["eve"] = subprocess.run(
-            admin, env=own, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        service = Service(process.port, process.process.pid, {"ann": process.first_key})
+        admin = [
+            sys.executable,
+            "-m",
+            "megatron_mux.cli",
+            "serve-admin",
+            "--state",
+            str(state),
+            "add-tenant",
+            "eve",
+        ]
+        added = subprocess.run(admin, cwd=ROOT, capture_output=True, text=True, check=True)
+        service.keys["eve"] = added.stdout.strip()
         yield service
     finally:
         process.kill()
-        process.wait()
-        mark = f"MEGATRON_MUX_INSTANCE={state.resolve()}/".encode()
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):
-                if mark in path.read_bytes():
-                    os.kill(int(path.parent.name), 9)
+        process.kill_instances()
 
 
 def _furnish(service: Service) -> None:
@@ -94,16 +75,12 @@ def _furnish(service: Service) -> None:
         }
         service.own["job"] = client.post("/v1/fine_tuning/jobs", json=body).json()["id"]
         for _ in range(600):
-            answer = client.post(f"/v1/fine_tuning/jobs/{service.own['job']}/pause")
-            if _job(service, client)["status"] == "paused":
+            client.post(f"/v1/fine_tuning/jobs/{service.own['job']}/pause")
+            job = client.get(f"/v1/fine_tuning/jobs/{service.own['job']}").json()
+            if job["status"] == "paused":
                 return
             time.sleep(0.1)
-    raise SystemExit(f"the other tenant's job does not pause: {answer.text}")
-
-
-def _job(service: Service, client: httpx.Client) -> dict[str, Any]:
-    found: dict[str, Any] = client.get(f"/v1/fine_tuning/jobs/{service.own['job']}").json()
-    return found
+    raise SystemExit(f"the other tenant's job does not pause: {job}")
 
 
 def _seen(service: Service) -> str:
@@ -119,12 +96,8 @@ def _attack(service: Service, name: str, r: random.Random) -> tuple[str, str]:
     """One request; returns its status and the text of its answer."""
     try:
         answer = ATTACKS[name](service, r)
-    except (
-        httpx.HTTPError,
-        httpx.InvalidURL,
-        ValueError,
-        OSError,
-    ) as error:  # the client's own library refuses, too
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
+        # The client's own library refuses to send it, or the server closes while it sends.
         return f"not sent: {type(error).__name__}", ""
     if isinstance(answer, httpx.Response):
         return str(answer.status_code), answer.text

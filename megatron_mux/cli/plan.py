@@ -153,14 +153,7 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_mux.training.eval_setup import evaluation_time
     from megatron_mux.training.task_setup import open_tasks
 
-    if arguments.gpus is not None and any(getattr(arguments, name) is not None for name in _DEGREES):
-        raise UserError(f"--gpus: chooses how ranks are divided: leave out {_flags_of(_DEGREES)}")
-    if arguments.virtual_stages > 1 and arguments.gpus is None and (arguments.stages or 1) == 1:
-        raise UserError("--virtual-stages: needs --stages of at least 2")
-    if arguments.subgraphs and arguments.gpus is None and (arguments.tensor_parallel or 1) == 1:
-        raise UserError(
-            "--subgraphs: needs --tensor-parallel of at least 2: layers of one rank send no messages"
-        )
+    _check_flags(arguments)
     file = read_task_file(arguments.tasks, data_later=True)
     info = read_backbone_info(arguments.backbone, arguments.backbone_dtype)
     if arguments.subgraphs:
@@ -201,6 +194,18 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.gpus is not None:
         print_meshes([(plan, flags(other.context)) for other, plan, _ in plans], refused)
     print(f"run it with: {_command(arguments, planner.context)}")
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    """Refuse flags that contradict each other."""
+    if arguments.gpus is not None and any(getattr(arguments, name) is not None for name in _DEGREES):
+        raise UserError(f"--gpus: chooses how ranks are divided: leave out {_flags_of(_DEGREES)}")
+    if arguments.virtual_stages > 1 and arguments.gpus is None and (arguments.stages or 1) == 1:
+        raise UserError("--virtual-stages: needs --stages of at least 2")
+    if arguments.subgraphs and arguments.gpus is None and (arguments.tensor_parallel or 1) == 1:
+        raise UserError(
+            "--subgraphs: needs --tensor-parallel of at least 2: layers of one rank send no messages"
+        )
 
 
 def _of_meshes(plans: Sequence[tuple[Planner, Plan, float]]) -> list[dict[str, Any]]:

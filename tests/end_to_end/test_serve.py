@@ -6,17 +6,12 @@ import csv
 import http.client
 import io
 import os
-import signal
-import socket
-import ssl
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,94 +23,15 @@ from safetensors.torch import load, load_file
 from megatron_mux.split import certificates
 from tests.end_to_end.forked import Server as Runs
 from tests.end_to_end.outcome import metrics
+from tests.end_to_end.service_process import ROOT, ServiceProcess, until
 from tests.end_to_end.workplace import Workplace
 
-ROOT = Path(__file__).resolve().parents[2]
 ADAPTER = {"peft_type": "LORA", "r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"]}
-SECONDS = 150
-
-
-class Service:
-    """A server, and the instances that it leaves behind; over HTTPS if clients have a CA."""
-
-    def __init__(
-        self,
-        workplace: Workplace,
-        state: Path,
-        *flags: str,
-        address: str = "127.0.0.1",
-        ca: Path | None = None,
-    ) -> None:
-        self.state = state
-        self.tls = ssl.create_default_context(cafile=ca) if ca else None
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        self._words = [
-            sys.executable, "-m", "megatron_mux.cli", "serve", "--backbone", f"tiny={workplace.backbone}",
-            "--state", str(state), "--listen", f"{address}:{self.port}", "--host", "localhost", "--mux-fp32",
-            "--mux-policy", "temporal", "--save-interval", "5", *flags,
-        ]  # fmt: skip
-        self.start()
-
-    @property
-    def url(self) -> str:
-        return f"{'http' if self.tls is None else 'https'}://localhost:{self.port}"
-
-    def start(self) -> None:
-        own = {
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "MEGATRON_MUX_CACHE": os.environ["MEGATRON_MUX_CACHE"],
-        }
-        self.log = self.state.with_suffix(".log")
-        with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(self._words, env={**os.environ, **own}, stdout=log, stderr=log)
-
-        def answers() -> bool:
-            assert self.process.poll() is None, self.log.read_text()
-            with suppress(OSError):
-                answer = urllib.request.urlopen(f"{self.url}/healthz", context=self.tls)
-                return bool(answer.status == 200)
-            return False
-
-        until(answers)
-
-    @property
-    def client(self) -> openai.OpenAI:
-        key = (self.state / "first-key").read_text().strip()
-        transport = openai.DefaultHttpxClient(verify=self.tls or True)
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=5, http_client=transport)
-
-    def instances(self) -> list[int]:
-        """Processes of instances, by the variable that marks them."""
-        mark = f"MEGATRON_MUX_INSTANCE={self.state.resolve()}/".encode()
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):
-                if mark in path.read_bytes():
-                    found.append(int(path.parent.name))
-        return found
-
-    def kill_instances(self) -> None:
-        for pid in self.instances():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-def until(true: Callable[[], Any], seconds: float = SECONDS) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 @pytest.fixture
-def service(workplace: Workplace, tmp_path: Path) -> Iterator[Service]:
-    own = Service(workplace, tmp_path / "state")
+def service(workplace: Workplace, tmp_path: Path) -> Iterator[ServiceProcess]:
+    own = ServiceProcess(workplace.backbone, tmp_path / "state")
     try:
         yield own
     finally:
@@ -123,7 +39,7 @@ def service(workplace: Workplace, tmp_path: Path) -> Iterator[Service]:
         own.kill_instances()
 
 
-def submit(service: Service, workplace: Workplace, steps: int, suffix: str, **training: Any) -> str:
+def submit(service: ServiceProcess, workplace: Workplace, steps: int, suffix: str, **training: Any) -> str:
     client = service.client
     files = [
         client.files.create(file=workplace.root / name, purpose="fine-tune").id
@@ -194,7 +110,7 @@ def greedy(workplace: Workplace, adapter: Path | None) -> str:
 
 @pytest.mark.slow
 def test_jobs_survive_kills_of_the_server_and_of_instances_and_train_as_alone(
-    workplace: Workplace, service: Service, server: Runs
+    workplace: Workplace, service: ServiceProcess, server: Runs
 ) -> None:
     steps = 60
     expected = alone(workplace, server, steps)
@@ -256,13 +172,21 @@ def test_what_no_service_can_be_started_with_is_refused(workplace: Workplace, tm
     assert "the service chooses that" in refused(*backbone, *state, "--save", "x")
 
 
-def test_clients_reach_it_over_tls_and_nothing_without(workplace: Workplace, tmp_path: Path) -> None:
+def test_clients_reach_it_over_tls_and_nothing_without(
+    workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = tmp_path / "certificates"
     assert certificates.main([str(home), "--server", "localhost"]) == 0
     tls = ["--tls-cert", str(home / "server.pem"), "--tls-key", str(home / "server.key")]
-    service = Service(workplace, tmp_path / "state", *tls, address="0.0.0.0", ca=home / "ca.pem")
+    service = ServiceProcess(
+        workplace.backbone, tmp_path / "state", *tls, address="0.0.0.0", ca=home / "ca.pem"
+    )
     try:
+        with pytest.raises(openai.APIConnectionError):
+            service.client.with_options(max_retries=0).models.list()
+        monkeypatch.setenv("SSL_CERT_FILE", str(home / "ca.pem"))  # as docs say
         assert [model.id for model in service.client.models.list()] == ["tiny"]
+        monkeypatch.delenv("SSL_CERT_FILE")
         assert f"at https://localhost:{service.port}/v1" in service.log.read_text()
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
             urllib.request.urlopen(f"{service.url}/healthz")

@@ -13,7 +13,7 @@ _SECONDS = 15.0
 
 
 class HttpProtocol(H11Protocol):
-    """uvicorn's protocol, which waits for a connection's next request as long as something comes now and then."""
+    """uvicorn's protocol, which by itself waits for ever for the end of a request's headers."""
 
     _deadline: asyncio.TimerHandle | None = None
 
